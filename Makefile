@@ -1,0 +1,35 @@
+.PHONY: demo test check bench clean
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+PROBE := import sys; sys.version_info < (3, 10) and sys.exit("it is Python %d.%d" % sys.version_info[:2]); import ensurepip, venv
+# the last line of what the probe says; empty where this Python will do
+PROBLEM = $(shell $(PYTHON) -c '$(PROBE)' 2>&1 | tail -n 1)
+ADVICE = install Python 3.10 or newer with its venv module, or name one: make PYTHON=python3.12
+
+READY := .venv/ready
+
+demo: $(READY)
+	.venv/bin/python -m mgpu_slurm submit --nodes 2
+
+test: $(READY)
+	.venv/bin/python -m pytest
+
+check: $(READY)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+bench: $(READY)
+	.venv/bin/python -m benchmarks
+
+# touched last: an installation that was interrupted starts again
+$(READY): pyproject.toml constraints.txt
+	$(if $(PROBLEM),$(error $(PYTHON) cannot make .venv ($(PROBLEM)): $(ADVICE)))
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./runs -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

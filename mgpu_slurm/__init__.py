@@ -1,0 +1,37 @@
+"""mgpu_slurm: multi-node, multi-GPU training as SLURM batch jobs, and the same on a laptop.
+
+    from mgpu_slurm import submit, runs
+
+    run = submit(train, Config(lr=0.1), nodes=2)
+    run.wait()
+    run.result()
+
+A job function is `train(run: Run, config: Config)`. Importing this package loads neither torch nor optuna.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mgpu_slurm.launch.runs import Handle, runs, submit
+    from mgpu_slurm.runtime.attaching import attach
+    from mgpu_slurm.runtime.run import Run
+
+__all__ = ["Handle", "Run", "attach", "runs", "submit"]
+
+_HOMES = {
+    "Handle": "mgpu_slurm.launch.runs",
+    "Run": "mgpu_slurm.runtime.run",
+    "attach": "mgpu_slurm.runtime.attaching",
+    "runs": "mgpu_slurm.launch.runs",
+    "submit": "mgpu_slurm.launch.runs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: a job needs no launcher, a launcher needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,6 @@
+"""`python -m mgpu_slurm` is the same program as `mgpu-slurm`."""
+
+from mgpu_slurm.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""The command line: each command parses, calls one function and prints.
+
+What a command needs is imported inside it, so that `--help` and `status` start at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from mgpu_slurm.errors import MgpuError, UserError
+
+if TYPE_CHECKING:
+    from mgpu_slurm.launch.runs import Handle
+
+PROGRAM = "mgpu-slurm"
+INTERRUPTED = 130
+
+json_flag = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value, and nothing else, on standard output."
+)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the program and exits: 0 done, 1 the run failed, 2 the call or a file was wrong, 3 the cluster refused, 130
+    interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    words, command = _split_command(words)
+    debug = "--debug" in words
+    try:
+        cli.main(args=words, prog_name=PROGRAM, standalone_mode=False, obj=command)
+    except click.exceptions.Exit as stopped:
+        sys.exit(stopped.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        _fail(error.format_message(), UserError.exit_code)
+    except MgpuError as error:
+        if debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # the reader, such as `head`, has seen enough
+        sys.stderr.close()
+        sys.exit(0)
+    sys.exit(0)
+
+
+def _split_command(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """What stands behind the first `--` is the command to run, untouched."""
+    if "--" not in words:
+        return words, ()
+    place = words.index("--")
+    return words[:place], tuple(words[place + 1 :])
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="mgpu-slurm", prog_name=PROGRAM)
+@click.option("--debug", is_flag=True, help="Show a traceback with errors.")
+def cli(debug: bool) -> None:
+    """Multi-node, multi-GPU training as SLURM batch jobs, and the same on a laptop."""
+
+
+@cli.command()
+@click.argument("words", nargs=-1, metavar="[TARGET] [key=value ...] | -- COMMAND ...")
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="YAML file with values for the job's config."
+)
+@click.option("--nodes", type=int, metavar="N", help="Nodes.  [default: 1]")
+@click.option("--ntasks-per-node", type=int, metavar="N", help="Ranks on each node.  [default: one per GPU, else 1]")
+@click.option("--gpus-per-node", type=int, metavar="N", help="GPUs on each node, 0 for none.  [default: all of a node]")
+@click.option("--cpus-per-task", type=int, metavar="N", help="Cores of each rank.")
+@click.option("--mem", metavar="SIZE", help="Memory of each node, as sbatch takes it: 64G.")
+@click.option("--time", metavar="TIME", help="Time limit, as sbatch takes it: minutes, M:S, H:M:S, D-H.")
+@click.option("--partition", metavar="NAME")
+@click.option("--account", metavar="NAME")
+@click.option("--qos", metavar="NAME")
+@click.option("--constraint", metavar="FEATURES")
+@click.option("--exclude", metavar="NODES")
+@click.option("--nodelist", metavar="NODES")
+@click.option("--reservation", metavar="NAME")
+@click.option(
+    "--sbatch", "extra", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch; may be repeated."
+)
+@click.option(
+    "--executor",
+    default="auto",
+    metavar="NAME",
+    help="auto, slurm or local; auto is slurm where there is an sbatch.  [default: auto]",
+)
+@click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
+@click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
+@click.option(
+    "--signal",
+    metavar="SIGNAL[@SECONDS]",
+    help="What is sent how long before the time limit.  [default: USR2@120, or a fifth of a short limit]",
+)
+@click.option(
+    "--max-requeues", type=int, metavar="N", help="How often the run may start again at its time limit.  [default: 20]"
+)
+@click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: on local]")
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
+@json_flag
+@click.option("--debug", is_flag=True, hidden=True)
+@click.pass_obj
+def submit(
+    command: tuple[str, ...],
+    /,
+    words: tuple[str, ...],
+    config_file: Path | None,
+    extra: tuple[str, ...],
+    follow: bool | None,
+    dry_run: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
+    """Run a job function, or any torchrun-style command, on nodes and GPUs.
+
+    TARGET is package.module, package.module:function or path/to/file.py:function; `train` where no function is named.
+    Without it: `job:` of mgpu.yaml, else jobs.digits. key=value sets the job's config (nested: model.width=32).
+
+    \b
+      mgpu-slurm submit --nodes 2
+      mgpu-slurm submit train.py:train --nodes 2 --gpus-per-node 4 --time 4:00:00 lr=0.1
+      mgpu-slurm submit --nodes 2 -- python train.py --lr 0.1
+    """
+    from mgpu_slurm.launch import submit as submitting
+
+    request = _request(command, words, config_file, extra, dry_run, options)
+    if dry_run:
+        _show_rehearsal(submitting.rehearse(request), as_json)
+        return
+    submission = submitting.submit(request)
+    plan = submission.plan
+    if as_json:
+        facts = {
+            "run": plan.spec.run,
+            "folder": str(plan.folder.path),
+            "job_id": submission.job_id,
+            "executor": plan.spec.executor,
+        }
+        _print_json(facts)
+        if not follow:
+            return
+    else:
+        _print_lines(plan.lines())
+    if plan.spec.executor == "local" if follow is None else follow:
+        _follow_to_the_end(plan.spec.run, quiet=as_json)
+    else:
+        _print_lines([f"job       {submission.job_id}", f"follow it with: {PROGRAM} logs {plan.spec.run} --follow"])
+
+
+def _request(
+    command: tuple[str, ...],
+    words: tuple[str, ...],
+    config_file: Path | None,
+    extra: tuple[str, ...],
+    dry_run: bool,
+    options: dict[str, Any],
+) -> Any:
+    from mgpu_slurm import config as configs
+    from mgpu_slurm.launch.plan import Request
+    from mgpu_slurm.spec import RESOURCE_FLAGS, sbatch_pairs
+
+    targets = [word for word in words if "=" not in word]
+    if len(targets) > 1:
+        raise UserError(f"two targets, {targets[0]!r} and {targets[1]!r}: give one; a command goes behind --")
+    values = configs.read_yaml(config_file) if config_file is not None else {}
+    values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
+    flags = {name.replace("_", "-"): options.pop(name) for name in RESOURCE_FLAGS}
+    if extra:
+        flags["sbatch"] = sbatch_pairs(extra)
+    target = targets[0] if targets else None
+    return Request(target=target, command=command, values=values, flags=flags, dry_run=dry_run, **options)
+
+
+def _show_rehearsal(plan: Any, as_json: bool) -> None:
+    from mgpu_slurm import config as configs
+
+    script = plan.script if plan.spec.executor == "slurm" else None
+    if as_json:
+        _print_json({"spec": configs.to_plain(plan.spec), "folder": str(plan.folder.path), "script": script})
+        return
+    _print_lines([*plan.lines(), "nothing was started (--dry-run)"])
+    if script is not None:
+        print(f"\n{script}", end="")
+
+
+def _follow_to_the_end(name: str, quiet: bool = False) -> None:
+    """Shows the run until it ends, then how it ended; the exit code tells the same."""
+    from mgpu_slurm.launch import runs
+    from mgpu_slurm.observe.follow import follow
+
+    handle = runs.find(name)
+    try:
+        for text in follow(handle.files):
+            if not quiet:
+                print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(
+            f"\nno longer following; the run goes on. Cancel it with: {PROGRAM} cancel {name}",
+            file=sys.stderr,
+        )
+        sys.exit(INTERRUPTED)
+    if not quiet:
+        _print_ending(handle)
+    if handle.state != "COMPLETED":
+        sys.exit(1)
+
+
+def _print_ending(handle: Handle) -> None:
+    from mgpu_slurm.observe.ending import ending_lines
+
+    _print_lines(ending_lines(handle.folder, handle.facts))
+
+
+@cli.command()
+@click.argument("names", nargs=-1, metavar="[RUN ...]")
+@json_flag
+def status(names: tuple[str, ...], as_json: bool) -> None:
+    """Show how runs stand, newest first."""
+    from mgpu_slurm.launch import registry
+    from mgpu_slurm.observe import status as statuses
+
+    if names:
+        states = [state for _, state in registry.current([registry.find(name) for name in names])]
+    else:
+        states = [state for _, state in registry.all_states()]
+    if as_json:
+        _print_json([statuses.facts(state) for state in states])
+    elif states:
+        print(statuses.table(states))
+    else:
+        print(f"no runs yet: start one with `{PROGRAM} submit`")
+
+
+@cli.command()
+@click.argument("name", metavar="RUN")
+@click.option("--rank", type=int, default=0, show_default=True, help="Whose log.")
+@click.option("--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--launch", is_flag=True, help="The log of the batch script or supervisor instead.")
+def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
+    """Print what a rank has printed, over all attempts."""
+    from mgpu_slurm.launch import registry, runs
+
+    folder = registry.find(name)
+    if launch:
+        for path in sorted(folder.logs.glob("launch-*.log")):
+            print(path.read_text(errors="replace"), end="")
+        return
+    ranks = registry.state(folder)["ranks"]
+    if not 0 <= rank < ranks:
+        raise UserError(f"--rank {rank}: run {folder.run} has ranks 0 to {ranks - 1}")
+    if follow:
+        from mgpu_slurm.observe.follow import follow as follow_run
+
+        for text in follow_run(folder, rank):
+            print(text, end="", flush=True)
+        return
+    print(runs.Handle(folder).logs(rank), end="")
+
+
+@cli.command()
+@click.argument("names", nargs=-1, required=True, metavar="RUN ...")
+def cancel(names: tuple[str, ...]) -> None:
+    """Ask runs to save their work and end."""
+    from mgpu_slurm.launch import runs
+
+    for handle in [runs.find(name) for name in names]:
+        if handle.cancel():
+            print(f"{handle.name}: asked to save and end; `{PROGRAM} resume {handle.name}` goes on from there")
+        else:
+            print(f"{handle.name}: had ended already ({handle.state})")
+
+
+@cli.command()
+@click.argument("names", nargs=-1, required=True, metavar="RUN ...")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Give up after so long.")
+@json_flag
+def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
+    """Block until runs have ended; exit code 1 unless all of them completed."""
+    from mgpu_slurm.launch import runs
+    from mgpu_slurm.observe import status as statuses
+
+    handles = [runs.find(name) for name in names]
+    try:
+        ended = [handle.wait(timeout) for handle in handles]
+    except TimeoutError as error:
+        raise MgpuError(str(error)) from None
+    if as_json:
+        _print_json([statuses.facts(handle.facts) for handle in handles])
+    else:
+        for handle in handles:
+            _print_ending(handle)
+    if any(state != "COMPLETED" for state in ended):
+        sys.exit(1)
+
+
+@cli.command()
+@click.argument("name", metavar="RUN")
+@click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: on local]")
+@json_flag
+def resume(name: str, follow: bool | None, as_json: bool) -> None:
+    """Start a run that has ended again, from its newest checkpoint."""
+    from mgpu_slurm.launch import runs
+
+    handle = runs.find(name)
+    handle.resume()
+    facts = handle.facts
+    if as_json:
+        names = {"run": handle.name, "folder": str(handle.folder)}
+        _print_json(names | {"job_id": facts["job_id"], "executor": facts["executor"]})
+    else:
+        print(f"run {handle.name} goes on as job {facts['job_id']}", flush=True)
+    if not as_json and (facts["executor"] == "local" if follow is None else follow):
+        _follow_to_the_end(handle.name)
+
+
+@cli.command()
+@click.argument("names", nargs=-1, metavar="[RUN ...]")
+@click.option("--checkpoints", is_flag=True, help="Delete only the checkpoints of the named runs.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
+    """Show what runs take on disk; delete those that are named."""
+    from mgpu_slurm.launch import runs
+    from mgpu_slurm.observe.usage import usage_table
+
+    handles = [runs.find(name) for name in names] or runs.runs()
+    if not handles:
+        print("no runs, nothing to clean")
+        return
+    print(usage_table([handle.files for handle in handles]))
+    if not names:
+        print(f"\nnothing was deleted; name runs to delete them: {PROGRAM} clean RUN ...")
+        return
+    what = "the checkpoints of " if checkpoints else ""
+    if not yes and not click.confirm(f"delete {what}{len(handles)} run{'s' if len(handles) > 1 else ''}?"):
+        return
+    for handle in handles:
+        handle.delete(only_checkpoints=checkpoints)
+        print(f"deleted {what}{handle.name}")
+
+
+@cli.command()
+@click.argument("folder", default=".", type=click.Path(path_type=Path, file_okay=False))
+def init(folder: Path) -> None:
+    """Write a starter project: a job, and a commented cluster file."""
+    from mgpu_slurm.launch import init as starter
+
+    for path in starter.write(folder):
+        print(f"wrote {path}")
+    where = "" if folder == Path() else f"cd {folder} && "
+    print(f"try it: {where}{PROGRAM} submit --nodes 2")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2), flush=True)
+
+
+def _print_lines(lines: list[str]) -> None:
+    print("\n".join(lines), flush=True)

@@ -1,0 +1,70 @@
+"""Is the target there, can it be called, and does its config fit? Asked before a run folder exists.
+
+The answer needs the user's module imported, and that may import torch: so a process of its own does it, never the
+command line's. Without a supervisor to ask: `python -m mgpu_slurm.launch.check`, the question on standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import config as configs
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.runtime import target
+
+
+@dataclass(frozen=True)
+class Question:
+    target: str
+    workdir: str
+    """The folder in the snapshot where the job will stand."""
+    original: str
+    """The folder from which paths in the config are meant."""
+    values: dict[str, Any]
+    """What `--config` and `key=value` give."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    config: dict[str, Any]
+    """The whole config as plain values, defaults filled in and paths absolute."""
+    error: str | None = None
+
+
+def ask(question: Question) -> Answer:
+    """Imports the target here and now, and checks."""
+    target.stand_in(Path(question.workdir))
+    # the snapshot holds what the user has, not what this look at it compiles
+    sys.dont_write_bytecode = True
+    try:
+        function = target.load(question.target, Path(question.workdir))
+        return Answer(resolve_config(function, question.target, question.values, Path(question.original)))
+    except UserError as error:
+        return Answer({}, str(error))
+
+
+def resolve_config(function: Any, name: str, values: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The job's whole config as plain values; see `mgpu_slurm.config.fill` for what is refused."""
+    cls = target.config_class(function)
+    if cls is None:
+        return values
+    filled = configs.absolute_paths(configs.fill(cls, values, f"config of {name}"), base)
+    plain: dict[str, Any] = configs.to_plain(filled)
+    return plain
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    # what the user's module prints on import belongs to no answer
+    os.dup2(2, 1)
+    answers.write(json.dumps(asdict(ask(Question(**json.loads(sys.stdin.read()))))) + "\n")
+    answers.close()
+
+
+if __name__ == "__main__":
+    main()

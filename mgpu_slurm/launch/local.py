@@ -1,0 +1,95 @@
+"""The submission's side of the local executor: starting the supervisor of a run, and reaching it later."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from mgpu_slurm import processes, records
+from mgpu_slurm.launch.slurm import scrubbed_environment
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.spec import Spec
+
+
+class Supervisor:
+    """A supervisor process that has not been given a run yet."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, question: str) -> str:
+        """The answer to a question of `check`, as JSON; empty where the target took its process down."""
+        self._say(f"ask {question}")
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def go(self, folder: RunFolder) -> str:
+        """Lets it run the folder's spec; returns the job id, which is its process id."""
+        pid = self._process.pid
+        start = processes.started_at(pid)
+        records.update_state(folder, job_id=str(pid), supervisor=[pid, start], host=os.uname().nodename)
+        self._say(f"go {folder.path}")
+        return str(pid)
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        # a supervisor that died says so by its silence
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+
+@contextmanager
+def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Supervisor | None]:
+    """The supervisor of a local run, None for another executor.
+
+    It is started early, because it imports torch meanwhile, and ends with the block unless it was told to go.
+
+    Args:
+        run: the run's folder when it starts.
+        now_at: where that folder is until then.
+    """
+    if spec.executor != "local":
+        yield None
+        return
+    ranks_of_function = 0 if spec.target.is_command else spec.resources.ranks
+    with open(now_at.launch_log("local"), "a") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mgpu_slurm.launch.supervisor", str(ranks_of_function)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            # /proc shows the environment a process was started with, and forks inherit it: all of a run carry its mark
+            env=scrubbed_environment(os.environ) | {processes.RUN_VARIABLE: str(run.path)},
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield Supervisor(process)
+    finally:
+        process.stdout.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def is_supervised(state: dict[str, Any]) -> bool:
+    """Whether the supervisor that a run's state names is alive. On another host nobody can tell: it counts as alive."""
+    if state.get("host") != os.uname().nodename:
+        return True
+    pid, start = state.get("supervisor") or (0, None)
+    return start is not None and processes.is_alive(pid, start)
+
+
+def cancel(state: dict[str, Any]) -> bool:
+    """Asks the supervisor to end its run, which saves first; False where there is none any more."""
+    if not is_supervised(state):
+        return False
+    os.kill(state["supervisor"][0], signal.SIGTERM)
+    return True

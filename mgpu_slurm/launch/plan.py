@@ -1,0 +1,252 @@
+"""From a request to a plan: all that will happen, typed and printable, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import config as configs
+from mgpu_slurm import records
+from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.launch import cluster as clusters
+from mgpu_slurm.launch import script, simulated, slurm, snapshot
+from mgpu_slurm.launch.cluster import Cluster, ClusterFile
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime import target as targets
+from mgpu_slurm.spec import ExecutorName, Resources, Spec, Target, check_run_name, parse_signal, resources_from
+
+DEMO_TARGET = "jobs.digits"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, by a command line or from Python, before any default."""
+
+    target: str | Callable[..., Any] | None = None
+    """The name of a job function, or the function itself."""
+    command: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
+    """The job's config, as far as it was given."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Resources by sbatch's long names."""
+    executor: str = "auto"
+    cluster: str | None = None
+    name: str | None = None
+    signal: str | None = None
+    max_requeues: int | None = None
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that will happen. The job's config in it is as given, until the target itself has completed it."""
+
+    spec: Spec
+    folder: RunFolder
+    """Where the run will live."""
+    notes: tuple[str, ...]
+    """What was decided for the user, in words."""
+    token: str
+    """Marks this one submission, so that it can be found again in SLURM's queue."""
+    snapshot_limit: int
+    """Bytes."""
+
+    @property
+    def script(self) -> str:
+        """The exact script that sbatch gets."""
+        return script.render(self.spec, self.folder, self.token)
+
+    def with_config(self, config: dict[str, Any]) -> Plan:
+        return replace(self, spec=replace(self.spec, config=config))
+
+    def lines(self) -> list[str]:
+        """For people, before the start."""
+        spec, resources = self.spec, self.spec.resources
+        config = "  ".join(f"{key}={value}" for key, value in spec.config.items())
+        ranks = f"{resources.ranks} = {resources.nodes} nodes x {resources.ranks_per_node}"
+        if spec.executor == "local":
+            ranks = ranks.replace("nodes", "simulated nodes")
+        return [
+            f"run       {spec.run}",
+            f"target    {spec.target.label}",
+            *([f"config    {config}"] if config else []),
+            f"ranks     {ranks}",
+            *self.notes,
+            f"folder    {self.folder.path}",
+        ]
+
+
+def make(request: Request, cwd: Path, runs: Path) -> Plan:
+    """Decides everything that can be decided without the target's own code.
+
+    Raises:
+        UserError: something in the request or the cluster file is wrong.
+        ClusterError: SLURM was asked for and is not there, or does not answer.
+    """
+    file = clusters.load(cwd)
+    executor, why = _executor(request)
+    chosen = _cluster(file, request.cluster, executor)
+    given = {key: value for key, value in request.flags.items() if value is not None}
+    asked = resources_from(configs.merge(chosen.flags, given), "the call")
+    resources, gpus = _with_gpus(asked, executor, request.dry_run)
+    target, root = _target(request, file.job, cwd)
+    signal, lead = parse_signal(request.signal or chosen.signal, resources.time_limit)
+    spec = Spec(
+        run=_run_name(request.name or _short_name(target)),
+        target=target,
+        executor=executor,
+        resources=resources,
+        config=request.values,
+        signal=signal,
+        lead=lead,
+        max_requeues=chosen.max_requeues if request.max_requeues is None else request.max_requeues,
+        kill_wait=chosen.kill_wait,
+        cluster=chosen.name or None,
+        setup=tuple(chosen.setup),
+        rename=chosen.rename,
+        environment=chosen.environment,
+        readable_by=chosen.readable_by,
+        project=str(root),
+        workdir=_workdir(cwd, root),
+        python=sys.executable,
+        submitted=records.now(),
+    )
+    notes = (f"executor  {executor}: {why}", f"gpus      {gpus}")
+    return Plan(spec, RunFolder(runs / spec.run), notes, new_token(), chosen.snapshot_limit)
+
+
+def new_token() -> str:
+    return f"mgpu-{secrets.token_hex(8)}"
+
+
+def _executor(request: Request) -> tuple[ExecutorName, str]:
+    """Which executor, and why; never falls back from one that was asked for."""
+    has_sbatch = shutil.which("sbatch") is not None
+    if request.executor == "auto":
+        return ("slurm", "sbatch is on PATH") if has_sbatch else ("local", "there is no sbatch on PATH")
+    if request.executor == "slurm":
+        if not has_sbatch and not request.dry_run:
+            raise ClusterError(
+                "--executor slurm: there is no sbatch on PATH: log in to the cluster, or use --executor local"
+            )
+        return "slurm", "asked for"
+    if request.executor == "local":
+        return "local", "asked for"
+    raise UserError(f"--executor {request.executor!r}: expected auto, slurm or local")
+
+
+def _cluster(file: ClusterFile, name: str | None, executor: ExecutorName) -> Cluster:
+    """This machine is none of the clusters: its executor takes one that was named, or the one called `local`."""
+    if executor != "local" or name is not None:
+        return file.named(name)
+    return file.clusters.get("local", Cluster())
+
+
+def _with_gpus(resources: Resources, executor: ExecutorName, dry_run: bool) -> tuple[Resources, str]:
+    """The resources with the GPUs per node decided, and how that came."""
+    asked = resources.gpus_per_node
+    if executor == "local":
+        return _with_local_gpus(resources)
+    if asked is not None:
+        return resources, f"{asked} per node, as asked"
+    if dry_run and shutil.which("sinfo") is None:
+        return resources, "not known here: there is no sinfo to ask; give --gpus-per-node"
+    found = slurm.gpus_per_node(resources.partition)
+    where = f"partition {resources.partition}" if resources.partition else "the default partition"
+    if not found:
+        return resources, f"none: the nodes of {where} have none"
+    return replace(resources, gpus_per_node=found), f"{found} per node, all that the nodes of {where} have"
+
+
+def _with_local_gpus(resources: Resources) -> tuple[Resources, str]:
+    available = len(simulated.visible_gpus())
+    asked = resources.gpus_per_node
+    if asked is not None:
+        if asked * resources.nodes > available:
+            raise UserError(
+                f"--gpus-per-node {asked} on {resources.nodes} simulated nodes takes {asked * resources.nodes} GPUs,"
+                f" and this machine shows {available}: lower one of them, or use 0 for none"
+            )
+        return resources, f"{asked} per simulated node, as asked"
+    share = available // resources.nodes
+    if share == 0:
+        few = f"{available} for {resources.nodes} nodes" if available else "this machine shows none"
+        return resources, f"none: {few}"
+    return replace(resources, gpus_per_node=share), f"{share} per simulated node, this machine's {available} shared out"
+
+
+def _target(request: Request, default: str | None, cwd: Path) -> tuple[Target, Path]:
+    """What the ranks run, and the project folder it belongs to."""
+    if request.command:
+        if request.target is not None:
+            raise UserError(f"both a target ({request.target}) and a command after --: give one of them")
+        return Target(command=request.command), snapshot.find_root(cwd)
+    if callable(request.target):
+        return _function_target(request.target, cwd)
+    name = request.target or default or _demo_target(cwd)
+    return _named_target(name, cwd)
+
+
+def _demo_target(cwd: Path) -> str:
+    if (cwd / "jobs" / "digits.py").is_file():
+        return DEMO_TARGET
+    raise UserError(
+        "no target given and no `job:` in mgpu.yaml: name one, or run `mgpu-slurm init` for a starter project"
+    )
+
+
+def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
+    module, function = targets.split(name)
+    if not module.endswith(".py"):
+        return Target(function=f"{module}:{function}"), snapshot.find_root(cwd)
+    path = Path(os.path.normpath(cwd / Path(module).expanduser()))
+    if not path.is_file():
+        raise UserError(f"target {name!r}: there is no file {str(path)!r}")
+    root = snapshot.find_root(path.parent)
+    if not path.is_relative_to(root):
+        # a root reached through a link
+        path, root = path.resolve(), root.resolve()
+    return Target(function=f"{os.path.relpath(path, root / _workdir(cwd, root))}:{function}"), root
+
+
+def _function_target(function: Callable[..., Any], cwd: Path) -> tuple[Target, Path]:
+    """A function of a module is named, so that the snapshot's code runs; one of a notebook or script is pickled."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    targets.check_callable(function, name)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    is_named = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is function
+    if not is_named:
+        return Target(pickled=name), snapshot.find_root(cwd)
+    assert module is not None
+    return Target(function=f"{module.__name__}:{name}"), snapshot.find_root(cwd)
+
+
+def _workdir(cwd: Path, root: Path) -> str:
+    """Where in the project the user stands, which is where the job will stand in the snapshot."""
+    return os.path.relpath(cwd, root) if cwd.is_relative_to(root) else "."
+
+
+def _short_name(target: Target) -> str:
+    """A name for the run from its target: `digits`, `train`."""
+    if target.command is not None:
+        scripts = [word for word in target.command if word.endswith((".py", ".sh"))]
+        words = Path((scripts or [target.command[0]])[0]).stem
+    elif target.function is not None:
+        module = targets.split(target.function)[0]
+        words = Path(module).stem if module.endswith(".py") else module.rpartition(".")[2]
+    else:
+        words = target.pickled or ""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", words).strip("-._")[:60] or "run"
+
+
+def _run_name(name: str) -> str:
+    check_run_name(name)
+    return f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

@@ -1,0 +1,120 @@
+"""Which runs there are, and how they stand: found from any folder, true also when nobody was there to write it down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import paths, records
+from mgpu_slurm.errors import UserError, nearest
+from mgpu_slurm.launch import local, slurm, states
+from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
+
+State = dict[str, Any]
+
+
+def _index() -> Path:
+    return paths.state_home() / "runs-folders.jsonl"
+
+
+def remember_root(root: Path) -> None:
+    """Adds a runs folder to this user's index, once."""
+    index = _index()
+    if any(record["folder"] == str(root) for record in read_jsonl(index)):
+        return
+    # without a home that can be written, runs are still found from their own folder
+    with contextlib.suppress(OSError):
+        index.parent.mkdir(parents=True, exist_ok=True)
+        append_jsonl(index, {"folder": str(root)})
+
+
+def roots() -> list[Path]:
+    """The runs folder of the working directory, then every other one that this user has used and that still exists."""
+    known = [paths.runs_root(), *(Path(record["folder"]) for record in read_jsonl(_index()))]
+    return [root for root in dict.fromkeys(known) if root.is_dir()]
+
+
+def folders(root: Path) -> list[RunFolder]:
+    """The runs in a runs folder."""
+    return [
+        RunFolder(path) for path in root.iterdir() if not path.name.startswith(".") and (path / "state.json").exists()
+    ]
+
+
+def all_states() -> list[tuple[RunFolder, State]]:
+    """Every run and how it stands, newest first."""
+    found = current([folder for root in roots() for folder in folders(root)])
+    return sorted(found, key=lambda pair: pair[1]["submitted"] or "", reverse=True)
+
+
+def find(name: str) -> RunFolder:
+    """The run of that name, or whose name begins so, or with that job id.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    if (Path(name) / "spec.yaml").exists():
+        return RunFolder(Path(name).absolute())
+    known = [folder for root in roots() for folder in folders(root)]
+    exact = [folder for folder in known if folder.run == name]
+    found = exact or [folder for folder in known if folder.run.startswith(name)]
+    if not found and name.isdigit():
+        found = [folder for folder in known if (records.read_state(folder) or {}).get("job_id") == name]
+    if len(found) > 1:
+        names = ", ".join(sorted(folder.run for folder in found)[-5:])
+        raise UserError(f"run {name!r} is not clear: {names}; give more of the name")
+    if not found:
+        raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `mgpu-slurm status`")
+    return found[0]
+
+
+def _hint(name: str, known: list[RunFolder]) -> str:
+    hint = nearest(name, [folder.run for folder in known])
+    return hint if hint.startswith(" (did") else ""
+
+
+def state(folder: RunFolder) -> State:
+    return current([folder])[0][1]
+
+
+def current(asked: Iterable[RunFolder]) -> list[tuple[RunFolder, State]]:
+    """How runs stand now: as recorded, and for those not known to have ended, as their executor knows.
+
+    One squeue serves all of them.
+    """
+    recorded = [(folder, records.read_state(folder)) for folder in asked]
+    found = [(folder, state) for folder, state in recorded if state is not None]
+    queued = _queue([state for _, state in found if states.is_alive(state["state"]) and state["executor"] == "slurm"])
+    return [(folder, _true(folder, state, queued)) for folder, state in found]
+
+
+def _queue(waiting: list[State]) -> dict[str, Any] | None:
+    """What squeue says of these runs, by job id; None where it cannot be asked."""
+    ids = [state["job_id"] for state in waiting if state["job_id"]]
+    return slurm.queued(ids) if ids else {}
+
+
+def _true(folder: RunFolder, state: State, queued: dict[str, Any] | None) -> State:
+    if not states.is_alive(state["state"]):
+        return state
+    if state["executor"] == "local":
+        return _true_local(folder, state)
+    if queued is None or state["job_id"] is None:
+        return state
+    job = queued.get(state["job_id"])
+    if job is None:
+        return state | {"state": "UNKNOWN", "reason": "no longer in the queue, and no end was recorded"}
+    return state | {"state": states.from_slurm(job.state), "reason": job.reason}
+
+
+def _true_local(folder: RunFolder, state: State) -> State:
+    if state.get("supervisor") is None or local.is_supervised(state):
+        return state
+    # it may have written its last word between the two looks
+    again = records.read_state(folder) or state
+    if not states.is_alive(again["state"]):
+        return again
+    reason = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
+    return records.update_state(folder, state="FAILED", reason=reason, ended=records.now())

@@ -1,0 +1,137 @@
+"""The batch script of a run, exactly as sbatch gets it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.spec import RESOURCE_FLAGS, Spec
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]{}&|*~^-]+")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+_TAKEN = {
+    "array": "a run is one job, and a sweep makes its own array",
+    "job-name": "it is the name of the run",
+    "no-requeue": "use --max-requeues 0",
+    "open-mode": "a requeued run appends to its log",
+    "output": "it lies in the run folder",
+    "parsable": "the answer of sbatch is read",
+    "quiet": "the answer of sbatch is read",
+    "requeue": "use --max-requeues",
+    "signal": "use --signal",
+    "test-only": "use --dry-run",
+    "wait": "use `mgpu-slurm wait`",
+    "wrap": "the script is made here",
+}
+"""Options of sbatch that are decided here, and what to do instead."""
+
+
+def render(spec: Spec, folder: RunFolder, token: str) -> str:
+    """The script that starts one attempt of a run.
+
+    Args:
+        folder: where the run lives, by its absolute path.
+        token: marks the job in its comment, so that a submission without an answer can be looked for.
+
+    Raises:
+        UserError: a value that no script can hold, or an option that is decided here.
+    """
+    lines = ["#!/bin/bash"]
+    for option, value in _options(spec, folder, token):
+        lines += _line(option, value, spec.rename)
+    return "\n".join([*lines, "", *_body(spec, folder), ""])
+
+
+def _options(spec: Spec, folder: RunFolder, token: str) -> Iterator[tuple[str, str]]:
+    """Options of sbatch in their fixed order; an empty value is a flag without one."""
+    asked = spec.resources
+    yield "job-name", spec.run
+    yield "nodes", str(asked.nodes)
+    # without it a job gets one task on each node, and srun could not start more
+    if asked.ntasks_per_node is not None or asked.ranks_per_node > 1:
+        yield "ntasks-per-node", str(asked.ranks_per_node)
+    # sites refuse the flag on nodes without GPUs, whatever its value
+    if asked.gpus_per_node:
+        yield "gpus-per-node", str(asked.gpus_per_node)
+    if asked.cpus_per_task is not None:
+        yield "cpus-per-task", str(asked.cpus_per_task)
+    for name in ("mem", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation"):
+        value = getattr(asked, name)
+        if value is not None:
+            yield name, value
+    for name, value in asked.sbatch.items():
+        _check_extra(name)
+        if name != "comment":
+            yield name, value
+    yield "output", _pattern(folder)
+    yield "open-mode", "append"
+    yield ("requeue" if spec.max_requeues else "no-requeue"), ""
+    if spec.lead is not None:
+        yield "signal", f"{spec.signal}@{spec.lead}"
+    yield "comment", " ".join(filter(None, [asked.sbatch.get("comment"), token]))
+
+
+def _check_extra(name: str) -> None:
+    if not _OPTION.fullmatch(name):
+        raise UserError(f"--sbatch {name!r}: expected a long option of sbatch, for example mail-type")
+    if name in _TAKEN:
+        raise UserError(f"--sbatch {name}: {_TAKEN[name]}")
+    if name.replace("-", "_") in RESOURCE_FLAGS:
+        raise UserError(f"--sbatch {name}: use --{name}")
+
+
+def _pattern(folder: RunFolder) -> str:
+    """The log's path as sbatch's filename pattern, `%j` being the job."""
+    place = str(folder.path)
+    if "\\" in place:
+        raise UserError(
+            f"runs folder {place!r}: sbatch cannot log below a name with a backslash: set MGPU_RUNS elsewhere"
+        )
+    return str(RunFolder(Path(place.replace("%", "%%"))).launch_log("%j"))
+
+
+def _line(option: str, value: str, rename: dict[str, str | None]) -> list[str]:
+    """The `#SBATCH` line of an option as this site wants it said, or none."""
+    form = rename.get(option, f"{option}={{}}" if value else option)
+    if form is None:
+        return []
+    name, equals, value = form.replace("{}", value).partition("=")
+    return [f"#SBATCH --{name}{equals}{_quoted(name, value) if equals else ''}"]
+
+
+def _quoted(option: str, value: str) -> str:
+    """The value in the quotes that sbatch's own reader of `#SBATCH` lines understands; a shell never sees it."""
+    if any(ord(character) < 32 for character in value):
+        raise UserError(f"--{option} {value!r}: a line break or control character cannot stand in a batch script")
+    if _PLAIN.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _body(spec: Spec, folder: RunFolder) -> Iterator[str]:
+    if spec.resources.cpus_per_task is not None:
+        # srun no longer inherits it from sbatch
+        yield f"export SRUN_CPUS_PER_TASK={spec.resources.cpus_per_task}"
+    yield from spec.setup
+    for name, value in spec.environment.items():
+        if not _VARIABLE.fullmatch(name):
+            raise UserError(f"environment {name!r}: expected the name of a variable, such as NCCL_DEBUG")
+        yield f"export {name}={shlex.quote(value)}"
+    yield f"exec {shlex.join(_command(spec, folder))}"
+
+
+def _command(spec: Spec, folder: RunFolder) -> list[str]:
+    """The batch step, which holds the rendezvous and starts the ranks by srun."""
+    place = str(folder.path)
+    batch = [spec.python, "-m", "mgpu_slurm.runtime.batch", place, "--"]
+    # ALL: a site may set --export=NONE. kill: the other ranks would hang in their collectives until the time limit
+    srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1"]
+    srun += [f"--nodes={spec.resources.nodes}", f"--ntasks-per-node={spec.resources.ranks_per_node}", "--unbuffered"]
+    return [*batch, *srun, spec.python, "-m", "mgpu_slurm.runtime.entry", place]

@@ -1,0 +1,323 @@
+"""SLURM's commands: pure functions build them and read their output, one function runs them.
+
+Only named fields are asked for (`-o`, `-O`, `-P`): the forms of `--json` change between versions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.launch import states
+from mgpu_slurm.runtime.hostlist import expand
+
+_OF_ANOTHER_JOB = re.compile(
+    r"(SLURM|SBATCH|SRUN|PMIX|PMI|OMPI|TORCHELASTIC|MGPU)_.*"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
+)
+_KEPT = ("SLURM_CONF", "MGPU_RUNS")
+_DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
+_UNCUT = {"SLURM_BITSTR_LEN": "0"}
+_QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "RestartCnt", "NodeList", "Reason")
+_ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList")
+_NOTHING = ("", "N/A", "None", "Unknown", "(null)", "None assigned")
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What sbatch answered."""
+
+    job_id: str
+    cluster: str | None
+    """Named where SLURM has several."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job, or one task of an array, that the controller still knows."""
+
+    job_id: str
+    """As scancel takes it: `42`, or `42_3` for a task of an array."""
+    array_task: int | None
+    state: str
+    """One of `launch.states`."""
+    reason: str
+    nodes: tuple[str, ...]
+    start: str | None
+    """Of a pending job the expected one; local time without a zone, as SLURM prints it."""
+    restarts: int
+
+
+@dataclass(frozen=True)
+class AccountedStart:
+    """One start of a job in SLURM's accounting; a requeued job has several."""
+
+    job_id: str
+    state: str
+    exit_code: int
+    signal: int
+    """The signal that ended it, 0 for none."""
+    start: str | None
+    end: str | None
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes of one partition that have the same GPUs."""
+
+    partition: str
+    is_default: bool
+    nodes: int
+    gpus_per_node: int
+
+
+def scrubbed_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a surrounding job or launcher set, for commands that start another job.
+
+    Inherited, `SLURM_CPU_BIND` pins the new ranks, `SLURM_CPUS_PER_TASK` kills srun, and a stale rank is believed.
+    """
+    return {name: value for name, value in environ.items() if name in _KEPT or not _OF_ANOTHER_JOB.fullmatch(name)}
+
+
+def run(command: list[str], timeout: float = 30) -> str:
+    """The standard output of a SLURM command.
+
+    Args:
+        timeout: seconds; the command is ended after that.
+
+    Raises:
+        ClusterError: the command is not there, does not answer, or fails.
+    """
+    name = command[0]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=_query_environment(os.environ),
+            timeout=timeout,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise ClusterError(f"no {name} on PATH: call this on a login node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"{name} did not answer within {timeout:g} s: try again later") from None
+    except OSError as error:
+        raise ClusterError(f"{name} cannot be started: {error.strerror}") from None
+    if done.returncode != 0:
+        raise ClusterError(f"{name} failed (exit code {done.returncode}): {error_line(done.stderr or done.stdout)}")
+    return done.stdout
+
+
+def _query_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the user's own filters and formats, and with lists of array tasks that are not cut."""
+    scrubbed = scrubbed_environment(environ).items()
+    return {name: value for name, value in scrubbed if not name.startswith(_DEFAULTS_OF_QUERIES)} | _UNCUT
+
+
+def error_line(text: str) -> str:
+    """The first line that calls itself an error, past the banners of a site; else the first line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), lines[0] if lines else "it said nothing")
+
+
+def sbatch_command(script: str) -> list[str]:
+    return ["sbatch", "--parsable", script]
+
+
+def parse_sbatch(output: str) -> Submitted:
+    """The job in the answer to `sbatch --parsable`: `id` or `id;cluster`, between the banners of a site.
+
+    Raises:
+        ClusterError: where there is no id; a job may be queued all the same.
+    """
+    for line in reversed(output.splitlines()):
+        match = re.fullmatch(r"(?P<id>\d+)(?:;(?P<cluster>\S+))?", line.strip())
+        if match:
+            return Submitted(match["id"], match["cluster"])
+    raise ClusterError(f"sbatch named no job id but said: {error_line(output)}; look with squeue before another try")
+
+
+def marked_command() -> list[str]:
+    """Lists the comments of this user's jobs, among them the tokens of submissions."""
+    return ["squeue", "--me", "--noheader", "--states=all", "-o", "%F|%k"]
+
+
+def parse_marked(output: str, token: str) -> str | None:
+    """The id of the job whose comment holds the token, or None."""
+    for line in output.splitlines():
+        job_id, _, comment = line.partition("|")
+        if token in comment.split():
+            return job_id.strip()
+    return None
+
+
+def job_marked(token: str) -> str | None:
+    """The id of the job that was submitted with the token, or None: only then may a submission be tried again.
+
+    Raises:
+        ClusterError: where the controller does not answer.
+    """
+    return parse_marked(run(marked_command()), token)
+
+
+def squeue_command(job_ids: Sequence[str]) -> list[str]:
+    """Asks for many jobs at once, arrays task by task, also for those that ended a few minutes ago."""
+    assert job_ids
+    # a size of 0 (nothing before the suffix) prints the field whole
+    fields = ",".join(f"{field}:|" for field in _QUEUE_FIELDS)
+    return ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}", "-O", fields]
+
+
+def parse_squeue(output: str) -> list[QueuedJob]:
+    return [_queued_job(line) for line in output.splitlines() if line.count("|") >= len(_QUEUE_FIELDS)]
+
+
+def _queued_job(line: str) -> QueuedJob:
+    job_id, state, start, restarts, nodes, reason = line.split("|", len(_QUEUE_FIELDS) - 1)
+    _, _, task = job_id.strip().partition("_")
+    return QueuedJob(
+        job_id=job_id.strip(),
+        array_task=int(task) if task.isdigit() else None,
+        state=states.from_slurm(state),
+        reason=_text(reason.removesuffix("|")) or "",
+        nodes=tuple(expand(_text(nodes) or "")),
+        start=_text(start),
+        restarts=int(restarts),
+    )
+
+
+def queued(job_ids: Sequence[str]) -> dict[str, QueuedJob] | None:
+    """What the controller still knows of these jobs, by id; those that it has forgotten are missing.
+
+    None where it does not answer: then nothing is known, and no job may be called lost.
+    """
+    try:
+        jobs = parse_squeue(run(squeue_command(job_ids)))
+    except ClusterError as error:
+        # squeue fails this way where a single job is asked for, and leaves unknown ones out where several are
+        return {} if "Invalid job id specified" in str(error) else None
+    return {job.job_id: job for job in jobs}
+
+
+def sacct_command(job_ids: Sequence[str]) -> list[str]:
+    """Asks for every start of the jobs, requeued ones included, without their steps."""
+    assert job_ids
+    fields = ",".join(_ACCOUNTING_FIELDS)
+    return ["sacct", "--noheader", "-P", "-X", "-D", "-o", fields, "-j", ",".join(job_ids)]
+
+
+def parse_sacct(output: str) -> list[AccountedStart]:
+    """All starts, oldest first: the last one of a job says how it ended."""
+    rows = [line.split("|") for line in output.splitlines() if line.count("|") == len(_ACCOUNTING_FIELDS) - 1]
+    rows.sort(key=lambda row: (row[3], row[4]))
+    return [start for row in rows for start in _accounted_starts(row)]
+
+
+def _accounted_starts(row: list[str]) -> list[AccountedStart]:
+    job_ids, state, exit_code, _, start, end, nodes = row
+    code, _, signal = exit_code.partition(":")
+    return [
+        AccountedStart(
+            job_id=job_id,
+            state=states.from_slurm(state),
+            exit_code=int(code),
+            signal=int(signal or 0),
+            start=_text(start),
+            end=_text(end),
+            nodes=tuple(expand(_text(nodes) or "")),
+        )
+        for job_id in _array_tasks(job_ids)
+    ]
+
+
+def _array_tasks(job_id: str) -> list[str]:
+    """`42_3` and `42_4` of `42_[3-4%2]`, the form of tasks that never started."""
+    try:
+        return expand(re.sub(r"%\d+\]$", "]", job_id))
+    except UserError:
+        return [job_id]
+
+
+def scancel_command(job_ids: Sequence[str]) -> list[str]:
+    assert job_ids
+    return ["scancel", *job_ids]
+
+
+def requeue_command(job_id: str) -> list[str]:
+    """Starts a job again; for a task of an array the id is `42_3`, as the bare `42` requeues them all."""
+    return ["scontrol", "requeue", job_id]
+
+
+def hostnames_command(host_list: str) -> list[str]:
+    return ["scontrol", "show", "hostnames", host_list]
+
+
+def parse_hostnames(output: str) -> list[str]:
+    return output.split()
+
+
+def config_command() -> list[str]:
+    return ["scontrol", "show", "config"]
+
+
+def parse_config(output: str) -> dict[str, str]:
+    """The controller's settings by name, for example `MaxArraySize`."""
+    pairs = (line.partition(" = ") for line in output.splitlines())
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def sinfo_command(partition: str | None) -> list[str]:
+    """Asks for the GPUs of the nodes of a partition (or several, by commas); without one, of all."""
+    chosen = [] if partition is None else [f"--partition={partition}"]
+    return ["sinfo", "--noheader", "--all", *chosen, "-o", "%P|%D|%G"]
+
+
+def parse_sinfo(output: str) -> list[NodeGroup]:
+    groups = []
+    for line in output.splitlines():
+        if line.count("|") != 2:
+            continue
+        partition, nodes, gres = (field.strip() for field in line.split("|"))
+        groups.append(NodeGroup(partition.removesuffix("*"), partition.endswith("*"), int(nodes), gpus_in(gres)))
+    return groups
+
+
+def gpus_in(gres: str) -> int:
+    """GPUs in a node's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`."""
+    # what stands in parentheses may hold commas, and `(null)` is nothing
+    parts = [part.split(":") for part in re.sub(r"\([^)]*\)", "", gres).split(",")]
+    return sum(int(part[-1]) if part[-1].isdigit() else 1 for part in parts if part[0] == "gpu")
+
+
+def gpus_of(groups: Sequence[NodeGroup], partition: str | None) -> int:
+    """What a job can ask for on every GPU node of a partition: the least that one of them has; 0 without GPUs.
+
+    Args:
+        groups: the answer for the partition, or for all where the job goes to the default one.
+        partition: as the job names it; None for the cluster's default.
+    """
+    counts = [group.gpus_per_node for group in groups if partition is not None or group.is_default]
+    return min((count for count in counts if count > 0), default=0)
+
+
+def gpus_per_node(partition: str | None) -> int:
+    """Asks the cluster once; see `gpus_of`.
+
+    Raises:
+        ClusterError: where it does not answer.
+    """
+    return gpus_of(parse_sinfo(run(sinfo_command(partition))), partition)
+
+
+def _text(field: str) -> str | None:
+    """The field, or None where SLURM says in one of its ways that there is nothing."""
+    field = field.strip()
+    return None if field in _NOTHING else field

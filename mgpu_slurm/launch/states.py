@@ -1,0 +1,65 @@
+"""Every state that SLURM gives a job, and what it is called here."""
+
+from __future__ import annotations
+
+PENDING = "PENDING"
+RUNNING = "RUNNING"
+COMPLETED = "COMPLETED"
+FAILED = "FAILED"
+CANCELLED = "CANCELLED"
+TIMEOUT = "TIMEOUT"
+OUT_OF_MEMORY = "OUT_OF_MEMORY"
+NODE_FAIL = "NODE_FAIL"
+PREEMPTED = "PREEMPTED"
+REQUEUED = "REQUEUED"
+UNKNOWN = "UNKNOWN"
+
+TERMINAL = frozenset({COMPLETED, FAILED, CANCELLED, TIMEOUT, OUT_OF_MEMORY, NODE_FAIL, PREEMPTED})
+
+# squeue(1), JOB STATE CODES, and the flags that newer versions show in their place
+_STATES = {
+    ("BOOT_FAIL", "BF"): NODE_FAIL,
+    ("CANCELLED", "CA"): CANCELLED,
+    ("COMPLETED", "CD"): COMPLETED,
+    # allocated, but its nodes still boot
+    ("CONFIGURING", "CF"): PENDING,
+    # processes may still write, and a requeue may still follow
+    ("COMPLETING", "CG"): RUNNING,
+    ("DEADLINE", "DL"): TIMEOUT,
+    ("EXPEDITING",): REQUEUED,
+    ("FAILED", "F"): FAILED,
+    ("LAUNCH_FAILED",): REQUEUED,
+    ("NODE_FAIL", "NF"): NODE_FAIL,
+    ("OUT_OF_MEMORY", "OOM"): OUT_OF_MEMORY,
+    ("PENDING", "PD"): PENDING,
+    ("POWER_UP_NODE",): PENDING,
+    ("PREEMPTED", "PR"): PREEMPTED,
+    ("RECONFIG_FAIL",): REQUEUED,
+    ("REQUEUED", "RQ"): REQUEUED,
+    ("REQUEUE_FED", "RF"): REQUEUED,
+    ("REQUEUE_HOLD", "RH"): REQUEUED,
+    ("RESIZING", "RS"): RUNNING,
+    ("RESV_DEL_HOLD", "RD"): PENDING,
+    # another cluster of the federation took the job: it lives on there
+    ("REVOKED", "RV"): UNKNOWN,
+    ("RUNNING", "R"): RUNNING,
+    ("SIGNALING", "SI"): RUNNING,
+    # requeued and held, by an exit code that the site chose
+    ("SPECIAL_EXIT", "SE"): REQUEUED,
+    ("STAGE_OUT", "SO"): RUNNING,
+    ("STOPPED", "ST"): RUNNING,
+    ("SUSPENDED", "S"): RUNNING,
+    ("TIMEOUT", "TO"): TIMEOUT,
+}
+_BY_NAME = {name: state for names, state in _STATES.items() for name in names}
+
+
+def from_slurm(text: str) -> str:
+    """The state for a long or short name of SLURM's, also `CANCELLED by 1000` and a cut `CANCELLED+`; else UNKNOWN."""
+    words = text.split()
+    return _BY_NAME.get(words[0].rstrip("+").upper(), UNKNOWN) if words else UNKNOWN
+
+
+def is_alive(state: str) -> bool:
+    """Whether a job in this state may still do something; one of which nothing is known may."""
+    return state not in TERMINAL

@@ -1,0 +1,181 @@
+"""Submitting: the plan made real, in a folder that is hidden until it is complete.
+
+A request that is refused leaves no folder behind; a submission that is killed leaves a run that works or a hidden
+folder that the next submission removes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import paths, records
+from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.launch import environment, local, plan, registry, script, slurm, snapshot
+from mgpu_slurm.launch.check import Answer, Question, resolve_config
+from mgpu_slurm.launch.plan import Plan, Request
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.spec import Spec
+
+STALE_STAGING_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What was submitted, and as what."""
+
+    plan: Plan
+    job_id: str
+
+
+def submit(request: Request) -> Submission:
+    """Submits a run and returns as soon as its executor has taken it.
+
+    Raises:
+        UserError: something in the call or a file is wrong; no run folder is left.
+        ClusterError: the cluster refused or did not answer; no run folder is left.
+    """
+    cwd, runs = Path.cwd(), paths.runs_root()
+    made = plan.make(request, cwd, runs)
+    paths.make_writable(runs)
+    _remove_stale_staging(runs)
+    with _staged(made, runs) as staging, local.supervisor(made.spec, made.folder, staging) as supervisor:
+        made = _complete(made, request, staging, supervisor, cwd)
+        registry.remember_root(runs)
+        staging.path.rename(made.folder.path)
+        return Submission(made, _start(made.folder, made.spec, made.token, supervisor))
+
+
+def rehearse(request: Request) -> Plan:
+    """The plan of a submission, complete and checked, with nothing started and nothing left behind."""
+    cwd, runs = Path.cwd(), paths.runs_root()
+    made = plan.make(request, cwd, runs)
+    with tempfile.TemporaryDirectory(prefix="mgpu-") as folder, _staged(made, Path(folder)) as staging:
+        return _complete(made, request, staging, None, cwd)
+
+
+def restart(folder: RunFolder, spec: Spec) -> str:
+    """Starts a run that has ended again, as its next attempt; the job id."""
+    records.update_state(folder, state="PENDING", reason="", ended=None, submitted=records.now())
+    spec.write(folder)
+    with local.supervisor(spec, folder, folder) as supervisor:
+        return _start(folder, spec, plan.new_token(), supervisor)
+
+
+def _start(folder: RunFolder, spec: Spec, token: str, supervisor: local.Supervisor | None) -> str:
+    """Hands a complete run folder to its executor; the job id."""
+    if supervisor is not None:
+        return supervisor.go(folder)
+    # submitit costs a tenth of a second to import
+    from mgpu_slurm.launch import submitit_executor
+
+    text = script.render(spec, folder, token)
+    paths.write_whole(folder.submission, text)
+    try:
+        job_id = submitit_executor.submit(text, folder, slurm.scrubbed_environment(os.environ))
+    except ClusterError:
+        if not records.events(folder):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    records.update_state(folder, job_id=job_id)
+    return job_id
+
+
+@contextmanager
+def _staged(made: Plan, runs: Path) -> Iterator[RunFolder]:
+    """A hidden folder beside the runs; it is gone afterwards unless it was renamed into a run."""
+    staging = RunFolder(runs / f"{paths.STAGING_PREFIX}{made.spec.run}")
+    staging.create(made.spec.readable_by)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging.path, ignore_errors=True)
+
+
+def _remove_stale_staging(runs: Path) -> None:
+    """What killed submissions left."""
+    for path in runs.glob(f"{paths.STAGING_PREFIX}*"):
+        if time.time() - path.stat().st_mtime > STALE_STAGING_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path) -> Plan:
+    """Takes the snapshot, lets the target complete its config, and writes the run's files."""
+    taken = snapshot.take(Path(made.spec.project), staging.code, made.snapshot_limit, skip=paths.runs_root())
+    made = made.with_config(_config(made, request, staging, supervisor, cwd))
+    made.spec.write(staging)
+    paths.write_json(staging.environment, environment.describe(taken))
+    records.update_state(staging, **_first_state(made))
+    return made
+
+
+def _first_state(made: Plan) -> dict[str, Any]:
+    spec = made.spec
+    return {
+        "run": spec.run,
+        "kind": "run",
+        "state": "PENDING",
+        "job_id": None,
+        "attempts": 0,
+        "nodes": spec.resources.nodes,
+        "ranks": spec.resources.ranks,
+        "step": 0,
+        "progress": 0,
+        "metrics": {},
+        "submitted": spec.submitted,
+        "started": None,
+        "ended": None,
+        "reason": "",
+        "executor": spec.executor,
+    }
+
+
+# -- the target's own word on its config
+
+
+def _config(
+    made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path
+) -> dict[str, Any]:
+    target = made.spec.target
+    if target.is_command:
+        if request.values:
+            raise UserError(f"key=value {next(iter(request.values))!r}: a command has no config; put it behind --")
+        return {}
+    if callable(request.target):
+        if target.pickled is not None:
+            _pickle(request.target, staging)
+        return resolve_config(request.target, target.label, request.values, cwd)
+    assert target.function is not None
+    question = Question(target.function, str(staging.code / made.spec.workdir), str(cwd), request.values)
+    answer = _ask(question, supervisor)
+    if answer.error is not None:
+        raise UserError(answer.error)
+    return answer.config
+
+
+def _pickle(function: Any, staging: RunFolder) -> None:
+    import cloudpickle  # type: ignore[import-untyped]
+
+    staging.function.write_bytes(cloudpickle.dumps(function))
+
+
+def _ask(question: Question, supervisor: local.Supervisor | None) -> Answer:
+    asked = json.dumps(asdict(question))
+    if supervisor is not None:
+        line = supervisor.ask(asked)
+    else:
+        command = [sys.executable, "-m", "mgpu_slurm.launch.check"]
+        line = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=False).stdout
+    if not line:
+        raise UserError(f"target {question.target!r} ended the process that imported it, without an error")
+    return Answer(**json.loads(line))

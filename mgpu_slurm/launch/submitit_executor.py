@@ -1,0 +1,86 @@
+"""Submission by submitit. The only module that imports it.
+
+submitit hands a script to sbatch and reads the answer; the script is ours, and what submitit pickles beside it is
+never read: the job's ranks read `spec.yaml`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+
+from submitit import SlurmExecutor
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.launch.slurm import error_line
+from mgpu_slurm.paths import RunFolder
+
+_SUBMITIT_PATTERNS = ("%j", "%t", "%A", "%a")
+
+
+class _ScriptExecutor(SlurmExecutor):
+    """Submits a script that is already written."""
+
+    def __init__(self, folder: str, script: str) -> None:
+        super().__init__(folder)
+        self._script = script
+
+    @classmethod
+    def affinity(cls) -> int:
+        # a login node needs sbatch only, and submitit's own asks for srun
+        return 2
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._script
+
+
+def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
+    """Queues a batch script and returns the id of its job.
+
+    Args:
+        folder: submitit keeps its files in `submitit/` below.
+        environ: what sbatch, and with it the job, inherits (see `slurm.scrubbed_environment`). This process's own
+            environment is changed to it for the call.
+
+    Raises:
+        ClusterError: there is no sbatch, or it refused, or its answer has no job id; after the last two a job may be
+            queued all the same (see `slurm.job_marked`).
+    """
+    place = str(folder.path / "submitit")
+    if any(pattern in place for pattern in _SUBMITIT_PATTERNS):
+        raise UserError(
+            f"runs folder {str(folder.path.parent)!r}: %j, %t, %A and %a mean something to SLURM: set MGPU_RUNS"
+        )
+    if shutil.which("sbatch", path=environ.get("PATH", "")) is None:
+        raise ClusterError("no sbatch on PATH: log in to the cluster, or run here with --executor local")
+    # submitit prints what sbatch says before it raises it
+    with _process_environment(environ), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return str(_ScriptExecutor(place, script).submit(int).job_id)
+        except FailedJobError as error:
+            raise ClusterError(f"sbatch refused the job: {error_line(str(error))}") from None
+        except FailedSubmissionError as error:
+            raise ClusterError(f"sbatch was not understood: {error_line(str(error))}; look with squeue") from None
+
+
+@contextlib.contextmanager
+def _process_environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Sets and removes only what differs: other threads may read the environment meanwhile."""
+    before = dict(os.environ)
+    _change_environment(wanted)
+    try:
+        yield
+    finally:
+        _change_environment(before)
+
+
+def _change_environment(wanted: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

@@ -1,0 +1,46 @@
+"""The last words on a run: how it ended, what came out, and where to look next."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.observe.status import span
+from mgpu_slurm.paths import RunFolder, read_json
+
+
+def ending_lines(path: Path, state: dict[str, Any]) -> list[str]:
+    """What a person wants to read when a run is over; a failed one shows the traceback of its first cause first."""
+    folder = RunFolder(path)
+    failure = read_json(folder.failure) if state["state"] == "FAILED" else None
+    lines = []
+    if failure and "traceback" in failure:
+        lines += [f"-- rank {failure['rank']} on {failure['node']} failed first:", failure["traceback"].rstrip()]
+    lines.append(_headline(state))
+    result = read_json(folder.result) if state["state"] == "COMPLETED" else None
+    if result is not None:
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
+        lines.append(f"result    {numbers}  ({_short(folder.result)})")
+    if folder.tensorboard.is_dir():
+        lines.append(f"curves    tensorboard --logdir {_short(folder.tensorboard)}")
+    if state["state"] != "COMPLETED":
+        lines.append(f"logs      {_short(folder.logs)}/")
+        lines.append(f"go on     mgpu-slurm resume {state['run']}")
+    return lines
+
+
+def _headline(state: dict[str, Any]) -> str:
+    words = f"{state['state']}  {state['run']}"
+    if state.get("started") and state.get("ended"):
+        seconds = (datetime.fromisoformat(state["ended"]) - datetime.fromisoformat(state["started"])).total_seconds()
+        words += f"  in {span(seconds)}"
+    if state["attempts"] > 1:
+        words += f", {state['attempts']} attempts"
+    return words + (f": {state['reason']}" if state["reason"] else "")
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory where it lies below, for pasting."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,0 +1,22 @@
+"""What runs take on disk, as a table."""
+
+from __future__ import annotations
+
+from mgpu_slurm.launch.cleaning import usage
+from mgpu_slurm.launch.sizes import human_size
+from mgpu_slurm.paths import RunFolder
+
+HEADER = ["RUN", "CHECKPOINTS", "LOGS", "TENSORBOARD", "CODE", "OTHER", "TOTAL"]
+
+
+def usage_table(folders: list[RunFolder]) -> str:
+    from tabulate import tabulate
+
+    found = [(folder.run, usage(folder)) for folder in folders]
+    rows = [
+        [run, *map(human_size, (use.checkpoints, use.logs, use.tensorboard, use.code, use.other, use.total))]
+        for run, use in found
+    ]
+    if len(found) > 1:
+        rows.append(["all", "", "", "", "", "", human_size(sum(use.total for _, use in found))])
+    return tabulate(rows, headers=HEADER, tablefmt="plain", disable_numparse=True, stralign="right", colalign=("left",))

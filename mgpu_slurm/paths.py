@@ -1,0 +1,203 @@
+"""The name of every file of a run, and the few ways files are written and read.
+
+Whole files are written to a temporary name, synced and renamed. `.jsonl` files are append-only: a torn last
+line (a writer that died) is ignored by readers and cut off by the next writer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.errors import UserError
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+STAGING_PREFIX = ".staging-"
+FOLDER_MODE = {"owner": 0o700, "group": 0o750}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Every file of one run, by name. Creates nothing by itself."""
+
+    path: Path
+
+    @property
+    def run(self) -> str:
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def function(self) -> Path:
+        """The pickled job function, where it was given as an object that no module holds (a notebook's)."""
+        return self.path / "function.pkl"
+
+    @property
+    def submission(self) -> Path:
+        return self.path / "submission.sh"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state.json"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        return self.logs / f"{attempt}-{rank}.log"
+
+    def rank_failure(self, attempt: int, rank: int) -> Path:
+        return self.logs / f"{attempt}-{rank}.failure.json"
+
+    def launch_log(self, name: str) -> Path:
+        return self.logs / f"launch-{name}.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:09d}"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def failure(self) -> Path:
+        return self.path / "failure.json"
+
+    def create(self, readable_by: str = "owner") -> None:
+        """Makes the folder and its `logs/`, which has to exist before SLURM opens the first log."""
+        self.path.mkdir(parents=True)
+        self.path.chmod(FOLDER_MODE[readable_by])
+        self.logs.mkdir()
+
+
+def runs_root() -> Path:
+    """`$MGPU_RUNS`, else `runs/` of the working directory; absolute."""
+    return Path(os.environ.get("MGPU_RUNS") or "runs").absolute()
+
+
+def state_home() -> Path:
+    """Where this user's index of runs folders and the check cache live."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "mgpu_slurm"
+
+
+def make_writable(folder: Path) -> None:
+    """Creates a folder for runs, or says in one line why nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"runs folder {str(folder)!r} cannot be written ({error.strerror}): set MGPU_RUNS to a folder of yours"
+        ) from None
+
+
+def write_whole(path: Path, text: str, sync: bool = True) -> None:
+    """Writes the file whole or not at all.
+
+    `sync=False` skips the wait for the disk, for files that are rewritten every second and rebuilt when lost.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        # mkstemp makes 0600; what the folder grants to a group holds for its files too
+        os.chmod(temporary, 0o640)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames inside the folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any, sync: bool = True) -> None:
+    write_whole(path, json.dumps(value, indent=1) + "\n", sync)
+
+
+def read_json(path: Path) -> Any:
+    """The value, or None where there is no such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def append_jsonl(path: Path, record: dict[str, Any]) -> None:
+    """Appends one line; a torn line that a dead writer left is cut off first."""
+    line = json.dumps(record) + "\n"
+    with open(path, "ab+") as file:
+        _cut_torn_tail(file.fileno())
+        file.write(line.encode())
+
+
+def _cut_torn_tail(descriptor: int) -> None:
+    size = os.fstat(descriptor).st_size
+    end = size
+    while end > 0:
+        start = max(0, end - 4096)
+        block = os.pread(descriptor, end - start, start)
+        newline = block.rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of the file; nothing where there is no such file."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in text.split(b"\n")[:-1]:
+        yield json.loads(line)

@@ -1,0 +1,120 @@
+"""Processes of this machine: who is who, who descends from whom, and ending all of a run.
+
+Linux only: it reads `/proc` and sets process attributes by prctl(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+RUN_VARIABLE = "MGPU_RUN_FOLDER"
+"""Every process of a run carries it, so that one which left its family is still found."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def die_with_parent(signum: int, parent: int) -> None:
+    """This process gets the signal when its parent ends; at once where that has already happened."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process, not of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def started_at(pid: int) -> int | None:
+    """Clock ticks since boot at which a living process started, None for a dead one.
+
+    With the pid it identifies a process: pids are used again, a pair is not.
+    """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else int(fields[19])
+
+
+def is_alive(pid: int, start: int) -> bool:
+    return started_at(pid) == start
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of proc(5)'s stat after the command name: state, parent, ..."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Living processes below `ancestor`, zombies left out."""
+    children: dict[int, list[int]] = {}
+    for pid in _all_pids():
+        fields = _stat(pid)
+        if fields is not None and fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(pid)
+    found: list[int] = []
+    frontier = [ancestor]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def _carrying(run_folder: str) -> list[int]:
+    """Processes of this user with the run's variable in the environment they started with."""
+    needle = f"{RUN_VARIABLE}={run_folder}".encode()
+    found = []
+    for pid in _all_pids():
+        with contextlib.suppress(OSError):
+            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def end_all(run_folder: str, keep: set[int]) -> None:
+    """Kills what descends from this process or carries the run's variable, until nothing is left but `keep`."""
+    while True:
+        rest = (set(descendants(os.getpid())) | set(_carrying(run_folder))) - keep - {os.getpid()}
+        rest = {pid for pid in rest if started_at(pid) is not None}
+        if not rest:
+            return
+        for pid in rest:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.01)
+
+
+def reap() -> None:
+    """Collects every child that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def cores() -> int:
+    """Cores this process may use (not those the machine has)."""
+    return len(os.sched_getaffinity(0))

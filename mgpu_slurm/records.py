@@ -1,0 +1,44 @@
+"""A run's live state and its history on disk: `state.json` and `attempts.jsonl`.
+
+`state.json` has one writer at a time: the submission, then the batch step or local supervisor, then rank 0 while the
+ranks live, then the batch step or supervisor again.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+from mgpu_slurm.paths import RunFolder, append_jsonl, read_json, read_jsonl, write_json
+
+
+def now() -> str:
+    """Local time with its zone, to the millisecond, in ISO 8601."""
+    return datetime.now(timezone.utc).astimezone().isoformat(timespec="milliseconds")
+
+
+def read_state(folder: RunFolder) -> dict[str, Any] | None:
+    """The state, or None for a folder that holds none."""
+    state = read_json(folder.state)
+    assert state is None or isinstance(state, dict)
+    return state
+
+
+def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dict[str, Any]:
+    """Writes the state with these names changed and returns it."""
+    state = (read_state(folder) or {}) | changes
+    write_json(folder.state, state, sync)
+    return state
+
+
+def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
+    """Appends `started`, `ended` or `requeued` to the run's history."""
+    append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
+
+
+def events(folder: RunFolder) -> list[dict[str, Any]]:
+    return list(read_jsonl(folder.attempts))
+
+
+def attempts_started(folder: RunFolder) -> int:
+    return sum(event["event"] == "started" for event in events(folder))

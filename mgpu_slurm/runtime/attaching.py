@@ -1,0 +1,65 @@
+"""`attach()`: the same `Run` in a script that a torchrun-style command started, or nobody did."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from mgpu_slurm import paths
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.processes import RUN_VARIABLE
+from mgpu_slurm.runtime import devices, rendezvous
+from mgpu_slurm.runtime.facts import from_environment
+from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.stopping import StopFlag
+from mgpu_slurm.spec import ATTEMPT_VARIABLE
+
+if TYPE_CHECKING:
+    from mgpu_slurm.runtime.facts import RankFacts
+
+_attached: list[Run] = []
+
+
+def attach() -> Run:
+    """This process's run; the same object at each call.
+
+    Submitted as a command, it is the submitted run. Under a plain torchrun or srun, or alone, output goes to
+    `runs/attached-<script>` of the working directory. A process group that the script has made is used and left to it;
+    else one is made, and destroyed at the end of the process.
+    """
+    if not _attached:
+        _attached.append(_make())
+    return _attached[0]
+
+
+def _make() -> Run:
+    facts = from_environment()
+    device = devices.choose(facts)
+    stop = StopFlag()
+    stop.listen()
+    if facts.world_size > 1 and not dist.is_initialized():
+        rendezvous.join(facts, device)
+        atexit.register(_destroy_group)
+    run = Run(facts, _folder(facts), device, int(os.environ.get(ATTEMPT_VARIABLE, "1")), stop)
+    atexit.register(run.close)
+    return run
+
+
+def _folder(facts: RankFacts) -> Path:
+    if RUN_VARIABLE in os.environ:
+        return Path(os.environ[RUN_VARIABLE])
+    script = Path(sys.argv[0]).stem or "python"
+    folder = RunFolder(paths.runs_root() / f"attached-{script}")
+    if facts.rank == 0:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    return folder.path
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,188 @@
+"""The batch step of an attempt: opens the rendezvous, starts the ranks, waits, and writes down how it ended.
+
+Under SLURM the batch script runs it: `python -m mgpu_slurm.runtime.batch RUN_FOLDER -- srun ...`. The local executor
+forks it, and gives it ranks to fork instead of a command to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import records
+from mgpu_slurm.paths import RunFolder, read_json, write_json
+from mgpu_slurm.processes import RUN_VARIABLE
+from mgpu_slurm.runtime import rendezvous
+from mgpu_slurm.runtime.hostlist import expand
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
+
+StartRanks = Callable[[dict[str, str]], dict[int, str]]
+"""Starts the ranks with these variables added; the names of the processes to wait for, by pid."""
+
+GRACE_AFTER_FAILURE = 1.0
+"""Seconds that the other ranks get to flush their logs once one has failed."""
+
+WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP}
+"""SIGTERM is for the ranks, who save and leave: this process stays until they have. SIGHUP: the parent is gone."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt's ranks ended."""
+
+    code: int
+    """Exit code of the first process that failed (128 + signal for a killed one), else 0."""
+    who: str = ""
+    """That process."""
+
+
+def run_attempt(folder: RunFolder, job_id: str, nodes: list[str], address: str, start_ranks: StartRanks) -> Ending:
+    """One attempt from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
+
+    Args:
+        address: what other nodes call this one; the loopback address where all ranks are on this machine.
+    """
+    attempt = records.attempts_started(folder) + 1
+    records.record_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes)
+    records.update_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", **_started(folder))
+    # several nodes have to reach the store; one node needs no other interface than loopback
+    listener = rendezvous.bind("127.0.0.1" if address.startswith("127.") else "")
+    variables = rendezvous.exports(address, listener.getsockname()[1])
+    variables |= {ATTEMPT_VARIABLE: str(attempt), RUN_VARIABLE: str(folder.path)}
+    alive = start_ranks(variables)
+    store = _serve_in_background(listener)
+    ending = _wait(alive)
+    store.clear()
+    records.record_event(folder, "ended", attempt=attempt, job_id=job_id, exit_code=ending.code, who=ending.who)
+    if ending.code not in (0, REQUEUE_EXIT_CODE):
+        _write_failure(folder, attempt, ending)
+    return ending
+
+
+def _started(folder: RunFolder) -> dict[str, Any]:
+    state = records.read_state(folder) or {}
+    return {"started": state.get("started") or records.now()}
+
+
+def _serve_in_background(listener: socket.socket) -> list[Any]:
+    """Serves the store from a thread: where torch still has to be imported, ranks must not wait for that to start,
+    and this process must go on watching them."""
+    holder: list[Any] = []
+    threading.Thread(target=lambda: holder.append(rendezvous.serve(listener)), daemon=True).start()
+    return holder
+
+
+def _wait(alive: dict[int, str]) -> Ending:
+    """Until no process is left; the first failure ends the others."""
+    ending = Ending(0)
+    deadline: float | None = None
+    while alive:
+        timeout = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        received = signal.sigtimedwait(WATCHED, timeout)
+        if received is None and deadline is not None:
+            _signal_groups(alive, signal.SIGKILL)
+            deadline = None
+        elif received is not None and received.si_signo == signal.SIGHUP:
+            _signal_groups(alive, signal.SIGKILL)
+        for who, code in _ended(alive):
+            if code and not ending.code:
+                ending = Ending(code, who)
+                deadline = time.monotonic() + GRACE_AFTER_FAILURE
+                if code == REQUEUE_EXIT_CODE:
+                    # all ranks leave together, each after its part of the save
+                    deadline += 10
+    return ending
+
+
+def _signal_groups(alive: dict[int, str], signum: int) -> None:
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signum)
+
+
+def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
+    """The processes that have ended since the last call, taken out of `alive`, with shell-style exit codes."""
+    found = []
+    for pid in list(alive):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            found.append((alive.pop(pid), 128 - code if code < 0 else code))
+    return found
+
+
+def _write_failure(folder: RunFolder, attempt: int, ending: Ending) -> None:
+    """`failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
+    found = [read_json(path) for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json"))]
+    found = sorted((record for record in found if record), key=lambda record: (record["consequence"], record["time"]))
+    first = found[0] if found and not found[0]["consequence"] else {"message": describe_exit(ending)}
+    write_json(folder.failure, {"attempt": attempt, "exit_code": ending.code, "who": ending.who, **first})
+
+
+def describe_exit(ending: Ending) -> str:
+    if ending.code > 128:
+        with contextlib.suppress(ValueError):
+            return f"{ending.who} was ended by {signal.Signals(ending.code - 128).name}"
+    return f"{ending.who} ended with exit code {ending.code}"
+
+
+def run_command(command: list[str]) -> StartRanks:
+    """Starts the ranks by a launcher such as srun."""
+
+    def start(variables: dict[str, str]) -> dict[int, str]:
+        process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=own_group)
+        return {process.pid: Path(command[0]).name}
+
+    return start
+
+
+def own_group() -> None:
+    """In a new child: a session of its own, which signals can name as one, and no signal blocked."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+
+
+def main(arguments: list[str]) -> int:
+    path, separator, *command = arguments
+    assert separator == "--", arguments
+    folder = RunFolder(Path(path))
+    spec = read_spec(folder)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    nodes = expand(os.environ["SLURM_JOB_NODELIST"])
+    ending = run_attempt(folder, job_id(), nodes, nodes[0] if len(nodes) > 1 else "127.0.0.1", run_command(command))
+    return _conclude(folder, spec, ending)
+
+
+def job_id() -> str:
+    """The id by which SLURM's commands know this job, array tasks included."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
+
+
+def _conclude(folder: RunFolder, spec: Spec, ending: Ending) -> int:
+    if ending.code == REQUEUE_EXIT_CODE and records.attempts_started(folder) <= spec.max_requeues:
+        records.record_event(folder, "requeued", job_id=job_id())
+        records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
+        subprocess.run(["scontrol", "requeue", job_id()], timeout=60, check=False)
+        return ending.code
+    if ending.code == TERMINATED_EXIT_CODE:
+        # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
+        return ending.code
+    state = "FAILED" if ending.code else "COMPLETED"
+    reason = describe_exit(ending) if ending.code else ""
+    records.update_state(folder, state=state, ended=records.now(), reason=reason)
+    return ending.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,217 @@
+"""Loaders that know their place: global batches shared out over ranks, no sample lost, none seen twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.runtime.stopping import ignore_stop_signals
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a global batch this rank holds."""
+
+    count: int
+    """Samples that count; 0 where the rank only keeps step with the others on a stand-in sample."""
+    total: int
+    """Samples of the global batch."""
+
+
+def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Begin and end of the rank's share of `total` samples: equal, plus or minus one."""
+    return total * rank // world_size, total * (rank + 1) // world_size
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """This rank's indices of each global batch of one epoch, from a given batch on.
+
+    The order of an epoch depends on seed and epoch alone: not on the world size, not on where a run was interrupted.
+    """
+
+    def __init__(self, size: int, batch_size: int, shuffle: bool, rank: int, world_size: int, seed: int) -> None:
+        self.size = size
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.epoch = 0
+        self.first_batch = 0
+
+    def __len__(self) -> int:
+        return -(-self.size // self.batch_size)
+
+    def share(self, batch: int) -> Share:
+        begin, end = share_of(self._batch_total(batch), self.rank, self.world_size)
+        return Share(end - begin, self._batch_total(batch))
+
+    def _batch_total(self, batch: int) -> int:
+        return min(self.batch_size, self.size - batch * self.batch_size)
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        # an odd multiplier spreads (seed, epoch) over the generator's 64 bits without collisions in practice
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        return cast("list[int]", torch.randperm(self.size, generator=generator).tolist())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        for batch in range(self.first_batch, len(self)):
+            start = batch * self.batch_size
+            begin, end = share_of(self._batch_total(batch), self.rank, self.world_size)
+            # the last batch may hold fewer samples than there are ranks; a rank without one computes on a stand-in
+            # that weighs nothing, because all ranks have to take part in the gradient's all-reduce
+            yield order[start + begin : start + end] or [order[start]]
+
+
+class Loader:
+    """Iterates this rank's share of global batches, each on the run's device.
+
+    The start of each batch is the boundary at which a run stops or saves, so a loader knows its position.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: GlobalBatches,
+        device: torch.device,
+        at_boundary: Callable[[Loader], None],
+        on_share: Callable[[Share], None],
+        epoch: Callable[[], int | None],
+        **options: Any,
+    ) -> None:
+        self._sampler = sampler
+        self._device = device
+        self._at_boundary = at_boundary
+        self._on_share = on_share
+        self._epoch = epoch
+        self._passes = 0
+        self.batch = 0
+        """Batches of the current epoch that were consumed."""
+        self.first_batch = 0
+        """Where the next pass starts: not at 0 once, after a restore in the middle of an epoch."""
+        self._loader = data_loader(dataset, device, sampler.seed, batch_sampler=sampler, **options)
+
+    def __len__(self) -> int:
+        """Steps per epoch, the same on every rank."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._passes += 1
+        # outside of `state.epochs` each pass over the loader is an epoch
+        self._sampler.epoch = self._epoch() or self._passes
+        first, self.first_batch = self.first_batch, 0
+        self._sampler.first_batch = first
+        batches = iter(self._loader)
+        for batch in range(first, len(self)):
+            self.batch = batch
+            self._at_boundary(self)
+            samples = next(batches)
+            self._on_share(self._sampler.share(batch))
+            yield to_device(samples, self._device)
+
+
+def data_loader(dataset: Dataset[Any], device: torch.device, seed: int, **options: Any) -> DataLoader[Any]:
+    """A DataLoader whose workers ignore the run's signals and whose own draws leave torch's global RNG alone."""
+    user_init = options.pop("worker_init_fn", None)
+
+    def worker_init(worker: int) -> None:
+        ignore_stop_signals()
+        if user_init is not None:
+            user_init(worker)
+
+    options.setdefault("pin_memory", device.type == "cuda")
+    options.setdefault("generator", torch.Generator().manual_seed(seed))
+    return DataLoader(dataset, worker_init_fn=worker_init, **options)
+
+
+def size_of(dataset: Dataset[Any]) -> int:
+    """The number of samples.
+
+    Raises:
+        UserError: for an iterable dataset or an empty one; neither can be shared out over ranks by index.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"{type(dataset).__name__} has no length and index: run.loader and run.shard need a map-style dataset"
+        )
+    size = len(cast(Sized, dataset))
+    if size == 0:
+        raise UserError(f"{type(dataset).__name__} is empty: there is nothing to load")
+    return size
+
+
+class Shard:
+    """This rank's part of a dataset for evaluation: no sample twice, none padded; batches on the run's device."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        before: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        begin, end = share_of(size_of(dataset), rank, world_size)
+        self._device = device
+        self._before = before
+        self._loader = data_loader(Subset(dataset, range(begin, end)), device, seed=0, **options)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._before()
+        for samples in self._loader:
+            yield to_device(samples, self._device)
+
+
+def to_device(samples: Any, device: torch.device) -> Any:
+    """The same nest of tuples, lists and mappings with every tensor on the device."""
+    if isinstance(samples, torch.Tensor):
+        return samples.to(device, non_blocking=True)
+    return _map_nest(lambda item: to_device(item, device), samples)
+
+
+def split(samples: Any, parts: int) -> list[Any]:
+    """The batch in at most `parts` pieces along the first dimension of its tensors, sizes equal plus or minus one."""
+    size = first_dimension(samples)
+    parts = min(parts, size)
+    edges = [size * part // parts for part in range(parts + 1)]
+    return [_slice(samples, edges[part], edges[part + 1]) for part in range(parts)]
+
+
+def _slice(samples: Any, begin: int, end: int) -> Any:
+    if isinstance(samples, torch.Tensor):
+        return samples[begin:end]
+    return _map_nest(lambda item: _slice(item, begin, end), samples)
+
+
+def first_dimension(samples: Any) -> int:
+    """The batch size of a nest of tensors: the first dimension of the first one."""
+    if isinstance(samples, torch.Tensor):
+        return samples.shape[0]
+    items = samples.values() if isinstance(samples, dict) else samples
+    if isinstance(samples, (tuple, list, dict)):
+        for item in items:
+            if isinstance(item, (torch.Tensor, tuple, list, dict)):
+                return first_dimension(item)
+    raise UserError(f"run.accumulate: there is no tensor in a batch of type {type(samples).__name__}")
+
+
+def _map_nest(change: Callable[[Any], Any], samples: Any) -> Any:
+    if isinstance(samples, dict):
+        return type(samples)((key, change(value)) for key, value in samples.items())
+    if isinstance(samples, tuple) and hasattr(samples, "_fields"):
+        return type(samples)(*map(change, samples))
+    if isinstance(samples, (tuple, list)):
+        return type(samples)(map(change, samples))
+    return samples

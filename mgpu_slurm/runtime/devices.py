@@ -1,0 +1,35 @@
+"""Which device a rank computes on."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mgpu_slurm.processes import cores
+from mgpu_slurm.runtime.facts import RankFacts
+
+if TYPE_CHECKING:
+    import torch
+
+
+def choose(facts: RankFacts) -> torch.device:
+    """The GPU of this local rank among those the process sees, else the CPU.
+
+    A rank that sees one GPU uses that one, whatever its local rank: some sites bind GPUs to tasks. More ranks than
+    GPUs share them in turn.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", facts.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def threads_per_rank(ranks_on_node: int) -> int:
+    """OMP threads = cores / ranks, unless SLURM gave each task its own cores.
+
+    Too many threads cost more than too few: 2 ranks of 2 threads on 2 cores ran 1.7 times slower than of 1.
+    """
+    return int(os.environ.get("SLURM_CPUS_PER_TASK") or max(1, cores() // ranks_on_node))

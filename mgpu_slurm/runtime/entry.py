@@ -1,0 +1,216 @@
+"""What each rank runs, the same under SLURM and the local executor: `python -m mgpu_slurm.runtime.entry RUN_FOLDER`.
+
+It finds its place from SLURM's variables, sends its output to its own log, and becomes the command or calls the job
+function. Under the local executor it is called in a forked process that has torch already imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mgpu_slurm import config as configs
+from mgpu_slurm.errors import MgpuError, RunStopped, UserError
+from mgpu_slurm.paths import RunFolder, write_json
+from mgpu_slurm.processes import RUN_VARIABLE
+from mgpu_slurm.records import now
+from mgpu_slurm.runtime.devices import threads_per_rank
+from mgpu_slurm.runtime.facts import RankFacts, from_slurm
+from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, Spec, read_spec
+
+if TYPE_CHECKING:
+    from mgpu_slurm.runtime.run import Run
+
+PROJECT_VARIABLE = "MGPU_PROJECT"
+
+
+def main(folder: RunFolder) -> int:
+    """Runs this rank and returns its exit code; a command replaces the process instead."""
+    facts = from_slurm()
+    attempt = int(os.environ[ATTEMPT_VARIABLE])
+    _send_output_to(folder.rank_log(attempt, facts.rank))
+    spec = read_spec(folder)
+    _check_world(spec, facts)
+    _export(spec, folder, facts)
+    if spec.target.command is not None:
+        os.chdir(folder.code / spec.workdir)
+        _become(spec, spec.target.command)
+    return _guarded(spec, folder, facts, attempt)
+
+
+def _send_output_to(log: Path) -> None:
+    """From here on this rank writes to its own file; srun's --output cannot hold the number of the attempt."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _check_world(spec: Spec, facts: RankFacts) -> None:
+    asked = spec.resources.ranks
+    if spec.executor == "local" and asked != facts.world_size:
+        raise UserError(f"the run asked for {asked} ranks, and {facts.world_size} were started")
+
+
+def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
+    os.environ.update(facts.torchrun_variables())
+    os.environ.update(spec.environment)
+    os.environ[RUN_VARIABLE] = str(folder.path)
+    os.environ[PROJECT_VARIABLE] = spec.project
+    os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(facts.local_world_size)))
+
+
+def _become(spec: Spec, command: tuple[str, ...]) -> NoReturn:
+    """Replaces this process by the command, the lead signal ignored: by default it would kill a script that knows
+    nothing of it. SIGTERM is left alone."""
+    signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
+    program = shutil.which(command[0])
+    if command[0] in ("python", "python3"):
+        # the interpreter of the submission, not the one a node's PATH finds first
+        program = spec.python
+    if program is None:
+        print(
+            f"mgpu_slurm: command {command[0]!r} is not on PATH of {os.uname().nodename}", file=sys.stderr, flush=True
+        )
+        os._exit(127)
+    os.execv(program, [command[0], *command[1:]])
+
+
+def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int) -> int:
+    """Calls the job function; what goes wrong is printed and recorded, so that the first cause can be found later."""
+    stop = StopFlag()
+    stop.listen()
+    try:
+        _train(spec, folder, facts, attempt, stop)
+        return 0
+    except RunStopped as stopped:
+        print(f"mgpu_slurm: {stopped.reason}", flush=True)
+        return stopped.exit_code
+    except BaseException as error:
+        shown = _traceback(error)
+        print(shown, end="", file=sys.stderr, flush=True)
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        if code:
+            write_json(folder.rank_failure(attempt, facts.rank), _failure(error, shown, facts))
+        return code
+
+
+def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: StopFlag) -> None:
+    import torch.distributed as dist
+
+    from mgpu_slurm.runtime import devices, rendezvous
+    from mgpu_slurm.runtime.run import Run
+
+    function = _function(spec, folder)
+    config = _config(spec, function)
+    device = devices.choose(facts)
+    if facts.world_size > 1:
+        rendezvous.join(facts, device)
+    try:
+        run = Run(facts, folder.path, device, attempt, stop)
+        result = function(run, config)
+        run.finish()
+        if run.is_main:
+            _write_result(folder, run, result)
+        run.close()
+    finally:
+        # an undestroyed group aborts at exit
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _function(spec: Spec, folder: RunFolder) -> Any:
+    from mgpu_slurm.runtime import target
+
+    workdir = folder.code / spec.workdir
+    target.stand_in(workdir)
+    sys.argv = [spec.target.label]
+    if spec.target.function is not None:
+        return target.load(spec.target.function, workdir)
+    import cloudpickle  # type: ignore[import-untyped]
+
+    with open(folder.function, "rb") as file:
+        return cloudpickle.load(file)
+
+
+def _config(spec: Spec, function: Any) -> Any:
+    from mgpu_slurm.runtime import target
+
+    cls = target.config_class(function)
+    return spec.config if cls is None else configs.fill(cls, spec.config, f"config of {spec.target.label}")
+
+
+def _write_result(folder: RunFolder, run: Run, returned: Any) -> None:
+    from mgpu_slurm.runtime.metrics import as_numbers
+
+    if returned is None:
+        result = run.last_metrics
+    elif isinstance(returned, dict):
+        result = as_numbers(returned)
+    else:
+        result = as_numbers({"value": returned})
+    record = {"run": folder.run, "result": result, "step": run.step, "progress": run.progress, "ended": now()}
+    write_json(folder.result, record)
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the user's function on: the frames of this module tell nobody anything."""
+    start = error.__traceback__
+    while start is not None and start.tb_frame.f_code.co_filename == __file__:
+        start = start.tb_next
+    return "".join(traceback.format_exception(type(error), error, start))
+
+
+def _failure(error: BaseException, shown: str, facts: RankFacts) -> dict[str, Any]:
+    return {
+        "rank": facts.rank,
+        "node": facts.node_name,
+        "time": now(),
+        "error": type(error).__name__,
+        "message": str(error),
+        "traceback": shown,
+        # a lost connection is what the other ranks see when one fails: never the first cause
+        "consequence": _is_lost_connection(error),
+    }
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        words in text
+        for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "gloo")
+    )
+
+
+def exit_process(code: int) -> NoReturn:
+    """Ends a forked rank as the interpreter would, without going back to the code of the process it was forked from."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_rank(folder: RunFolder) -> int:
+    """`main`, with an error before the rank has its log shown where the launcher writes."""
+    try:
+        return main(folder)
+    except MgpuError as error:
+        print(f"mgpu_slurm: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(RunFolder(Path(sys.argv[1]))))

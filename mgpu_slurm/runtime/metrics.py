@@ -1,0 +1,81 @@
+"""What rank 0 reports: TensorBoard event files, `metrics.jsonl` for programs, a line for people, and the live state."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from mgpu_slurm.paths import RunFolder, append_jsonl
+from mgpu_slurm.records import now, update_state
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+STATE_INTERVAL = 1.0
+"""Seconds between two writes of the live state by the step count alone."""
+
+
+def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers; tensors of one element count.
+
+    Raises:
+        TypeError: names the metric that is no number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"metric {name!r}: expected a number, got {value!r}") from None
+    return numbers
+
+
+def as_text(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+class Reporter:
+    """Rank 0's output. The other ranks have none."""
+
+    def __init__(self, folder: RunFolder, attempt: int) -> None:
+        self._folder = folder
+        self._attempt = attempt
+        self._writer: SummaryWriter | None = None
+        self._last_write = 0.0
+        self._started = time.monotonic()
+
+    def report(self, progress: int, step: int, metrics: dict[str, float]) -> None:
+        append_jsonl(
+            self._folder.metrics,
+            {"progress": progress, "step": step, "time": now(), "attempt": self._attempt, "metrics": metrics},
+        )
+        writer = self._tensorboard(step)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+        self._write_state(step=step, progress=progress, metrics=metrics)
+        elapsed = time.monotonic() - self._started
+        print(f"[{progress:>3}]  step {step:<6} {as_text(metrics)}  ({elapsed:.1f} s)", flush=True)
+
+    def step_done(self, step: int) -> None:
+        """Keeps the live state's step fresh, at most once an interval."""
+        if time.monotonic() - self._last_write >= STATE_INTERVAL:
+            self._write_state(step=step)
+
+    def close(self, step: int) -> None:
+        self._write_state(step=step)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write_state(self, **changes: Any) -> None:
+        self._last_write = time.monotonic()
+        update_state(self._folder, sync=False, **changes)
+
+    def _tensorboard(self, step: int) -> SummaryWriter:
+        if self._writer is None:
+            # costs 0.1 s to import, so only the rank that reports pays, and only when it does
+            from torch.utils.tensorboard import SummaryWriter
+
+            # an attempt that died after its last checkpoint left later steps behind: TensorBoard drops them
+            self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=step)
+        return self._writer

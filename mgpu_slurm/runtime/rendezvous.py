@@ -1,0 +1,161 @@
+"""How the ranks of an attempt find each other.
+
+The batch step (locally: the process that starts the ranks) binds a port before anybody hears of it, serves torch's
+TCPStore on that socket, and gives its address to the ranks the way torchrun's agent does. So no port is guessed, no two
+attempts share one, and a script written for torchrun works unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_slurm.errors import RendezvousError, UserError
+from mgpu_slurm.runtime.facts import RankFacts
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store, TCPStore
+
+ARRIVAL_TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for each other at the start; nodes of a large job boot and import at different speeds."""
+
+_LOWEST_PORT = 10000
+
+
+def bind(address: str) -> socket.socket:
+    """A listening socket on a random port outside Linux's ephemeral range, where no outgoing connection takes it.
+
+    Args:
+        address: the interface to listen on; an empty text for all, which several nodes need.
+    """
+    low, high = _ephemeral_range()
+    ports = [port for port in range(_LOWEST_PORT, 65536) if not low <= port <= high]
+    for port in random.SystemRandom().sample(ports, k=min(200, len(ports))):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.bind((address, port))
+            # ranks may connect before the store runs: they wait in this queue
+            listener.listen(4096)
+            return listener
+        except OSError:
+            listener.close()
+    raise RendezvousError(f"no port outside {low}-{high} could be bound on {address or 'any interface'}")
+
+
+def _ephemeral_range() -> tuple[int, int]:
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:
+        return 32768, 60999
+    return int(low), int(high)
+
+
+def exports(address: str, port: int) -> dict[str, str]:
+    """What the ranks need to know; the last name tells torch that the store is served elsewhere."""
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def serve(listener: socket.socket) -> TCPStore:
+    """Serves the store on the bound socket for as long as the returned object lives."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address, port = listener.getsockname()
+    return TCPStore(
+        address or "localhost", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def join(facts: RankFacts, device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+    """Waits until all ranks are there, then makes the default process group.
+
+    Raises:
+        RendezvousError: names the ranks that did not come, or that believe in another world size.
+    """
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    store = _connect(facts, environ)
+    _check_in(store, facts)
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo",
+        store=PrefixStore("default", store),
+        rank=facts.rank,
+        world_size=facts.world_size,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _connect(facts: RankFacts, environ: Mapping[str, str]) -> Store:
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if not address or not port:
+        raise UserError(
+            f"rank {facts.rank} of {facts.world_size} has no MASTER_ADDR and MASTER_PORT: "
+            "start it with `mgpu-slurm submit` or torchrun"
+        )
+    served_elsewhere = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            address,
+            int(port),
+            facts.world_size,
+            is_master=facts.rank == 0 and not served_elsewhere,
+            timeout=ARRIVAL_TIMEOUT,
+            wait_for_workers=False,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise RendezvousError(f"rank {facts.rank} cannot reach the rendezvous at {address}:{port}: {error}") from None
+    return PrefixStore("mgpu", store)
+
+
+def _check_in(store: Store, facts: RankFacts, timeout: timedelta = ARRIVAL_TIMEOUT) -> None:
+    """Rank 0 waits for everyone and tells all what it found, so that every rank fails with the same words."""
+    import torch.distributed as dist
+
+    store.set(f"arrived/{facts.rank}", json.dumps([facts.node_name, facts.world_size]))
+    if facts.rank == 0:
+        store.set("verdict", _verdict(store, facts, timeout))
+    try:
+        # rank 0 may need its whole time-out before it speaks
+        store.wait(["verdict"], timeout * 1.2)
+    except dist.DistStoreError:
+        raise RendezvousError(
+            f"rank 0 has not arrived after {timeout.total_seconds():.0f} s (told by rank {facts.rank} on"
+            f" {facts.node_name}): look at the log of rank 0"
+        ) from None
+    problem = store.get("verdict").decode()
+    if problem:
+        raise RendezvousError(problem)
+
+
+def _verdict(store: Store, facts: RankFacts, timeout: timedelta) -> str:
+    """Empty where all ranks came with the same world size, else what is wrong."""
+    import torch.distributed as dist
+
+    keys = [f"arrived/{rank}" for rank in range(facts.world_size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        return (
+            f"rank {names} of {facts.world_size} has not arrived after {timeout.total_seconds():.0f} s:"
+            " look at its log, and whether its node reaches this one"
+        )
+    for rank, key in enumerate(keys):
+        node, world_size = json.loads(store.get(key))
+        if world_size != facts.world_size:
+            return (
+                f"rank {rank} on {node} believes in a world of {world_size} ranks, rank 0 in one of"
+                f" {facts.world_size}: the ranks were not started by one launcher"
+            )
+    return ""

@@ -1,0 +1,399 @@
+"""`Run`: the primitives a job function trains with. Each works alone in a loop that the user already has."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from mgpu_slurm.errors import RunStopped, UserError, nearest
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime import checkpoint
+from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
+from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_dimension, size_of, split
+from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.runtime.metrics import Reporter, as_numbers
+from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+
+Batch = TypeVar("Batch")
+
+# torch 2.13 renamed the option and warns about the old name
+_NO_BUFFER_SYNC: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+
+
+class State:
+    """Where a run stands: at the start, or at the checkpoint it was restored from."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._run.step
+
+    @property
+    def progress(self) -> int:
+        """The last progress reported; 0 before the first."""
+        return self._run.progress
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The epochs that are left, from 1 to `total`; the one that was interrupted comes first.
+
+        The end of each epoch is a boundary: a checkpoint is written, and a stop that was asked for happens.
+        """
+        return self._run._epochs(total)
+
+
+class Run:
+    """One rank's handle on a submitted training."""
+
+    def __init__(self, facts: RankFacts, folder: Path, device: torch.device, attempt: int, stop: StopFlag) -> None:
+        self.rank = facts.rank
+        self.world_size = facts.world_size
+        self.local_rank = facts.local_rank
+        self.node = facts.node_name
+        self.device = device
+        self.is_main = facts.rank == 0
+        self.folder = folder
+        self.attempt = attempt
+        self.step = 0
+        """Optimizer steps done, over all attempts."""
+        self.progress = 0
+        self.last_metrics: dict[str, float] = {}
+        self._files = RunFolder(folder)
+        self._agreement = Agreement(facts)
+        self._reporter = Reporter(self._files, attempt) if self.is_main else None
+        self._stop = stop
+        self._seed = 0
+        self._models: list[DistributedDataParallel] = []
+        self._objects: dict[str, Any] = {}
+        self._loaders: dict[str, Loader] = {}
+        self._restored = False
+        self._next_epoch = 1
+        self._epoch: int | None = None
+        self._saved_step: int | None = None
+        self._save_wanted = False
+        self._agreed = Agreed()
+        self._random_to_restore: dict[str, Any] | None = None
+        self._in_mid_epoch = False
+        self._share: Share | None = None
+        self._part = 1.0
+
+    # -- the model and its data
+
+    def seed(self, seed: int) -> None:
+        """Seeds Python, NumPy and torch from the seed and the rank, and the order of loaders from the seed alone."""
+        import numpy as np
+
+        self._seed = seed
+        own = (seed * 1_000_003 + self.rank) % 2**63
+        random.seed(own)
+        np.random.seed(own % 2**32)
+        torch.manual_seed(own)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model on this rank's device, in DistributedDataParallel where there are other ranks.
+
+        All ranks start from rank 0's parameters and buffers. Buffers (batch norm statistics) are not broadcast at each
+        forward, which costs time and hangs uneven evaluation; iterating `run.shard` brings rank 0's to all.
+        """
+        model = model.to(self.device)
+        if self.world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            **_NO_BUFFER_SYNC,
+        )
+        self._models.append(wrapped)
+        self._bring_buffers()
+        return wrapped
+
+    def _bring_buffers(self) -> None:
+        for model in self._models:
+            for buffer in model.module.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def loader(self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, **options: Any) -> Loader:
+        """Iterates this rank's share of global batches, on the run's device.
+
+        Args:
+            dataset: a map-style dataset.
+            batch_size: of all ranks together. Every sample of an epoch is seen once; the last batch may be smaller.
+            shuffle: a new order each epoch, which depends on the seed and the epoch alone.
+            options: further arguments of `torch.utils.data.DataLoader`, such as `num_workers`.
+        """
+        for name in ("sampler", "batch_sampler", "drop_last"):
+            if name in options:
+                raise UserError(
+                    f"run.loader decides on {name} itself: every sample of an epoch is seen once; leave it out"
+                )
+        if batch_size < 1:
+            raise UserError(f"batch_size={batch_size}: expected at least 1 sample for all ranks together")
+        sampler = GlobalBatches(size_of(dataset), batch_size, shuffle, self.rank, self.world_size, self._seed)
+        return Loader(
+            dataset, sampler, self.device, self._at_boundary, self._take_share, lambda: self._epoch, **options
+        )
+
+    def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard:
+        """Iterates this rank's part of a dataset for evaluation: no sample twice and none padded.
+
+        Ranks may get different numbers of samples, so weigh what you count with `run.mean(sum, count)`.
+        """
+        return Shard(
+            dataset, self.rank, self.world_size, self.device, self._bring_buffers, batch_size=batch_size, **options
+        )
+
+    def _take_share(self, share: Share) -> None:
+        self._share = share
+
+    # -- a step
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backpropagates the mean loss of this rank's batch, weighted so that the world's gradient is that of the
+        mean over the global batch, also where ranks hold different numbers of samples."""
+        weight = self._part
+        if self._share is not None:
+            # DDP divides the sum of gradients by the world size
+            weight *= self._share.count * self.world_size / self._share.total
+        if weight != 1.0:
+            loss = loss * weight
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
+        """One optimizer step, gradients clipped to the norm `clip` first and cleared after."""
+        if clip is not None:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        if self._reporter is not None:
+            self._reporter.step_done(self.step)
+
+    def accumulate(self, batch: Batch, parts: int) -> Iterator[Batch]:
+        """Splits this rank's batch into micro-batches, for gradient accumulation where a batch does not fit at once.
+
+        Call `run.backward` on each micro-batch's mean loss and `run.update` once after the loop: the gradient is that
+        of the whole batch. Ranks exchange gradients with the last micro-batch only.
+        """
+        if parts < 1:
+            raise UserError(f"run.accumulate: parts={parts}: expected at least 1")
+        pieces = split(batch, parts)
+        size = first_dimension(batch)
+        try:
+            for index, piece in enumerate(pieces):
+                self._part = first_dimension(piece) / size
+                with contextlib.ExitStack() as stack:
+                    if index < len(pieces) - 1:
+                        for model in self._models:
+                            stack.enter_context(model.no_sync())
+                    yield piece
+        finally:
+            self._part = 1.0
+
+    # -- what was reached
+
+    def mean(self, total: torch.Tensor | float, count: torch.Tensor | float) -> float:
+        """The sum of `total` over the ranks divided by the sum of `count`, in double precision; NaN for no count.
+
+        Collective: every rank calls it.
+        """
+        self._together(Call.MEAN)
+        sums = self._agreement.total([float(total), float(count)])
+        return sums[0] / sums[1] if sums[1] else float("nan")
+
+    def report(self, progress: int, **metrics: Any) -> None:
+        """Reports metrics to TensorBoard, `metrics.jsonl`, the screen and `status`.
+
+        Collective: every rank calls it; rank 0's values count.
+
+        Args:
+            progress: finished units of the job's own (epochs, mostly), from 1, strictly rising.
+            metrics: numbers, or tensors of one element.
+        """
+        self._together(Call.REPORT)
+        if progress <= self.progress:
+            raise UserError(
+                f"report(progress={progress}): progress counts from 1 and rises, and it was {self.progress} before"
+            )
+        self.progress = progress
+        self.last_metrics = as_numbers(metrics)
+        if self._reporter is not None:
+            self._reporter.report(progress, self.step, self.last_metrics)
+
+    # -- keeping the work
+
+    def restore(self, **objects: Any) -> State:
+        """Loads the newest checkpoint into these objects, or leaves them as they are at the start of a run.
+
+        What is given here is what checkpoints hold: model, optimizer, scheduler, the loader, anything with `state_dict`
+        and `load_state_dict`. Names are free and have to stay the same.
+
+        Collective: every rank calls it.
+
+        Raises:
+            UserError: an object that cannot be saved, or names that the checkpoint does not have.
+        """
+        self._together(Call.RESTORE)
+        for name, value in objects.items():
+            if isinstance(value, Loader):
+                self._loaders[name] = value
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                self._objects[name] = value.module if isinstance(value, DistributedDataParallel) else value
+            else:
+                raise UserError(
+                    f"run.restore({name}=...): a {type(value).__name__} has no state_dict and load_state_dict"
+                )
+        self._restored = True
+        found = checkpoint.newest(self._files) if self.is_main else None
+        # rank 0 decides, because a shared file system may show the others an older folder
+        step = self._agreement.total([float(found.name.removeprefix("step-")) + 1 if found else 0.0])[0]
+        if step:
+            self._load(self._files.checkpoint(int(step) - 1))
+        return State(self)
+
+    def _load(self, path: Path) -> None:
+        shared, own = checkpoint.read(path, self.rank)
+        known = [*shared["objects"], *shared["loaders"]]
+        for name in [*self._objects, *self._loaders]:
+            if name not in known:
+                raise UserError(
+                    f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: keep the names of run.restore"
+                )
+        for name, value in self._objects.items():
+            value.load_state_dict(shared["objects"][name])
+        for name, loader in self._loaders.items():
+            loader.first_batch = shared["loaders"][name]
+        self.step, self.progress = shared["step"], shared["progress"]
+        self._next_epoch = shared["next_epoch"]
+        self._in_mid_epoch = shared["active"] is not None
+        self._random_to_restore = own["random"] if own is not None else None
+        self._saved_step = self.step
+        if self.is_main:
+            print(f"restored step {self.step} from {path.name} (attempt {self.attempt})", flush=True)
+
+    def save(self) -> None:
+        """Asks for a checkpoint at the next boundary: the next batch of a restored loader, or the end of the epoch."""
+        self._save_wanted = True
+
+    def _epochs(self, total: int) -> Iterator[int]:
+        if not self._in_mid_epoch:
+            self._restore_random()
+        for epoch in range(self._next_epoch, total + 1):
+            self._epoch = epoch
+            yield epoch
+            self._epoch = None
+            self._next_epoch = epoch + 1
+            self._remember(self._together(Call.EPOCH))
+            self._act(active=None, save=self._restored)
+
+    def _at_boundary(self, loader: Loader) -> None:
+        registered = loader in self._loaders.values()
+        if registered:
+            self._in_mid_epoch = False
+            self._restore_random()
+        self._remember(self._agreement.step(self._wish()))
+        # a loader whose position is not saved is no place to stop at, unless nothing is saved anyway
+        if registered or not self._restored:
+            self._act(active=loader, save=self._agreed.save or self._agreed.stop is not Stop.NO)
+
+    def _restore_random(self) -> None:
+        """At the very place where the state was taken, so that what user code draws before it changes nothing."""
+        if self._random_to_restore is not None:
+            checkpoint.set_random_state(self._random_to_restore, self.device)
+            self._random_to_restore = None
+
+    def _wish(self) -> Agreed:
+        return Agreed(stop=self._stop.asked, save=self._save_wanted)
+
+    def _remember(self, agreed: Agreed) -> None:
+        self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
+
+    def _together(self, call: Call) -> Agreed:
+        agreed = self._agreement.together(call, self._wish())
+        self._remember(agreed)
+        return agreed
+
+    def _act(self, active: Loader | None, save: bool) -> None:
+        """Does what was agreed, on all ranks at the same boundary."""
+        if save and self._restored:
+            self._write_checkpoint(active)
+        self._save_wanted = False
+        self._agreed = replace(self._agreed, save=False)
+        if self._agreed.stop is Stop.REQUEUE:
+            raise RunStopped(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {self.step}")
+        if self._agreed.stop is Stop.END:
+            raise RunStopped(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
+
+    def _write_checkpoint(self, active: Loader | None) -> None:
+        if self._saved_step == self.step:
+            # the end of an epoch and the start of the next are the same step: going on from either is exact
+            return
+        writing = checkpoint.Writing(self._files, self.step)
+        own = {"random": checkpoint.random_state(self.device)}
+        shared = self._shared_state(active) if self.is_main else None
+        phases: list[Callable[[], None]] = [
+            writing.prepare if self.is_main else _nothing,
+            lambda: writing.write(self.rank, own, shared),
+            writing.publish if self.is_main else _nothing,
+        ]
+        if all(self._phase(phase) for phase in phases):
+            self._saved_step = self.step
+
+    def _phase(self, action: Callable[[], None]) -> bool:
+        """Does one phase of a save; False on every rank where any rank failed. Training goes on without this save."""
+        problem: OSError | None = None
+        try:
+            action()
+        except OSError as error:
+            problem = error
+            print(
+                f"mgpu_slurm: WARNING: rank {self.rank} could not write the checkpoint of step {self.step}: {error};"
+                " training goes on, the checkpoint before it stays",
+                flush=True,
+            )
+        wish = replace(self._wish(), failed=problem is not None)
+        agreed = self._agreement.together(Call.SAVE, wish)
+        self._remember(agreed)
+        return not agreed.failed
+
+    def _shared_state(self, active: Loader | None) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "progress": self.progress,
+            "next_epoch": self._next_epoch if active is None or self._epoch is None else self._epoch,
+            "active": next((name for name, loader in self._loaders.items() if loader is active), None),
+            "loaders": {name: loader.batch if loader is active else 0 for name, loader in self._loaders.items()},
+            "objects": {name: value.state_dict() for name, value in self._objects.items()},
+        }
+
+    # -- the end
+
+    def finish(self) -> None:
+        """Waits until every rank's job function has returned; a rank that still makes other calls is named."""
+        self._together(Call.FINISH)
+
+    def close(self) -> None:
+        if self._reporter is not None:
+            self._reporter.close(self.step)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,48 @@
+"""Signals that ask a run to stop: the handler sets a flag, and ranks act on it together at a step boundary.
+
+A collective inside a handler deadlocks, and a save on one rank alone tears the checkpoint; so nothing happens here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from enum import IntEnum
+from types import FrameType
+
+LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
+
+
+class Stop(IntEnum):
+    """What was asked, the stronger the higher."""
+
+    NO = 0
+    REQUEUE = 1
+    """The time limit is near: save and come back."""
+    END = 2
+    """SIGTERM: save and leave; who sent it decides what comes next."""
+
+
+class StopFlag:
+    """The strongest request that this rank has received so far."""
+
+    def __init__(self) -> None:
+        self.asked = Stop.NO
+
+    def listen(self) -> None:
+        """Takes over the lead signal and SIGTERM of this process."""
+        lead = os.environ.get(LEAD_SIGNAL_VARIABLE, "USR2")
+        signal.signal(getattr(signal, f"SIG{lead}"), self._on_lead)
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def _on_lead(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = max(self.asked, Stop.REQUEUE)
+
+    def _on_term(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = Stop.END
+
+
+def ignore_stop_signals(worker: int = 0) -> None:
+    """For processes that a rank starts: they get the run's signals too, and must not die before the save."""
+    for name in {os.environ.get(LEAD_SIGNAL_VARIABLE, "USR2"), "TERM", "INT"}:
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)

@@ -1,0 +1,170 @@
+"""From the name of a target to the function, with errors that say what is wrong and where."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mgpu_slurm.config import field_types
+from mgpu_slurm.errors import UserError, nearest
+
+DEFAULT_FUNCTION = "train"
+
+JobFunction = Callable[[Any, Any], Any]
+
+
+def split(name: str) -> tuple[str, str]:
+    """Module (dotted, or a path that ends in .py) and function of a target's name."""
+    module, colon, function = name.partition(":")
+    if not module or (colon and not function.isidentifier()):
+        raise UserError(
+            f"target {name!r}: expected package.module, package.module:function or path/to/file.py:function"
+        )
+    return module, function or DEFAULT_FUNCTION
+
+
+def stand_in(workdir: Path) -> None:
+    """Makes `workdir` the working directory and the first place to import from.
+
+    It replaces the folder that `python -m` put first: what the snapshot lacks must not come from the live project.
+    """
+    os.chdir(workdir)
+    sys.path[0] = str(workdir)
+    package_home = str(Path(__file__).resolve().parents[2])
+    if package_home not in sys.path:
+        sys.path.append(package_home)
+
+
+def load(name: str, workdir: Path) -> JobFunction:
+    """Imports a job function.
+
+    Args:
+        name: `package.module:function` or `path/to/file.py:function`, the path relative to `workdir`.
+        workdir: the folder that stands first on `sys.path`.
+
+    Raises:
+        UserError: unknown module or function, an import that fails (with its own error and line), or a function that
+            cannot be called with (run, config).
+    """
+    module_name, function_name = split(name)
+    module = _import(module_name, workdir)
+    function = getattr(module, function_name, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise UserError(f"target {name!r}: {module_name} has no {function_name!r}{nearest(function_name, known)}")
+    check_callable(function, name)
+    return typing.cast(JobFunction, function)
+
+
+def check_callable(function: Any, name: str) -> None:
+    """Refuses what cannot be called with (run, config)."""
+    if not callable(function):
+        raise UserError(
+            f"target {name!r} is a {type(function).__name__}, no function: name one of the form train(run, config)"
+        )
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        form = f"{getattr(function, '__name__', name)}{inspect.signature(function)}"
+        raise UserError(f"target {name!r} cannot be called with (run, config): it is {form}") from None
+
+
+def config_class(function: Any) -> Any:
+    """The class that annotates the function's second parameter, or None for plain mappings.
+
+    Raises:
+        UserError: where the annotation cannot be filled from names and values.
+    """
+    parameter = list(inspect.signature(function).parameters.values())[1]
+    try:
+        annotation = typing.get_type_hints(function).get(parameter.name)
+    except NameError as error:
+        raise UserError(
+            f"the annotation of {parameter.name!r} in {function.__name__} cannot be resolved: {error}"
+        ) from None
+    if annotation is None or annotation is Any or (typing.get_origin(annotation) or annotation) is dict:
+        return None
+    if field_types(annotation) is None:
+        raise UserError(f"config of {function.__name__}: expected a dataclass as annotation, found {annotation!r}")
+    return annotation
+
+
+def _import(module_name: str, workdir: Path) -> ModuleType:
+    if module_name.endswith(".py"):
+        return _import_file(workdir / module_name, module_name)
+    try:
+        if importlib.util.find_spec(module_name) is None:
+            raise ModuleNotFoundError(name=module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise import_failure(error, module_name, workdir) from error
+        raise UserError(_not_found(module_name, workdir)) from None
+    except Exception as error:
+        raise import_failure(error, module_name, workdir) from error
+    return _run_import(lambda: importlib.import_module(module_name), module_name, workdir)
+
+
+def _import_file(path: Path, shown: str) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"target: there is no file {shown!r}")
+    # siblings of the file are importable, as they are under `python path/to/file.py`
+    if str(path.parent) not in sys.path:
+        sys.path.insert(1, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # pickle and multiprocessing look the module up by its name
+    sys.modules[path.stem] = module
+    loader = spec.loader
+
+    def execute() -> ModuleType:
+        loader.exec_module(module)
+        return module
+
+    return _run_import(execute, shown, path.parent)
+
+
+def _run_import(execute: Callable[[], ModuleType], shown: str, folder: Path) -> ModuleType:
+    try:
+        return execute()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise import_failure(error, shown, folder) from error
+
+
+def import_failure(error: BaseException, shown: str, folder: Path) -> UserError:
+    """The error of an import in one line, with the user's own file and line."""
+    first_line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{_relative(error.filename, folder)}:{error.lineno}"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
+        frame = own[-1] if own else None
+        place = f"{_relative(frame.filename, folder)}:{frame.lineno}" if frame else shown
+    return UserError(f"target {shown!r} fails on import: {place}: {type(error).__name__}: {first_line}")
+
+
+def _relative(filename: str, folder: Path) -> str:
+    path = Path(filename)
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else filename
+
+
+def _not_found(module_name: str, workdir: Path) -> str:
+    file = workdir / Path(*module_name.split("."))
+    if file.with_suffix(".py").is_file():
+        return f"target {module_name!r} cannot be imported from here: name the file, {module_name.replace('.', '/')}.py"
+    names = [path.stem for path in sorted(workdir.glob("*.py"))]
+    names += [f"jobs.{path.stem}" for path in sorted(workdir.glob("jobs/[!_]*.py"))]
+    return f"target {module_name!r}: there is no such module or file here{nearest(module_name, names)}"

@@ -1,0 +1,239 @@
+"""The typed request: what a user asked for, validated once, written to `spec.yaml`, read again by every later part."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal as signals
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mgpu_slurm import config as configs
+from mgpu_slurm.errors import UserError, nearest
+from mgpu_slurm.paths import RUN_NAME, RunFolder, write_whole
+
+ExecutorName = Literal["slurm", "allocation", "local"]
+Readers = Literal["owner", "group"]
+
+ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
+"""The number of the attempt, from 1, in the environment of every rank."""
+
+REQUEUE_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: a rank that exits with it asks to be started again as the next attempt."""
+
+TERMINATED_EXIT_CODE = 143
+"""128 + SIGTERM, as a shell reports a process that SIGTERM ended: a rank that saved and left because it was told to."""
+
+DEFAULT_LEAD = 120
+"""Seconds between the lead signal and the time limit, where the limit is long enough and nothing was said."""
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+
+
+def parse_time(text: str) -> int:
+    """Seconds of a time limit in sbatch's forms: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S` (sbatch(1), --time)."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise UserError(f"--time {text!r}: expected minutes or one of M:S, H:M:S, D-H, D-H:M, D-H:M:S")
+    parts = [int(part) for part in match["clock"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total == 0:
+        raise UserError(f"--time {text!r}: a run needs more than no time")
+    return total
+
+
+def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
+    """Name and lead (seconds, None without a time limit) of `USR2@120` or `USR2`.
+
+    The lead is at most a fifth of a short time limit where it is not given.
+    """
+    name, at, lead_text = text.partition("@")
+    name = name.upper().removeprefix("SIG")
+    if not hasattr(signals, f"SIG{name}") or name in ("KILL", "STOP"):
+        raise UserError(f"--signal {text!r}: {name!r} is no signal that a job can receive; use USR1 or USR2")
+    if not at:
+        return name, None if limit is None else min(DEFAULT_LEAD, max(1, limit // 5))
+    if not lead_text.isdigit():
+        raise UserError(f"--signal {text!r}: expected NAME@SECONDS, for example USR2@120")
+    lead = int(lead_text)
+    if limit is None:
+        raise UserError(f"--signal {text!r}: a lead needs a --time to lead")
+    if lead >= limit:
+        raise UserError(
+            f"--signal {text!r}: the lead of {lead} s is not shorter than the time limit of {limit} s:"
+            " lower the one or raise the other"
+        )
+    return name, lead
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What is asked of the cluster, in sbatch's own words; None is not sent to SLURM."""
+
+    nodes: int = 1
+    ntasks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    """As typed, in one of sbatch's forms."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    nodelist: str | None = None
+    reservation: str | None = None
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """Any other option of sbatch, by its long name; an empty value is a flag without one."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("ntasks_per_node", 1), ("gpus_per_node", 0), ("cpus_per_task", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                flag = name.replace("_", "-")
+                raise UserError(f"--{flag} {value}: expected a whole number of at least {least}")
+        if self.time is not None:
+            parse_time(self.time)
+
+    @property
+    def time_limit(self) -> int | None:
+        """Seconds, or None for none asked."""
+        return None if self.time is None else parse_time(self.time)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """One rank per GPU unless asked otherwise; one where there are none."""
+        return self.ntasks_per_node or self.gpus_per_node or 1
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Target:
+    """What each rank runs: a job function of the snapshot, a pickled one, or a command. Exactly one is set."""
+
+    function: str | None = None
+    """`package.module:name` or `path/to/file.py:name`, the path relative to the working directory."""
+    pickled: str | None = None
+    """The name of a function that was given as an object and lies pickled in the run folder."""
+    command: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert sum(value is not None for value in (self.function, self.pickled, self.command)) == 1, self
+
+    @property
+    def is_command(self) -> bool:
+        return self.command is not None
+
+    @property
+    def label(self) -> str:
+        """For people: `jobs.digits:train`, or the command line."""
+        import shlex
+
+        return self.function or self.pickled or shlex.join(self.command or ())
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One submitted training, whole: `resume` needs nothing else."""
+
+    run: str
+    target: Target
+    executor: ExecutorName
+    resources: Resources
+    config: dict[str, Any] = field(default_factory=dict)
+    """The job's config as plain values, defaults filled in."""
+    signal: str = "USR2"
+    lead: int | None = None
+    """Seconds between the signal and the time limit; None without a time limit."""
+    max_requeues: int = 20
+    kill_wait: int = 30
+    """Local executor: seconds between SIGTERM and SIGKILL (SLURM's own KillWait is the site's)."""
+    cluster: str | None = None
+    setup: tuple[str, ...] = ()
+    """Shell lines of the batch script before the ranks start."""
+    rename: dict[str, str | None] = field(default_factory=dict)
+    """How this cluster wants an sbatch flag said, None for never; see `launch.cluster`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    readable_by: Readers = "owner"
+    project: str = ""
+    """The folder that was snapshotted."""
+    workdir: str = "."
+    """Where the ranks stand, relative to the snapshot."""
+    python: str = ""
+    submitted: str = ""
+    """ISO 8601 with the zone."""
+
+    def __post_init__(self) -> None:
+        check_run_name(self.run)
+        if self.max_requeues < 0:
+            raise UserError(f"--max-requeues {self.max_requeues}: expected 0 or more")
+
+    def write(self, folder: RunFolder) -> None:
+        plain = configs.to_plain(self)
+        write_whole(folder.spec, configs.dump_yaml({key: value for key, value in plain.items() if value is not None}))
+
+
+def read_spec(folder: RunFolder) -> Spec:
+    """The spec of a run.
+
+    Raises:
+        UserError: where the file is missing or was edited into something else.
+    """
+    return configs.fill(Spec, configs.read_yaml(folder.spec), str(folder.spec))
+
+
+def check_run_name(name: str) -> None:
+    if not RUN_NAME.fullmatch(name):
+        raise UserError(
+            f"run name {name!r}: use letters, digits, '.', '_' and '-' (at most 100, the first a letter or digit)"
+        )
+
+
+def sbatch_pairs(items: tuple[str, ...]) -> dict[str, str]:
+    """`--sbatch KEY=VALUE` as a mapping; `KEY` alone is a flag without a value."""
+    pairs: dict[str, str] = {}
+    for item in items:
+        key, _, value = item.removeprefix("--").partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
+            raise UserError(
+                f"--sbatch {item!r}: expected KEY=VALUE with a long option of sbatch, for example mail-type=END"
+            )
+        own = {name.replace("_", "-") for name in RESOURCE_FLAGS}
+        if key in own:
+            raise UserError(f"--sbatch {item!r}: write --{key} {value} instead")
+        pairs[key] = value
+    return pairs
+
+
+RESOURCE_FLAGS = tuple(f.name for f in dataclasses.fields(Resources) if f.name != "sbatch")
+
+
+def resources_from(flags: dict[str, Any], what: str) -> Resources:
+    """Resources from sbatch's long names (`gpus-per-node`), as a YAML file or a caller gives them."""
+    values: dict[str, Any] = {}
+    for key, value in flags.items():
+        name = key.replace("-", "_")
+        if name not in RESOURCE_FLAGS and name != "sbatch":
+            known = [flag.replace("_", "-") for flag in RESOURCE_FLAGS]
+            raise UserError(f"{what}: unknown flag {key!r}{nearest(key, known)}")
+        values[name] = str(value) if name in ("time", "mem") and value is not None else value
+    return configs.fill(Resources, values, what)
+
+
+def run_folder(path: Path) -> RunFolder:
+    """The run folder at a path, which has to hold a spec."""
+    folder = RunFolder(path)
+    if not folder.spec.exists():
+        raise UserError(f"{str(path)!r} is no run folder: there is no {folder.spec.name} in it")
+    return folder

@@ -1,0 +1,137 @@
+"""Whatever goes wrong, a run ends soon, says why, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.support import Project, log, processes_of, wait_until
+
+FAILS = """
+    import os, signal, subprocess, sys, time
+    from pathlib import Path
+
+    def raises(run, config):
+        if run.rank == 1:
+            raise RuntimeError("the data is broken")
+        run.mean(1, 1)
+
+    def killed(run, config):
+        if run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.mean(1, 1)
+
+    def lonely_report(run, config):
+        if run.is_main:
+            run.report(1, loss=0.0)
+        run.mean(1, 1)
+
+    def lonely_report_in_training(run, config):
+        import torch
+        from torch.utils.data import TensorDataset
+
+        model = run.wrap(torch.nn.Linear(2, 1))
+        for (batch,) in run.loader(TensorDataset(torch.randn(16, 2)), batch_size=4):
+            run.backward(model(batch).mean())
+            if run.is_main:
+                run.report(1, loss=0.0)
+
+    def lonely_report_at_the_end(run, config):
+        if run.is_main:
+            run.report(1, loss=0.0)
+
+    def sleeps(run, config):
+        # a daemon of the user's own, in a session of its own
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        Path(run.folder, f"asleep-{run.rank}").touch()
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def failing(project: Project) -> Project:
+    project.write("fails.py", FAILS)
+    return project
+
+
+def test_an_exception_on_one_rank_ends_the_run_with_that_ranks_traceback_first(failing: Project) -> None:
+    done = failing.call("submit", "fails:raises", "--nodes", "2", "--executor", "local")
+    assert done.returncode == 1
+    assert "-- rank 1 on local2 failed first:" in done.stdout
+    assert done.stdout.index("RuntimeError: the data is broken") < done.stdout.index("FAILED")
+    (facts,) = failing.json("status")
+    assert facts["state"] == "FAILED"
+    assert facts["reason"] == "rank 1 on local2: RuntimeError: the data is broken"
+    assert "the data is broken" in log(failing.runs / facts["run"], 1)
+
+
+def test_a_killed_rank_ends_the_others_within_seconds(failing: Project) -> None:
+    folder, facts = failing.run("fails:killed", "--nodes", "2")
+    assert facts["state"] == "FAILED"
+    assert facts["reason"] == "rank 1 was ended by SIGKILL"
+    wait_until(lambda: processes_of(folder) == [], seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("function", "place"),
+    [
+        ("lonely_report", "rank 1 at run.mean()"),
+        ("lonely_report_in_training", "rank 1 at the next batch of a loader"),
+        ("lonely_report_at_the_end", "rank 1 at the end of the job function"),
+    ],
+)
+def test_report_on_one_rank_alone_is_named_and_does_not_hang(failing: Project, function: str, place: str) -> None:
+    folder, facts = failing.run(f"fails:{function}", "--nodes", "2")
+    assert facts["state"] == "FAILED"
+    failure = json.loads((folder / "failure.json").read_text())
+    assert failure["error"] == "CollectiveMismatch"
+    assert "rank 0 at run.report()" in failure["message"]
+    assert place in failure["message"]
+
+
+def test_a_killed_supervisor_leaves_no_process_and_the_run_is_told_lost(failing: Project) -> None:
+    folder = failing.submit("fails:sleeps", "--nodes", "2")
+    wait_until(lambda: (folder / "asleep-0").exists() and (folder / "asleep-1").exists())
+    # 2 ranks with a daemon each, and the batch step
+    assert len(processes_of(folder)) >= 4
+    supervisor = int(json.loads((folder / "state.json").read_text())["job_id"])
+    os.kill(supervisor, signal.SIGKILL)
+    wait_until(lambda: processes_of(folder) == [])
+    facts = failing.finish(folder)
+    assert facts["state"] == "FAILED"
+    assert "supervisor" in facts["reason"]
+
+
+def test_cancel_ends_ranks_that_do_not_listen_and_their_children(failing: Project) -> None:
+    failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
+    folder = failing.submit("fails:sleeps", "--nodes", "2")
+    wait_until(lambda: (folder / "asleep-0").exists() and (folder / "asleep-1").exists())
+    assert failing.call("cancel", folder.name).returncode == 0
+    assert failing.finish(folder)["state"] == "CANCELLED"
+    wait_until(lambda: processes_of(folder) == [], seconds=5)
+    assert "had ended already" in failing.call("cancel", folder.name).stdout
+
+
+def test_a_command_that_ignores_every_signal_ends_at_its_time_limit(failing: Project) -> None:
+    failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('here', flush=True); time.sleep(600)"
+    folder, facts = failing.run("--time", "0:03", "--", "python", "-c", stubborn)
+    assert facts["state"] == "TIMEOUT"
+    assert "time limit of 3 s" in facts["reason"]
+    assert log(folder, 0) == "here\n"
+    wait_until(lambda: processes_of(folder) == [], seconds=5)
+
+
+def test_a_command_asks_for_another_start_with_exit_code_75(project: Project) -> None:
+    folder, facts = project.run("--", "sh", "-c", "echo try $MGPU_ATTEMPT; test $SLURM_RESTART_COUNT -ge 2 || exit 75")
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 3)
+    assert [log(folder, 0, attempt) for attempt in (1, 2, 3)] == ["try 1\n", "try 2\n", "try 3\n"]
+
+
+def test_a_command_that_is_not_there_is_named(project: Project) -> None:
+    folder, facts = project.run("--", "no-such-program")
+    assert facts["state"] == "FAILED"
+    assert "'no-such-program' is not on PATH" in log(folder, 0)

@@ -1,0 +1,115 @@
+"""Interrupted training ends with the same weights as undisturbed training, bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support import Project, log, make_project, wait_until
+
+JOB = '''
+    """Trains on two ranks, in any way interrupted; dropout draws random numbers at each step."""
+    import os, signal, time
+    from dataclasses import dataclass
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+
+    @dataclass
+    class Config:
+        epochs: int = 3
+        signal_at: int = 0
+        """The optimizer step of the first attempt at which rank 1 gets the signal; 0 for never."""
+        signal_name: str = "SIGUSR2"
+        wait_at: int = 0
+        """The step of the first attempt before which every rank waits to be told to stop; 0 for never."""
+
+
+    def train(run, config: Config):
+        run.seed(3)
+        features = torch.randn(52, 8, generator=torch.Generator().manual_seed(0))
+        model = run.wrap(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        data = run.loader(TensorDataset(features), batch_size=8, shuffle=True)
+        state = run.restore(model=model, optimizer=optimizer, data=data)
+        for epoch in state.epochs(config.epochs):
+            for (batch,) in data:
+                run.backward(model(batch).square().mean())
+                run.update(optimizer, clip=1.0)
+                if run.attempt == 1 and run.step == config.signal_at and run.rank == 1:
+                    os.kill(os.getpid(), getattr(signal, config.signal_name))
+                if run.attempt == 1 and run.step == config.wait_at:
+                    Path(run.folder, f"waits-{run.rank}").touch()
+                    while not run._stop.asked:
+                        time.sleep(0.01)
+            run.report(epoch, draw=torch.rand(1).item())
+        inner = model.module if hasattr(model, "module") else model
+        if run.is_main:
+            torch.save([inner.state_dict(), torch.rand(3)], run.folder / "final.pt")
+        return {"steps": run.step}
+'''
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, bytes]:
+    """A project, and the file with the weights of an undisturbed run on two ranks."""
+    project = make_project(tmp_path_factory.mktemp("resume"))
+    project.write("train.py", JOB)
+    folder, facts = project.run("train", "--nodes", "2")
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 21, 1)
+    return project, (folder / "final.pt").read_bytes()
+
+
+@pytest.mark.parametrize("step", [3, 7, 10])
+def test_a_run_stopped_by_the_lead_signal_and_requeued_ends_with_equal_weights(
+    trained: tuple[Project, bytes], step: int
+) -> None:
+    project, expected = trained
+    folder, facts = project.run("train", "--nodes", "2", f"signal_at={step}")
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 21, 2)
+    assert "restored step" in log(folder, 0, attempt=2)
+    assert (folder / "final.pt").read_bytes() == expected
+
+
+def test_cancel_from_another_shell_keeps_the_work_and_resume_goes_on_exactly(trained: tuple[Project, bytes]) -> None:
+    project, expected = trained
+    folder = project.submit("train", "--nodes", "2", "wait_at=9")
+    wait_until(lambda: (folder / "waits-0").exists() and (folder / "waits-1").exists())
+    assert "asked to save and end" in project.call("cancel", folder.name).stdout
+    assert project.finish(folder)["state"] == "CANCELLED"
+    assert (folder / "checkpoints").is_dir()
+    done = project.call("resume", folder.name, "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert project.finish(folder)["attempts"] == 2
+    assert (folder / "final.pt").read_bytes() == expected
+
+
+def test_the_time_limit_sends_the_lead_signal_and_the_run_starts_again(trained: tuple[Project, bytes]) -> None:
+    project, expected = trained
+    folder = project.submit("train", "--nodes", "2", "wait_at=9", "--time", "0:30", "--signal", "USR2@26")
+    facts = project.finish(folder)
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
+    assert (folder / "final.pt").read_bytes() == expected
+    events = [json.loads(line)["event"] for line in (folder / "attempts.jsonl").read_text().splitlines()]
+    assert events == ["started", "ended", "requeued", "started", "ended"]
+
+
+def test_without_requeues_left_the_run_says_so_and_keeps_its_checkpoint(trained: tuple[Project, bytes]) -> None:
+    project, expected = trained
+    folder, facts = project.run("train", "--nodes", "2", "signal_at=5", "--max-requeues", "0")
+    assert facts["state"] == "TIMEOUT"
+    assert "--max-requeues 0" in facts["reason"]
+    assert project.call("resume", folder.name, "--follow").returncode == 0
+    assert (folder / "final.pt").read_bytes() == expected
+
+
+def test_a_completed_run_is_not_resumed(trained: tuple[Project, bytes]) -> None:
+    project, _ = trained
+    name = json.loads(project.call("status", "--json").stdout)[-1]["run"]
+    done = project.call("resume", name)
+    assert done.returncode == 2
+    assert "COMPLETED" in done.stderr

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.launch.environment import describe, installed_packages
+from mgpu_slurm.launch.snapshot import Snapshot
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_packages_are_those_that_importlib_metadata_finds() -> None:
+    expected: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        expected.setdefault(normalized(distribution.name), distribution.version)
+    expected.pop("mgpu-slurm", None)  # a checkout's own egg-info has no version in its name
+    found = describe(None)["packages"]
+    found.pop("mgpu-slurm", None)
+    assert found == expected
+    assert {"torch", "torchvision", "optuna", "submitit", "tensorboard", "numpy"} <= found.keys()
+
+
+def test_first_folder_of_the_search_path_wins(tmp_path: Path) -> None:
+    for place, name in (("first", "My_Pkg-2.0+cpu.dist-info"), ("second", "my.pkg-1.0.dist-info")):
+        (tmp_path / place / name).mkdir(parents=True)
+    (tmp_path / "second" / "old-0.3-py3.11.egg-info").touch()
+    (tmp_path / "second" / "torch").mkdir()
+    paths = [str(tmp_path / "absent.zip"), str(tmp_path / "first"), str(tmp_path / "second")]
+    assert installed_packages(paths) == {"my-pkg": "2.0+cpu", "old": "0.3"}
+
+
+def test_says_who_where_with_what_and_from_which_code(tmp_path: Path) -> None:
+    snapshot = Snapshot(tmp_path, commit="c" * 40, dirty=True, files=1, bytes=2, digest="d" * 64)
+    facts = json.loads(json.dumps(describe(snapshot)))
+    assert (facts["commit"], facts["dirty"], facts["digest"]) == ("c" * 40, True, "d" * 64)
+    assert facts["python"] == {"version": sys.version.split()[0], "executable": sys.executable}
+    assert facts["host"] == os.uname().nodename
+    assert facts["user"] == subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    assert facts["command"] == sys.orig_argv
+
+
+def test_without_a_snapshot_the_code_is_unknown() -> None:
+    facts = describe(None)
+    assert facts["commit"] is facts["dirty"] is facts["digest"] is None
+
+
+def test_no_environment_variable_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "sesame-1234")
+    monkeypatch.setenv("LOGNAME", "sesame-1234")
+    assert "sesame-1234" not in json.dumps(describe(None))
+
+
+def test_costs_a_submission_little() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        describe(None)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.06
+
+
+def test_imports_neither_torch_nor_importlib_metadata() -> None:
+    code = "import sys, mgpu_slurm.launch.environment as e; e.describe(None)"
+    code += (
+        "; print([m for m in ('torch', 'optuna', 'submitit', 'tensorboard', 'importlib.metadata') if m in sys.modules])"
+    )
+    # -I -S: no site, so that no .pth file of this interpreter imports something by itself
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {root!r}); {code}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

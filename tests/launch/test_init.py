@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.launch import cluster, init
+from mgpu_slurm.launch.cluster import Cluster, ClusterFile
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def test_the_starter_s_files_are_written(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "project"
+    assert init.write(folder) == [folder / "train.py", folder / "mgpu.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["mgpu.yaml", "train.py"]
+
+
+def test_the_starter_s_cluster_file_breaks_no_laptop(tmp_path: Path) -> None:
+    init.write(tmp_path)
+    assert cluster.load(tmp_path) == ClusterFile(job="train")
+
+
+def test_the_example_cluster_loads_once_its_comment_signs_are_gone(tmp_path: Path) -> None:
+    init.write(tmp_path)
+    path = tmp_path / "mgpu.yaml"
+    before, example = path.read_text().split("# clusters:\n")
+    path.write_text(f"{before}clusters:\n{re.sub('^# ', '', example, flags=re.MULTILINE)}")
+    hpc = cluster.load(tmp_path).named(None)
+    assert hpc.flags["time"] == "4:00:00"
+    assert hpc.signal == "USR2@120"
+    # what the example says of them is what holds where nothing is said
+    unsaid = Cluster()
+    assert (hpc.max_requeues, hpc.readable_by, hpc.snapshot_limit) == (
+        unsaid.max_requeues,
+        unsaid.readable_by,
+        unsaid.snapshot_limit,
+    )
+
+
+def test_files_that_are_there_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mgpu.yaml").write_text("job: mine\n")
+    with pytest.raises(UserError, match=r"^mgpu.yaml in .* would be overwritten"):
+        init.write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mgpu.yaml"]
+    assert (tmp_path / "mgpu.yaml").read_text() == "job: mine\n"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        init.write(tmp_path / "file" / "project")
+
+
+def test_the_starter_trains_on_two_simulated_nodes(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    init.write(project)
+    environ = os.environ | {
+        "MGPU_RUNS": str(tmp_path / "runs"),
+        "XDG_STATE_HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "mgpu_slurm", "submit", "--executor", "local", "--nodes", "2", "--follow"]
+    done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = (tmp_path / "runs").glob("*/result.json")
+    assert json.loads(result.read_text())["result"]["accuracy"] > 0.95

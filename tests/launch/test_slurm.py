@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.errors import ClusterError
+from mgpu_slurm.launch import slurm
+from mgpu_slurm.launch.slurm import AccountedStart, NodeGroup, QueuedJob, Submitted
+
+FakeCommand = Callable[[str, str], None]
+
+
+@pytest.fixture
+def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommand:
+    """Puts a shell script of a name on PATH; nothing else is there but the system's own tools."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def write(name: str, body: str) -> None:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("output", "submitted"),
+    [
+        ("42\n", Submitted("42", None)),
+        ("42;hpc\n", Submitted("42", "hpc")),
+        ("*** Welcome to job day 2024 ***\n12 hosts are down\n42;hpc\nYour balance: 17 h\n", Submitted("42", "hpc")),
+    ],
+)
+def test_sbatch_s_answer_is_found_between_banners(output: str, submitted: Submitted) -> None:
+    assert slurm.parse_sbatch(output) == submitted
+
+
+def test_sbatch_without_an_id_is_an_error_that_warns_of_a_second_try() -> None:
+    with pytest.raises(ClusterError, match=r"Welcome.*squeue before another try"):
+        slurm.parse_sbatch("Welcome\n")
+
+
+def test_sbatch_command() -> None:
+    assert slurm.sbatch_command("/runs/a b/submission.sh") == ["sbatch", "--parsable", "/runs/a b/submission.sh"]
+
+
+def test_a_submission_is_found_by_its_token() -> None:
+    output = "41|(null)\n42|project-7 mgpu-ab12\n43|mgpu-ab1\n"
+    assert slurm.marked_command() == ["squeue", "--me", "--noheader", "--states=all", "-o", "%F|%k"]
+    assert slurm.parse_marked(output, "mgpu-ab12") == "42"
+    assert slurm.parse_marked(output, "mgpu-ab1") == "43"
+    assert slurm.parse_marked(output, "mgpu-ffff") is None
+
+
+def test_the_look_for_a_submission_asks_the_queue(fake_command: FakeCommand) -> None:
+    fake_command("squeue", 'echo "42|mgpu-ab12"')
+    assert slurm.job_marked("mgpu-ab12") == "42"
+    fake_command("squeue", "exit 1")
+    with pytest.raises(ClusterError):
+        slurm.job_marked("mgpu-ab12")
+
+
+def test_squeue_command_asks_once_for_all_jobs() -> None:
+    assert slurm.squeue_command(["42", "43_1"]) == [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--states=all",
+        "--jobs=42,43_1",
+        "-O",
+        "JobArrayID:|,State:|,StartTime:|,RestartCnt:|,NodeList:|,Reason:|",
+    ]
+
+
+def test_parse_squeue() -> None:
+    output = (
+        "42|RUNNING|2024-05-01T10:00:00|2|gpu[03-04]|None|\n"
+        "43|PENDING|N/A|0||ReqNodeNotAvail, UnavailableNodes:gpu[01,07]|\n"
+        "44_1|CONFIGURING|2024-05-01T11:00:00|0|gpu05|None|\n"
+        "44_12|COMPLETING|2024-05-01T11:00:00|0|gpu06|NonZeroExitCode|\n"
+        "44_13|SOMETHING_NEW|N/A|0||None|\n"
+    )
+    assert slurm.parse_squeue(output) == [
+        QueuedJob("42", None, "RUNNING", "", ("gpu03", "gpu04"), "2024-05-01T10:00:00", 2),
+        QueuedJob("43", None, "PENDING", "ReqNodeNotAvail, UnavailableNodes:gpu[01,07]", (), None, 0),
+        QueuedJob("44_1", 1, "PENDING", "", ("gpu05",), "2024-05-01T11:00:00", 0),
+        QueuedJob("44_12", 12, "RUNNING", "NonZeroExitCode", ("gpu06",), "2024-05-01T11:00:00", 0),
+        QueuedJob("44_13", 13, "UNKNOWN", "", (), None, 0),
+    ]
+    assert slurm.parse_squeue("") == []
+
+
+def test_a_single_job_that_the_controller_has_forgotten_is_missing(fake_command: FakeCommand) -> None:
+    fake_command("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert slurm.queued(["42"]) == {}
+
+
+def test_a_controller_that_is_down_does_not_mean_a_forgotten_job(fake_command: FakeCommand) -> None:
+    fake_command("squeue", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
+    assert slurm.queued(["42"]) is None
+
+
+def test_queued_jobs_by_their_id(fake_command: FakeCommand) -> None:
+    fake_command("squeue", 'echo "42_1|RUNNING|2024-05-01T10:00:00|0|gpu1|None|"')
+    assert slurm.queued(["42"]) == {"42_1": QueuedJob("42_1", 1, "RUNNING", "", ("gpu1",), "2024-05-01T10:00:00", 0)}
+
+
+def test_sacct_command_asks_for_every_start() -> None:
+    assert slurm.sacct_command(["42", "43"]) == [
+        "sacct",
+        "--noheader",
+        "-P",
+        "-X",
+        "-D",
+        "-o",
+        "JobID,State,ExitCode,Submit,Start,End,NodeList",
+        "-j",
+        "42,43",
+    ]
+
+
+def test_parse_sacct_orders_the_starts_of_a_requeued_job() -> None:
+    output = (
+        "42|CANCELLED by 1000|0:15|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|gpu[1-2]\n"
+        "42|PREEMPTED|0:0|2024-05-01T10:00:00|2024-05-01T10:00:05|2024-05-01T12:00:00|gpu[3-4]\n"
+        "43|FAILED|1:0|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|gpu7\n"
+        "44|PENDING|0:0|2024-05-01T12:00:02|Unknown|Unknown|None assigned\n"
+    )
+    assert slurm.parse_sacct(output) == [
+        AccountedStart("42", "PREEMPTED", 0, 0, "2024-05-01T10:00:05", "2024-05-01T12:00:00", ("gpu3", "gpu4")),
+        AccountedStart("42", "CANCELLED", 0, 15, "2024-05-01T12:05:00", "2024-05-01T13:00:00", ("gpu1", "gpu2")),
+        AccountedStart("43", "FAILED", 1, 0, "2024-05-01T12:00:02", "2024-05-01T12:00:09", ("gpu7",)),
+        AccountedStart("44", "PENDING", 0, 0, None, None, ()),
+    ]
+
+
+def test_parse_sacct_expands_the_tasks_that_never_started() -> None:
+    output = "42_[3-4,7%2]|CANCELLED by 0|0:0|2024-05-01T12:00:00|None|2024-05-01T12:01:00|None assigned\n"
+    assert [start.job_id for start in slurm.parse_sacct(output)] == ["42_3", "42_4", "42_7"]
+
+
+def test_scancel_and_scontrol_commands() -> None:
+    assert slurm.scancel_command(["42", "43_1"]) == ["scancel", "42", "43_1"]
+    assert slurm.requeue_command("43_1") == ["scontrol", "requeue", "43_1"]
+    assert slurm.hostnames_command("gpu[1-2]") == ["scontrol", "show", "hostnames", "gpu[1-2]"]
+    assert slurm.config_command() == ["scontrol", "show", "config"]
+
+
+def test_parse_hostnames() -> None:
+    assert slurm.parse_hostnames("gpu1\ngpu2\n") == ["gpu1", "gpu2"]
+
+
+def test_parse_config() -> None:
+    output = (
+        "Configuration data as of 2024-05-01T12:00:00\n"
+        "AccountingStorageEnforce = none\n"
+        "KillWait                = 30 sec\n"
+        "MaxArraySize            = 1001\n"
+        "SlurmctldParameters     = (null)\n"
+        "\n"
+        "Slurmctld(primary) at head is UP\n"
+    )
+    assert slurm.parse_config(output) == {
+        "AccountingStorageEnforce": "none",
+        "KillWait": "30 sec",
+        "MaxArraySize": "1001",
+        "SlurmctldParameters": "(null)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("", 0),
+        ("gpu:4", 4),
+        ("gpu", 1),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:4(S:0,2-3),nvme:1", 4),
+        ("gpu:v100:2(S:0),gpu:a100:6(S:1)", 8),
+        ("nvme:2,mps:400,shard:gpu:16", 0),
+        ("gpu:1g.10gb:7", 7),
+        ("gpu:no_consume:2", 2),
+    ],
+)
+def test_gpus_in_generic_resources(gres: str, count: int) -> None:
+    assert slurm.gpus_in(gres) == count
+
+
+def test_sinfo_command() -> None:
+    assert slurm.sinfo_command(None) == ["sinfo", "--noheader", "--all", "-o", "%P|%D|%G"]
+    assert slurm.sinfo_command("gpu,big")[3] == "--partition=gpu,big"
+
+
+def test_gpus_per_node_are_what_every_gpu_node_of_the_partition_has() -> None:
+    groups = slurm.parse_sinfo("cpu*|20|(null)\ngpu|4|gpu:a100:8(S:0-1)\ngpu|2|gpu:v100:4(S:0-1)\ngpu|1|(null)\n")
+    assert groups == [
+        NodeGroup("cpu", True, 20, 0),
+        NodeGroup("gpu", False, 4, 8),
+        NodeGroup("gpu", False, 2, 4),
+        NodeGroup("gpu", False, 1, 0),
+    ]
+    assert slurm.gpus_of(groups, None) == 0
+    assert slurm.gpus_of(groups[1:], "gpu") == 4
+    assert slurm.gpus_of([], "gpu") == 0
+
+
+def test_gpus_per_node_asks_the_cluster(fake_command: FakeCommand) -> None:
+    answers = 'case "$*" in *--partition=gpu*) echo "gpu|4|gpu:a100:8(S:0-1)";; *) echo "cpu*|9|(null)";; esac'
+    fake_command("sinfo", answers)
+    assert (slurm.gpus_per_node("gpu"), slurm.gpus_per_node(None)) == (8, 0)
+
+
+def test_scrubbed_environment_drops_what_another_job_left() -> None:
+    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "MGPU_RUNS": "/runs", "RANKING": "1", "GPUS": "0"}
+    leaked = [
+        *("SLURM_CPU_BIND", "SLURM_JOB_ID", "SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "PMIX_RANK", "PMI_FD"),
+        *("OMPI_COMM_WORLD_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"),
+        *("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "MGPU_PROJECT"),
+    ]
+    environ = kept | dict.fromkeys(leaked, "x")
+    assert slurm.scrubbed_environment(environ) == kept
+    assert set(environ) == {*kept, *leaked}
+
+
+def test_run_gives_standard_output_and_hides_the_user_s_own_filters(
+    fake_command: FakeCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    fake_command("squeue", 'echo noise >&2; echo "$@" "[$SQUEUE_PARTITION$SLURM_TIME_FORMAT]" "$SLURM_CONF"')
+    assert slurm.run(["squeue", "a b"]) == "a b [] /etc/slurm.conf\n"
+
+
+def test_run_without_the_command(fake_command: FakeCommand) -> None:
+    with pytest.raises(ClusterError, match=r"^no sinfo on PATH: call this on a login node of the cluster$"):
+        slurm.run(["sinfo"])
+
+
+def test_run_gives_up_on_a_command_that_does_not_answer(fake_command: FakeCommand) -> None:
+    fake_command("sinfo", "exec tail -f /dev/null")
+    with pytest.raises(ClusterError, match=r"^sinfo did not answer within 0\.1 s"):
+        slurm.run(["sinfo"], timeout=0.1)
+
+
+def test_run_reports_a_failure_in_one_line(fake_command: FakeCommand) -> None:
+    fake_command("scancel", 'echo "Welcome to HPC" >&2; echo "scancel: error: no such job" >&2; echo more >&2; exit 3')
+    with pytest.raises(ClusterError, match=r"^scancel failed \(exit code 3\): scancel: error: no such job$"):
+        slurm.run(["scancel", "42"])
+
+
+def test_run_reports_a_failure_without_words(fake_command: FakeCommand) -> None:
+    fake_command("scancel", "exit 1")
+    with pytest.raises(ClusterError, match=r"exit code 1.*said nothing"):
+        slurm.run(["scancel", "42"])
+
+
+def test_run_reports_a_command_that_cannot_be_executed(fake_command: FakeCommand, tmp_path: Path) -> None:
+    fake_command("sinfo", "")
+    (tmp_path / "sinfo").write_bytes(b"\x7fELF nonsense")
+    with pytest.raises(ClusterError, match="sinfo cannot be started"):
+        slurm.run(["sinfo"])

@@ -1,0 +1,99 @@
+"""What tests share: the program run as a person runs it, in a project folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Project:
+    """A user's folder with a runs folder, and the program to use in it."""
+
+    folder: Path
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "mgpu_slurm", *words]
+        options = {"cwd": self.folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        return subprocess.Popen(command, text=True, env=os.environ | self.environ, **options)
+
+    def call(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Runs the program to its end."""
+        process = self.start(*words, **options)
+        out, err = process.communicate(timeout=100)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def json(self, *words: str) -> Any:
+        """The one JSON value that a command prints; the command has to succeed."""
+        done = self.call(words[0], "--json", *words[1:])
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def submit(self, *words: str) -> Path:
+        """Starts a run without following it; its folder."""
+        return Path(self.json("submit", "--executor", "local", "--no-follow", *words)["folder"])
+
+    def finish(self, folder: Path) -> dict[str, Any]:
+        """Waits for a run's end; how it ended."""
+        done = self.call("wait", folder.name, "--json", "--timeout", "90")
+        assert done.returncode in (0, 1), done.stderr
+        (facts,) = json.loads(done.stdout)
+        return dict(facts)
+
+    def run(self, *words: str) -> tuple[Path, dict[str, Any]]:
+        folder = self.submit(*words)
+        return folder, self.finish(folder)
+
+
+def make_project(base: Path) -> Project:
+    """An empty folder outside of any git repository, with an index of runs of its own."""
+    folder = base / "project"
+    folder.mkdir()
+    environ = {"XDG_STATE_HOME": str(base / "state"), "XDG_CONFIG_HOME": str(base / "config"), "PYTHONPATH": ""}
+    return Project(folder, environ)
+
+
+def log(folder: Path, rank: int, attempt: int = 1) -> str:
+    return (folder / "logs" / f"{attempt}-{rank}.log").read_text()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Living processes of a run: those that carry its variable, as every process of a run does."""
+    needle = f"MGPU_RUN_FOLDER={folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if needle in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
