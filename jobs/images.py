@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from mgpu_slurm import Run
 from mgpu_slurm.errors import UserError
@@ -194,17 +194,6 @@ def freeze_all_but_last(model: nn.Module) -> None:
     model.get_submodule(last_layer(model)).requires_grad_(True)
 
 
-def without_tiny_batch(dataset: Any, batch_size: int, ranks: int) -> Any:
-    """The dataset, less its last few images where the last batch would have fewer than two of them per rank.
-
-    Batch norm cannot train on a single image once that has shrunk to one pixel.
-    """
-    rest = len(dataset) % batch_size
-    if rest == 0 or rest >= 2 * ranks:
-        return dataset
-    return Subset(dataset, range(len(dataset) - rest))
-
-
 @torch.no_grad()
 def val_accuracy(run: Run, model: nn.Module, val_set: Dataset[Any], config: Config) -> float:
     """The share of the validation images that the model names right; every rank judges its own part of them."""
@@ -220,7 +209,6 @@ def train(run: Run, config: Config) -> dict[str, float]:
     """Trains the model and returns its accuracy on the validation images."""
     run.seed(config.seed)
     train_set, val_set, classes = load_images(config)
-    train_set = without_tiny_batch(train_set, config.batch_size, run.world_size)
     network = build_model(config.model, classes)
     if config.weights is not None:
         load_weights(network, config.weights)
@@ -229,7 +217,11 @@ def train(run: Run, config: Config) -> dict[str, float]:
     model = run.wrap(network)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    data = run.loader(train_set, batch_size=config.batch_size, shuffle=True, num_workers=config.workers)
+    # batch norm cannot train on a single image, which a rank's share of the last batch may be
+    is_large = len(train_set) >= config.batch_size
+    data = run.loader(
+        train_set, batch_size=config.batch_size, shuffle=True, drop_last=is_large, num_workers=config.workers
+    )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.epochs * len(data))
     state = run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
 

@@ -11,22 +11,43 @@ from typing import Any
 
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_json, read_jsonl, write_json
 
+FIRST_STATE: dict[str, Any] = {
+    "run": "",
+    "kind": "run",
+    "state": "PENDING",
+    "job_id": None,
+    "attempts": 0,
+    "nodes": 1,
+    "ranks": 1,
+    "step": 0,
+    "progress": 0,
+    "metrics": {},
+    "submitted": None,
+    "started": None,
+    "ended": None,
+    "reason": "",
+    "executor": "",
+}
+"""Every name of a state, as it stands before anything has happened."""
+
 
 def now() -> str:
     """Local time with its zone, to the millisecond, in ISO 8601."""
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="milliseconds")
 
 
-def read_state(folder: RunFolder) -> dict[str, Any] | None:
-    """The state, or None for a folder that holds none."""
-    state = read_json(folder.state)
-    assert state is None or isinstance(state, dict)
-    return state
+def read_state(folder: RunFolder) -> dict[str, Any]:
+    """The state, whole; one that cannot be read is UNKNOWN, which counts as alive."""
+    try:
+        state = read_json(folder.state) or {}
+    except ValueError:
+        state = {"state": "UNKNOWN", "reason": f"{folder.state.name} cannot be read"}
+    return FIRST_STATE | {"run": folder.run} | state
 
 
 def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dict[str, Any]:
     """Writes the state with these names changed and returns it."""
-    state = (read_state(folder) or {}) | changes
+    state = read_state(folder) | changes
     write_json(folder.state, state, sync)
     return state
 

@@ -98,7 +98,7 @@ def make(request: Request, cwd: Path, runs: Path) -> Plan:
     asked = resources_from(configs.merge(chosen.flags, given), "the call")
     resources, gpus = _with_gpus(asked, executor, request.dry_run)
     target, root = _target(request, file.job, cwd)
-    signal, lead = parse_signal(request.signal or chosen.signal, resources.time_limit)
+    signal, lead = parse_signal(request.signal or _site_signal(chosen, resources), resources.time_limit)
     spec = Spec(
         run=_run_name(request.name or _short_name(target)),
         target=target,
@@ -148,6 +148,11 @@ def _cluster(file: ClusterFile, name: str | None, executor: ExecutorName) -> Clu
     if executor != "local" or name is not None:
         return file.named(name)
     return file.clusters.get("local", Cluster())
+
+
+def _site_signal(chosen: Cluster, resources: Resources) -> str:
+    """The cluster's signal; its lead is for runs that have a time limit to lead."""
+    return chosen.signal.partition("@")[0] if resources.time_limit is None else chosen.signal
 
 
 def _with_gpus(resources: Resources, executor: ExecutorName, dry_run: bool) -> tuple[Resources, str]:

@@ -61,7 +61,7 @@ def find(name: str) -> RunFolder:
     exact = [folder for folder in known if folder.run == name]
     found = exact or [folder for folder in known if folder.run.startswith(name)]
     if not found and name.isdigit():
-        found = [folder for folder in known if (records.read_state(folder) or {}).get("job_id") == name]
+        found = [folder for folder in known if records.read_state(folder)["job_id"] == name]
     if len(found) > 1:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
         raise UserError(f"run {name!r} is not clear: {names}; give more of the name")
@@ -84,36 +84,47 @@ def current(asked: Iterable[RunFolder]) -> list[tuple[RunFolder, State]]:
 
     One squeue serves all of them.
     """
-    recorded = [(folder, records.read_state(folder)) for folder in asked]
-    found = [(folder, state) for folder, state in recorded if state is not None]
-    queued = _queue([state for _, state in found if states.is_alive(state["state"]) and state["executor"] == "slurm"])
-    return [(folder, _true(folder, state, queued)) for folder, state in found]
+    found = [(folder, records.read_state(folder)) for folder in asked]
+    known = _queue([state for _, state in found if states.is_alive(state["state"]) and state["executor"] == "slurm"])
+    return [(folder, _true(folder, state, known)) for folder, state in found]
 
 
-def _queue(waiting: list[State]) -> dict[str, Any] | None:
-    """What squeue says of these runs, by job id; None where it cannot be asked."""
+def _queue(waiting: list[State]) -> dict[str, State] | None:
+    """What SLURM says of these runs, by job id: one squeue, and one sacct for those that it has forgotten.
+
+    None where the controller does not answer.
+    """
     ids = [state["job_id"] for state in waiting if state["job_id"]]
-    return slurm.queued(ids) if ids else {}
+    if not ids:
+        return {}
+    queued = slurm.queued(ids)
+    if queued is None:
+        return None
+    known: dict[str, State] = {job_id: {"state": job.state, "reason": job.reason} for job_id, job in queued.items()}
+    forgotten = [job_id for job_id in ids if job_id not in known]
+    for start in slurm.accounted(forgotten) if forgotten else []:
+        known[start.job_id] = {"state": start.state, "reason": "", "ended": start.end}
+    return known
 
 
-def _true(folder: RunFolder, state: State, queued: dict[str, Any] | None) -> State:
+def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> State:
     if not states.is_alive(state["state"]):
         return state
     if state["executor"] == "local":
         return _true_local(folder, state)
-    if queued is None or state["job_id"] is None:
+    if known is None or state["job_id"] is None:
         return state
-    job = queued.get(state["job_id"])
-    if job is None:
-        return state | {"state": "UNKNOWN", "reason": "no longer in the queue, and no end was recorded"}
-    return state | {"state": states.from_slurm(job.state), "reason": job.reason}
+    if state["job_id"] in known:
+        return state | known[state["job_id"]]
+    # the controller answers, and neither it nor accounting nor the run's own records know of an end
+    return state | {"state": "FAILED", "reason": "lost"}
 
 
 def _true_local(folder: RunFolder, state: State) -> State:
     if state.get("supervisor") is None or local.is_supervised(state):
         return state
     # it may have written its last word between the two looks
-    again = records.read_state(folder) or state
+    again = records.read_state(folder)
     if not states.is_alive(again["state"]):
         return again
     reason = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"

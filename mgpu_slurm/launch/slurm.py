@@ -28,15 +28,6 @@ _NOTHING = ("", "N/A", "None", "Unknown", "(null)", "None assigned")
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """What sbatch answered."""
-
-    job_id: str
-    cluster: str | None
-    """Named where SLURM has several."""
-
-
-@dataclass(frozen=True)
 class QueuedJob:
     """A job, or one task of an array, that the controller still knows."""
 
@@ -128,23 +119,6 @@ def error_line(text: str) -> str:
     return next((line for line in lines if "error:" in line), lines[0] if lines else "it said nothing")
 
 
-def sbatch_command(script: str) -> list[str]:
-    return ["sbatch", "--parsable", script]
-
-
-def parse_sbatch(output: str) -> Submitted:
-    """The job in the answer to `sbatch --parsable`: `id` or `id;cluster`, between the banners of a site.
-
-    Raises:
-        ClusterError: where there is no id; a job may be queued all the same.
-    """
-    for line in reversed(output.splitlines()):
-        match = re.fullmatch(r"(?P<id>\d+)(?:;(?P<cluster>\S+))?", line.strip())
-        if match:
-            return Submitted(match["id"], match["cluster"])
-    raise ClusterError(f"sbatch named no job id but said: {error_line(output)}; look with squeue before another try")
-
-
 def marked_command() -> list[str]:
     """Lists the comments of this user's jobs, among them the tokens of submissions."""
     return ["squeue", "--me", "--noheader", "--states=all", "-o", "%F|%k"]
@@ -214,6 +188,14 @@ def sacct_command(job_ids: Sequence[str]) -> list[str]:
     return ["sacct", "--noheader", "-P", "-X", "-D", "-o", fields, "-j", ",".join(job_ids)]
 
 
+def accounted(job_ids: Sequence[str]) -> list[AccountedStart]:
+    """Every start of the jobs that accounting knows, oldest first; nothing where there is no accounting to ask."""
+    try:
+        return parse_sacct(run(sacct_command(job_ids)))
+    except ClusterError:
+        return []
+
+
 def parse_sacct(output: str) -> list[AccountedStart]:
     """All starts, oldest first: the last one of a job says how it ended."""
     rows = [line.split("|") for line in output.splitlines() if line.count("|") == len(_ACCOUNTING_FIELDS) - 1]
@@ -249,29 +231,6 @@ def _array_tasks(job_id: str) -> list[str]:
 def scancel_command(job_ids: Sequence[str]) -> list[str]:
     assert job_ids
     return ["scancel", *job_ids]
-
-
-def requeue_command(job_id: str) -> list[str]:
-    """Starts a job again; for a task of an array the id is `42_3`, as the bare `42` requeues them all."""
-    return ["scontrol", "requeue", job_id]
-
-
-def hostnames_command(host_list: str) -> list[str]:
-    return ["scontrol", "show", "hostnames", host_list]
-
-
-def parse_hostnames(output: str) -> list[str]:
-    return output.split()
-
-
-def config_command() -> list[str]:
-    return ["scontrol", "show", "config"]
-
-
-def parse_config(output: str) -> dict[str, str]:
-    """The controller's settings by name, for example `MaxArraySize`."""
-    pairs = (line.partition(" = ") for line in output.splitlines())
-    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
 
 
 def sinfo_command(partition: str | None) -> list[str]:

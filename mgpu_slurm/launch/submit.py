@@ -83,11 +83,29 @@ def _start(folder: RunFolder, spec: Spec, token: str, supervisor: local.Supervis
     paths.write_whole(folder.submission, text)
     try:
         job_id = submitit_executor.submit(text, folder, slurm.scrubbed_environment(os.environ))
-    except ClusterError:
+    except ClusterError as refused:
+        job_id = _found_in_queue(folder, token, refused)
+    records.update_state(folder, job_id=job_id)
+    return job_id
+
+
+def _found_in_queue(folder: RunFolder, token: str, refused: ClusterError) -> str:
+    """The job id of a submission that sbatch did not confirm: it may have queued the job all the same.
+
+    Raises:
+        ClusterError: it did not, and the folder of a run that never started is gone; or nobody can tell, and it stays.
+    """
+    try:
+        job_id = slurm.job_marked(token)
+    except ClusterError as silent:
+        raise ClusterError(
+            f"{refused}; whether the job is queued all the same is not known, because {silent}:"
+            f" look for {token} in squeue -o '%i %k'"
+        ) from None
+    if job_id is None:
         if not records.events(folder):
             shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    records.update_state(folder, job_id=job_id)
+        raise refused
     return job_id
 
 
@@ -115,29 +133,16 @@ def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: loca
     made = made.with_config(_config(made, request, staging, supervisor, cwd))
     made.spec.write(staging)
     paths.write_json(staging.environment, environment.describe(taken))
-    records.update_state(staging, **_first_state(made))
+    resources = made.spec.resources
+    records.update_state(
+        staging,
+        run=made.spec.run,
+        executor=made.spec.executor,
+        nodes=resources.nodes,
+        ranks=resources.ranks,
+        submitted=made.spec.submitted,
+    )
     return made
-
-
-def _first_state(made: Plan) -> dict[str, Any]:
-    spec = made.spec
-    return {
-        "run": spec.run,
-        "kind": "run",
-        "state": "PENDING",
-        "job_id": None,
-        "attempts": 0,
-        "nodes": spec.resources.nodes,
-        "ranks": spec.resources.ranks,
-        "step": 0,
-        "progress": 0,
-        "metrics": {},
-        "submitted": spec.submitted,
-        "started": None,
-        "ended": None,
-        "reason": "",
-        "executor": spec.executor,
-    }
 
 
 # -- the target's own word on its config

@@ -70,8 +70,7 @@ def run_attempt(folder: RunFolder, job_id: str, nodes: list[str], address: str, 
 
 
 def _started(folder: RunFolder) -> dict[str, Any]:
-    state = records.read_state(folder) or {}
-    return {"started": state.get("started") or records.now()}
+    return {"started": records.read_state(folder)["started"] or records.now()}
 
 
 def _serve_in_background(listener: socket.socket) -> list[Any]:

@@ -34,8 +34,11 @@ class GlobalBatches(Sampler[list[int]]):
     The order of an epoch depends on seed and epoch alone: not on the world size, not on where a run was interrupted.
     """
 
-    def __init__(self, size: int, batch_size: int, shuffle: bool, rank: int, world_size: int, seed: int) -> None:
-        self.size = size
+    def __init__(
+        self, size: int, batch_size: int, shuffle: bool, drop_last: bool, rank: int, world_size: int, seed: int
+    ) -> None:
+        self.size = size - size % batch_size if drop_last else size
+        self._dataset_size = size
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.rank = rank
@@ -57,9 +60,8 @@ class GlobalBatches(Sampler[list[int]]):
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.size))
-        # an odd multiplier spreads (seed, epoch) over the generator's 64 bits without collisions in practice
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        return cast("list[int]", torch.randperm(self.size, generator=generator).tolist())
+        generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
+        return cast("list[int]", torch.randperm(self._dataset_size, generator=generator).tolist())
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
@@ -69,6 +71,13 @@ class GlobalBatches(Sampler[list[int]]):
             # the last batch may hold fewer samples than there are ranks; a rank without one computes on a stand-in
             # that weighs nothing, because all ranks have to take part in the gradient's all-reduce
             yield order[start + begin : start + end] or [order[start]]
+
+
+def mixed(seed: int, *parts: int) -> int:
+    """One seed of 63 bits from several numbers, different for different numbers in practice."""
+    for part in parts:
+        seed = seed * 1_000_003 + part
+    return seed % 2**63
 
 
 class Loader:
@@ -97,7 +106,9 @@ class Loader:
         """Batches of the current epoch that were consumed."""
         self.first_batch = 0
         """Where the next pass starts: not at 0 once, after a restore in the middle of an epoch."""
-        self._loader = data_loader(dataset, device, sampler.seed, batch_sampler=sampler, **options)
+        # the workers' random streams; torch's global generator stays the job's own
+        self._workers = options.setdefault("generator", torch.Generator())
+        self._loader = data_loader(dataset, device, batch_sampler=sampler, **options)
 
     def __len__(self) -> int:
         """Steps per epoch, the same on every rank."""
@@ -109,6 +120,8 @@ class Loader:
         self._sampler.epoch = self._epoch() or self._passes
         first, self.first_batch = self.first_batch, 0
         self._sampler.first_batch = first
+        # different on each rank and in each epoch, and the same again when the epoch is repeated
+        self._workers.manual_seed(mixed(self._sampler.seed, self._sampler.epoch, self._sampler.rank))
         batches = iter(self._loader)
         for batch in range(first, len(self)):
             self.batch = batch
@@ -118,8 +131,8 @@ class Loader:
             yield to_device(samples, self._device)
 
 
-def data_loader(dataset: Dataset[Any], device: torch.device, seed: int, **options: Any) -> DataLoader[Any]:
-    """A DataLoader whose workers ignore the run's signals and whose own draws leave torch's global RNG alone."""
+def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:
+    """A DataLoader whose workers ignore the run's signals."""
     user_init = options.pop("worker_init_fn", None)
 
     def worker_init(worker: int) -> None:
@@ -128,7 +141,6 @@ def data_loader(dataset: Dataset[Any], device: torch.device, seed: int, **option
             user_init(worker)
 
     options.setdefault("pin_memory", device.type == "cuda")
-    options.setdefault("generator", torch.Generator().manual_seed(seed))
     return DataLoader(dataset, worker_init_fn=worker_init, **options)
 
 
@@ -163,7 +175,8 @@ class Shard:
         begin, end = share_of(size_of(dataset), rank, world_size)
         self._device = device
         self._before = before
-        self._loader = data_loader(Subset(dataset, range(begin, end)), device, seed=0, **options)
+        options.setdefault("generator", torch.Generator())
+        self._loader = data_loader(Subset(dataset, range(begin, end)), device, **options)
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -69,7 +69,9 @@ class Reporter:
 
     def _write_state(self, **changes: Any) -> None:
         self._last_write = time.monotonic()
-        update_state(self._folder, sync=False, **changes)
+        # a script that was not submitted has output, and no state that anybody keeps
+        if self._folder.state.exists():
+            update_state(self._folder, sync=False, **changes)
 
     def _tensorboard(self, step: int) -> SummaryWriter:
         if self._writer is None:

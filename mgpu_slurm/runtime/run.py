@@ -19,7 +19,7 @@ from mgpu_slurm.errors import RunStopped, UserError, nearest
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import checkpoint
 from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
-from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_dimension, size_of, split
+from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_dimension, mixed, size_of, split
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.metrics import Reporter, as_numbers
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
@@ -101,7 +101,7 @@ class Run:
         import numpy as np
 
         self._seed = seed
-        own = (seed * 1_000_003 + self.rank) % 2**63
+        own = mixed(seed, self.rank)
         random.seed(own)
         np.random.seed(own % 2**32)
         torch.manual_seed(own)
@@ -130,23 +130,27 @@ class Run:
             for buffer in model.module.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
-    def loader(self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, **options: Any) -> Loader:
+    def loader(
+        self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, drop_last: bool = False, **options: Any
+    ) -> Loader:
         """Iterates this rank's share of global batches, on the run's device.
 
         Args:
             dataset: a map-style dataset.
             batch_size: of all ranks together. Every sample of an epoch is seen once; the last batch may be smaller.
             shuffle: a new order each epoch, which depends on the seed and the epoch alone.
+            drop_last: leave the last batch out where it is smaller; batch norm fails on a share of one sample.
             options: further arguments of `torch.utils.data.DataLoader`, such as `num_workers`.
         """
-        for name in ("sampler", "batch_sampler", "drop_last"):
+        for name in ("sampler", "batch_sampler"):
             if name in options:
-                raise UserError(
-                    f"run.loader decides on {name} itself: every sample of an epoch is seen once; leave it out"
-                )
+                raise UserError(f"run.loader({name}=...): it shares out the samples itself: leave that out")
         if batch_size < 1:
             raise UserError(f"batch_size={batch_size}: expected at least 1 sample for all ranks together")
-        sampler = GlobalBatches(size_of(dataset), batch_size, shuffle, self.rank, self.world_size, self._seed)
+        size = size_of(dataset)
+        if drop_last and size < batch_size:
+            raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower one")
+        sampler = GlobalBatches(size, batch_size, shuffle, drop_last, self.rank, self.world_size, self._seed)
         return Loader(
             dataset, sampler, self.device, self._at_boundary, self._take_share, lambda: self._epoch, **options
         )
@@ -281,7 +285,7 @@ class Run:
             value.load_state_dict(shared["objects"][name])
         for name, loader in self._loaders.items():
             loader.first_batch = shared["loaders"][name]
-        self.step, self.progress = shared["step"], shared["progress"]
+        self.step, self.progress, self.last_metrics = shared["step"], shared["progress"], shared["metrics"]
         self._next_epoch = shared["next_epoch"]
         self._in_mid_epoch = shared["active"] is not None
         self._random_to_restore = own["random"] if own is not None else None
@@ -378,6 +382,7 @@ class Run:
         return {
             "step": self.step,
             "progress": self.progress,
+            "metrics": self.last_metrics,
             "next_epoch": self._next_epoch if active is None or self._epoch is None else self._epoch,
             "active": next((name for name, loader in self._loaders.items() if loader is active), None),
             "loaders": {name: loader.batch if loader is active else 0 for name, loader in self._loaders.items()},

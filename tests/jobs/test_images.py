@@ -75,10 +75,6 @@ class TestData:
         train_set, val_set = images.fake_images(8, random=None, plain=None)
         assert train_set[0][0].tobytes() != val_set[0][0].tobytes()
 
-    @pytest.mark.parametrize(("size", "kept"), [(64, 64), (65, 64), (67, 64), (68, 68), (79, 79)])
-    def test_a_last_batch_of_fewer_than_two_images_per_rank_is_left_out(self, size: int, kept: int) -> None:
-        assert len(images.without_tiny_batch(range(size), batch_size=16, ranks=2)) == kept
-
     def test_a_missing_data_folder_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"data=.*nowhere is no folder"):
             images.load_images(images.Config(data=tmp_path / "nowhere"))

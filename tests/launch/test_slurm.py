@@ -7,7 +7,7 @@ import pytest
 
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.launch import slurm
-from mgpu_slurm.launch.slurm import AccountedStart, NodeGroup, QueuedJob, Submitted
+from mgpu_slurm.launch.slurm import AccountedStart, NodeGroup, QueuedJob
 
 FakeCommand = Callable[[str, str], None]
 
@@ -23,27 +23,6 @@ def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommand
         path.chmod(0o755)
 
     return write
-
-
-@pytest.mark.parametrize(
-    ("output", "submitted"),
-    [
-        ("42\n", Submitted("42", None)),
-        ("42;hpc\n", Submitted("42", "hpc")),
-        ("*** Welcome to job day 2024 ***\n12 hosts are down\n42;hpc\nYour balance: 17 h\n", Submitted("42", "hpc")),
-    ],
-)
-def test_sbatch_s_answer_is_found_between_banners(output: str, submitted: Submitted) -> None:
-    assert slurm.parse_sbatch(output) == submitted
-
-
-def test_sbatch_without_an_id_is_an_error_that_warns_of_a_second_try() -> None:
-    with pytest.raises(ClusterError, match=r"Welcome.*squeue before another try"):
-        slurm.parse_sbatch("Welcome\n")
-
-
-def test_sbatch_command() -> None:
-    assert slurm.sbatch_command("/runs/a b/submission.sh") == ["sbatch", "--parsable", "/runs/a b/submission.sh"]
 
 
 def test_a_submission_is_found_by_its_token() -> None:
@@ -141,33 +120,8 @@ def test_parse_sacct_expands_the_tasks_that_never_started() -> None:
     assert [start.job_id for start in slurm.parse_sacct(output)] == ["42_3", "42_4", "42_7"]
 
 
-def test_scancel_and_scontrol_commands() -> None:
+def test_scancel_command() -> None:
     assert slurm.scancel_command(["42", "43_1"]) == ["scancel", "42", "43_1"]
-    assert slurm.requeue_command("43_1") == ["scontrol", "requeue", "43_1"]
-    assert slurm.hostnames_command("gpu[1-2]") == ["scontrol", "show", "hostnames", "gpu[1-2]"]
-    assert slurm.config_command() == ["scontrol", "show", "config"]
-
-
-def test_parse_hostnames() -> None:
-    assert slurm.parse_hostnames("gpu1\ngpu2\n") == ["gpu1", "gpu2"]
-
-
-def test_parse_config() -> None:
-    output = (
-        "Configuration data as of 2024-05-01T12:00:00\n"
-        "AccountingStorageEnforce = none\n"
-        "KillWait                = 30 sec\n"
-        "MaxArraySize            = 1001\n"
-        "SlurmctldParameters     = (null)\n"
-        "\n"
-        "Slurmctld(primary) at head is UP\n"
-    )
-    assert slurm.parse_config(output) == {
-        "AccountingStorageEnforce": "none",
-        "KillWait": "30 sec",
-        "MaxArraySize": "1001",
-        "SlurmctldParameters": "(null)",
-    }
 
 
 @pytest.mark.parametrize(
