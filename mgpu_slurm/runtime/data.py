@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, cast
@@ -133,15 +134,16 @@ class Loader:
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:
     """A DataLoader whose workers ignore the run's signals."""
-    user_init = options.pop("worker_init_fn", None)
-
-    def worker_init(worker: int) -> None:
-        ignore_stop_signals()
-        if user_init is not None:
-            user_init(worker)
-
+    # module-level functions, because workers that are spawned get them pickled
+    options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"))
     options.setdefault("pin_memory", device.type == "cuda")
-    return DataLoader(dataset, worker_init_fn=worker_init, **options)
+    return DataLoader(dataset, **options)
+
+
+def _start_worker(user_init: Callable[[int], None] | None, worker: int) -> None:
+    ignore_stop_signals()
+    if user_init is not None:
+        user_init(worker)
 
 
 def size_of(dataset: Dataset[Any]) -> int:

@@ -72,7 +72,12 @@ def serve(listener: socket.socket) -> TCPStore:
     )
 
 
-def join(facts: RankFacts, device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+def join(
+    facts: RankFacts,
+    device: torch.device,
+    environ: Mapping[str, str] = os.environ,
+    timeout: timedelta = ARRIVAL_TIMEOUT,
+) -> None:
     """Waits until all ranks are there, then makes the default process group.
 
     Raises:
@@ -81,8 +86,8 @@ def join(facts: RankFacts, device: torch.device, environ: Mapping[str, str] = os
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    store = _connect(facts, environ)
-    _check_in(store, facts)
+    store = _connect(facts, environ, timeout)
+    _check_in(store, facts, timeout)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo",
         store=PrefixStore("default", store),
@@ -92,7 +97,7 @@ def join(facts: RankFacts, device: torch.device, environ: Mapping[str, str] = os
     )
 
 
-def _connect(facts: RankFacts, environ: Mapping[str, str]) -> Store:
+def _connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta) -> Store:
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -109,7 +114,7 @@ def _connect(facts: RankFacts, environ: Mapping[str, str]) -> Store:
             int(port),
             facts.world_size,
             is_master=facts.rank == 0 and not served_elsewhere,
-            timeout=ARRIVAL_TIMEOUT,
+            timeout=timeout,
             wait_for_workers=False,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -117,7 +122,7 @@ def _connect(facts: RankFacts, environ: Mapping[str, str]) -> Store:
     return PrefixStore("mgpu", store)
 
 
-def _check_in(store: Store, facts: RankFacts, timeout: timedelta = ARRIVAL_TIMEOUT) -> None:
+def _check_in(store: Store, facts: RankFacts, timeout: timedelta) -> None:
     """Rank 0 waits for everyone and tells all what it found, so that every rank fails with the same words."""
     import torch.distributed as dist
 

@@ -42,7 +42,7 @@ class StopFlag:
         self.asked = Stop.END
 
 
-def ignore_stop_signals(worker: int = 0) -> None:
+def ignore_stop_signals() -> None:
     """For processes that a rank starts: they get the run's signals too, and must not die before the save."""
     for name in {os.environ.get(LEAD_SIGNAL_VARIABLE, "USR2"), "TERM", "INT"}:
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)

@@ -25,6 +25,7 @@ JOB = '''
         signal_at: int = 0
         """The optimizer step of the first attempt at which rank 1 gets the signal; 0 for never."""
         signal_name: str = "SIGUSR2"
+        workers: int = 0
         wait_at: int = 0
         """The step of the first attempt before which every rank waits to be told to stop; 0 for never."""
 
@@ -34,7 +35,7 @@ JOB = '''
         features = torch.randn(52, 8, generator=torch.Generator().manual_seed(0))
         model = run.wrap(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        data = run.loader(TensorDataset(features), batch_size=8, shuffle=True)
+        data = run.loader(TensorDataset(features), batch_size=8, shuffle=True, num_workers=config.workers)
         state = run.restore(model=model, optimizer=optimizer, data=data)
         for epoch in state.epochs(config.epochs):
             for (batch,) in data:
@@ -88,9 +89,9 @@ def test_cancel_from_another_shell_keeps_the_work_and_resume_goes_on_exactly(tra
     assert (folder / "final.pt").read_bytes() == expected
 
 
-def test_the_time_limit_sends_the_lead_signal_and_the_run_starts_again(trained: tuple[Project, bytes]) -> None:
+def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
-    folder = project.submit("train", "--nodes", "2", "wait_at=9", "--time", "0:30", "--signal", "USR2@26")
+    folder = project.submit("train", "--nodes", "2", "wait_at=9", "workers=1", "--time", "0:30", "--signal", "USR2@25")
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     assert (folder / "final.pt").read_bytes() == expected

@@ -1,0 +1,76 @@
+"""Real ranks for tests: processes with a gloo group between them, and what each of them returned."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgpu_slurm.runtime import rendezvous
+from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.stopping import StopFlag
+
+Work = Callable[..., Any]
+
+# a server process that has imported torch and done nothing with it, so that forks of it are sound and fast
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "mgpu_slurm.runtime.run"])
+
+
+def run_ranks(work: Work, world_size: int, *arguments: Any, folder: Path | None = None) -> list[Any]:
+    """Calls `work(run, *arguments)` on each rank; what each returned, or the error it raised as text."""
+    folder = folder or Path(tempfile.mkdtemp())
+    return join_ranks(_with_run, [RankFacts(rank, world_size, rank, world_size) for rank in range(world_size)], work,
+                      folder, arguments)  # fmt: skip
+
+
+def join_ranks(body: Work, facts: list[RankFacts], *arguments: Any) -> list[Any]:
+    """Calls `body(facts, *arguments)` in a process for each of the facts, with a rendezvous to meet at."""
+    listener = rendezvous.bind("127.0.0.1")
+    variables = rendezvous.exports("127.0.0.1", listener.getsockname()[1]) | {"GLOO_SOCKET_IFNAME": "lo"}
+    store = rendezvous.serve(listener)
+    started = []
+    for own in facts:
+        here, there = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(target=_process, args=(there, body, own, variables, arguments))
+        process.start()
+        there.close()
+        started.append((process, here))
+    answers = [_answer(here) for _, here in started]
+    for process, _ in started:
+        process.join(60)
+        assert process.exitcode == 0
+    del store
+    return answers
+
+
+def _answer(here: Connection) -> Any:
+    assert here.poll(90), "a rank did not answer"
+    return here.recv()
+
+
+def _process(there: Connection, body: Work, facts: RankFacts, variables: dict[str, str], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(variables)
+    try:
+        there.send(body(facts, *arguments))
+    except BaseException as error:
+        there.send(f"{type(error).__name__}: {error}")
+
+
+def _with_run(facts: RankFacts, work: Work, folder: Path, arguments: tuple[Any, ...]) -> Any:
+    if facts.world_size > 1:
+        rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=60))
+    try:
+        return work(Run(facts, folder, torch.device("cpu"), 1, StopFlag()), *arguments)
+    finally:
+        if facts.world_size > 1:
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,130 @@
+"""Checkpoints are whole or not there, the older one stays until the newer one is, and loading runs no code."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm.errors import MgpuError
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime import checkpoint
+from mgpu_slurm.runtime.run import Run
+from tests.runtime.ranks import run_ranks
+
+
+def trained(run: Run, epochs: int) -> dict[str, float]:
+    """Trains a little and says from which step it started."""
+    run.seed(0)
+    model = run.wrap(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = run.loader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    state = run.restore(model=model, optimizer=optimizer, data=data)
+    start = state.step
+    for epoch in state.epochs(epochs):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+        run.report(epoch, weight=next(model.parameters()).flatten()[0])
+    return {"start": start, "step": run.step, "progress": state.progress, "weight": run.last_metrics["weight"]}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_the_newest_two_stay_and_a_later_start_goes_on_from_the_newest(tmp_path: Path) -> None:
+    run_ranks(trained, 2, 3, folder=tmp_path)
+    assert names(tmp_path) == ["step-000000004", "step-000000006"]
+    (first, second) = run_ranks(trained, 2, 4, folder=tmp_path)
+    assert (first["start"], first["step"], first["progress"]) == (6, 8, 4)
+    assert first == second
+
+
+def test_a_start_that_finds_nothing_left_to_do_still_knows_its_last_metrics(tmp_path: Path) -> None:
+    (before,) = run_ranks(trained, 1, 2, folder=tmp_path)
+    (after,) = run_ranks(trained, 1, 2, folder=tmp_path)
+    assert after == before | {"start": 4}
+
+
+def test_what_a_killed_save_left_is_not_read_and_goes_away(tmp_path: Path) -> None:
+    run_ranks(trained, 1, 1, folder=tmp_path)
+    hidden = tmp_path / "checkpoints" / ".step-000000004"
+    hidden.mkdir()
+    (hidden / "state.pt").write_bytes(b"torn")
+    (answer,) = run_ranks(trained, 1, 2, folder=tmp_path)
+    assert answer["start"] == 2
+    assert names(tmp_path) == ["step-000000002", "step-000000004"]
+
+
+def test_training_goes_on_when_a_checkpoint_cannot_be_written(tmp_path: Path) -> None:
+    # a file in the way refuses root too, as a full disk does
+    (tmp_path / "checkpoints").write_text("")
+    (first, second) = run_ranks(trained, 2, 2, folder=tmp_path)
+    assert first["step"] == second["step"] == 4
+
+
+def test_another_world_size_goes_on_from_the_same_step(tmp_path: Path) -> None:
+    run_ranks(trained, 2, 1, folder=tmp_path)
+    assert {answer["start"] for answer in run_ranks(trained, 3, 2, folder=tmp_path)} == {2}
+
+
+def test_a_torn_file_is_named_with_the_way_back(tmp_path: Path) -> None:
+    run_ranks(trained, 1, 2, folder=tmp_path)
+    newest = tmp_path / "checkpoints" / "step-000000004"
+    os.truncate(newest / "state.pt", 100)
+    (answer,) = run_ranks(trained, 1, 3, folder=tmp_path)
+    assert answer.startswith("MgpuError: checkpoint file")
+    assert f"delete {str(newest)!r} to go back" in answer
+
+
+def test_loading_runs_no_code(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.checkpoint(1).mkdir(parents=True)
+    torch.save(_Evil(tmp_path / "ran"), folder.checkpoint(1) / "state.pt")
+    with pytest.raises(MgpuError, match="cannot be read"):
+        checkpoint.read(folder.checkpoint(1), rank=0)
+    assert not (tmp_path / "ran").exists()
+
+
+class _Evil:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> object:
+        return os.mkdir, (str(self.proof),)
+
+
+def renamed(run: Run) -> None:
+    run.restore(network=nn.Linear(2, 1))
+
+
+def test_a_name_that_the_checkpoint_lacks_is_told_with_those_it_has(tmp_path: Path) -> None:
+    run_ranks(trained, 1, 1, folder=tmp_path)
+    (answer,) = run_ranks(renamed, 1, folder=tmp_path)
+    assert "checkpoint step-000000002 has no 'network' (known: model, optimizer, data)" in answer
+
+
+def draws(run: Run, epochs: int) -> list[float]:
+    """What each generator gives in each epoch; a step an epoch, as a checkpoint is that of a step."""
+    run.seed(11)
+    state = run.restore(model=nn.Linear(1, 1))
+    numbers = []
+    for _ in state.epochs(epochs):
+        run.step += 1
+        numbers += [random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))]
+    return numbers
+
+
+def test_every_generator_of_every_rank_goes_on_where_it_was(tmp_path: Path) -> None:
+    undisturbed = run_ranks(draws, 2, 5, folder=tmp_path / "whole")
+    first = run_ranks(draws, 2, 3, folder=tmp_path / "parts")
+    second = run_ranks(draws, 2, 5, folder=tmp_path / "parts")
+    assert undisturbed[0] != undisturbed[1]
+    assert [before + after for before, after in zip(first, second, strict=True)] == undisturbed

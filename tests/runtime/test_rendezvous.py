@@ -1,0 +1,52 @@
+"""Ranks that find each other, or say who is missing."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+from mgpu_slurm.runtime import rendezvous
+from mgpu_slurm.runtime.facts import RankFacts
+from tests.runtime.ranks import join_ranks
+
+
+def joined(facts: RankFacts) -> str:
+    rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=2))
+    torch.distributed.destroy_process_group()
+    return "joined"
+
+
+def test_a_missing_rank_is_named_by_every_rank_that_came() -> None:
+    present = [RankFacts(rank, 4, rank, 4, node_name="n1") for rank in (0, 2)]
+    for answer in join_ranks(joined, present):
+        assert answer.startswith("RendezvousError: rank 1, 3 of 4 has not arrived after 2 s")
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    (answer,) = join_ranks(joined, [RankFacts(1, 2, 1, 2, node_name="n7")])
+    assert answer.startswith("RendezvousError: rank 0 has not arrived after 2 s (told by rank 1 on n7)")
+
+
+def test_ranks_that_believe_in_different_worlds_are_told_so() -> None:
+    answers = join_ranks(joined, [RankFacts(0, 2, 0, 2), RankFacts(1, 3, 1, 3, node_name="n2")])
+    assert all("rank 1 on n2 believes in a world of 3 ranks, rank 0 in one of 2" in answer for answer in answers)
+
+
+def test_ports_are_bound_outside_of_the_range_from_which_linux_takes_its_own() -> None:
+    low, high = rendezvous._ephemeral_range()
+    listeners = [rendezvous.bind("127.0.0.1") for _ in range(30)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    assert len(set(ports)) == 30
+    assert not any(low <= port <= high for port in ports)
+
+
+def test_a_rank_without_an_address_says_who_sets_it() -> None:
+    (answer,) = join_ranks(joined_without_address, [RankFacts(0, 2, 0, 2)])
+    assert "rank 0 of 2 has no MASTER_ADDR and MASTER_PORT" in answer
+
+
+def joined_without_address(facts: RankFacts) -> None:
+    rendezvous.join(facts, torch.device("cpu"), environ={})
