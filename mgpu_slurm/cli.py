@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from mgpu_slurm.errors import MgpuError, UserError
+from mgpu_slurm.observe.calling import program
 
 if TYPE_CHECKING:
     from mgpu_slurm.launch.runs import Handle
@@ -157,7 +158,7 @@ def submit(
     if plan.spec.executor == "local" if follow is None else follow:
         _follow_to_the_end(plan.spec.run, quiet=as_json)
     else:
-        _print_lines([f"job       {submission.job_id}", f"follow it with: {PROGRAM} logs {plan.spec.run} --follow"])
+        _print_lines([f"job       {submission.job_id}", f"follow it with: {program()} logs {plan.spec.run} --follow"])
 
 
 def _request(
@@ -196,19 +197,19 @@ def _show_rehearsal(plan: Any, as_json: bool) -> None:
         print(f"\n{script}", end="")
 
 
-def _follow_to_the_end(name: str, quiet: bool = False) -> None:
+def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0) -> None:
     """Shows the run until it ends, then how it ended; the exit code tells the same."""
     from mgpu_slurm.launch import runs
     from mgpu_slurm.observe.follow import follow
 
     handle = runs.find(name)
     try:
-        for text in follow(handle.files):
+        for text in follow(handle.files, after_attempt=after_attempt):
             if not quiet:
                 print(text, end="", flush=True)
     except KeyboardInterrupt:
         print(
-            f"\nno longer following; the run goes on. Cancel it with: {PROGRAM} cancel {name}",
+            f"\nno longer following; the run goes on. Cancel it with: {program()} cancel {name}",
             file=sys.stderr,
         )
         sys.exit(INTERRUPTED)
@@ -241,7 +242,7 @@ def status(names: tuple[str, ...], as_json: bool) -> None:
     elif states:
         print(statuses.table(states))
     else:
-        print(f"no runs yet: start one with `{PROGRAM} submit`")
+        print(f"no runs yet: start one with `{program()} submit`")
 
 
 @cli.command()
@@ -278,7 +279,7 @@ def cancel(names: tuple[str, ...]) -> None:
 
     for handle in [runs.find(name) for name in names]:
         if handle.cancel():
-            print(f"{handle.name}: asked to save and end; `{PROGRAM} resume {handle.name}` goes on from there")
+            print(f"{handle.name}: asked to save and end; `{program()} resume {handle.name}` goes on from there")
         else:
             print(f"{handle.name}: had ended already ({handle.state})")
 
@@ -315,6 +316,7 @@ def resume(name: str, follow: bool | None, as_json: bool) -> None:
     from mgpu_slurm.launch import runs
 
     handle = runs.find(name)
+    attempts: int = handle.facts["attempts"]
     handle.resume()
     facts = handle.facts
     if as_json:
@@ -323,7 +325,7 @@ def resume(name: str, follow: bool | None, as_json: bool) -> None:
     else:
         print(f"run {handle.name} goes on as job {facts['job_id']}", flush=True)
     if not as_json and (facts["executor"] == "local" if follow is None else follow):
-        _follow_to_the_end(handle.name)
+        _follow_to_the_end(handle.name, after_attempt=attempts)
 
 
 @cli.command()
@@ -341,7 +343,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
         return
     print(usage_table([handle.files for handle in handles]))
     if not names:
-        print(f"\nnothing was deleted; name runs to delete them: {PROGRAM} clean RUN ...")
+        print(f"\nnothing was deleted; name runs to delete them: {program()} clean RUN ...")
         return
     what = "the checkpoints of " if checkpoints else ""
     if not yes and not click.confirm(f"delete {what}{len(handles)} run{'s' if len(handles) > 1 else ''}?"):
@@ -360,7 +362,7 @@ def init(folder: Path) -> None:
     for path in starter.write(folder):
         print(f"wrote {path}")
     where = "" if folder == Path() else f"cd {folder} && "
-    print(f"try it: {where}{PROGRAM} submit --nodes 2")
+    print(f"try it: {where}{program()} submit --nodes 2")
 
 
 def _print_json(value: Any) -> None:

@@ -88,7 +88,7 @@ class Handle:
 
     def logs(self, rank: int = 0) -> str:
         """All that a rank has printed, over all attempts."""
-        return "".join(path.read_text(errors="replace") for path in log_files(self.files, rank))
+        return "".join(path.read_text(errors="replace") for _, path in log_files(self.files, rank))
 
     def resume(self) -> None:
         """Starts a run that has ended again: the same run, its next attempt, from its newest checkpoint.
@@ -118,10 +118,9 @@ class Handle:
             cleaning.delete_run(self.files)
 
 
-def log_files(folder: RunFolder, rank: int) -> list[Path]:
-    """The logs of a rank, one an attempt, in order."""
-    numbered = [(int(path.name.partition("-")[0]), path) for path in folder.logs.glob(f"[0-9]*-{rank}.log")]
-    return [path for _, path in sorted(numbered)]
+def log_files(folder: RunFolder, rank: int) -> list[tuple[int, Path]]:
+    """Attempt and file of each log of a rank, in order."""
+    return sorted((int(path.name.partition("-")[0]), path) for path in folder.logs.glob(f"[0-9]*-{rank}.log"))
 
 
 def submit(

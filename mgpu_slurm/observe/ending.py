@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm.observe.calling import program, tensorboard
 from mgpu_slurm.observe.status import span
 from mgpu_slurm.paths import RunFolder, read_json
 
@@ -23,10 +24,10 @@ def ending_lines(path: Path, state: dict[str, Any]) -> list[str]:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
         lines.append(f"result    {numbers}  ({_short(folder.result)})")
     if folder.tensorboard.is_dir():
-        lines.append(f"curves    tensorboard --logdir {_short(folder.tensorboard)}")
+        lines.append(f"curves    {tensorboard()} --logdir {_short(folder.tensorboard)}")
     if state["state"] != "COMPLETED":
         lines.append(f"logs      {_short(folder.logs)}/")
-        lines.append(f"go on     mgpu-slurm resume {state['run']}")
+        lines.append(f"go on     {program()} resume {state['run']}")
     return lines
 
 

@@ -5,39 +5,50 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from mgpu_slurm import records
 from mgpu_slurm.launch import registry, states
 from mgpu_slurm.launch.runs import log_files
-from mgpu_slurm.paths import RunFolder, read_jsonl
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.hostlist import compress
 
 PAUSE = 0.1
 """Seconds between two looks at the files; the executor is asked ten times less often."""
 
 
-def follow(folder: RunFolder, rank: int = 0, since_event: int = 0) -> Iterator[str]:
+def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator[str]:
     """Yields pieces of text as they appear, and ends with the run.
 
     Args:
-        since_event: events of the run's history that were there before, and are not told again.
+        after_attempt: attempts up to this one are not shown.
     """
+    known_events = len(records.events(folder)) if after_attempt else 0
     tails: dict[Path, _Tail] = {}
-    told = since_event
-    ended = False
     looks = 0
-    while True:
-        # the state is read before the logs: what is written before the end is shown before the end
+    ended = False
+    while not ended:
+        # the state is read before the logs: what was written before the end is shown before the end
         if looks % 10 == 0:
             ended = not states.is_alive(registry.state(folder)["state"])
         looks += 1
-        for event in list(read_jsonl(folder.attempts))[told:]:
-            told += 1
-            if event["event"] == "requeued":
-                yield "-- requeued: the run starts again from its newest checkpoint\n"
-        for path in log_files(folder, rank):
-            yield from tails.setdefault(path, _Tail(path)).read()
-        if ended:
-            return
-        time.sleep(PAUSE)
+        events = records.events(folder)
+        for event in events[known_events:]:
+            yield from _told(event)
+        known_events = len(events)
+        for attempt, path in log_files(folder, rank):
+            if attempt > after_attempt:
+                yield from tails.setdefault(path, _Tail(path)).read()
+        if not ended:
+            time.sleep(PAUSE)
+
+
+def _told(event: dict[str, Any]) -> Iterator[str]:
+    if event["event"] == "started":
+        attempt = f", attempt {event['attempt']}" if event["attempt"] > 1 else ""
+        yield f"-- started on {compress(event['nodes'])}{attempt}\n"
+    elif event["event"] == "requeued":
+        yield "-- requeued: it starts again from its newest checkpoint\n"
 
 
 class _Tail:

@@ -1,0 +1,23 @@
+"""How commands are spelled on the screen: the way this program was called, so that they can be pasted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def program() -> str:
+    """`mgpu-slurm`, or `python -m mgpu_slurm` with the interpreter as it was typed."""
+    return f"{_python()} -m mgpu_slurm" if _is_module_call() else "mgpu-slurm"
+
+
+def tensorboard() -> str:
+    return f"{_python()} -m tensorboard.main" if _is_module_call() else "tensorboard"
+
+
+def _is_module_call() -> bool:
+    return Path(sys.argv[0]).name == "__main__.py"
+
+
+def _python() -> str:
+    return sys.orig_argv[0]
