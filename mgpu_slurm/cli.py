@@ -214,15 +214,15 @@ def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0) -
         )
         sys.exit(INTERRUPTED)
     if not quiet:
-        _print_ending(handle)
+        _print_ending(handle, shown_rank=0)
     if handle.state != "COMPLETED":
         sys.exit(1)
 
 
-def _print_ending(handle: Handle) -> None:
+def _print_ending(handle: Handle, shown_rank: int | None = None) -> None:
     from mgpu_slurm.observe.ending import ending_lines
 
-    _print_lines(ending_lines(handle.folder, handle.facts))
+    _print_lines(ending_lines(handle.folder, handle.facts, shown_rank))
 
 
 @cli.command()

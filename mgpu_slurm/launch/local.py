@@ -28,13 +28,19 @@ class Supervisor:
         assert self._process.stdout is not None
         return self._process.stdout.readline()
 
-    def go(self, folder: RunFolder) -> str:
-        """Lets it run the folder's spec; returns the job id, which is its process id."""
+    def claim(self, folder: RunFolder) -> str:
+        """Writes down that it is the run's; returns the job id, which is its process id.
+
+        Comes before the run can be seen: a submission that is killed then leaves no run that pends for ever.
+        """
         pid = self._process.pid
         start = processes.started_at(pid)
         records.update_state(folder, job_id=str(pid), supervisor=[pid, start], host=os.uname().nodename)
-        self._say(f"go {folder.path}")
         return str(pid)
+
+    def go(self, folder: RunFolder) -> None:
+        """Lets it run the folder's spec."""
+        self._say(f"go {folder.path}")
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None

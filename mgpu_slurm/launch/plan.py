@@ -100,7 +100,7 @@ def make(request: Request, cwd: Path, runs: Path) -> Plan:
     target, root = _target(request, file.job, cwd)
     signal, lead = parse_signal(request.signal or _site_signal(chosen, resources), resources.time_limit)
     spec = Spec(
-        run=_run_name(request.name or _short_name(target)),
+        run=_run_name(_short_name(target) if request.name is None else request.name),
         target=target,
         executor=executor,
         resources=resources,

@@ -52,8 +52,13 @@ def submit(request: Request) -> Submission:
     with _staged(made, runs) as staging, local.supervisor(made.spec, made.folder, staging) as supervisor:
         made = _complete(made, request, staging, supervisor, cwd)
         registry.remember_root(runs)
+        if supervisor is None:
+            staging.path.rename(made.folder.path)
+            return Submission(made, _queue(made.folder, made.spec, made.token))
+        job_id = supervisor.claim(staging)
         staging.path.rename(made.folder.path)
-        return Submission(made, _start(made.folder, made.spec, made.token, supervisor))
+        supervisor.go(made.folder)
+        return Submission(made, job_id)
 
 
 def rehearse(request: Request) -> Plan:
@@ -65,17 +70,27 @@ def rehearse(request: Request) -> Plan:
 
 
 def restart(folder: RunFolder, spec: Spec) -> str:
-    """Starts a run that has ended again, as its next attempt; the job id."""
+    """Starts a run that has ended again, as its next attempt; the job id.
+
+    Raises:
+        ClusterError: the cluster refused; the run stays as it ended.
+    """
+    before = records.read_state(folder)
     records.update_state(folder, state="PENDING", reason="", ended=None, submitted=records.now())
-    spec.write(folder)
-    with local.supervisor(spec, folder, folder) as supervisor:
-        return _start(folder, spec, plan.new_token(), supervisor)
+    try:
+        with local.supervisor(spec, folder, folder) as supervisor:
+            if supervisor is None:
+                return _queue(folder, spec, plan.new_token())
+            job_id = supervisor.claim(folder)
+            supervisor.go(folder)
+            return job_id
+    except ClusterError:
+        paths.write_json(folder.state, before)
+        raise
 
 
-def _start(folder: RunFolder, spec: Spec, token: str, supervisor: local.Supervisor | None) -> str:
-    """Hands a complete run folder to its executor; the job id."""
-    if supervisor is not None:
-        return supervisor.go(folder)
+def _queue(folder: RunFolder, spec: Spec, token: str) -> str:
+    """Hands a complete run folder to sbatch; the job id."""
     # submitit costs a tenth of a second to import
     from mgpu_slurm.launch import submitit_executor
 

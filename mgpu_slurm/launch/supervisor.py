@@ -47,10 +47,13 @@ def main(ranks_of_function: int) -> None:
     for line in sys.stdin:
         word, _, rest = line.rstrip("\n").partition(" ")
         if word == "ask":
-            _answer_from_child(check.Question(**json.loads(rest)), answers)
+            child = _answer_from_child(check.Question(**json.loads(rest)), answers)
             if ranks_of_function > 1:
                 # DistributedDataParallel imports it when the first model is wrapped, on every rank
                 importlib.import_module("torch._dynamo")
+            if os.waitpid(child, 0)[1] != 0:
+                # the target took it down: the submission learns that from the end of the answers
+                return
         elif word == "go":
             answers.close()
             folder = RunFolder(Path(rest))
@@ -58,14 +61,23 @@ def main(ranks_of_function: int) -> None:
             return
 
 
-def _answer_from_child(question: check.Question, answers: TextIO) -> None:
-    """The user's module is imported in a child: what it does on import (threads, CUDA) stays out of the ranks."""
+def _answer_from_child(question: check.Question, answers: TextIO) -> int:
+    """The user's module is imported in a child: what it does on import (threads, CUDA) stays out of the ranks.
+
+    Returns the child's pid; it ends with 0 once it has answered.
+    """
     parent = os.getpid()
-    if os.fork() == 0:
-        processes.die_with_parent(signal.SIGKILL, parent)
-        answers.write(json.dumps(asdict(check.ask(question))) + "\n")
-        answers.close()
-        os._exit(0)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            processes.die_with_parent(signal.SIGKILL, parent)
+            answers.write(json.dumps(asdict(check.ask(question))) + "\n")
+            answers.close()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
 
 
 class Supervisor:

@@ -11,12 +11,16 @@ from mgpu_slurm.observe.status import span
 from mgpu_slurm.paths import RunFolder, read_json
 
 
-def ending_lines(path: Path, state: dict[str, Any]) -> list[str]:
-    """What a person wants to read when a run is over; a failed one shows the traceback of its first cause first."""
+def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = None) -> list[str]:
+    """What a person wants to read when a run is over; a failed one shows the traceback of its first cause first.
+
+    Args:
+        shown_rank: the rank whose log, with its traceback, is already on the screen.
+    """
     folder = RunFolder(path)
     failure = read_json(folder.failure) if state["state"] == "FAILED" else None
     lines = []
-    if failure and "traceback" in failure:
+    if failure and "traceback" in failure and failure["rank"] != shown_rank:
         lines += [f"-- rank {failure['rank']} on {failure['node']} failed first:", failure["traceback"].rstrip()]
     lines.append(_headline(state))
     result = read_json(folder.result) if state["state"] == "COMPLETED" else None

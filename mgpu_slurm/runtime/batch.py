@@ -110,14 +110,17 @@ def _signal_groups(alive: dict[int, str], signum: int) -> None:
 
 
 def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
-    """The processes that have ended since the last call, taken out of `alive`, with shell-style exit codes."""
+    """The processes that have ended since the last call, taken out of `alive`, with shell-style exit codes.
+
+    Those that a signal ended come first: the others may have failed because of them.
+    """
     found = []
     for pid in list(alive):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
             found.append((alive.pop(pid), 128 - code if code < 0 else code))
-    return found
+    return sorted(found, key=lambda ended: -ended[1])
 
 
 def _write_failure(folder: RunFolder, attempt: int, ending: Ending) -> None:

@@ -69,13 +69,13 @@ def check_callable(function: Any, name: str) -> None:
     """Refuses what cannot be called with (run, config)."""
     if not callable(function):
         raise UserError(
-            f"target {name!r} is a {type(function).__name__}, no function: name one of the form train(run, config)"
+            f"target {name!r} is of type {type(function).__name__}, no function: name one of the form train(run, config)"
         )
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
         form = f"{getattr(function, '__name__', name)}{inspect.signature(function)}"
-        raise UserError(f"target {name!r} cannot be called with (run, config): it is {form}") from None
+        raise UserError(f"target {name!r} cannot be called with (run, config): it is {form}; give it these two") from None
 
 
 def config_class(function: Any) -> Any:

@@ -115,13 +115,28 @@ def test_cancel_ends_ranks_that_do_not_listen_and_their_children(failing: Projec
     assert "had ended already" in failing.call("cancel", folder.name).stdout
 
 
-def test_a_command_that_ignores_every_signal_ends_at_its_time_limit(failing: Project) -> None:
+STUBBORN = """
+    import signal, sys, time
+
+    def note(signum, frame):
+        print(signal.Signals(signum).name, flush=True)
+
+    signal.signal(signal.SIGUSR2, note)
+    signal.signal(signal.SIGTERM, note)
+    print("ready", flush=True)
+    while True:
+        time.sleep(600)
+"""
+
+
+def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing: Project) -> None:
     failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
-    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('here', flush=True); time.sleep(600)"
-    folder, facts = failing.run("--time", "0:03", "--", "python", "-c", stubborn)
+    failing.write("stubborn.py", STUBBORN)
+    folder, facts = failing.run("--time", "0:04", "--signal", "USR2@1", "--", "python", "stubborn.py")
     assert facts["state"] == "TIMEOUT"
-    assert "time limit of 3 s" in facts["reason"]
-    assert log(folder, 0) == "here\n"
+    assert "time limit of 4 s" in facts["reason"]
+    assert log(folder, 0).split() == ["ready", "SIGUSR2", "SIGTERM"]
+    assert json.loads((folder / "failure.json").read_text())["message"] == "rank 0 was ended by SIGKILL"
     wait_until(lambda: processes_of(folder) == [], seconds=5)
 
 

@@ -1,0 +1,63 @@
+"""Which device a rank takes; the tests marked `gpu` need one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm.runtime import checkpoint, devices
+from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.stopping import StopFlag
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "chosen"),
+    [(1, 0, 0), (1, 3, 0), (4, 3, 3), (2, 3, 1)],
+    ids=["one for one", "bound by the site", "by local rank", "shared in turn"],
+)
+def test_the_gpu_of_a_local_rank(visible: int, local_rank: int, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert devices.choose(RankFacts(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
+
+
+def test_threads_are_the_cores_shared_out_unless_slurm_gave_each_task_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    assert devices.threads_per_rank(1) == cores
+    assert devices.threads_per_rank(10 * cores) == 1
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "7")
+    assert devices.threads_per_rank(2) == 7
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
+    device = devices.choose(RankFacts())
+    run = Run(RankFacts(), tmp_path, device, 1, StopFlag())
+    model = run.wrap(nn.Linear(2, 1))
+    assert next(model.parameters()).device == device
+    for (batch,) in run.loader(TensorDataset(torch.ones(4, 2)), batch_size=2):
+        assert batch.device == device
+        run.backward(model(batch).mean())
+    for (batch,) in run.shard(TensorDataset(torch.ones(4, 2))):
+        assert batch.device == device
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_gpus_random_numbers_go_on_where_they_were() -> None:
+    device = devices.choose(RankFacts())
+    state = checkpoint.random_state(device)
+    first = torch.rand(3, device=device)
+    checkpoint.set_random_state(state, device)
+    assert torch.equal(torch.rand(3, device=device), first)
