@@ -29,7 +29,7 @@ json_flag = click.option(
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the program and exits: 0 done, 1 the run failed, 2 the call or a file was wrong, 3 the cluster refused, 130
     interrupted."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     words, command = _split_command(words)
     debug = "--debug" in words
     try:
@@ -39,7 +39,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
-        _fail(error.format_message(), UserError.exit_code)
+        context = getattr(error, "ctx", None)
+        mend = f": see `{context.command_path} --help`" if context else ""
+        _fail(error.format_message().rstrip(".") + mend, UserError.exit_code)
     except MgpuError as error:
         if debug:
             raise

@@ -71,9 +71,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        raise UserError(f"cannot read {str(path)!r} ({error.strerror}): check the path") from None
     except UnicodeDecodeError:
-        raise UserError(f"{str(path)!r} is not a text file in UTF-8") from None
+        raise UserError(f"{str(path)!r} is not a text file in UTF-8: save it as UTF-8") from None
     value = parse_yaml(text, str(path))
     if value is None:
         return {}
@@ -150,6 +150,8 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{key!r} has no default and was not given: add {key}=VALUE"
     message = message.removeprefix("Value error, ").removeprefix("Input ").removeprefix("should be ")
+    # pydantic speaks of Python's types, and these come from YAML
+    message = message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
     if problem["type"] in ("value_error", "assertion_error"):
         return f"{key}: {message}" if key else message
     return f"{key}={problem['input']!r}: expected {message}"

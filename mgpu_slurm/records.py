@@ -53,7 +53,7 @@ def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dic
 
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
-    """Appends `started`, `ended` or `requeued` to the run's history."""
+    """Appends `submitted`, `started`, `ended` or `requeued` to the run's history."""
     append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
 
 
@@ -61,5 +61,19 @@ def events(folder: RunFolder) -> list[dict[str, Any]]:
     return list(read_jsonl(folder.attempts))
 
 
+def submitted_job(folder: RunFolder) -> str | None:
+    """The job id that sbatch gave at the newest submission, which is known before the job itself can write it down."""
+    return next((event["job_id"] for event in reversed(events(folder)) if event["event"] == "submitted"), None)
+
+
 def attempts_started(folder: RunFolder) -> int:
     return sum(event["event"] == "started" for event in events(folder))
+
+
+def failure_line(folder: RunFolder) -> str:
+    """The first cause of a failed run in one line, for `status`."""
+    failure = read_json(folder.failure) or {}
+    message = (str(failure.get("message", "")).splitlines() or [""])[0]
+    if "error" not in failure:
+        return message or "failed before a rank could say why; look at the launch log"
+    return f"rank {failure['rank']} on {failure['node']}: {failure['error']}: {message}"

@@ -46,6 +46,10 @@ def ask(question: Question) -> Answer:
         return Answer(resolve_config(function, question.target, question.values, Path(question.original)))
     except UserError as error:
         return Answer({}, str(error))
+    except Exception as error:
+        # the config's own code, such as a __post_init__, may raise anything
+        words = target.in_own_words(error, question.target, Path(question.workdir))
+        return Answer({}, f"config of {question.target} cannot be made: {words}")
 
 
 def resolve_config(function: Any, name: str, values: dict[str, Any], base: Path) -> dict[str, Any]:

@@ -72,8 +72,9 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
             stderr=log,
             text=True,
             start_new_session=True,
-            # /proc shows the environment a process was started with, and forks inherit it: all of a run carry its mark
-            env=scrubbed_environment(os.environ) | {processes.RUN_VARIABLE: str(run.path)},
+            # libraries read their variables on import, which happens here; and /proc shows the environment that a
+            # process was started with, which forks inherit, so all processes of the run carry its mark
+            env=scrubbed_environment(os.environ) | spec.environment | {processes.RUN_VARIABLE: str(run.path)},
         )
     assert process.stdin is not None
     assert process.stdout is not None

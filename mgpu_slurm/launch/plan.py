@@ -15,7 +15,7 @@ from typing import Any
 
 from mgpu_slurm import config as configs
 from mgpu_slurm import records
-from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import cluster as clusters
 from mgpu_slurm.launch import script, simulated, slurm, snapshot
 from mgpu_slurm.launch.cluster import Cluster, ClusterFile
@@ -214,7 +214,8 @@ def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
         return Target(function=f"{module}:{function}"), snapshot.find_root(cwd)
     path = Path(os.path.normpath(cwd / Path(module).expanduser()))
     if not path.is_file():
-        raise UserError(f"target {name!r}: there is no file {str(path)!r}")
+        others = [other.name for other in path.parent.glob("*.py")]
+        raise UserError(f"target {name!r}: there is no file {str(path)!r}{nearest(path.name, sorted(others))}")
     root = snapshot.find_root(path.parent)
     if not path.is_relative_to(root):
         # a root reached through a link

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def find(name: str) -> RunFolder:
     exact = [folder for folder in known if folder.run == name]
     found = exact or [folder for folder in known if folder.run.startswith(name)]
     if not found and name.isdigit():
-        found = [folder for folder in known if records.read_state(folder)["job_id"] == name]
+        found = [folder for folder in known if _recorded(folder)["job_id"] == name]
     if len(found) > 1:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
         raise UserError(f"run {name!r} is not clear: {names}; give more of the name")
@@ -84,9 +85,16 @@ def current(asked: Iterable[RunFolder]) -> list[tuple[RunFolder, State]]:
 
     One squeue serves all of them.
     """
-    found = [(folder, records.read_state(folder)) for folder in asked]
+    found = [(folder, _recorded(folder)) for folder in asked]
     known = _queue([state for _, state in found if states.is_alive(state["state"]) and state["executor"] == "slurm"])
     return [(folder, _true(folder, state, known)) for folder, state in found]
+
+
+def _recorded(folder: RunFolder) -> State:
+    state = records.read_state(folder)
+    if state["executor"] == "slurm" and state["job_id"] is None:
+        state["job_id"] = records.submitted_job(folder)
+    return state
 
 
 def _queue(waiting: list[State]) -> dict[str, State] | None:
@@ -103,8 +111,12 @@ def _queue(waiting: list[State]) -> dict[str, State] | None:
     known: dict[str, State] = {job_id: {"state": job.state, "reason": job.reason} for job_id, job in queued.items()}
     forgotten = [job_id for job_id in ids if job_id not in known]
     for start in slurm.accounted(forgotten) if forgotten else []:
-        known[start.job_id] = {"state": start.state, "reason": "", "ended": start.end}
+        known[start.job_id] = {"state": start.state, "reason": "", "ended": start.end and _with_zone(start.end)}
     return known
+
+
+def _with_zone(local_time: str) -> str:
+    return datetime.fromisoformat(local_time).astimezone().isoformat()
 
 
 def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> State:
@@ -114,10 +126,16 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
         return _true_local(folder, state)
     if known is None or state["job_id"] is None:
         return state
-    if state["job_id"] in known:
-        return state | known[state["job_id"]]
-    # the controller answers, and neither it nor accounting nor the run's own records know of an end
-    return state | {"state": "FAILED", "reason": "lost"}
+    facts = known.get(state["job_id"])
+    if facts is None:
+        # the controller answers, and neither it nor accounting nor the run's own records know of an end
+        return state | {"state": "FAILED", "reason": "lost"}
+    if not states.is_alive(facts["state"]):
+        facts = {"ended": records.now()} | facts
+        # SLURM forgets; a run of somebody else's stays as it is on disk
+        with contextlib.suppress(OSError):
+            records.update_state(folder, sync=True, **facts)
+    return state | facts
 
 
 def _true_local(folder: RunFolder, state: State) -> State:

@@ -76,7 +76,7 @@ def restart(folder: RunFolder, spec: Spec) -> str:
         ClusterError: the cluster refused; the run stays as it ended.
     """
     before = records.read_state(folder)
-    records.update_state(folder, state="PENDING", reason="", ended=None, submitted=records.now())
+    records.update_state(folder, state="PENDING", reason="", job_id=None, ended=None, submitted=records.now())
     try:
         with local.supervisor(spec, folder, folder) as supervisor:
             if supervisor is None:
@@ -100,7 +100,8 @@ def _queue(folder: RunFolder, spec: Spec, token: str) -> str:
         job_id = submitit_executor.submit(text, folder, slurm.scrubbed_environment(os.environ))
     except ClusterError as refused:
         job_id = _found_in_queue(folder, token, refused)
-    records.update_state(folder, job_id=job_id)
+    # not into the state: the job may be running by now, and the state is its own then
+    records.record_event(folder, "submitted", job_id=job_id, token=token)
     return job_id
 
 
@@ -197,5 +198,7 @@ def _ask(question: Question, supervisor: local.Supervisor | None) -> Answer:
         command = [sys.executable, "-m", "mgpu_slurm.launch.check"]
         line = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=False).stdout
     if not line:
-        raise UserError(f"target {question.target!r} ended the process that imported it, without an error")
+        raise UserError(
+            f"target {question.target!r} ended the process that imported it, without an error: import it by hand"
+        )
     return Answer(**json.loads(line))

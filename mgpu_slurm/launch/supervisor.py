@@ -26,7 +26,7 @@ from typing import TextIO
 
 from mgpu_slurm import processes, records
 from mgpu_slurm.launch import check, simulated
-from mgpu_slurm.paths import RunFolder, read_json
+from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import batch, entry
 from mgpu_slurm.runtime.devices import threads_per_rank
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, Spec, read_spec
@@ -42,23 +42,29 @@ def main(ranks_of_function: int) -> None:
     # what a user's module prints on import belongs to no answer
     os.dup2(2, 1)
     if ranks_of_function:
+        # libgomp reads it once, when torch is imported
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks_of_function)))
         importlib.import_module("torch.distributed")
     for line in sys.stdin:
         word, _, rest = line.rstrip("\n").partition(" ")
         if word == "ask":
             child = _answer_from_child(check.Question(**json.loads(rest)), answers)
-            if ranks_of_function > 1:
-                # DistributedDataParallel imports it when the first model is wrapped, on every rank
-                importlib.import_module("torch._dynamo")
+            _preload_for(ranks_of_function)
             if os.waitpid(child, 0)[1] != 0:
                 # the target took it down: the submission learns that from the end of the answers
                 return
         elif word == "go":
             answers.close()
+            _preload_for(ranks_of_function)
             folder = RunFolder(Path(rest))
             Supervisor(folder, read_spec(folder)).run()
             return
+
+
+def _preload_for(ranks: int) -> None:
+    """What DistributedDataParallel would import on every rank when the first model is wrapped."""
+    if ranks > 1:
+        importlib.import_module("torch._dynamo")
 
 
 def _answer_from_child(question: check.Question, answers: TextIO) -> int:
@@ -114,7 +120,7 @@ class Supervisor:
             return "TIMEOUT", f"asked to be started again, and all of --max-requeues {self._spec.max_requeues} are used"
         if self._timed_out:
             return "TIMEOUT", f"did not end within the time limit of {self._spec.resources.time_limit} s"
-        return "FAILED", failure_line(self._folder)
+        return "FAILED", records.failure_line(self._folder)
 
     def _attempt(self, restarts: int) -> int:
         """One attempt in a process of its own; its exit code."""
@@ -220,15 +226,6 @@ def _collect(pid: int) -> int | None:
             if done == pid:
                 return os.waitstatus_to_exitcode(status)
     return None
-
-
-def failure_line(folder: RunFolder) -> str:
-    """The first cause of a failed run in one line, for `status`."""
-    failure = read_json(folder.failure) or {}
-    message = (str(failure.get("message", "")).splitlines() or [""])[0]
-    if "error" not in failure:
-        return message or "failed before a rank could say why; look at the launch log"
-    return f"rank {failure['rank']} on {failure['node']}: {failure['error']}: {message}"
 
 
 if __name__ == "__main__":

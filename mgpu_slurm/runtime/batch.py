@@ -181,7 +181,7 @@ def _conclude(folder: RunFolder, spec: Spec, ending: Ending) -> int:
         # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
         return ending.code
     state = "FAILED" if ending.code else "COMPLETED"
-    reason = describe_exit(ending) if ending.code else ""
+    reason = records.failure_line(folder) if ending.code else ""
     records.update_state(folder, state=state, ended=records.now(), reason=reason)
     return ending.code
 

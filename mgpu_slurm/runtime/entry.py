@@ -58,7 +58,7 @@ def _send_output_to(log: Path) -> None:
 
 def _check_world(spec: Spec, facts: RankFacts) -> None:
     asked = spec.resources.ranks
-    if spec.executor == "local" and asked != facts.world_size:
+    if asked != facts.world_size:
         raise UserError(f"the run asked for {asked} ranks, and {facts.world_size} were started")
 
 
@@ -76,16 +76,17 @@ def _become(spec: Spec, command: tuple[str, ...]) -> NoReturn:
     """Replaces this process by the command, the lead signal ignored: by default it would kill a script that knows
     nothing of it. SIGTERM is left alone."""
     signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
-    program = shutil.which(command[0])
-    if command[0] in ("python", "python3"):
-        # the interpreter of the submission, not the one a node's PATH finds first
-        program = spec.python
+    name = command[0]
+    if name in ("python", "python3"):
+        # the interpreter of the submission, not the one a node's PATH finds first; by its path, from which it
+        # finds its environment
+        name = spec.python
+    # programs such as accelerate are found beside the interpreter, also where that environment is not on PATH
+    program = shutil.which(name) or shutil.which(name, path=str(Path(spec.python).parent))
     if program is None:
-        print(
-            f"mgpu_slurm: command {command[0]!r} is not on PATH of {os.uname().nodename}", file=sys.stderr, flush=True
-        )
+        print(f"mgpu_slurm: command {name!r} is not on PATH of {os.uname().nodename}", file=sys.stderr, flush=True)
         os._exit(127)
-    os.execv(program, [command[0], *command[1:]])
+    os.execv(program, [name, *command[1:]])
 
 
 def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int) -> int:

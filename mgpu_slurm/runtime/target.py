@@ -75,7 +75,9 @@ def check_callable(function: Any, name: str) -> None:
         inspect.signature(function).bind(None, None)
     except TypeError:
         form = f"{getattr(function, '__name__', name)}{inspect.signature(function)}"
-        raise UserError(f"target {name!r} cannot be called with (run, config): it is {form}; give it these two") from None
+        raise UserError(
+            f"target {name!r} cannot be called with (run, config): it is {form}; give it these two"
+        ) from None
 
 
 def config_class(function: Any) -> Any:
@@ -145,15 +147,21 @@ def _run_import(execute: Callable[[], ModuleType], shown: str, folder: Path) -> 
 
 def import_failure(error: BaseException, shown: str, folder: Path) -> UserError:
     """The error of an import in one line, with the user's own file and line."""
+    return UserError(f"target {shown!r} fails on import: {in_own_words(error, shown, folder)}")
+
+
+def in_own_words(error: BaseException, shown: str, folder: Path) -> str:
+    """`file:line: Error: message` of the innermost code below `folder` that an error passed through."""
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, SyntaxError) and error.filename:
+        first_line = error.msg
         place = f"{_relative(error.filename, folder)}:{error.lineno}"
     else:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
         frame = own[-1] if own else None
         place = f"{_relative(frame.filename, folder)}:{frame.lineno}" if frame else shown
-    return UserError(f"target {shown!r} fails on import: {place}: {type(error).__name__}: {first_line}")
+    return f"{place}: {type(error).__name__}: {first_line}"
 
 
 def _relative(filename: str, folder: Path) -> str:

@@ -1,0 +1,260 @@
+"""Every wrong call or file gets one line that names the value and the mend, the right exit code, and no run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support import Project, make_project
+
+LOCAL = ("submit", "--executor", "local", "--no-follow")
+ASK_ONLY = ("submit", "--executor", "slurm", "--dry-run")
+"""The same checks by the process that asks the target where no local ranks are wanted; it imports no torch."""
+
+TRAIN = """
+    from dataclasses import dataclass, field
+    from pathlib import Path
+
+    number = 3
+
+    @dataclass
+    class Model:
+        width: int = 8
+
+    @dataclass
+    class Config:
+        lr: float = 0.1
+        steps: int = 3
+        model: Model = field(default_factory=Model)
+
+        def __post_init__(self):
+            if self.lr < 0:
+                raise ValueError(f"lr={self.lr} is negative: give one above 0")
+            if self.steps == 13:
+                raise KeyError("thirteen")
+
+    @dataclass
+    class Needs:
+        data: Path
+
+    def train(run, config: Config): pass
+    def needs(run, config: Needs): pass
+    def alone(run): pass
+    def odd(run, config: int): pass
+"""
+
+FILES: dict[str, str | bytes] = {
+    "train.py": TRAIN,
+    "lacks.py": "import os\nimport nothing_of_that_name\n",
+    "syntax.py": "def train(run, config):\n    return 1 +\n",
+    "exits.py": "import sys\nsys.exit(3)\n",
+    "dies.py": "import os\nos._exit(0)\n",
+    "outer.py": "import sibling\n",
+    "sibling.py": "zero = 0\nratio = 1 / zero\n",
+    "two_lines.py": "raise RuntimeError('first line\\nsecond line')\n",
+    "broken.yaml": "lr: 0.1\nmodel: {width: 3\nsteps: 2\n",
+    "twice.yaml": "lr: 1\nlr: 2\n",
+    "list.yaml": "- 1\n",
+    "latin1.yaml": "name: caf\xe9\n".encode("latin-1"),
+    "mistake.yaml": "lrr: 1\n",
+}
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A wrong call."""
+
+    words: tuple[str, ...]
+    says: tuple[str, ...]
+    """What the one line has to contain: the value, and the mend."""
+    code: int = 2
+    files: dict[str, str | bytes] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+def local(words: str, *says: str, **more: object) -> Bad:
+    return Bad((*LOCAL, *words.split()), says, **more)  # type: ignore[arg-type]
+
+
+def asked(words: str, *says: str, **more: object) -> Bad:
+    return Bad((*ASK_ONLY, *words.split()), says, **more)  # type: ignore[arg-type]
+
+
+def call(words: str, *says: str, **more: object) -> Bad:
+    return Bad(tuple(words.split()), says, **more)  # type: ignore[arg-type]
+
+
+def cluster_file(text: str, *says: str, words: str = "train") -> Bad:
+    return local(words, "mgpu.yaml", *says, files={"mgpu.yaml": text})
+
+
+BAD = {
+    # the target
+    "unknown target": local("trainn", "'trainn'", "did you mean 'train'"),
+    "unknown target in a package": asked("pack.module", "'pack.module'", "known: ", "train"),
+    "unknown function": asked("train:traim", "'traim'", "did you mean 'train'"),
+    "file that is not there": local("trian.py", "'trian.py'", "did you mean 'train.py'"),
+    "no function name": local("train:", "'train:'", "package.module:function"),
+    "not a function": asked("train:number", "'train:number'", "int", "train(run, config)"),
+    "not callable with run and config": local("train:alone", "'train:alone'", "alone(run)", "(run, config)"),
+    "config of another type": asked("train:odd", "odd", "int", "expected a dataclass"),
+    "module it imports is missing": local("lacks", "'lacks'", "lacks.py:2", "nothing_of_that_name"),
+    "syntax error": asked("syntax", "'syntax'", "syntax.py:2", "SyntaxError"),
+    "error in a sibling module": asked("outer", "'outer'", "sibling.py:2", "ZeroDivisionError: division by zero"),
+    "error of two lines": asked("two_lines", "two_lines.py:1", "RuntimeError: first line"),
+    "sys.exit on import": local("exits", "'exits'", "exits.py:2", "SystemExit: 3"),
+    "process ends on import": local("dies", "'dies:train'", "import it by hand"),
+    "process ends on import, asked alone": asked("dies", "'dies:train'", "import it by hand"),
+    "two targets": local("train other", "'train'", "'other'", "give one"),
+    "target and command": local("train -- echo", "(train)", "give one"),
+    "no target": local("", "no target", "mgpu-slurm init"),
+    "no command after the dashes": local("--", "no target", "mgpu-slurm init"),
+    # its config
+    "unknown key": local("train lrr=1", "'lrr'", "did you mean 'lr'"),
+    "unknown nested key": asked("train model.widht=1", "'model.widht'", "did you mean 'width'"),
+    "wrong type": local("train lr=fast", "lr='fast'", "valid number"),
+    "fraction for a whole number": asked("train steps=1.5", "steps=1.5", "valid integer"),
+    "value for a nested config": asked("train model=3", "model=3", "Model"),
+    "missing required key": asked("train:needs", "'data'", "add data=VALUE"),
+    "refused by __post_init__": asked("train lr=-1", "lr=-1.0 is negative", "give one above 0"),
+    "crash in __post_init__": asked("train steps=13", "config of train:train", "train.py:", "KeyError: 'thirteen'"),
+    "value that is no YAML": local("train lr=[1", "value of lr", "mend the YAML"),
+    "override without a key": local("train =1", "'=1'", "key=value"),
+    "config for a command": local("lr=1 -- echo", "'lr'", "behind --"),
+    "broken config file": local("train --config broken.yaml", "broken.yaml:3:6", "mend the YAML"),
+    "key twice in the config file": local("train --config twice.yaml", "twice.yaml:2:1", "'lr'", "mend the YAML"),
+    "list as config file": local("train --config list.yaml", "list.yaml", "expected `key: value` lines"),
+    "config file not in UTF-8": local("train --config latin1.yaml", "'latin1.yaml'", "save it as UTF-8"),
+    "config file that is not there": local("train --config none.yaml", "'none.yaml'", "check the path"),
+    "folder as config file": local("train --config .", "'.'", "check the path"),
+    "unknown key in the config file": asked("train --config mistake.yaml", "'lrr'", "did you mean 'lr'"),
+    # the resources
+    "no nodes": local("train --nodes 0", "--nodes 0", "at least 1"),
+    "nodes as a word": local("train --nodes two", "--nodes", "'two'", "submit --help"),
+    "no ranks": local("train --ntasks-per-node 0", "--ntasks-per-node 0", "at least 1"),
+    "negative GPUs": local("train --gpus-per-node -1", "--gpus-per-node -1", "at least 0"),
+    "GPUs that are not here": local(
+        "train --gpus-per-node 3", "--gpus-per-node 3", "shows 0", "use 0", environ={"CUDA_VISIBLE_DEVICES": ""}
+    ),
+    "negative time": local("train --time -5", "--time '-5'", "expected minutes or one of M:S"),
+    "no time": local("train --time 0", "--time '0'", "more than no time"),
+    "lead as long as the limit": local("train --time 2 --signal USR2@120", "120 s", "lower the one"),
+    "lead longer than the limit": local("train --time 1 --signal USR2@120", "120 s", "60 s", "raise the other"),
+    "lead without a limit": local("train --signal USR2@60", "'USR2@60'", "needs a --time"),
+    "unknown signal": local("train --signal HELLO", "'HELLO'", "use USR1 or USR2"),
+    "signal nobody can catch": local("train --signal KILL", "'KILL'", "use USR1 or USR2"),
+    "lead as a word": local("train --time 5 --signal USR2@soon", "'USR2@soon'", "USR2@120"),
+    "negative requeues": local("train --max-requeues -1", "--max-requeues -1", "0 or more"),
+    "own flag as an extra": local("train --sbatch nodes=3", "'nodes=3'", "write --nodes 3 instead"),
+    "extra that is no option": local("train --sbatch =3", "'=3'", "KEY=VALUE"),
+    "slash in the name": local("train --name a/b", "'a/b'", "use letters"),
+    "space in the name": Bad((*LOCAL, "train", "--name", "a b"), ("'a b'", "use letters")),
+    "empty name": Bad((*LOCAL, "train", "--name", ""), ("''", "use letters")),
+    "name that climbs out": local("train --name ../a", "'../a'", "use letters"),
+    "name that is too long": local(f"train --name {'x' * 101}", "x" * 101, "at most 100"),
+    "unknown executor": local("train --executor moon", "'moon'", "auto, slurm or local"),
+    "no sbatch": call("submit --executor slurm train", "no sbatch", "--executor local", code=3),
+    "unknown flag": local("train --nodez 2", "--nodez", "--nodes"),
+    # the folders
+    "runs folder below a file": local(
+        "train", "train.py/runs'", "Not a directory", "set MGPU_RUNS", environ={"MGPU_RUNS": "train.py/runs"}
+    ),
+    "runs folder where none can be made": local(
+        "train", "'/proc/runs'", "cannot be written", "set MGPU_RUNS", environ={"MGPU_RUNS": "/proc/runs"}
+    ),
+    "snapshot over the limit": local(
+        "train",
+        "limit of 6 KB",
+        "'large.bin' 9 KB, 'middle.bin' 2 KB",
+        "raise snapshot-limit",
+        files={
+            "large.bin": b"x" * 9000,
+            "middle.bin": b"x" * 2000,
+            "mgpu.yaml": "clusters: {local: {snapshot-limit: 6KB}}\n",
+        },
+    ),
+    # the cluster file
+    "no cluster file": local("train --cluster hpc", "'hpc'", "mgpu.yaml"),
+    "unknown cluster": cluster_file(
+        "clusters: {hpc: {}}\n", "'hcp'", "did you mean 'hpc'", words="train --cluster hcp"
+    ),
+    "broken cluster file": cluster_file("clusters: [\n", "mgpu.yaml:2:1", "mend the YAML"),
+    "unknown key in the cluster file": cluster_file("jobb: x\n", "'jobb'", "did you mean 'job'"),
+    "unknown key of a cluster": cluster_file("clusters: {hpc: {flagz: {}}}\n", "'flagz'", "did you mean 'flags'"),
+    "unknown flag of a cluster": cluster_file("clusters: {hpc: {flags: {nodez: 2}}}\n", "'nodez'", "'nodes'"),
+    "negative time of a cluster": cluster_file("clusters: {hpc: {flags: {time: -5}}}\n", "'-5'", "minutes"),
+    "limit that is no size": cluster_file("clusters: {hpc: {snapshot-limit: lots}}\n", "'lots'", "such as 100MB"),
+    "readers that are nobody": cluster_file("clusters: {hpc: {readable-by: all}}\n", "'all'", "'owner' or 'group'"),
+    "setup that is no list": cluster_file("clusters: {hpc: {setup: module load x}}\n", "setup", "expected a list"),
+    "cluster that is a number": cluster_file("clusters: {hpc: 3}\n", "clusters.hpc=3", "expected a mapping"),
+    # the other commands
+    "status of nothing": call("status nope-1", "'nope-1'", "mgpu-slurm status"),
+    "logs of nothing": call("logs nope-1", "'nope-1'", "mgpu-slurm status"),
+    "logs of no run": call("logs", "RUN", "logs --help"),
+    "cancel of nothing": call("cancel nope-1", "'nope-1'", "mgpu-slurm status"),
+    "wait for nothing": call("wait nope-1", "'nope-1'", "mgpu-slurm status"),
+    "wait for no time": call("wait nope-1 --timeout soon", "'soon'", "wait --help"),
+    "resume of nothing": call("resume nope-1", "'nope-1'", "mgpu-slurm status"),
+    "clean of nothing": call("clean nope-1", "'nope-1'", "mgpu-slurm status"),
+    "init over files": call("init .", "train.py", "overwritten", "use another folder"),
+    "unknown command": call("submitt", "'submitt'", "'submit'"),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = make_project(tmp_path_factory.mktemp("bad"))
+    _write(project, FILES)
+    return project
+
+
+@pytest.fixture
+def prepared(base: Project) -> Iterator[Project]:
+    """The project, with the files that a test adds taken away again."""
+    before = set(base.folder.iterdir())
+    yield base
+    for path in set(base.folder.iterdir()) - before - {base.runs}:
+        path.unlink()
+
+
+def _write(project: Project, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (project.folder / name).write_bytes(content)
+        else:
+            project.write(name, content)
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+def test_bad_input_gets_one_line_and_leaves_nothing(prepared: Project, bad: Bad) -> None:
+    _write(prepared, bad.files)
+    project = Project(prepared.folder, prepared.environ | bad.environ)
+    done = project.call(*bad.words)
+    assert done.returncode == bad.code, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mgpu-slurm: ")
+    for part in bad.says:
+        assert part in line
+    assert done.stdout == ""
+    assert _entries(project.runs) == []
+
+
+def _entries(runs: Path) -> list[Path]:
+    return list(runs.iterdir()) if runs.exists() else []
+
+
+def test_debug_shows_the_traceback_with_the_line(base: Project) -> None:
+    done = base.call("submit", "--debug", "--executor", "local", "train", "--nodes", "0")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "--nodes 0: expected a whole number of at least 1" in done.stderr.splitlines()[-1]
+
+
+def test_the_program_alone_shows_its_help(base: Project) -> None:
+    done = base.call()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "submit" in done.stdout
+    assert done.stdout == base.call("--help").stdout

@@ -1,0 +1,112 @@
+"""What runs there are and how they stand, as far as a SLURM that answers can be played by two scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm import records
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.launch import registry
+from mgpu_slurm.paths import RunFolder
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MGPU_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def make_run(runs: Path) -> Callable[..., RunFolder]:
+    def make(name: str, job_id: str | None = None, state: str = "RUNNING") -> RunFolder:
+        folder = RunFolder(runs / name)
+        folder.create()
+        records.update_state(folder, executor="slurm", job_id=job_id, state=state, submitted=records.now())
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def answers(runs: Path) -> Callable[[str, str], None]:
+    """Makes a SLURM command print a text."""
+
+    def make(command: str, text: str) -> None:
+        script = runs.parent / "bin" / command
+        script.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\n")
+        script.chmod(0o755)
+
+    return make
+
+
+def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    running, ended = make_run("running", "42"), make_run("ended", "41")
+    answers("squeue", "42|PENDING|N/A|0||Priority|\n")
+    answers("sacct", "41|TIMEOUT|0:0|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|gpu1\n")
+    states = {folder.run: state for folder, state in registry.current([running, ended])}
+    assert (states["running"]["state"], states["running"]["reason"]) == ("PENDING", "Priority")
+    assert states["ended"]["state"] == "TIMEOUT"
+    # SLURM forgets, the run does not
+    answers("sacct", "")
+    assert registry.state(ended)["state"] == "TIMEOUT"
+
+
+def test_a_job_that_nobody_knows_is_lost(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("gone", "40")
+    answers("squeue", "")
+    answers("sacct", "")
+    state = registry.state(folder)
+    assert (state["state"], state["reason"]) == ("FAILED", "lost")
+
+
+def test_a_controller_that_does_not_answer_makes_no_job_lost(make_run: Callable[..., RunFolder], runs: Path) -> None:
+    folder = make_run("waiting", "40")
+    squeue = runs.parent / "bin" / "squeue"
+    squeue.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n")
+    squeue.chmod(0o755)
+    assert registry.state(folder)["state"] == "RUNNING"
+
+
+def test_the_job_id_is_known_before_the_job_has_started(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("queued", None, "PENDING")
+    records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
+    answers("squeue", "77|PENDING|2024-05-01T12:00:00|0||Resources|\n")
+    assert registry.state(folder)["reason"] == "Resources"
+    assert registry.find("77").run == "queued"
+
+
+def test_runs_are_found_by_the_beginning_of_their_name_and_from_elsewhere(
+    make_run: Callable[..., RunFolder], runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_run("digits-1")
+    make_run("digits-2")
+    registry.remember_root(runs)
+    registry.remember_root(runs)
+    assert len((tmp_path / "state" / "mgpu_slurm" / "runs-folders.jsonl").read_text().splitlines()) == 1
+    monkeypatch.setenv("MGPU_RUNS", str(tmp_path / "elsewhere"))
+    assert registry.find("digits-2").run == "digits-2"
+    with pytest.raises(UserError, match="not clear: digits-1, digits-2"):
+        registry.find("digits")
+    with pytest.raises(UserError, match=r"no run 'digit-1' \(did you mean 'digits-1'\?\)"):
+        registry.find("digit-1")
+
+
+def test_a_state_that_cannot_be_read_hides_no_other_run(make_run: Callable[..., RunFolder]) -> None:
+    make_run("good", state="COMPLETED")
+    bad = make_run("bad", state="COMPLETED")
+    bad.state.write_text("{")
+    states = {folder.run: state["state"] for folder, state in registry.all_states()}
+    assert states == {"good": "COMPLETED", "bad": "UNKNOWN"}
