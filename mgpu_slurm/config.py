@@ -96,15 +96,24 @@ def parse_overrides(items: typing.Sequence[str]) -> dict[str, Any]:
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
-            raise UserError(f"{item!r} is no key=value")
+            raise UserError(f"{item!r} is no key=value: write the key, nested ones with dots, before the =")
         *parents, last = key.split(".")
         place = values
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise UserError(f"{item!r} sets a key inside {parent!r}, which another key=value sets whole")
-        place[last] = parse_yaml(text, f"value of {key}") if text else ""
+        place[last] = _parse_value(item, text)
     return values
+
+
+def _parse_value(item: str, text: str) -> Any:
+    if not text:
+        return ""
+    try:
+        return parse_yaml(text, item)
+    except UserError:
+        raise UserError(f"{item!r}: the value is no whole YAML value: put it in quotes that reach it") from None
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -48,11 +48,10 @@ def main(ranks_of_function: int) -> None:
     for line in sys.stdin:
         word, _, rest = line.rstrip("\n").partition(" ")
         if word == "ask":
-            child = _answer_from_child(check.Question(**json.loads(rest)), answers)
+            _answer_from_child(check.Question(**json.loads(rest)), answers)
+            # the child holds the only end now: where the target takes it down, the submission reads the end of file
+            answers.close()
             _preload_for(ranks_of_function)
-            if os.waitpid(child, 0)[1] != 0:
-                # the target took it down: the submission learns that from the end of the answers
-                return
         elif word == "go":
             answers.close()
             _preload_for(ranks_of_function)
@@ -67,23 +66,17 @@ def _preload_for(ranks: int) -> None:
         importlib.import_module("torch._dynamo")
 
 
-def _answer_from_child(question: check.Question, answers: TextIO) -> int:
-    """The user's module is imported in a child: what it does on import (threads, CUDA) stays out of the ranks.
-
-    Returns the child's pid; it ends with 0 once it has answered.
-    """
+def _answer_from_child(question: check.Question, answers: TextIO) -> None:
+    """The user's module is imported in a child: what it does on import (threads, CUDA) stays out of the ranks."""
     parent = os.getpid()
-    child = os.fork()
-    if child == 0:
-        code = 1
+    if os.fork() == 0:
         try:
             processes.die_with_parent(signal.SIGKILL, parent)
             answers.write(json.dumps(asdict(check.ask(question))) + "\n")
             answers.close()
-            code = 0
         finally:
-            os._exit(code)
-    return child
+            # also after an error: this process must not go on as a second supervisor
+            os._exit(0)
 
 
 class Supervisor:

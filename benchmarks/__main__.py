@@ -1,0 +1,36 @@
+"""`python -m benchmarks [startup] [launch] [step]`: runs those or all, prints tables, and keeps them in results.md.
+
+A target that is missed is reported like one that is met; it is no error.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks import launch, report, startup, step
+
+BENCHMARKS = {"startup": startup.run, "launch": launch.run, "step": step.run}
+RESULTS = Path(__file__).parent / "results.md"
+PREFACE = """# Speed
+
+Written by `make bench`. Cases that are compared take turns within one run; figures are medians, intervals are 95% by
+bootstrap over the pairs. Targets are upper bounds.
+"""
+
+
+def main(names: list[str]) -> None:
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        sys.exit(f"benchmark {unknown[0]!r}: expected some of {', '.join(BENCHMARKS)}, or none for all")
+    for name in names or BENCHMARKS:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        load = report.load()
+        section = BENCHMARKS[name]()
+        text = section.text(report.circumstances(load))
+        print(text, flush=True)
+        report.save(RESULTS, PREFACE, section.title, text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
