@@ -85,6 +85,8 @@ class Supervisor:
     def __init__(self, folder: RunFolder, spec: Spec) -> None:
         self._folder = folder
         self._spec = spec
+        # a lock that another thread holds stays locked in a fork for ever; then ranks are started afresh
+        self._ranks_can_be_forked = processes.thread_count() == 1
         self._gpus = simulated.visible_gpus() if spec.resources.gpus_per_node else []
         self._cancelled = False
         self._timed_out = False
@@ -152,8 +154,7 @@ class Supervisor:
     def _start_rank(self, rank: int) -> int:
         variables = simulated.rank_variables(self._spec, rank, self._gpus)
         parent = os.getpid()
-        if processes.thread_count() > 1:
-            # a lock that another thread holds would stay locked in a fork for ever: start afresh instead
+        if not self._ranks_can_be_forked:
             command = [sys.executable, "-m", "mgpu_slurm.runtime.entry", str(self._folder.path)]
             return subprocess.Popen(command, env=os.environ | variables, preexec_fn=batch.own_group).pid
         pid = os.fork()

@@ -28,7 +28,7 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
         lines.append(f"result    {numbers}  ({_short(folder.result)})")
     if folder.tensorboard.is_dir():
-        lines.append(f"curves    {tensorboard()} --logdir {_short(folder.tensorboard)}")
+        lines.append(f"curves    {tensorboard()} --logdir {_short(folder.path.parent)}")
     if state["state"] != "COMPLETED":
         lines.append(f"logs      {_short(folder.logs)}/")
         lines.append(f"go on     {program()} resume {state['run']}")

@@ -150,3 +150,31 @@ def test_a_command_that_is_not_there_is_named(project: Project) -> None:
     folder, facts = project.run("--", "no-such-program")
     assert facts["state"] == "FAILED"
     assert "'no-such-program' is not on PATH" in log(folder, 0)
+
+
+def test_a_supervisor_with_threads_starts_its_ranks_afresh(project: Project) -> None:
+    """Some libraries start threads when they are imported; a fork would copy their locks as they are."""
+    project.write(
+        "site/sitecustomize.py",
+        """
+        import sys, threading
+
+        if "mgpu_slurm.launch.supervisor" in sys.orig_argv:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        """,
+    )
+    project.write(
+        "job.py",
+        """
+        import sys
+
+        def train(run, config):
+            print(sys.orig_argv[1:3])
+            return run.mean(run.rank, 1)
+        """,
+    )
+    project.environ["PYTHONPATH"] = str(project.folder / "site")
+    folder, facts = project.run("job", "--nodes", "2")
+    assert facts["state"] == "COMPLETED"
+    assert json.loads((folder / "result.json").read_text())["result"] == {"value": 0.5}
+    assert log(folder, 1) == "['-m', 'mgpu_slurm.runtime.entry']\n"
