@@ -36,8 +36,9 @@ def table(states: list[dict[str, Any]], width: int | None = None) -> str:
     from tabulate import tabulate
 
     now = datetime.now(timezone.utc)
-    rows = [_row(state, now) for state in states]
-    text = tabulate(rows, headers=HEADER, tablefmt="plain", disable_numparse=True)
+    # as a row among rows: tabulate pads what it knows to be a header
+    rows = [HEADER, *(_row(state, now) for state in states)]
+    text = tabulate(rows, tablefmt="plain", disable_numparse=True)
     width = width or shutil.get_terminal_size((160, 24)).columns
     return "\n".join(line[:width].rstrip() for line in text.splitlines())
 

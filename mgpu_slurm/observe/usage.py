@@ -13,10 +13,10 @@ def usage_table(folders: list[RunFolder]) -> str:
     from tabulate import tabulate
 
     found = [(folder.run, usage(folder)) for folder in folders]
-    rows = [
-        [run, *map(human_size, (use.checkpoints, use.logs, use.tensorboard, use.code, use.other, use.total))]
-        for run, use in found
-    ]
+    rows = [HEADER]
+    for run, use in found:
+        sizes = (use.checkpoints, use.logs, use.tensorboard, use.code, use.other, use.total)
+        rows.append([run, *map(human_size, sizes)])
     if len(found) > 1:
         rows.append(["all", "", "", "", "", "", human_size(sum(use.total for _, use in found))])
-    return tabulate(rows, headers=HEADER, tablefmt="plain", disable_numparse=True, stralign="right", colalign=("left",))
+    return tabulate(rows, tablefmt="plain", disable_numparse=True, stralign="right", colalign=("left",))
