@@ -15,12 +15,15 @@ from typing import Any
 
 from mgpu_slurm import config as configs
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.launch import signature
 from mgpu_slurm.runtime import target
 
 
 @dataclass(frozen=True)
 class Question:
     target: str
+    code: str
+    """The snapshot."""
     workdir: str
     """The folder in the snapshot where the job will stand."""
     original: str
@@ -33,6 +36,8 @@ class Question:
 class Answer:
     config: dict[str, Any]
     """The whole config as plain values, defaults filled in and paths absolute."""
+    description: Any = None
+    """Of the config's class, where one can be given; see `signature`."""
     error: str | None = None
 
 
@@ -42,19 +47,25 @@ def ask(question: Question) -> Answer:
     # the snapshot holds what the user has, not what this look at it compiles
     sys.dont_write_bytecode = True
     try:
-        function = target.load(question.target, Path(question.workdir))
-        return Answer(resolve_config(function, question.target, question.values, Path(question.original)))
+        cls = target.config_class(target.load(question.target, Path(question.workdir)))
+        config = resolve_config(cls, question.target, question.values, Path(question.original))
+        return Answer(config, None if cls is None else signature.describe(cls, Path(question.code)))
     except UserError as error:
-        return Answer({}, str(error))
+        return Answer({}, error=str(error))
     except Exception as error:
         # the config's own code, such as a __post_init__, may raise anything
         words = target.in_own_words(error, question.target, Path(question.workdir))
-        return Answer({}, f"config of {question.target} cannot be made: {words}")
+        return Answer({}, error=f"config of {question.target} cannot be made: {words}")
 
 
-def resolve_config(function: Any, name: str, values: dict[str, Any], base: Path) -> dict[str, Any]:
-    """The job's whole config as plain values; see `mgpu_slurm.config.fill` for what is refused."""
-    cls = target.config_class(function)
+def resolve_config(cls: Any, name: str, values: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The whole config of a job as plain values; see `mgpu_slurm.config.fill` for what is refused.
+
+    Args:
+        cls: the config's class, None for a job that takes a mapping as it is.
+        name: the job's, for errors.
+        base: the folder from which relative paths are meant.
+    """
     if cls is None:
         return values
     filled = configs.absolute_paths(configs.fill(cls, values, f"config of {name}"), base)

@@ -21,10 +21,11 @@ from typing import Any
 
 from mgpu_slurm import paths, records
 from mgpu_slurm.errors import ClusterError, UserError
-from mgpu_slurm.launch import environment, local, plan, registry, script, slurm, snapshot
+from mgpu_slurm.launch import checked, environment, local, plan, registry, script, signature, slurm, snapshot
 from mgpu_slurm.launch.check import Answer, Question, resolve_config
 from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime import target as targets
 from mgpu_slurm.spec import Spec
 
 STALE_STAGING_SECONDS = 3600
@@ -146,9 +147,11 @@ def _remove_stale_staging(runs: Path) -> None:
 def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path) -> Plan:
     """Takes the snapshot, lets the target complete its config, and writes the run's files."""
     taken = snapshot.take(Path(made.spec.project), staging.code, made.snapshot_limit, skip=paths.runs_root())
-    made = made.with_config(_config(made, request, staging, supervisor, cwd))
+    facts = environment.describe(taken)
+    key = checked.key(taken.digest, made.spec.target.label, made.spec.workdir, facts["packages"])
+    made = made.with_config(_config(made, request, staging, supervisor, cwd, key))
     made.spec.write(staging)
-    paths.write_json(staging.environment, environment.describe(taken))
+    paths.write_json(staging.environment, facts)
     resources = made.spec.resources
     records.update_state(
         staging,
@@ -165,8 +168,13 @@ def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: loca
 
 
 def _config(
-    made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path
+    made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path, key: str
 ) -> dict[str, Any]:
+    """The job's whole config.
+
+    Args:
+        key: names the code, which is not imported again where it was checked before.
+    """
     target = made.spec.target
     if target.is_command:
         if request.values:
@@ -175,12 +183,17 @@ def _config(
     if callable(request.target):
         if target.pickled is not None:
             _pickle(request.target, staging)
-        return resolve_config(request.target, target.label, request.values, cwd)
+        return resolve_config(targets.config_class(request.target), target.label, request.values, cwd)
     assert target.function is not None
-    question = Question(target.function, str(staging.code / made.spec.workdir), str(cwd), request.values)
-    answer = _ask(question, supervisor)
+    known = checked.recall(key)
+    if known is not None:
+        return resolve_config(signature.rebuild(known), target.function, request.values, cwd)
+    workdir = staging.code / made.spec.workdir
+    answer = _ask(Question(target.function, str(staging.code), str(workdir), str(cwd), request.values), supervisor)
     if answer.error is not None:
         raise UserError(answer.error)
+    if answer.description is not None:
+        checked.keep(key, answer.description)
     return answer.config
 
 
