@@ -6,10 +6,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import interleave, median, ratio
-from benchmarks.project import MGPU, Project, project
+from benchmarks.project import JOBS, MGPU, Project, project
 from benchmarks.report import Row, Section
 
 ROUNDS = 15
@@ -17,26 +19,33 @@ RETURN_TARGET_S = 0.5
 TORCHRUN_TARGET = 0.9
 RANKS = "2"
 
-FUNCTION = "three_steps_function"
-SCRIPT = "three_steps_script.py"
+FUNCTION = f"{JOBS}.three_steps_function"
+SCRIPT = ["-m", f"{JOBS}.three_steps_script"]
 
 
 def run() -> Section:
-    with project() as made:
-        returned = interleave(_returning(made), ROUNDS)
-        steps, whole = _until_three_steps(made)
-    return Section("launch", _ABOUT, [*_return_rows(returned), *_step_rows(steps, whole)], _NOTES)
+    # one whose code has been submitted before, and one whose code changes before each submission
+    with project() as known, project() as edited:
+        returned = interleave(_returning(known, edited), ROUNDS)
+        trained = _train_three_steps(known, edited)
+    return Section("launch", _ABOUT, [*_return_rows(returned), *_step_rows(trained)], _NOTES)
 
 
 # -- until submit returns
 
 
-def _returning(made: Project) -> dict[str, Callable[[], float]]:
+def _returning(known: Project, edited: Project) -> dict[str, Callable[[], float]]:
     return {
-        "command": lambda: _submitted(made, "--", "true"),
-        "function": lambda: _submitted(made, "returns_at_once"),
-        "import": lambda: made.wall_time([sys.executable, "-c", "import torch"]),
+        "command": partial(_submitted, known, "--", "true"),
+        "function": partial(_submitted, known, f"{JOBS}.returns_at_once"),
+        "edited": partial(_edited_and_submitted, edited, f"{JOBS}.returns_at_once"),
+        "import": partial(known.wall_time, [sys.executable, "-c", "import torch"]),
     }
+
+
+def _edited_and_submitted(made: Project, *words: str) -> float:
+    made.edit()
+    return _submitted(made, *words)
 
 
 def _submitted(made: Project, *words: str) -> float:
@@ -48,37 +57,53 @@ def _submitted(made: Project, *words: str) -> float:
 
 def _return_rows(seconds: dict[str, list[float]]) -> list[Row]:
     function = "`submit --no-follow` of a job function that imports torch"
+    edited = ratio(seconds["edited"], seconds["import"])
     return [
         Row("`submit --no-follow -- true`", median(seconds["command"]), "s", 2, RETURN_TARGET_S),
-        Row(function, median(seconds["function"]), "s", 2, RETURN_TARGET_S),
+        Row(f"{function}, code submitted before", median(seconds["function"]), "s", 2, RETURN_TARGET_S),
+        Row(f"{function}, code just edited", median(seconds["edited"]), "s", 2, RETURN_TARGET_S),
         Row("a bare `python -c 'import torch'`", median(seconds["import"]), "s", 2),
-        Row("the job function's / the bare import", ratio(seconds["function"], seconds["import"]), "", 2),
+        Row("`submit --no-follow`, code just edited / the bare import", edited, "", 2),
     ]
 
 
 # -- until two ranks have made three steps
 
 
-def _until_three_steps(made: Project) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds until the last rank's third step was done, and until the program had ended, by case."""
+@dataclass(frozen=True)
+class Times:
+    """Seconds since the command was started."""
+
+    third_step: float
+    """Until the last rank had done its third step."""
+    exit: float
+    """Until the command had ended."""
+
+
+def _train_three_steps(known: Project, edited: Project) -> dict[str, list[Times]]:
     submit = [*MGPU, "submit", "--executor", "local", "--follow", "--ntasks-per-node", RANKS]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", RANKS]
-    commands: dict[str, Callable[[str], list[str]]] = {
-        "function": lambda out: [*submit, FUNCTION, f"out={out}"],
-        "command": lambda out: [*submit, "--", "python", SCRIPT, out],
-        "torchrun": lambda out: [*torchrun, SCRIPT, out],
+    cases = {
+        "function": partial(_times, known, [*submit, FUNCTION], "out={}"),
+        "edited": partial(_edited_times, edited, [*submit, FUNCTION], "out={}"),
+        "command": partial(_times, known, [*submit, "--", "python", *SCRIPT], "{}"),
+        "torchrun": partial(_times, known, [*torchrun, *SCRIPT], "{}"),
     }
-    whole: dict[str, list[float]] = {name: [] for name in commands}
+    return interleave(cases, ROUNDS)
 
-    def measure(name: str) -> float:
-        with tempfile.TemporaryDirectory(dir=made.base) as out:
-            start = time.monotonic()
-            made.call(commands[name](out))
-            whole[name].append(time.monotonic() - start)
-            return _last_third_step(Path(out)) - start
 
-    steps = interleave({name: lambda name=name: measure(name) for name in commands}, ROUNDS)
-    return steps, {name: seconds[-ROUNDS:] for name, seconds in whole.items()}
+def _edited_times(made: Project, command: list[str], last_word: str) -> Times:
+    made.edit()
+    return _times(made, command, last_word)
+
+
+def _times(made: Project, command: list[str], last_word: str) -> Times:
+    """Runs a command, its last word with a folder put in where the ranks write down when they were done."""
+    with tempfile.TemporaryDirectory(dir=made.base) as out:
+        start = time.monotonic()
+        made.call([*command, last_word.format(out)])
+        end = time.monotonic()
+        return Times(_last_third_step(Path(out)) - start, end - start)
 
 
 def _last_third_step(out: Path) -> float:
@@ -89,19 +114,26 @@ def _last_third_step(out: Path) -> float:
     return max(times)
 
 
-def _step_rows(steps: dict[str, list[float]], whole: dict[str, list[float]]) -> list[Row]:
-    rows = []
-    for seconds, end in ((steps, "third step"), (whole, "exit")):
-        function, command = f"job function / torchrun, to the {end}", f"`submit -- python` / torchrun, to the {end}"
-        rows += [
-            Row(function, ratio(seconds["function"], seconds["torchrun"]), "", 3, TORCHRUN_TARGET),
-            Row(command, ratio(seconds["command"], seconds["torchrun"]), "", 3, TORCHRUN_TARGET),
-        ]
-        rows += [Row(f"{name}, to the {end}", median(seconds[case]), "s", 2) for case, name in _NAMES.items()]
-    return rows
+def _step_rows(trained: dict[str, list[Times]]) -> list[Row]:
+    third_step = {name: [times.third_step for times in measured] for name, measured in trained.items()}
+    exit_ = {name: [times.exit for times in measured] for name, measured in trained.items()}
+    return [*_rows_until("third step", third_step), *_rows_until("exit", exit_)]
 
 
-_NAMES = {"function": "job function", "command": "`submit -- python`", "torchrun": "torchrun"}
+def _rows_until(end: str, seconds: dict[str, list[float]]) -> list[Row]:
+    ratios = [
+        Row(f"{_NAMES[case]} / torchrun, to the {end}", ratio(seconds[case], seconds["torchrun"]), "", 3, target)
+        for case, target in (("function", TORCHRUN_TARGET), ("edited", TORCHRUN_TARGET), ("command", None))
+    ]
+    return ratios + [Row(f"{name}, to the {end}", median(seconds[case]), "s", 2) for case, name in _NAMES.items()]
+
+
+_NAMES = {
+    "function": "job function",
+    "edited": "job function just edited",
+    "command": "`submit -- python`",
+    "torchrun": "torchrun",
+}
 
 _ABOUT = (
     "Until `submit --no-follow` returns; and three steps of a tiny DDP model on two ranks of this machine, as a job"
@@ -110,7 +142,8 @@ _ABOUT = (
     " run. One thread per rank everywhere."
 )
 _NOTES = [
-    "A job function's config is checked before the run exists, in a process that imports its module: `submit` cannot"
-    " return before that import of torch is done.",
+    "A job function's config is checked before the run exists. For code that was not submitted before, a process"
+    " imports its module for that: `submit` cannot return before that import of torch is done. What it found is kept"
+    " beside the code's digest.",
     "The local executor gives its ranks `GLOO_SOCKET_IFNAME=lo`; torchrun looks the host name up.",
 ]

@@ -10,8 +10,11 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-RESAMPLES = 5000
+Measured = TypeVar("Measured")
+
+RESAMPLES = 2000
 CONFIDENCE = 0.95
 
 
@@ -30,22 +33,23 @@ class Estimate:
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.count)
 
 
-def interleave(cases: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 1) -> dict[str, list[float]]:
+def interleave(
+    cases: Mapping[str, Callable[[], Measured]], rounds: int, warm_ups: int = 1
+) -> dict[str, list[Measured]]:
     """What each case returned in each round, by name; item i of every list is of the same round.
 
     Args:
         cases: each measures once and returns what it measured.
-        rounds: every other one runs the cases in reverse, so that none always comes after the same other one.
+        rounds: each in an order of its own, so that no case always comes after the same other one.
         warm_ups: rounds before those that count, which fill caches.
     """
-    names = list(cases)
-    measured: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(-warm_ups, rounds):
-        for name in reversed(names) if round_ % 2 else names:
-            value = cases[name]()
-            if round_ >= 0:
-                measured[name].append(value)
-    return measured
+    measured: dict[str, list[Measured]] = {name: [] for name in cases}
+    # the same orders in every process, because ranks that measure together have to take the same turns
+    chance = random.Random(0)
+    for _ in range(warm_ups + rounds):
+        for name in chance.sample(list(cases), k=len(cases)):
+            measured[name].append(cases[name]())
+    return {name: values[warm_ups:] for name, values in measured.items()}
 
 
 def median(samples: Sequence[float]) -> Estimate:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-JOBS = Path(__file__).parent / "jobs"
+JOBS = "benchmarks.jobs"
 MGPU = [str(Path(sys.executable).with_name("mgpu-slurm"))]
 """The console script beside this interpreter."""
 
 
 @dataclass(frozen=True)
 class Project:
-    """A folder in git with the benchmarks' jobs in it."""
+    """A folder in git with this package, and so the jobs, in it."""
 
     base: Path
 
@@ -39,6 +39,10 @@ class Project:
         own = {"MGPU_RUNS": str(self.runs), "OMP_NUM_THREADS": "1"}
         own |= {f"XDG_{kind}_HOME": str(self.base / kind.lower()) for kind in ("STATE", "CONFIG")}
         return os.environ | own
+
+    def edit(self) -> None:
+        """Changes the code, so that the next submission is the first one of it."""
+        (self.folder / "edited.txt").write_text(str(time.monotonic_ns()))
 
     def call(self, command: list[str]) -> str:
         """What a command prints; it has to succeed."""
@@ -69,6 +73,7 @@ class Project:
 def project() -> Iterator[Project]:
     with tempfile.TemporaryDirectory(prefix="mgpu-bench-") as base:
         made = Project(Path(base))
-        shutil.copytree(JOBS, made.folder, ignore=shutil.ignore_patterns("__pycache__"))
+        package = Path(__file__).parent
+        shutil.copytree(package, made.folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
         made.call(["git", "init", "--quiet"])
         yield made

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import Estimate, interleave, median, ratio
@@ -28,7 +29,7 @@ def run() -> Section:
     with project() as made:
         _finish_runs(made, RUNS)
         commands = {"help": HELP, "status": STATUS, "bare": BARE}
-        cases = {name: lambda command=command: made.wall_time(command) for name, command in commands.items()}
+        cases = {name: partial(made.wall_time, command) for name, command in commands.items()}
         seconds = interleave(cases, ROUNDS)
         imported = {command[-1]: _imports(made, command) for command in (HELP, STATUS)}
     status = f"`mgpu-slurm status`, {RUNS:,} finished runs"
@@ -63,13 +64,8 @@ def _finish_runs(made: Project, count: int) -> None:
 
 def _imports(made: Project, command: list[str]) -> list[str]:
     """Which of the packages to keep out a command imports, by the interpreter's own account."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", *command],
-        cwd=made.folder,
-        env=made.environ,
-        capture_output=True,
-        text=True,
-    )
+    told = [sys.executable, "-X", "importtime", *command]
+    done = subprocess.run(told, cwd=made.folder, env=made.environ, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stderr}")
     roots = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
@@ -86,7 +82,5 @@ def _import_row(name: str, found: list[str]) -> Row:
 
 def _installed_note() -> str:
     absent = [name for name in KEPT_OUT if importlib.util.find_spec(name) is None]
-    note = f"heavy packages: {', '.join(KEPT_OUT)}"
-    return note + (
-        f"; NOT INSTALLED here, so their rows say nothing: {', '.join(absent)}" if absent else "; all installed"
-    )
+    state = f"NOT INSTALLED here, so nothing is said of them: {', '.join(absent)}" if absent else "all installed"
+    return f"Heavy packages are {', '.join(KEPT_OUT)}; {state}."

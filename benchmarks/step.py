@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from benchmarks.measure import difference, median, ratio
-from benchmarks.project import Project, project
+from benchmarks.project import JOBS, Project, project
 from benchmarks.report import Row, Section
 
 RATIO_TARGET = 1.01
@@ -26,7 +26,7 @@ def run() -> Section:
 
 def _blocks(made: Project, config: dict[str, int]) -> Blocks:
     words = [f"{key}={value}" for key, value in config.items()]
-    _, folder = made.submit("--ntasks-per-node", str(RANKS), "step_blocks", *words)
+    _, folder = made.submit("--ntasks-per-node", str(RANKS), f"{JOBS}.step_blocks", *words)
     made.wait(folder)
     ranks: list[Blocks] = [json.loads((folder / f"blocks-{rank}.json").read_text()) for rank in range(RANKS)]
     # a block has ended when its last rank has
@@ -57,11 +57,12 @@ def _tiny_rows(seconds: Blocks) -> list[Row]:
 _NAMES = {"run": "`run`", "plain": "hand-written DDP", "same": "DDP with `run.wrap`'s options"}
 
 _ABOUT = (
-    "Three training loops over the same data take turns, block by block, on the two CPU ranks of one run: the primitives"
-    " (`run.loader`, `run.backward`, `run.update(clip=1.0)`, restored so that every batch is a boundary); a hand-written"
-    " loop (DDP as it comes, DataLoader with DistributedSampler, `zero_grad`, `backward`, `clip_grad_norm_`, `step`);"
-    " and that loop with the DDP options which `run.wrap` chooses. A pair is two neighbouring blocks, timed to the end"
-    f" of the slower rank. Blocks have {LARGE['steps']} steps, {TINY['steps']} with the tiny model."
+    "Three training loops over the same data take turns, block by block, on the two CPU ranks of one run: the"
+    " primitives (`run.loader`, `run.backward`, `run.update(clip=1.0)`, restored so that every batch is a boundary); a"
+    " hand-written loop (DDP as it comes, DataLoader with DistributedSampler, `zero_grad`, `backward`,"
+    " `clip_grad_norm_`, `step`); and that loop with the DDP options which `run.wrap` chooses. A pair is two blocks of"
+    " one round, timed to the end of the slower rank. One thread per rank."
+    f" Blocks have {LARGE['steps']} steps, {TINY['steps']} with the tiny model."
 )
 _NOTES = [
     "`run.wrap` sets `gradient_as_bucket_view=True`, which spares a copy of the gradients, and"

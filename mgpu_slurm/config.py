@@ -210,19 +210,28 @@ def to_plain(value: Any) -> Any:
         raise UserError(f"config {type(value).__name__}: {error}: use plain values there") from None
 
 
+def _field_names(value: Any) -> list[str]:
+    """The fields of an instance of a dataclass or a pydantic model; none for anything else."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return list(getattr(type(value), "model_fields", ()))
+
+
 def absolute_paths(value: Any, base: Path) -> Any:
     """The config with every `Path` in it made absolute: the job runs in another folder than the submission."""
     if isinstance(value, Path):
         return base / value.expanduser()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name)
-            new = absolute_paths(old, base)
-            if new is not old:
-                object.__setattr__(value, field.name, new)
+    names = _field_names(value)
+    for name in names:
+        old = getattr(value, name)
+        new = absolute_paths(old, base)
+        if new is not old:
+            # frozen ones too: nobody else holds this config yet
+            object.__setattr__(value, name, new)
+    if names:
         return value
-    if isinstance(value, list):
-        return [absolute_paths(item, base) for item in value]
+    if isinstance(value, (list, set, frozenset)) or type(value) is tuple:
+        return type(value)(absolute_paths(item, base) for item in value)
     if isinstance(value, dict):
         return {key: absolute_paths(item, base) for key, item in value.items()}
     return value

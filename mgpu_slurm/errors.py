@@ -36,14 +36,15 @@ class CollectiveMismatch(MgpuError):
     """A call that all ranks have to make together was made by some of them only."""
 
 
-class RunStopped(BaseException):
+class RunStopped(SystemExit):
     """Raised at a step boundary on all ranks alike, after the work was saved.
 
-    Not an `Exception`, so that a job's own `except Exception` does not swallow it.
+    Not an `Exception`, so that a job's own `except Exception` does not swallow it; and a script that called `attach()`
+    ends with its exit code.
     """
 
     def __init__(self, exit_code: int, reason: str) -> None:
-        super().__init__(reason)
+        super().__init__(exit_code)
         self.exit_code = exit_code
         self.reason = reason
 

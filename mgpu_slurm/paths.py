@@ -71,6 +71,10 @@ class RunFolder:
     def rank_failure(self, attempt: int, rank: int) -> Path:
         return self.logs / f"{attempt}-{rank}.failure.json"
 
+    def requeue_wish(self, attempt: int) -> Path:
+        """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
+        return self.logs / f"{attempt}.requeue"
+
     def launch_log(self, name: str) -> Path:
         return self.logs / f"launch-{name}.log"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
@@ -17,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from benchmarks.measure import interleave
 from mgpu_slurm import Run
 
 FEATURES = 256
@@ -55,23 +57,19 @@ def train(run: Run, config: Config) -> dict[str, float]:
             {"gradient_as_bucket_view": True, SYNC_BUFFERS: False},
         ),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for round_ in range(-WARM_UPS, config.rounds):
-        # every loop comes as often after one other loop as after the other
-        for name in reversed(list(loops)) if round_ % 2 else list(loops):
-            spent = timed(loops[name], config.steps)
-            if round_ >= 0:
-                seconds[name].append(spent / config.steps)
+    cases = {name: functools.partial(seconds_per_step, steps, config.steps) for name, steps in loops.items()}
+    seconds = interleave(cases, config.rounds, WARM_UPS)
     (run.folder / f"blocks-{run.rank}.json").write_text(json.dumps(seconds))
     return {"rounds": config.rounds}
 
 
-def timed(steps: Iterator[None], count: int) -> float:
+def seconds_per_step(steps: Iterator[None], count: int) -> float:
+    """Of one block; all ranks start it together."""
     dist.barrier()
     start = time.perf_counter()
     for _ in itertools.islice(steps, count):
         pass
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / count
 
 
 def make_model(width: int) -> nn.Module:
@@ -116,7 +114,7 @@ def ddp_steps(model: nn.Module, data: TensorDataset, batch_size: int, options: d
         sampler.set_epoch(epoch)
         for features, labels in loader:
             optimizer.zero_grad()
-            cross_entropy(ddp(features), labels).backward()
+            cross_entropy(ddp(features), labels).backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(ddp.parameters(), CLIP)
             optimizer.step()
             yield

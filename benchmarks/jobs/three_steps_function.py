@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from three_steps_model import BATCH_SIZE, make_data, make_model, write_down_the_end
 from torch.nn.functional import cross_entropy
 
+from benchmarks.jobs.three_steps_model import BATCH_SIZE, make_data, make_model, write_down_the_end
 from mgpu_slurm import Run
 
 

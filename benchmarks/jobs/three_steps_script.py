@@ -1,4 +1,4 @@
-"""Three steps of a tiny model, as a script for torchrun: `torchrun --nproc_per_node 2 three_steps_script.py OUT`."""
+"""Three steps of a tiny model, as a script for torchrun: `torchrun --nproc_per_node 2 -m ... OUT`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from three_steps_model import BATCH_SIZE, make_data, make_model, write_down_the_end
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.jobs.three_steps_model import BATCH_SIZE, make_data, make_model, write_down_the_end
 
 
 def main(out: Path) -> None:
@@ -18,10 +20,10 @@ def main(out: Path) -> None:
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = make_data()
-    sampler = DistributedSampler(data, shuffle=True)
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=True)
     for features, labels in DataLoader(data, batch_size=BATCH_SIZE // dist.get_world_size(), sampler=sampler):
         optimizer.zero_grad()
-        cross_entropy(model(features), labels).backward()
+        cross_entropy(model(features), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     write_down_the_end(out, dist.get_rank())
     dist.destroy_process_group()

@@ -59,7 +59,13 @@ def ask(question: Question) -> Answer:
 
 
 def resolve_config(cls: Any, name: str, values: dict[str, Any], base: Path) -> dict[str, Any]:
-    """The whole config of a job as plain values; see `mgpu_slurm.config.fill` for what is refused.
+    """`fill_config` as plain values."""
+    plain: dict[str, Any] = configs.to_plain(fill_config(cls, name, values, base))
+    return plain
+
+
+def fill_config(cls: Any, name: str, values: dict[str, Any], base: Path) -> Any:
+    """The whole config of a job, as it is given to the job; see `mgpu_slurm.config.fill` for what is refused.
 
     Args:
         cls: the config's class, None for a job that takes a mapping as it is.
@@ -68,9 +74,7 @@ def resolve_config(cls: Any, name: str, values: dict[str, Any], base: Path) -> d
     """
     if cls is None:
         return values
-    filled = configs.absolute_paths(configs.fill(cls, values, f"config of {name}"), base)
-    plain: dict[str, Any] = configs.to_plain(filled)
-    return plain
+    return configs.absolute_paths(configs.fill(cls, values, f"config of {name}"), base)
 
 
 def main() -> None:

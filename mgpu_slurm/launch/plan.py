@@ -184,7 +184,8 @@ def _with_local_gpus(resources: Resources) -> tuple[Resources, str]:
     share = available // resources.nodes
     if share == 0:
         few = f"{available} for {resources.nodes} nodes" if available else "this machine shows none"
-        return resources, f"none: {few}"
+        # said to the ranks too, who would otherwise all take the same GPU
+        return replace(resources, gpus_per_node=0), f"none: {few}"
     return replace(resources, gpus_per_node=share), f"{share} per simulated node, this machine's {available} shared out"
 
 

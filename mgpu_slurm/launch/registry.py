@@ -108,11 +108,23 @@ def _queue(waiting: list[State]) -> dict[str, State] | None:
     queued = slurm.queued(ids)
     if queued is None:
         return None
-    known: dict[str, State] = {job_id: {"state": job.state, "reason": job.reason} for job_id, job in queued.items()}
+    known: dict[str, State] = {job_id: _facts(job) for job_id, job in queued.items()}
     forgotten = [job_id for job_id in ids if job_id not in known]
     for start in slurm.accounted(forgotten) if forgotten else []:
-        known[start.job_id] = {"state": start.state, "reason": "", "ended": start.end and _with_zone(start.end)}
+        known[start.job_id] = {"state": start.state, "reason": "", **_ended(start.end)}
     return known
+
+
+def _facts(job: slurm.QueuedJob) -> State:
+    if states.is_alive(job.state):
+        return {"state": job.state, "reason": job.reason}
+    # why it pended is what SLURM goes on to say of a job that was cancelled
+    reason = "cancelled" if job.state == states.CANCELLED else job.reason
+    return {"state": job.state, "reason": reason, **_ended(job.end)}
+
+
+def _ended(local_time: str | None) -> State:
+    return {} if local_time is None else {"ended": _with_zone(local_time)}
 
 
 def _with_zone(local_time: str) -> str:

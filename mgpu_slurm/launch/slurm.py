@@ -22,7 +22,7 @@ _OF_ANOTHER_JOB = re.compile(
 _KEPT = ("SLURM_CONF", "MGPU_RUNS")
 _DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _UNCUT = {"SLURM_BITSTR_LEN": "0"}
-_QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "RestartCnt", "NodeList", "Reason")
+_QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "RestartCnt", "NodeList", "Reason")
 _ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList")
 _NOTHING = ("", "N/A", "None", "Unknown", "(null)", "None assigned")
 
@@ -40,6 +40,8 @@ class QueuedJob:
     nodes: tuple[str, ...]
     start: str | None
     """Of a pending job the expected one; local time without a zone, as SLURM prints it."""
+    end: str | None
+    """Of a job that has not ended the latest one."""
     restarts: int
 
 
@@ -155,7 +157,7 @@ def parse_squeue(output: str) -> list[QueuedJob]:
 
 
 def _queued_job(line: str) -> QueuedJob:
-    job_id, state, start, restarts, nodes, reason = line.split("|", len(_QUEUE_FIELDS) - 1)
+    job_id, state, start, end, restarts, nodes, reason = line.split("|", len(_QUEUE_FIELDS) - 1)
     _, _, task = job_id.strip().partition("_")
     return QueuedJob(
         job_id=job_id.strip(),
@@ -164,6 +166,7 @@ def _queued_job(line: str) -> QueuedJob:
         reason=_text(reason.removesuffix("|")) or "",
         nodes=tuple(expand(_text(nodes) or "")),
         start=_text(start),
+        end=_text(end),
         restarts=int(restarts),
     )
 
@@ -235,8 +238,9 @@ def scancel_command(job_ids: Sequence[str]) -> list[str]:
 
 def sinfo_command(partition: str | None) -> list[str]:
     """Asks for the GPUs of the nodes of a partition (or several, by commas); without one, of all."""
-    chosen = [] if partition is None else [f"--partition={partition}"]
-    return ["sinfo", "--noheader", "--all", *chosen, "-o", "%P|%D|%G"]
+    # sinfo refuses the two together; a partition that is named is shown also where it is hidden
+    chosen = "--all" if partition is None else f"--partition={partition}"
+    return ["sinfo", "--noheader", chosen, "-o", "%P|%D|%G"]
 
 
 def parse_sinfo(output: str) -> list[NodeGroup]:
@@ -271,9 +275,12 @@ def gpus_per_node(partition: str | None) -> int:
     """Asks the cluster once; see `gpus_of`.
 
     Raises:
-        ClusterError: where it does not answer.
+        ClusterError: where it does not answer, or has no such partition.
     """
-    return gpus_of(parse_sinfo(run(sinfo_command(partition))), partition)
+    groups = parse_sinfo(run(sinfo_command(partition)))
+    if partition is not None and not groups:
+        raise ClusterError(f"--partition {partition}: the cluster has none of that name; `sinfo` lists them")
+    return gpus_of(groups, partition)
 
 
 def _text(field: str) -> str | None:

@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import checked, environment, local, plan, registry, script, signature, slurm, snapshot
-from mgpu_slurm.launch.check import Answer, Question, resolve_config
+from mgpu_slurm.launch.check import Answer, Question, fill_config, resolve_config
 from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import target as targets
@@ -181,9 +182,11 @@ def _config(
             raise UserError(f"key=value {next(iter(request.values))!r}: a command has no config; put it behind --")
         return {}
     if callable(request.target):
+        config = fill_config(targets.config_class(request.target), target.label, request.values, cwd)
         if target.pickled is not None:
-            _pickle(request.target, staging)
-        return resolve_config(targets.config_class(request.target), target.label, request.values, cwd)
+            _pickle(request.target, config, staging)
+        plain: dict[str, Any] = configs.to_plain(config)
+        return plain
     assert target.function is not None
     known = checked.recall(key)
     if known is not None:
@@ -197,10 +200,11 @@ def _config(
     return answer.config
 
 
-def _pickle(function: Any, staging: RunFolder) -> None:
+def _pickle(function: Any, config: Any, staging: RunFolder) -> None:
+    """The config travels with the function: the names in its annotations mean nothing in another process."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    staging.function.write_bytes(cloudpickle.dumps(function))
+    staging.function.write_bytes(cloudpickle.dumps((function, config)))
 
 
 def _ask(question: Question, supervisor: local.Supervisor | None) -> Answer:

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
@@ -126,6 +127,8 @@ class Supervisor:
             code = 1
             try:
                 code = self._batch_step(supervisor, restarts)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         return self._watch(pid)
@@ -165,6 +168,9 @@ class Supervisor:
                 batch.own_group()
                 os.environ.update(variables)
                 code = entry.run_rank(self._folder)
+            except BaseException:
+                # the way out below would swallow it
+                traceback.print_exc()
             finally:
                 entry.exit_process(code)
         return pid

@@ -29,8 +29,8 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
     ended = False
     while not ended:
         # the state is read before the logs: what was written before the end is shown before the end
-        if looks % 10 == 0:
-            ended = not states.is_alive(registry.state(folder)["state"])
+        state = records.read_state(folder) if looks % 10 else registry.state(folder)
+        ended = not states.is_alive(state["state"])
         looks += 1
         events = records.events(folder)
         for event in events[known_events:]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ StartRanks = Callable[[dict[str, str]], dict[int, str]]
 GRACE_AFTER_FAILURE = 1.0
 """Seconds that the other ranks get to flush their logs once one has failed."""
 
+PATIENCE_FOR_SIGTERM = 1.0
+"""Seconds."""
+
+_TASK_FAILURE = re.compile(
+    r"^srun: error: (?P<nodes>\S+): task(?P<several>s?) (?P<ranks>\S+): (?P<how>.+)$", re.MULTILINE
+)
+
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP}
 """SIGTERM is for the ranks, who save and leave: this process stays until they have. SIGHUP: the parent is gone."""
 
@@ -44,17 +52,36 @@ class Ending:
     """Exit code of the first process that failed (128 + signal for a killed one), else 0."""
     who: str = ""
     """That process."""
+    told_to_end: bool = False
+    """Whether this process got a SIGTERM meanwhile: SLURM sends one to the batch step when it ends a job."""
 
 
-def run_attempt(folder: RunFolder, job_id: str, nodes: list[str], address: str, start_ranks: StartRanks) -> Ending:
+def describe_exit(ending: Ending) -> str:
+    if ending.code > 128:
+        with contextlib.suppress(ValueError):
+            return f"{ending.who} was ended by {signal.Signals(ending.code - 128).name}"
+    return f"{ending.who} ended with exit code {ending.code}"
+
+
+def run_attempt(
+    folder: RunFolder,
+    job_id: str,
+    nodes: list[str],
+    address: str,
+    start_ranks: StartRanks,
+    describe: Callable[[Ending], str] = describe_exit,
+) -> Ending:
     """One attempt from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
 
     Args:
         address: what other nodes call this one; the loopback address where all ranks are on this machine.
+        describe: tells a failure in words where no rank did.
     """
     attempt = records.attempts_started(folder) + 1
     records.record_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes)
     records.update_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", **_started(folder))
+    # what the attempt before died of is over
+    folder.failure.unlink(missing_ok=True)
     # several nodes have to reach the store; one node needs no other interface than loopback
     listener = rendezvous.bind("127.0.0.1" if address.startswith("127.") else "")
     variables = rendezvous.exports(address, listener.getsockname()[1])
@@ -63,9 +90,11 @@ def run_attempt(folder: RunFolder, job_id: str, nodes: list[str], address: str, 
     store = _serve_in_background(listener)
     ending = _wait(alive)
     store.clear()
+    if folder.requeue_wish(attempt).exists():
+        ending = replace(ending, code=REQUEUE_EXIT_CODE)
     records.record_event(folder, "ended", attempt=attempt, job_id=job_id, exit_code=ending.code, who=ending.who)
     if ending.code not in (0, REQUEUE_EXIT_CODE):
-        _write_failure(folder, attempt, ending)
+        _write_failure(folder, attempt, ending, describe(ending))
     return ending
 
 
@@ -84,6 +113,7 @@ def _serve_in_background(listener: socket.socket) -> list[Any]:
 def _wait(alive: dict[int, str]) -> Ending:
     """Until no process is left; the first failure ends the others."""
     ending = Ending(0)
+    told_to_end = False
     deadline: float | None = None
     while alive:
         timeout = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
@@ -93,6 +123,8 @@ def _wait(alive: dict[int, str]) -> Ending:
             deadline = None
         elif received is not None and received.si_signo == signal.SIGHUP:
             _signal_groups(alive, signal.SIGKILL)
+        elif received is not None and received.si_signo == signal.SIGTERM:
+            told_to_end = True
         for who, code in _ended(alive):
             if code and not ending.code:
                 ending = Ending(code, who)
@@ -100,7 +132,7 @@ def _wait(alive: dict[int, str]) -> Ending:
                 if code == REQUEUE_EXIT_CODE:
                     # all ranks leave together, each after its part of the save
                     deadline += 10
-    return ending
+    return replace(ending, told_to_end=told_to_end)
 
 
 def _signal_groups(alive: dict[int, str], signum: int) -> None:
@@ -123,19 +155,18 @@ def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda ended: -ended[1])
 
 
-def _write_failure(folder: RunFolder, attempt: int, ending: Ending) -> None:
+def _write_failure(folder: RunFolder, attempt: int, ending: Ending, description: str) -> None:
     """`failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
     found = [read_json(path) for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json"))]
     found = sorted((record for record in found if record), key=lambda record: (record["consequence"], record["time"]))
-    first = found[0] if found and not found[0]["consequence"] else {"message": describe_exit(ending)}
+    first = found[0] if found and not found[0]["consequence"] else {"message": description}
     write_json(folder.failure, {"attempt": attempt, "exit_code": ending.code, "who": ending.who, **first})
 
 
-def describe_exit(ending: Ending) -> str:
-    if ending.code > 128:
-        with contextlib.suppress(ValueError):
-            return f"{ending.who} was ended by {signal.Signals(ending.code - 128).name}"
-    return f"{ending.who} ended with exit code {ending.code}"
+def first_failure(launch_log: str) -> str | None:
+    """Which task failed first and how, in srun's own words; its exit code only tells the highest of all tasks."""
+    match = _TASK_FAILURE.search(launch_log)
+    return match and f"rank{match['several']} {match['ranks']} on {match['nodes']}: {match['how']}"
 
 
 def run_command(command: list[str]) -> StartRanks:
@@ -161,7 +192,16 @@ def main(arguments: list[str]) -> int:
     spec = read_spec(folder)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])
-    ending = run_attempt(folder, job_id(), nodes, nodes[0] if len(nodes) > 1 else "127.0.0.1", run_command(command))
+    address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
+    # earlier starts of a requeued job wrote to the same log
+    log = folder.launch_log(os.environ["SLURM_JOB_ID"])
+    position = log.stat().st_size if log.exists() else 0
+
+    def describe(ending: Ending) -> str:
+        added = log.read_bytes()[position:] if log.exists() else b""
+        return first_failure(added.decode(errors="replace")) or describe_exit(ending)
+
+    ending = run_attempt(folder, job_id(), nodes, address, run_command(command), describe)
     return _conclude(folder, spec, ending)
 
 
@@ -172,18 +212,47 @@ def job_id() -> str:
 
 
 def _conclude(folder: RunFolder, spec: Spec, ending: Ending) -> int:
-    if ending.code == REQUEUE_EXIT_CODE and records.attempts_started(folder) <= spec.max_requeues:
-        records.record_event(folder, "requeued", job_id=job_id())
-        records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
-        subprocess.run(["scontrol", "requeue", job_id()], timeout=60, check=False)
-        return ending.code
-    if ending.code == TERMINATED_EXIT_CODE:
+    if ending.code and _is_slurms_doing(ending):
         # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
         return ending.code
-    state = "FAILED" if ending.code else "COMPLETED"
-    reason = records.failure_line(folder) if ending.code else ""
+    if ending.code == REQUEUE_EXIT_CODE and _requeues(folder) < spec.max_requeues:
+        records.record_event(folder, "requeued", job_id=job_id())
+        records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
+        problem = _requeue()
+        if problem is None:
+            return ending.code
+        state, reason = "TIMEOUT", f"SLURM did not start it again: {problem}; `resume` goes on"
+    elif ending.code == REQUEUE_EXIT_CODE:
+        state = "TIMEOUT"
+        reason = f"asked to be started again, and all of --max-requeues {spec.max_requeues} are used"
+    elif ending.code:
+        state, reason = "FAILED", records.failure_line(folder)
+    else:
+        state, reason = "COMPLETED", ""
     records.update_state(folder, state=state, ended=records.now(), reason=reason)
     return ending.code
+
+
+def _is_slurms_doing(ending: Ending) -> bool:
+    """Whether SLURM ended the job; the ranks may hear of it, and be gone, a moment before this process does."""
+    if ending.told_to_end:
+        return True
+    return ending.code == TERMINATED_EXIT_CODE and bool(signal.sigtimedwait({signal.SIGTERM}, PATIENCE_FOR_SIGTERM))
+
+
+def _requeue() -> str | None:
+    """Puts this job back into the queue, which also ends it here; why that failed, or None."""
+    try:
+        command = ["scontrol", "requeue", job_id()]
+        done = subprocess.run(command, timeout=60, check=False, stderr=subprocess.PIPE, text=True, errors="replace")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else done.stderr.strip() or f"scontrol requeue ended with {done.returncode}"
+
+
+def _requeues(folder: RunFolder) -> int:
+    """How often this job has asked to be started again; a resumed run starts counting anew, as a new job."""
+    return sum(event["event"] == "requeued" and event["job_id"] == job_id() for event in records.events(folder))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import atexit
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -23,8 +24,8 @@ from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime.devices import threads_per_rank
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
-from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag
-from mgpu_slurm.spec import ATTEMPT_VARIABLE, Spec, read_spec
+from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag, ignore_stop_signals
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, Spec, read_spec
 
 if TYPE_CHECKING:
     from mgpu_slurm.runtime.run import Run
@@ -33,7 +34,7 @@ PROJECT_VARIABLE = "MGPU_PROJECT"
 
 
 def main(folder: RunFolder) -> int:
-    """Runs this rank and returns its exit code; a command replaces the process instead."""
+    """Runs this rank and returns its exit code; a command of the local executor replaces the process instead."""
     facts = from_slurm()
     attempt = int(os.environ[ATTEMPT_VARIABLE])
     _send_output_to(folder.rank_log(attempt, facts.rank))
@@ -42,8 +43,16 @@ def main(folder: RunFolder) -> int:
     _export(spec, folder, facts)
     if spec.target.command is not None:
         os.chdir(folder.code / spec.workdir)
-        _become(spec, spec.target.command)
-    return _guarded(spec, folder, facts, attempt)
+        code = _run_command(spec, spec.target.command)
+    else:
+        code = _guarded(spec, folder, facts, attempt)
+    # an interpreter that ends gives handled signals back their default, which is to kill it
+    ignore_stop_signals()
+    if code == REQUEUE_EXIT_CODE and spec.executor != "local":
+        # srun takes it for a failure, ends the other ranks while they still save, and reports the code of those
+        folder.requeue_wish(attempt).touch()
+        return 0
+    return code
 
 
 def _send_output_to(log: Path) -> None:
@@ -69,12 +78,17 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
     os.environ[PROJECT_VARIABLE] = spec.project
     os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
     os.environ["PYTHONUNBUFFERED"] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(facts.local_world_size)))
+    # simulated nodes share the cores of one machine
+    neighbours = facts.world_size if spec.executor == "local" else facts.local_world_size
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(neighbours)))
 
 
-def _become(spec: Spec, command: tuple[str, ...]) -> NoReturn:
-    """Replaces this process by the command, the lead signal ignored: by default it would kill a script that knows
-    nothing of it. SIGTERM is left alone."""
+def _run_command(spec: Spec, command: tuple[str, ...]) -> int:
+    """Runs the command with the lead signal ignored: by default it would kill a script that knows nothing of it.
+
+    Where the local executor waits for this process, the command replaces it. Under srun it is a child, so that its exit
+    code can be read here first; it gets the signals of the step itself.
+    """
     signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
     name = command[0]
     if name in ("python", "python3"):
@@ -86,7 +100,12 @@ def _become(spec: Spec, command: tuple[str, ...]) -> NoReturn:
     if program is None:
         print(f"mgpu_slurm: command {name!r} is not on PATH of {os.uname().nodename}", file=sys.stderr, flush=True)
         os._exit(127)
-    os.execv(program, [name, *command[1:]])
+    if spec.executor == "local":
+        os.execv(program, [name, *command[1:]])
+    # a handler, which a child does not inherit, as it would an ignored signal
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    code = subprocess.Popen([name, *command[1:]], executable=program).wait()
+    return 128 - code if code < 0 else code
 
 
 def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int) -> int:
@@ -97,7 +116,6 @@ def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int) -> i
         _train(spec, folder, facts, attempt, stop)
         return 0
     except RunStopped as stopped:
-        print(f"mgpu_slurm: {stopped.reason}", flush=True)
         return stopped.exit_code
     except BaseException as error:
         shown = _traceback(error)
@@ -114,8 +132,7 @@ def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: 
     from mgpu_slurm.runtime import devices, rendezvous
     from mgpu_slurm.runtime.run import Run
 
-    function = _function(spec, folder)
-    config = _config(spec, function)
+    function, config = _function_and_config(spec, folder)
     device = devices.choose(facts)
     if facts.world_size > 1:
         rendezvous.join(facts, device)
@@ -132,25 +149,22 @@ def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: 
             dist.destroy_process_group()
 
 
-def _function(spec: Spec, folder: RunFolder) -> Any:
+def _function_and_config(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
     from mgpu_slurm.runtime import target
 
     workdir = folder.code / spec.workdir
     target.stand_in(workdir)
     sys.argv = [spec.target.label]
     if spec.target.function is not None:
-        return target.load(spec.target.function, workdir)
+        function = target.load(spec.target.function, workdir)
+        cls = target.config_class(function)
+        config = spec.config if cls is None else configs.fill(cls, spec.config, f"config of {spec.target.label}")
+        return function, config
     import cloudpickle  # type: ignore[import-untyped]
 
     with open(folder.function, "rb") as file:
-        return cloudpickle.load(file)
-
-
-def _config(spec: Spec, function: Any) -> Any:
-    from mgpu_slurm.runtime import target
-
-    cls = target.config_class(function)
-    return spec.config if cls is None else configs.fill(cls, spec.config, f"config of {spec.target.label}")
+        function, config = cloudpickle.load(file)
+    return function, config
 
 
 def _write_result(folder: RunFolder, run: Run, returned: Any) -> None:

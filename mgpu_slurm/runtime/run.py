@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -342,9 +342,9 @@ class Run:
         self._save_wanted = False
         self._agreed = replace(self._agreed, save=False)
         if self._agreed.stop is Stop.REQUEUE:
-            raise RunStopped(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {self.step}")
+            _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {self.step}")
         if self._agreed.stop is Stop.END:
-            raise RunStopped(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
+            _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
 
     def _write_checkpoint(self, active: Loader | None) -> None:
         if self._saved_step == self.step:
@@ -398,6 +398,11 @@ class Run:
     def close(self) -> None:
         if self._reporter is not None:
             self._reporter.close(self.step)
+
+
+def _stop(exit_code: int, reason: str) -> NoReturn:
+    print(f"mgpu_slurm: {reason}", flush=True)
+    raise RunStopped(exit_code, reason)
 
 
 def _nothing() -> None:

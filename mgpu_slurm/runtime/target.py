@@ -69,7 +69,8 @@ def check_callable(function: Any, name: str) -> None:
     """Refuses what cannot be called with (run, config)."""
     if not callable(function):
         raise UserError(
-            f"target {name!r} is of type {type(function).__name__}, no function: name one of the form train(run, config)"
+            f"target {name!r} is of type {type(function).__name__}, no function:"
+            " name one of the form train(run, config)"
         )
     try:
         inspect.signature(function).bind(None, None)

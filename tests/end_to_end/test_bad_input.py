@@ -11,7 +11,7 @@ import pytest
 from tests.support import Project, make_project
 
 LOCAL = ("submit", "--executor", "local", "--no-follow")
-ASK_ONLY = ("submit", "--executor", "slurm", "--dry-run")
+ASK_ONLY = ("submit", "--executor", "slurm", "--gpus-per-node", "0", "--dry-run")
 """The same checks by the process that asks the target where no local ranks are wanted; it imports no torch."""
 
 TRAIN = """
@@ -87,8 +87,8 @@ def call(words: str, *says: str, **more: object) -> Bad:
     return Bad(tuple(words.split()), says, **more)  # type: ignore[arg-type]
 
 
-def cluster_file(text: str, *says: str, words: str = "train") -> Bad:
-    return local(words, "mgpu.yaml", *says, files={"mgpu.yaml": text})
+def cluster_file(text: str, *says: str) -> Bad:
+    return local("train", "mgpu.yaml", *says, files={"mgpu.yaml": text})
 
 
 BAD = {
@@ -121,7 +121,7 @@ BAD = {
     "missing required key": asked("train:needs", "'data'", "add data=VALUE"),
     "refused by __post_init__": asked("train lr=-1", "lr=-1.0 is negative", "give one above 0"),
     "crash in __post_init__": asked("train steps=13", "config of train:train", "train.py:", "KeyError: 'thirteen'"),
-    "value that is no YAML": local("train lr=[1", "value of lr", "mend the YAML"),
+    "value that is no YAML": local("train lr=[1", "'lr=[1'", "put it in quotes"),
     "override without a key": local("train =1", "'=1'", "key=value"),
     "config for a command": local("lr=1 -- echo", "'lr'", "behind --"),
     "broken config file": local("train --config broken.yaml", "broken.yaml:3:6", "mend the YAML"),
@@ -156,7 +156,9 @@ BAD = {
     "name that climbs out": local("train --name ../a", "'../a'", "use letters"),
     "name that is too long": local(f"train --name {'x' * 101}", "x" * 101, "at most 100"),
     "unknown executor": local("train --executor moon", "'moon'", "auto, slurm or local"),
-    "no sbatch": call("submit --executor slurm train", "no sbatch", "--executor local", code=3),
+    "no sbatch": call(
+        "submit --executor slurm train", "no sbatch", "--executor local", code=3, environ={"PATH": "/no-such-folder"}
+    ),
     "unknown flag": local("train --nodez 2", "--nodez", "--nodes"),
     # the folders
     "runs folder below a file": local(
@@ -167,8 +169,8 @@ BAD = {
     ),
     "snapshot over the limit": local(
         "train",
-        "limit of 6 KB",
-        "'large.bin' 9 KB, 'middle.bin' 2 KB",
+        "limit of 6.0 KB",
+        "'large.bin' 9.0 KB, 'middle.bin' 2.0 KB",
         "raise snapshot-limit",
         files={
             "large.bin": b"x" * 9000,
@@ -178,8 +180,8 @@ BAD = {
     ),
     # the cluster file
     "no cluster file": local("train --cluster hpc", "'hpc'", "mgpu.yaml"),
-    "unknown cluster": cluster_file(
-        "clusters: {hpc: {}}\n", "'hcp'", "did you mean 'hpc'", words="train --cluster hcp"
+    "unknown cluster": local(
+        "train --cluster hcp", "'hcp'", "did you mean 'hpc'", files={"mgpu.yaml": "clusters: {hpc: {}}\n"}
     ),
     "broken cluster file": cluster_file("clusters: [\n", "mgpu.yaml:2:1", "mend the YAML"),
     "unknown key in the cluster file": cluster_file("jobb: x\n", "'jobb'", "did you mean 'job'"),

@@ -1,0 +1,201 @@
+"""Runs from Python: scripts and notebooks submit, wait and read results as the command line does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import Project, make_project, processes_of
+
+WORK = """
+    import time
+    from dataclasses import dataclass
+    from pathlib import Path
+
+    @dataclass
+    class Config:
+        lr: float = 0.1
+        data: Path = Path("data")
+
+    def train(run, config: Config):
+        print("module", config.lr, config.data)
+        run.report(1, loss=config.lr)
+
+    def fails(run, config):
+        raise RuntimeError(f"nothing to learn from {config}")
+
+    def waits(run, config):
+        print("waiting", flush=True)
+        time.sleep(600)
+"""
+
+SCRIPT = """
+    from __future__ import annotations
+
+    import json
+    import time
+    from dataclasses import dataclass, field
+
+    import work
+    from mgpu_slurm import runs, submit
+    from mgpu_slurm.errors import RunFailed, UserError
+
+    FACTOR = 10
+
+    @dataclass
+    class Inner:
+        width: int = 2
+
+    @dataclass
+    class Config:
+        lr: float
+        inner: Inner = field(default_factory=Inner)
+
+    def scaled(value):
+        return FACTOR * value
+
+    def train(run, config: Config) -> float:
+        print(f"rank {run.rank} of {run.world_size} has width {config.inner.width}")
+        return scaled(config.lr)
+
+    here = submit(train, Config(lr=2.0, inner=Inner(width=5)), nodes=2, executor="local", name="here")
+    module = submit(work.train, work.Config(lr=0.5), executor="local", name="module")
+    text = submit("work:train", {"lr": 0.25}, executor="local", name="text")
+    failing = submit(work.fails, {"samples": 0}, executor="local", name="failing")
+    waiting = submit("work.py:waits", executor="local", name="waiting")
+
+    said = {"repr": repr(waiting), "state": waiting.state}
+    said["results"] = [here.result(), module.result(), text.result()]
+    said["logs"] = [here.logs(), here.logs(rank=1), module.logs(rank=0)]
+    said["waited"] = [here.wait(), here.state]
+    try:
+        failing.result()
+    except RunFailed as error:
+        said["failed"] = str(error)
+    try:
+        waiting.wait(timeout=0.1)
+    except TimeoutError as error:
+        said["timeout"] = str(error)
+    while "waiting" not in waiting.logs():
+        time.sleep(0.02)
+    said["cancelled"] = [waiting.cancel(), waiting.wait(), waiting.cancel()]
+    said["wrong"] = []
+    for target, config, more in [
+        (train, {"lr": "fast"}, {}),
+        (train, 3, {}),
+        (lambda run: None, {}, {}),
+        ("work:trian", {}, {}),
+        (work.train, {}, {"nodez": 2}),
+        (work.train, {}, {"nodes": 0}),
+    ]:
+        try:
+            submit(target, config, executor="local", **more)
+        except UserError as error:
+            said["wrong"].append(str(error))
+    said["folders"] = [str(run.folder) for run in (here, module, text, failing, waiting)]
+    said["runs"] = [run.name for run in runs()]
+    print(json.dumps(said))
+"""
+
+
+def python(project: Project, *words: str, **options: Any) -> str:
+    options = {"cwd": project.folder, "env": os.environ | project.environ} | options
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=110, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = make_project(tmp_path_factory.mktemp("python"))
+    project.write("work.py", WORK)
+    project.write("script.py", SCRIPT)
+    project.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
+    return project
+
+
+@pytest.fixture(scope="module")
+def said(project: Project) -> dict[str, Any]:
+    return dict(json.loads(python(project, "script.py")))
+
+
+def test_a_function_of_the_script_itself_runs_with_what_it_uses(said: dict[str, Any]) -> None:
+    assert said["results"][0] == {"value": 20.0}
+    assert said["logs"][:2] == ["rank 0 of 2 has width 5\n", "rank 1 of 2 has width 5\n"]
+    assert said["waited"] == ["COMPLETED", "COMPLETED"]
+
+
+def test_a_function_of_a_module_and_a_name_run_the_snapshot(said: dict[str, Any], project: Project) -> None:
+    # the last metrics are the result of a function that returns nothing
+    assert said["results"][1:] == [{"loss": 0.5}, {"loss": 0.25}]
+    assert said["logs"][2].startswith(f"module 0.5 {project.folder / 'data'}\n")
+    module = Path(said["folders"][1])
+    assert (module / "code" / "work.py").exists()
+    assert not (module / "function.pkl").exists()
+
+
+def test_the_result_of_a_failed_run_raises_the_first_cause(said: dict[str, Any]) -> None:
+    name = Path(said["folders"][3]).name
+    expected = "rank 0 on local1: RuntimeError: nothing to learn from {'samples': 0}"
+    assert said["failed"] == f"run {name} is FAILED: {expected}"
+
+
+def test_a_run_is_waited_for_and_cancelled(said: dict[str, Any]) -> None:
+    folder = Path(said["folders"][4])
+    assert said["state"] in ("PENDING", "RUNNING")
+    assert said["repr"].startswith(f"<run {folder.name} ")
+    assert said["timeout"] == f"run {folder.name} is still RUNNING after 0.1 s"
+    assert said["cancelled"] == [True, "CANCELLED", False]
+    assert processes_of(folder) == []
+
+
+def test_wrong_calls_raise_one_line_and_leave_nothing(said: dict[str, Any], project: Project) -> None:
+    expected = [
+        "config of train: lr='fast': expected a valid number",
+        "config: expected a dataclass or a mapping, got int",
+        "cannot be called with (run, config)",
+        "work has no 'trian' (did you mean 'train'?)",
+        "unknown flag 'nodez' (did you mean 'nodes'?)",
+        "--nodes 0: expected a whole number of at least 1",
+    ]
+    assert len(said["wrong"]) == len(expected)
+    for message, part in zip(said["wrong"], expected, strict=True):
+        assert part in message
+        assert "\n" not in message
+    assert {path.name for path in project.runs.iterdir()} >= {Path(folder).name for folder in said["folders"]}
+    assert not any(path.name.startswith(".") for path in project.runs.iterdir())
+
+
+def test_runs_are_found_in_another_process_newest_first(said: dict[str, Any], project: Project, tmp_path: Path) -> None:
+    names = [Path(folder).name for folder in said["folders"]]
+    assert said["runs"] == names[::-1]
+    code = """
+        from mgpu_slurm import runs
+        for run in runs():
+            print(run.name, run.state, run.result() if run.state == "COMPLETED" else "")
+    """
+    lines = python(project, "-c", textwrap.dedent(code), cwd=tmp_path).splitlines()
+    assert [line.split()[0] for line in lines] == names[::-1]
+    assert lines[-1] == f"{names[0]} COMPLETED {{'value': 20.0}}"
+
+
+def test_a_function_typed_in_has_no_file_and_runs(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    code = """
+        from mgpu_slurm import submit
+        SHIFT = 1
+        def train(run, config):
+            return {"sum": config["a"] + SHIFT, "ranks": run.world_size}
+        run = submit(train, {"a": 2}, ntasks_per_node=2, executor="local")
+        print(run.name, run.result())
+    """
+    name, result = python(project, "-c", textwrap.dedent(code)).split(maxsplit=1)
+    assert result.strip() == "{'sum': 3.0, 'ranks': 2.0}"
+    assert (project.runs / name / "function.pkl").exists()
