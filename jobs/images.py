@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from mgpu_slurm import Run
-from mgpu_slurm.errors import UserError
-from mgpu_slurm.runtime.vision import import_torchvision
+from mgpu_slurm import Run, UserError, import_torchvision
 
 # of ImageNet, which nearly all published weights were trained on
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -15,16 +15,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mgpu_slurm.errors import UserError
     from mgpu_slurm.launch.runs import Handle, runs, submit
     from mgpu_slurm.runtime.attaching import attach
     from mgpu_slurm.runtime.run import Run
+    from mgpu_slurm.runtime.vision import import_torchvision
 
-__all__ = ["Handle", "Run", "attach", "runs", "submit"]
+__all__ = ["Handle", "Run", "UserError", "attach", "import_torchvision", "runs", "submit"]
 
 _HOMES = {
     "Handle": "mgpu_slurm.launch.runs",
     "Run": "mgpu_slurm.runtime.run",
+    "UserError": "mgpu_slurm.errors",
     "attach": "mgpu_slurm.runtime.attaching",
+    "import_torchvision": "mgpu_slurm.runtime.vision",
     "runs": "mgpu_slurm.launch.runs",
     "submit": "mgpu_slurm.launch.runs",
 }

@@ -17,7 +17,8 @@ from typing import Any
 
 from mgpu_slurm.errors import UserError
 
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LONGEST_NAME = 100
+RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 STAGING_PREFIX = ".staging-"
 FOLDER_MODE = {"owner": 0o700, "group": 0o750}
 
@@ -117,6 +118,15 @@ def state_home() -> Path:
     """Where this user's index of runs folders and the check cache live."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "mgpu_slurm"
+
+
+def open_to(readable_by: str) -> None:
+    """Lets what this process writes from here on be read by the group, where the run is to be.
+
+    For `owner` nothing changes: the run folder itself lets nobody else in.
+    """
+    if readable_by == "group":
+        os.umask(os.umask(0o077) & ~0o050)
 
 
 def make_writable(folder: Path) -> None:

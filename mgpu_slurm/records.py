@@ -53,7 +53,7 @@ def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dic
 
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
-    """Appends `submitted`, `started`, `ended` or `requeued` to the run's history."""
+    """Appends `submitted`, `unconfirmed`, `started`, `ended` or `requeued` to the run's history."""
     append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
 
 
@@ -64,6 +64,12 @@ def events(folder: RunFolder) -> list[dict[str, Any]]:
 def submitted_job(folder: RunFolder) -> str | None:
     """The job id that sbatch gave at the newest submission, which is known before the job itself can write it down."""
     return next((event["job_id"] for event in reversed(events(folder)) if event["event"] == "submitted"), None)
+
+
+def unconfirmed_token(folder: RunFolder) -> str | None:
+    """The token of the newest submission, where nobody could tell whether SLURM took it; None once that is known."""
+    newest = next(reversed(events(folder)), None)
+    return newest["token"] if newest is not None and newest["event"] == "unconfirmed" else None
 
 
 def attempts_started(folder: RunFolder) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mgpu_slurm import config as configs
 from mgpu_slurm.errors import UserError, nearest
-from mgpu_slurm.paths import RUN_NAME, RunFolder, write_whole
+from mgpu_slurm.paths import LONGEST_NAME, RUN_NAME, RunFolder, write_whole
 
 ExecutorName = Literal["slurm", "allocation", "local"]
 Readers = Literal["owner", "group"]
@@ -196,7 +196,8 @@ def read_spec(folder: RunFolder) -> Spec:
 def check_run_name(name: str) -> None:
     if not RUN_NAME.fullmatch(name):
         raise UserError(
-            f"run name {name!r}: use letters, digits, '.', '_' and '-' (at most 100, the first a letter or digit)"
+            f"run name {name!r}: use letters, digits, '.', '_' and '-'"
+            f" (at most {LONGEST_NAME} with the time that is added, the first a letter or digit)"
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import mgpu_slurm
 from tests.support import REPOSITORY, Project
 
 PACKAGE = REPOSITORY / "mgpu_slurm"
@@ -22,10 +23,10 @@ MAY_IMPORT = {
     "launch": {"top", "launch"},
     "runtime": {"top", "runtime"},
     "observe": {"top", "launch", "observe"},
+    "supervisor": {"top", "launch", "runtime"},
     "cli": {"top", "launch", "runtime", "observe", "cli"},
 }
-"""The houses of the package and whom they know. Launch and observe also know the runtime modules that both sides share:
-those that load nothing heavy."""
+"""The houses of the package and whom they know. The local executor's supervisor is where both sides meet."""
 
 LOGIN_SIDE = ("top", "launch", "observe", "cli")
 
@@ -48,6 +49,8 @@ def house(module: str) -> str:
     if parts[1:] in ([], ["cli"], ["__main__"]):
         # the package's own __init__ names what lives in any house, and imports none of it by itself
         return "cli"
+    if parts[1:] == ["supervisor"]:
+        return "supervisor"
     return "top" if len(parts) == 2 and FILES[module].name != "__init__.py" else parts[1]
 
 
@@ -93,8 +96,7 @@ def test_a_module_imports_only_from_the_houses_it_may_know(module: str) -> None:
     assert own in MAY_IMPORT, f"house {own!r} has no line in MAY_IMPORT"
     wrong = []
     for name in imports(module, everywhere=True) & set(FILES):
-        is_shared = own in ("launch", "observe") and house(name) == "runtime" and not loaded(name) & HEAVY
-        if name != "mgpu_slurm" and house(name) not in MAY_IMPORT[own] and not is_shared:
+        if name != "mgpu_slurm" and house(name) not in MAY_IMPORT[own]:
             wrong.append(name)
     assert wrong == []
 
@@ -146,8 +148,4 @@ def test_jobs_use_the_public_names_only(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mgpu_slurm")
         for alias in node.names
     }
-    # the last two are there for jobs: torchvision beside a CPU-only torch, and errors of one line
-    assert names <= {
-        *("mgpu_slurm.Run", "mgpu_slurm.attach"),
-        *("mgpu_slurm.runtime.vision.import_torchvision", "mgpu_slurm.errors.UserError"),
-    }
+    assert names <= {f"mgpu_slurm.{name}" for name in mgpu_slurm.__all__}

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
+from mgpu_slurm import target
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import signature
-from mgpu_slurm.runtime import target
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
     ranks_of_function = 0 if spec.target.is_command else spec.resources.ranks
     with open(now_at.launch_log("local"), "a") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mgpu_slurm.launch.supervisor", str(ranks_of_function)],
+            [sys.executable, "-m", "mgpu_slurm.supervisor", str(ranks_of_function)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -74,7 +74,7 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
             start_new_session=True,
             # libraries read their variables on import, which happens here; and /proc shows the environment that a
             # process was started with, which forks inherit, so all processes of the run carry its mark
-            env=scrubbed_environment(os.environ) | spec.environment | {processes.RUN_VARIABLE: str(run.path)},
+            env=scrubbed_environment(os.environ) | _early(spec) | {processes.RUN_VARIABLE: str(run.path)},
         )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -84,6 +84,12 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
         process.stdout.close()
         with suppress(BrokenPipeError):
             process.stdin.close()
+
+
+def _early(spec: Spec) -> dict[str, str]:
+    """What decides on the number of threads, and whatever else libraries ask for on import."""
+    cpus = spec.resources.cpus_per_task
+    return ({"SLURM_CPUS_PER_TASK": str(cpus)} if cpus else {}) | spec.environment
 
 
 def is_supervised(state: dict[str, Any]) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 
 from mgpu_slurm import config as configs
 from mgpu_slurm import records
+from mgpu_slurm import target as targets
 from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import cluster as clusters
 from mgpu_slurm.launch import script, simulated, slurm, snapshot
 from mgpu_slurm.launch.cluster import Cluster, ClusterFile
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime import target as targets
 from mgpu_slurm.spec import ExecutorName, Resources, Spec, Target, check_run_name, parse_signal, resources_from
 
 DEMO_TARGET = "jobs.digits"

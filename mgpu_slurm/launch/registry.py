@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import paths, records
-from mgpu_slurm.errors import UserError, nearest
+from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import local, slurm, states
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
 
@@ -85,7 +85,7 @@ def current(asked: Iterable[RunFolder]) -> list[tuple[RunFolder, State]]:
 
     One squeue serves all of them.
     """
-    found = [(folder, _recorded(folder)) for folder in asked]
+    found = [(folder, _looked_for(folder, _recorded(folder))) for folder in asked]
     known = _queue([state for _, state in found if states.is_alive(state["state"]) and state["executor"] == "slurm"])
     return [(folder, _true(folder, state, known)) for folder, state in found]
 
@@ -95,6 +95,25 @@ def _recorded(folder: RunFolder) -> State:
     if state["executor"] == "slurm" and state["job_id"] is None:
         state["job_id"] = records.submitted_job(folder)
     return state
+
+
+def _looked_for(folder: RunFolder, state: State) -> State:
+    """The state with the job id of a submission that was not confirmed, or with its end where it never arrived."""
+    if state["executor"] != "slurm" or state["job_id"] is not None or not states.is_alive(state["state"]):
+        return state
+    token = records.unconfirmed_token(folder)
+    if token is None:
+        # being submitted at this moment
+        return state
+    try:
+        job_id = slurm.job_marked(token)
+    except ClusterError:
+        return state
+    if job_id is None:
+        reason = "never arrived in SLURM's queue; `resume` submits it again"
+        return records.update_state(folder, state="FAILED", reason=reason, ended=records.now())
+    records.record_event(folder, "submitted", job_id=job_id, token=token)
+    return state | {"job_id": job_id}
 
 
 def _queue(waiting: list[State]) -> dict[str, State] | None:

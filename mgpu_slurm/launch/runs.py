@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu_slurm import config as configs
 from mgpu_slurm import paths
-from mgpu_slurm.errors import RunFailed, UserError
+from mgpu_slurm.errors import ClusterError, RunFailed, UserError
 from mgpu_slurm.launch import cleaning, local, registry, slurm, states
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.plan import Request
@@ -83,6 +83,8 @@ class Handle:
             return False
         if facts["executor"] == "local":
             return local.cancel(facts)
+        if facts["job_id"] is None:
+            raise ClusterError(f"run {self.name}: whether SLURM took its job is not known yet: try again later")
         slurm.run(slurm.scancel_command([facts["job_id"]]))
         return True
 

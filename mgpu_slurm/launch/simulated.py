@@ -10,8 +10,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
+from mgpu_slurm.hostlist import compress
 from mgpu_slurm.processes import cores
-from mgpu_slurm.runtime.hostlist import compress
 from mgpu_slurm.spec import Spec
 
 ADDRESS = "127.0.0.1"

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.hostlist import expand
 from mgpu_slurm.launch import states
-from mgpu_slurm.runtime.hostlist import expand
 
 _OF_ANOTHER_JOB = re.compile(
     r"(SLURM|SBATCH|SRUN|PMIX|PMI|OMPI|TORCHELASTIC|MGPU)_.*"
@@ -24,7 +24,7 @@ _DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _UNCUT = {"SLURM_BITSTR_LEN": "0"}
 _QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "RestartCnt", "NodeList", "Reason")
 _ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList")
-_NOTHING = ("", "N/A", "None", "Unknown", "(null)", "None assigned")
+_NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
 
 @dataclass(frozen=True)

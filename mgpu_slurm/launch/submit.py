@@ -21,12 +21,12 @@ from typing import Any
 
 from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records
+from mgpu_slurm import target as targets
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import checked, environment, local, plan, registry, script, signature, slurm, snapshot
 from mgpu_slurm.launch.check import Answer, Question, fill_config, resolve_config
 from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime import target as targets
 from mgpu_slurm.spec import Spec
 
 STALE_STAGING_SECONDS = 3600
@@ -116,6 +116,7 @@ def _found_in_queue(folder: RunFolder, token: str, refused: ClusterError) -> str
     try:
         job_id = slurm.job_marked(token)
     except ClusterError as silent:
+        records.record_event(folder, "unconfirmed", token=token)
         raise ClusterError(
             f"{refused}; whether the job is queued all the same is not known, because {silent}:"
             f" look for {token} in squeue -o '%i %k'"
@@ -130,6 +131,7 @@ def _found_in_queue(folder: RunFolder, token: str, refused: ClusterError) -> str
 @contextmanager
 def _staged(made: Plan, runs: Path) -> Iterator[RunFolder]:
     """A hidden folder beside the runs; it is gone afterwards unless it was renamed into a run."""
+    paths.open_to(made.spec.readable_by)
     staging = RunFolder(runs / f"{paths.STAGING_PREFIX}{made.spec.run}")
     staging.create(made.spec.readable_by)
     try:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import records
+from mgpu_slurm.hostlist import compress
 from mgpu_slurm.launch import registry, states
 from mgpu_slurm.launch.runs import log_files
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime.hostlist import compress
 
 PAUSE = 0.1
 """Seconds between two looks at the files; the executor is asked ten times less often."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from mgpu_slurm import paths
-from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.runtime import devices, rendezvous
 from mgpu_slurm.runtime.facts import from_environment
@@ -28,9 +29,9 @@ _attached: list[Run] = []
 def attach() -> Run:
     """This process's run; the same object at each call.
 
-    Submitted as a command, it is the submitted run. Under a plain torchrun or srun, or alone, output goes to
-    `runs/attached-<script>` of the working directory. A process group that the script has made is used and left to it;
-    else one is made, and destroyed at the end of the process.
+    Submitted as a command, it is the submitted run. Under a plain torchrun or srun, or alone, it is a new one in
+    `runs/<script>-attached-<time>` of the working directory. A process group that the script has made is used and left
+    to it; else one is made, and destroyed at the end of the process.
     """
     if not _attached:
         _attached.append(_make())
@@ -54,10 +55,14 @@ def _folder(facts: RankFacts) -> Path:
     if RUN_VARIABLE in os.environ:
         return Path(os.environ[RUN_VARIABLE])
     script = Path(sys.argv[0]).stem or "python"
-    folder = RunFolder(paths.runs_root() / f"attached-{script}")
-    if facts.rank == 0:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    return folder.path
+    name = f"{script}-attached-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    if facts.world_size > 1:
+        told = [name]
+        dist.broadcast_object_list(told, src=0)
+        name = told[0]
+    folder = paths.runs_root() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _destroy_group() -> None:

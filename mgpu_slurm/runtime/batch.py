@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import records
-from mgpu_slurm.paths import RunFolder, read_json, write_json
+from mgpu_slurm.hostlist import expand
+from mgpu_slurm.paths import RunFolder, open_to, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.runtime import rendezvous
-from mgpu_slurm.runtime.hostlist import expand
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
 StartRanks = Callable[[dict[str, str]], dict[int, str]]
@@ -190,6 +190,7 @@ def main(arguments: list[str]) -> int:
     assert separator == "--", arguments
     folder = RunFolder(Path(path))
     spec = read_spec(folder)
+    open_to(spec.readable_by)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])
     address = nodes[0] if len(nodes) > 1 else "127.0.0.1"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm import config as configs
 from mgpu_slurm.errors import MgpuError, RunStopped, UserError
-from mgpu_slurm.paths import RunFolder, write_json
+from mgpu_slurm.paths import RunFolder, open_to, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime.devices import threads_per_rank
@@ -37,8 +37,9 @@ def main(folder: RunFolder) -> int:
     """Runs this rank and returns its exit code; a command of the local executor replaces the process instead."""
     facts = from_slurm()
     attempt = int(os.environ[ATTEMPT_VARIABLE])
-    _send_output_to(folder.rank_log(attempt, facts.rank))
     spec = read_spec(folder)
+    open_to(spec.readable_by)
+    _send_output_to(folder.rank_log(attempt, facts.rank))
     _check_world(spec, facts)
     _export(spec, folder, facts)
     if spec.target.command is not None:
@@ -150,7 +151,7 @@ def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: 
 
 
 def _function_and_config(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
-    from mgpu_slurm.runtime import target
+    from mgpu_slurm import target
 
     workdir = folder.code / spec.workdir
     target.stand_in(workdir)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.runtime.hostlist import expand, expand_counts
+from mgpu_slurm.hostlist import expand, expand_counts
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def test_a_supervisor_with_threads_starts_its_ranks_afresh(project: Project) -> 
         """
         import sys, threading
 
-        if "mgpu_slurm.launch.supervisor" in sys.orig_argv:
+        if "mgpu_slurm.supervisor" in sys.orig_argv:
             threading.Thread(target=threading.Event().wait, daemon=True).start()
         """,
     )

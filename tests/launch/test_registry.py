@@ -50,7 +50,7 @@ def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     running, ended = make_run("running", "42"), make_run("ended", "41")
-    answers("squeue", "42|PENDING|N/A|0||Priority|\n")
+    answers("squeue", "42|PENDING|N/A|N/A|0||Priority|\n")
     answers("sacct", "41|TIMEOUT|0:0|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|gpu1\n")
     states = {folder.run: state for folder, state in registry.current([running, ended])}
     assert (states["running"]["state"], states["running"]["reason"]) == ("PENDING", "Priority")
@@ -58,6 +58,38 @@ def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
     # SLURM forgets, the run does not
     answers("sacct", "")
     assert registry.state(ended)["state"] == "TIMEOUT"
+
+
+def test_the_end_of_a_job_is_slurms_and_not_when_somebody_looked(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("cancelled", "42")
+    answers("squeue", "42|CANCELLED|2024-05-01T12:00:00|2024-05-01T12:05:00|0|gpu1|BeginTime|\n")
+    state = registry.state(folder)
+    assert state["ended"].startswith("2024-05-01T12:05:00")
+    # BeginTime is why it had pended
+    assert (state["state"], state["reason"]) == ("CANCELLED", "cancelled")
+
+
+def test_a_submission_without_an_answer_is_looked_for_by_its_token(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    there, not_there = make_run("there", None, "PENDING"), make_run("not-there", None, "PENDING")
+    records.record_event(there, "unconfirmed", token="mgpu-1")
+    records.record_event(not_there, "unconfirmed", token="mgpu-2")
+    answers("squeue", "42|mgpu-1\n42|PENDING|N/A|N/A|0||Priority|\n")
+    states = {folder.run: state for folder, state in registry.current([there, not_there])}
+    assert (states["there"]["state"], states["there"]["job_id"]) == ("PENDING", "42")
+    assert states["not-there"]["state"] == "FAILED"
+    assert states["not-there"]["reason"].startswith("never arrived in SLURM's queue")
+    assert records.submitted_job(there) == "42"
+
+
+def test_a_run_that_is_being_submitted_pends(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    answers("squeue", "")
+    assert registry.state(make_run("new", None, "PENDING"))["state"] == "PENDING"
 
 
 def test_a_job_that_nobody_knows_is_lost(
@@ -83,7 +115,7 @@ def test_the_job_id_is_known_before_the_job_has_started(
 ) -> None:
     folder = make_run("queued", None, "PENDING")
     records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
-    answers("squeue", "77|PENDING|2024-05-01T12:00:00|0||Resources|\n")
+    answers("squeue", "77|PENDING|2024-05-01T12:00:00|N/A|0||Resources|\n")
     assert registry.state(folder)["reason"] == "Resources"
     assert registry.find("77").run == "queued"
 

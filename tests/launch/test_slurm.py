@@ -49,24 +49,26 @@ def test_squeue_command_asks_once_for_all_jobs() -> None:
         "--states=all",
         "--jobs=42,43_1",
         "-O",
-        "JobArrayID:|,State:|,StartTime:|,RestartCnt:|,NodeList:|,Reason:|",
+        "JobArrayID:|,State:|,StartTime:|,EndTime:|,RestartCnt:|,NodeList:|,Reason:|",
     ]
 
 
 def test_parse_squeue() -> None:
     output = (
-        "42|RUNNING|2024-05-01T10:00:00|2|gpu[03-04]|None|\n"
-        "43|PENDING|N/A|0||ReqNodeNotAvail, UnavailableNodes:gpu[01,07]|\n"
-        "44_1|CONFIGURING|2024-05-01T11:00:00|0|gpu05|None|\n"
-        "44_12|COMPLETING|2024-05-01T11:00:00|0|gpu06|NonZeroExitCode|\n"
-        "44_13|SOMETHING_NEW|N/A|0||None|\n"
+        "42|RUNNING|2024-05-01T10:00:00|2024-05-01T12:00:00|2|gpu[03-04]|None|\n"
+        "43|PENDING|N/A|N/A|0||ReqNodeNotAvail, UnavailableNodes:gpu[01,07]|\n"
+        "44_1|CONFIGURING|2024-05-01T11:00:00|NONE|0|gpu05|None|\n"
+        "44_12|FAILED|2024-05-01T11:00:00|2024-05-01T11:30:00|0|gpu06|NonZeroExitCode|\n"
+        "44_13|SOMETHING_NEW|N/A|N/A|0||None|\n"
     )
     assert slurm.parse_squeue(output) == [
-        QueuedJob("42", None, "RUNNING", "", ("gpu03", "gpu04"), "2024-05-01T10:00:00", 2),
-        QueuedJob("43", None, "PENDING", "ReqNodeNotAvail, UnavailableNodes:gpu[01,07]", (), None, 0),
-        QueuedJob("44_1", 1, "PENDING", "", ("gpu05",), "2024-05-01T11:00:00", 0),
-        QueuedJob("44_12", 12, "RUNNING", "NonZeroExitCode", ("gpu06",), "2024-05-01T11:00:00", 0),
-        QueuedJob("44_13", 13, "UNKNOWN", "", (), None, 0),
+        QueuedJob("42", None, "RUNNING", "", ("gpu03", "gpu04"), "2024-05-01T10:00:00", "2024-05-01T12:00:00", 2),
+        QueuedJob("43", None, "PENDING", "ReqNodeNotAvail, UnavailableNodes:gpu[01,07]", (), None, None, 0),
+        QueuedJob("44_1", 1, "PENDING", "", ("gpu05",), "2024-05-01T11:00:00", None, 0),
+        QueuedJob(
+            "44_12", 12, "FAILED", "NonZeroExitCode", ("gpu06",), "2024-05-01T11:00:00", "2024-05-01T11:30:00", 0
+        ),
+        QueuedJob("44_13", 13, "UNKNOWN", "", (), None, None, 0),
     ]
     assert slurm.parse_squeue("") == []
 
@@ -82,8 +84,9 @@ def test_a_controller_that_is_down_does_not_mean_a_forgotten_job(fake_command: F
 
 
 def test_queued_jobs_by_their_id(fake_command: FakeCommand) -> None:
-    fake_command("squeue", 'echo "42_1|RUNNING|2024-05-01T10:00:00|0|gpu1|None|"')
-    assert slurm.queued(["42"]) == {"42_1": QueuedJob("42_1", 1, "RUNNING", "", ("gpu1",), "2024-05-01T10:00:00", 0)}
+    fake_command("squeue", 'echo "42_1|RUNNING|2024-05-01T10:00:00|N/A|0|gpu1|None|"')
+    expected = QueuedJob("42_1", 1, "RUNNING", "", ("gpu1",), "2024-05-01T10:00:00", None, 0)
+    assert slurm.queued(["42"]) == {"42_1": expected}
 
 
 def test_sacct_command_asks_for_every_start() -> None:
@@ -145,7 +148,8 @@ def test_gpus_in_generic_resources(gres: str, count: int) -> None:
 
 def test_sinfo_command() -> None:
     assert slurm.sinfo_command(None) == ["sinfo", "--noheader", "--all", "-o", "%P|%D|%G"]
-    assert slurm.sinfo_command("gpu,big")[3] == "--partition=gpu,big"
+    # sinfo 22.05: "Conflicting options, -a and -p, specified"
+    assert slurm.sinfo_command("gpu,big") == ["sinfo", "--noheader", "--partition=gpu,big", "-o", "%P|%D|%G"]
 
 
 def test_gpus_per_node_are_what_every_gpu_node_of_the_partition_has() -> None:
@@ -165,6 +169,13 @@ def test_gpus_per_node_asks_the_cluster(fake_command: FakeCommand) -> None:
     answers = 'case "$*" in *--partition=gpu*) echo "gpu|4|gpu:a100:8(S:0-1)";; *) echo "cpu*|9|(null)";; esac'
     fake_command("sinfo", answers)
     assert (slurm.gpus_per_node("gpu"), slurm.gpus_per_node(None)) == (8, 0)
+
+
+def test_a_partition_that_sinfo_does_not_list_is_named(fake_command: FakeCommand) -> None:
+    # sinfo says nothing of it, and that with exit code 0
+    fake_command("sinfo", "true")
+    with pytest.raises(ClusterError, match=r"^--partition gpuu: the cluster has none of that name"):
+        slurm.gpus_per_node("gpuu")
 
 
 def test_scrubbed_environment_drops_what_another_job_left() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.runtime.hostlist import MAX_HOSTS, compress, expand, expand_counts
+from mgpu_slurm.hostlist import MAX_HOSTS, compress, expand, expand_counts
 
 
 @pytest.mark.parametrize(

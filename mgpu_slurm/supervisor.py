@@ -27,7 +27,7 @@ from typing import TextIO
 
 from mgpu_slurm import processes, records
 from mgpu_slurm.launch import check, simulated
-from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.runtime import batch, entry
 from mgpu_slurm.runtime.devices import threads_per_rank
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, Spec, read_spec
@@ -57,7 +57,9 @@ def main(ranks_of_function: int) -> None:
             answers.close()
             _preload_for(ranks_of_function)
             folder = RunFolder(Path(rest))
-            Supervisor(folder, read_spec(folder)).run()
+            spec = read_spec(folder)
+            open_to(spec.readable_by)
+            Supervisor(folder, spec).run()
             return
 
 

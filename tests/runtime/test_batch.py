@@ -1,0 +1,192 @@
+"""The batch step with a stand-in for srun that starts real ranks and, as srun does, ends them all when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm import records
+from mgpu_slurm.paths import RunFolder, read_json
+from mgpu_slurm.runtime.batch import first_failure
+from mgpu_slurm.spec import Resources, Spec, Target
+from tests.support import processes_of, wait_until
+
+SRUN = """
+import os, signal, subprocess, sys
+command = sys.argv[1:]
+nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+signal.signal(signal.SIGTERM, lambda *_: None)
+step = {"SLURM_STEP_NODELIST": f"n[1-{nodes}]", "SLURM_STEP_NUM_TASKS": str(nodes), "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})"}
+alive = {}
+for rank in range(nodes):
+    place = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURMD_NODENAME": f"n{rank + 1}"}
+    alive[subprocess.Popen(command, env=os.environ | step | place, start_new_session=True).pid] = rank
+highest = 0
+while alive:
+    pid, status = os.wait()
+    rank, code = alive.pop(pid), os.waitstatus_to_exitcode(status)
+    if code:
+        how = signal.strsignal(-code) if code < 0 else f"Exited with exit code {code}"
+        print(f"srun: error: n{rank + 1}: task {rank}: {how}", file=sys.stderr, flush=True)
+        for other in alive:
+            os.killpg(other, signal.SIGTERM)
+    highest = max(highest, 128 - code if code < 0 else code)
+sys.exit(highest)
+"""
+
+StartBatch = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "try")
+    folder.create()
+    folder.code.mkdir()
+    return folder
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path) -> Path:
+    """A scontrol that notes how it was called; its path."""
+    path = tmp_path / "bin" / "scontrol"
+    path.parent.mkdir()
+    path.write_text(f'#!/bin/sh\necho "$@" >> {path}.calls\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def start_batch(folder: RunFolder, tmp_path: Path, scontrol: Path) -> StartBatch:
+    """Starts the batch step of job 9 as its batch script would, with its output in the launch log."""
+    srun = tmp_path / "srun.py"
+    srun.write_text(SRUN)
+
+    def start(target: Target, nodes: int = 2, **options: Any) -> subprocess.Popen[str]:
+        Spec("try", target, "slurm", Resources(nodes=nodes), python=sys.executable, **options).write(folder)
+        command = [sys.executable, "-m", "mgpu_slurm.runtime.batch", str(folder.path), "--"]
+        command += [sys.executable, str(srun), sys.executable, "-m", "mgpu_slurm.runtime.entry", str(folder.path)]
+        slurm = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": f"n[1-{nodes}]", "SLURM_JOB_NUM_NODES": str(nodes)}
+        path = f"{scontrol.parent}:{os.environ['PATH']}"
+        with open(folder.launch_log("9"), "a") as log:
+            return subprocess.Popen(command, env=os.environ | slurm | {"PATH": path}, stdout=log, stderr=log, text=True)
+
+    return start
+
+
+def shell(script: str) -> Target:
+    return Target(command=("sh", "-c", script))
+
+
+def test_a_rank_that_asks_to_be_started_again_lets_the_others_finish(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path
+) -> None:
+    # rank 0 still saves when rank 1 has left
+    saves = (
+        f"if [ $RANK = 1 ]; then exit 75; fi; until [ -e {folder.requeue_wish(1)} ]; do :; done; echo saved; exit 75"
+    )
+    assert start_batch(shell(saves)).wait() == 75
+    assert folder.rank_log(1, 0).read_text() == "saved\n"
+    assert Path(f"{scontrol}.calls").read_text() == "requeue 9\n"
+    assert records.read_state(folder)["state"] == "REQUEUED"
+    assert [event["event"] for event in records.events(folder)] == ["started", "ended", "requeued"]
+    assert not folder.failure.exists()
+
+
+def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path
+) -> None:
+    # those of the job that was resumed do not count, and neither does a preemption
+    for job_id in ("8", "8", "9"):
+        records.record_event(folder, "requeued", job_id=job_id)
+    assert start_batch(shell("exit 75"), max_requeues=1).wait() == 75
+    state = records.read_state(folder)
+    assert state["state"] == "TIMEOUT"
+    assert "--max-requeues 1" in state["reason"]
+    assert not Path(f"{scontrol}.calls").exists()
+
+
+def test_a_site_that_refuses_to_requeue_is_quoted(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
+    scontrol.write_text("#!/bin/sh\necho 'Requested operation is presently disabled for job 9' >&2; exit 1\n")
+    start_batch(shell("exit 75")).wait()
+    state = records.read_state(folder)
+    assert state["state"] == "TIMEOUT"
+    assert "Requested operation is presently disabled" in state["reason"]
+
+
+@pytest.mark.parametrize(
+    ("end", "how"), [("kill -9 $$", "Exited with exit code 137"), ("exit 4", "Exited with exit code 4")]
+)
+def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
+    folder: RunFolder, start_batch: StartBatch, end: str, how: str
+) -> None:
+    """The other rank, which srun ends by SIGTERM, has the higher exit code."""
+    folder.failure.write_text('{"message": "of the attempt before"}')
+    start_batch(shell(f"if [ $RANK = 1 ]; then {end}; fi; sleep 600")).wait()
+    state = records.read_state(folder)
+    assert (state["state"], state["reason"]) == ("FAILED", f"rank 1 on n2: {how}")
+
+
+def test_the_end_of_a_job_that_slurm_ends_is_left_to_slurm_to_tell(folder: RunFolder, start_batch: StartBatch) -> None:
+    batch = start_batch(shell("trap 'exit 1' TERM; echo ready; sleep 600 & wait"))
+    logs = [folder.rank_log(1, rank) for rank in (0, 1)]
+    wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
+    # SLURM signals the batch step and every process of the ranks
+    batch.send_signal(signal.SIGTERM)
+    for pid in processes_of(folder.path):
+        os.kill(pid, signal.SIGTERM)
+    assert batch.wait() == 1
+    assert records.read_state(folder)["state"] == "RUNNING"
+
+
+def test_ranks_that_somebody_else_ends_have_failed(folder: RunFolder, start_batch: StartBatch) -> None:
+    assert start_batch(shell("kill -TERM $$")).wait() == 143
+    assert records.read_state(folder)["state"] == "FAILED"
+
+
+def test_a_lead_signal_at_the_very_end_does_not_undo_a_finished_job(folder: RunFolder, start_batch: StartBatch) -> None:
+    (folder.code / "late.py").write_text(
+        "import os, signal\n\n\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), signum=signal.SIGUSR2):\n"
+        "        kill(pid, signum)\n\n\n"
+        "late = Late()\n\n\n"
+        "def train(run, config):\n"
+        "    return 1.0\n"
+    )
+    assert start_batch(Target(function="late:train"), nodes=1).wait() == 0
+    assert records.read_state(folder)["state"] == "COMPLETED"
+    result = read_json(folder.result)
+    assert result is not None
+    assert result["result"] == {"value": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("srun: error: n2: task 1: Killed", "rank 1 on n2: Killed"),
+        ("srun: error: n[1-2]: tasks 0-3: Exited with exit code 2", "ranks 0-3 on n[1-2]: Exited with exit code 2"),
+        (
+            "srun: error: gpu07: task 5: Segmentation fault (core dumped)",
+            "rank 5 on gpu07: Segmentation fault (core dumped)",
+        ),
+        ("srun: error: gpu07: task 5: Out Of Memory", "rank 5 on gpu07: Out Of Memory"),
+    ],
+)
+def test_first_failure_in_sruns_words(line: str, told: str) -> None:
+    log = f"site banner\n{line}\nsrun: launch/slurm: _step_signal: Terminating StepId=9.0\nsrun: error: n1: task 0: Terminated\n"
+    assert first_failure(log) == told
+
+
+def test_a_launch_log_without_a_failed_task_tells_nothing() -> None:
+    assert (
+        first_failure("srun: error: Unable to create step for job 9: Invalid generic resource (gres) specification\n")
+        is None
+    )
