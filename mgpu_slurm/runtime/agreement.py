@@ -33,7 +33,8 @@ class Call(IntEnum):
     RESTORE = 3
     EPOCH = 4
     SAVE = 5
-    FINISH = 6
+    SHARD = 6
+    FINISH = 7
 
     @property
     def words(self) -> str:
@@ -44,6 +45,7 @@ class Call(IntEnum):
             Call.RESTORE: "run.restore()",
             Call.EPOCH: "the end of an epoch",
             Call.SAVE: "writing a checkpoint",
+            Call.SHARD: "the start of a pass over run.shard()",
             Call.FINISH: "the end of the job function",
         }[self]
 

@@ -164,9 +164,13 @@ def _write_failure(folder: RunFolder, attempt: int, ending: Ending, description:
 
 
 def first_failure(launch_log: str) -> str | None:
-    """Which task failed first and how, in srun's own words; its exit code only tells the highest of all tasks."""
+    """Which task failed first and how, as srun says; its exit code only tells the highest of all tasks."""
     match = _TASK_FAILURE.search(launch_log)
-    return match and f"rank{match['several']} {match['ranks']} on {match['nodes']}: {match['how']}"
+    if match is None:
+        return None
+    who = f"rank{match['several']} {match['ranks']} on {match['nodes']}"
+    exited = re.fullmatch(r"Exited with exit code (\d+)", match["how"])
+    return f"{who}: {match['how']}" if exited is None else describe_exit(Ending(int(exited[1]), who))
 
 
 def run_command(command: list[str]) -> StartRanks:

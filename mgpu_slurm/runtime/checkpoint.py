@@ -7,7 +7,9 @@ only and are read with `weights_only=True`: nothing in them can run code.
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import random
 import re
 import shutil
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mgpu_slurm.errors import MgpuError
+from mgpu_slurm.errors import MgpuError, UserError
 from mgpu_slurm.paths import RunFolder, sync_folder
 
 KEPT = 2
@@ -42,7 +44,9 @@ def _complete(folder: RunFolder) -> list[Path]:
 class Writing:
     """A checkpoint on its way. `prepare` on rank 0, `write` on every rank, `publish` on rank 0, in step."""
 
-    def __init__(self, folder: RunFolder, step: int) -> None:
+    def __init__(self, folder: RunFolder, step: int, check: bool) -> None:
+        """With `check` what was written is read once more, as a restore would."""
+        self._check = check
         self._folder = folder
         self._final = folder.checkpoint(step)
         self._hidden = self._final.with_name(f".{self._final.name}")
@@ -56,11 +60,19 @@ class Writing:
         _save(self._hidden / _rank_file(rank), own)
         if shared is not None:
             _save(self._hidden / _SHARED, shared)
+            if self._check:
+                _refuse_unreadable(self._hidden / _SHARED, shared["objects"])
 
     def publish(self) -> None:
         sync_folder(self._hidden)
+        before = self._hidden.with_name(f"{self._hidden.name}.before")
+        shutil.rmtree(before, ignore_errors=True)
+        if self._final.exists():
+            # the same step again, from another place in the loop
+            os.rename(self._final, before)
         os.rename(self._hidden, self._final)
         sync_folder(self._final.parent)
+        shutil.rmtree(before, ignore_errors=True)
         for old in _complete(self._folder)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -74,6 +86,33 @@ def _save(path: Path, state: dict[str, Any]) -> None:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _refuse_unreadable(path: Path, objects: dict[str, Any]) -> None:
+    """Better now than at the restore: files may hold more than can be read without running code.
+
+    Raises:
+        UserError: names the object.
+    """
+    if _is_readable(path):
+        return
+    for name, state in objects.items():
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        if not _is_readable(buffer):
+            raise UserError(
+                f"run.restore({name}=...): its state_dict holds more than tensors, numbers, texts, lists and dicts,"
+                " which a checkpoint could not give back: make it plain"
+            )
+
+
+def _is_readable(file: Path | io.BytesIO) -> bool:
+    try:
+        torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path) or None)
+    except pickle.UnpicklingError:
+        return False
+    return True
 
 
 def read(checkpoint: Path, rank: int) -> tuple[dict[str, Any], dict[str, Any] | None]:

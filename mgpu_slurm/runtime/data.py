@@ -93,7 +93,7 @@ class Loader:
         sampler: GlobalBatches,
         device: torch.device,
         at_boundary: Callable[[Loader], None],
-        on_share: Callable[[Share], None],
+        on_share: Callable[[Share | None], None],
         epoch: Callable[[], int | None],
         **options: Any,
     ) -> None:
@@ -102,7 +102,8 @@ class Loader:
         self._at_boundary = at_boundary
         self._on_share = on_share
         self._epoch = epoch
-        self._passes = 0
+        self.passes = 0
+        """Passes over the loader that were begun."""
         self.batch = 0
         """Batches of the current epoch that were consumed."""
         self.first_batch = 0
@@ -116,13 +117,13 @@ class Loader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self._passes += 1
+        self.passes += 1
         # outside of `state.epochs` each pass over the loader is an epoch
-        self._sampler.epoch = self._epoch() or self._passes
+        self._sampler.epoch = self._epoch() or self.passes
         first, self.first_batch = self.first_batch, 0
         self._sampler.first_batch = first
-        # different on each rank and in each epoch, and the same again when the epoch is repeated
-        self._workers.manual_seed(mixed(self._sampler.seed, self._sampler.epoch, self._sampler.rank))
+        # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
+        self._workers.manual_seed(mixed(self._sampler.seed, self._sampler.epoch, self._sampler.rank, first))
         batches = iter(self._loader)
         for batch in range(first, len(self)):
             self.batch = batch
@@ -130,6 +131,7 @@ class Loader:
             samples = next(batches)
             self._on_share(self._sampler.share(batch))
             yield to_device(samples, self._device)
+        self._on_share(None)
 
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:

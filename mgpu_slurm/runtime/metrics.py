@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mgpu_slurm.paths import RunFolder, append_jsonl
@@ -41,18 +43,19 @@ class Reporter:
         self._folder = folder
         self._attempt = attempt
         self._writer: SummaryWriter | None = None
+        self.restored_step: int | None = None
         self._last_write = 0.0
+        self._has_warned = False
         self._started = time.monotonic()
 
     def report(self, progress: int, step: int, metrics: dict[str, float]) -> None:
-        append_jsonl(
-            self._folder.metrics,
-            {"progress": progress, "step": step, "time": now(), "attempt": self._attempt, "metrics": metrics},
-        )
-        writer = self._tensorboard(step)
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
+        record = {"progress": progress, "step": step, "time": now(), "attempt": self._attempt, "metrics": metrics}
+        with self._disk_may_fail():
+            append_jsonl(self._folder.metrics, record)
+            writer = self._tensorboard()
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
         self._write_state(step=step, progress=progress, metrics=metrics)
         elapsed = time.monotonic() - self._started
         print(f"[{progress:>3}]  step {step:<6} {as_text(metrics)}  ({elapsed:.1f} s)", flush=True)
@@ -65,19 +68,32 @@ class Reporter:
     def close(self, step: int) -> None:
         self._write_state(step=step)
         if self._writer is not None:
-            self._writer.close()
+            with self._disk_may_fail():
+                self._writer.close()
 
     def _write_state(self, **changes: Any) -> None:
         self._last_write = time.monotonic()
         # a script that was not submitted has output, and no state that anybody keeps
-        if self._folder.state.exists():
-            update_state(self._folder, sync=False, **changes)
+        with self._disk_may_fail():
+            if self._folder.state.exists():
+                update_state(self._folder, sync=False, **changes)
 
-    def _tensorboard(self, step: int) -> SummaryWriter:
+    @contextmanager
+    def _disk_may_fail(self) -> Iterator[None]:
+        """A full disk must not end a training for the sake of its curves; it is said once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                print(f"mgpu_slurm: WARNING: metrics cannot be written: {error}; training goes on", flush=True)
+            self._has_warned = True
+
+    def _tensorboard(self) -> SummaryWriter:
         if self._writer is None:
             # costs 0.1 s to import, so only the rank that reports pays, and only when it does
             from torch.utils.tensorboard import SummaryWriter
 
             # an attempt that died after its last checkpoint left later steps behind: TensorBoard drops them
-            self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=step)
+            purge = None if self.restored_step is None else self.restored_step + 1
+            self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=purge)
         return self._writer

@@ -82,11 +82,13 @@ class Run:
         self._seed = 0
         self._models: list[DistributedDataParallel] = []
         self._objects: dict[str, Any] = {}
-        self._loaders: dict[str, Loader] = {}
+        self._loader: Loader | None = None
+        self._loader_name = ""
         self._restored = False
         self._next_epoch = 1
         self._epoch: int | None = None
-        self._saved_step: int | None = None
+        self._has_saved = False
+        self._has_gradients = False
         self._save_wanted = False
         self._agreed = Agreed()
         self._random_to_restore: dict[str, Any] | None = None
@@ -125,6 +127,10 @@ class Run:
         self._bring_buffers()
         return wrapped
 
+    def _start_shard(self) -> None:
+        self._together(Call.SHARD)
+        self._bring_buffers()
+
     def _bring_buffers(self) -> None:
         for model in self._models:
             for buffer in model.module.buffers():
@@ -161,10 +167,10 @@ class Run:
         Ranks may get different numbers of samples, so weigh what you count with `run.mean(sum, count)`.
         """
         return Shard(
-            dataset, self.rank, self.world_size, self.device, self._bring_buffers, batch_size=batch_size, **options
+            dataset, self.rank, self.world_size, self.device, self._start_shard, batch_size=batch_size, **options
         )
 
-    def _take_share(self, share: Share) -> None:
+    def _take_share(self, share: Share | None) -> None:
         self._share = share
 
     # -- a step
@@ -179,6 +185,7 @@ class Run:
         if weight != 1.0:
             loss = loss * weight
         loss.backward()  # type: ignore[no-untyped-call]
+        self._has_gradients = True
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
         """One optimizer step, gradients clipped to the norm `clip` first and cleared after."""
@@ -187,7 +194,13 @@ class Run:
             nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if optimizer not in self._objects.values():
+            self._step_done()
+
+    def _step_done(self, *_: Any) -> None:
+        """After each step of an optimizer, whoever called it: for restored ones this is a hook."""
         self.step += 1
+        self._has_gradients = False
         if self._reporter is not None:
             self._reporter.step_done(self.step)
 
@@ -258,9 +271,16 @@ class Run:
         self._together(Call.RESTORE)
         for name, value in objects.items():
             if isinstance(value, Loader):
-                self._loaders[name] = value
+                if self._loader is not None:
+                    raise UserError(
+                        f"run.restore({name}=...): a run stops at the batches of one loader;"
+                        f" {self._loader_name!r} is restored already"
+                    )
+                self._loader_name, self._loader = name, value
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
                 self._objects[name] = value.module if isinstance(value, DistributedDataParallel) else value
+                if isinstance(value, torch.optim.Optimizer):
+                    value.register_step_post_hook(self._step_done)
             else:
                 raise UserError(
                     f"run.restore({name}=...): a {type(value).__name__} has no state_dict and load_state_dict"
@@ -275,22 +295,22 @@ class Run:
 
     def _load(self, path: Path) -> None:
         shared, own = checkpoint.read(path, self.rank)
-        known = [*shared["objects"], *shared["loaders"]]
-        for name in [*self._objects, *self._loaders]:
+        known = [*shared["objects"], shared["loader"]["name"]]
+        for name in [*self._objects, self._loader_name]:
             if name not in known:
                 raise UserError(
                     f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: keep the names of run.restore"
                 )
         for name, value in self._objects.items():
             value.load_state_dict(shared["objects"][name])
-        for name, loader in self._loaders.items():
-            loader.first_batch = shared["loaders"][name]
+        if self._loader is not None:
+            self._loader.first_batch, self._loader.passes = shared["loader"]["batch"], shared["loader"]["passes"]
         self.step, self.progress, self.last_metrics = shared["step"], shared["progress"], shared["metrics"]
         self._next_epoch = shared["next_epoch"]
-        self._in_mid_epoch = shared["active"] is not None
+        self._in_mid_epoch = shared["loader"]["active"]
         self._random_to_restore = own["random"] if own is not None else None
-        self._saved_step = self.step
-        if self.is_main:
+        if self._reporter is not None:
+            self._reporter.restored_step = self.step
             print(f"restored step {self.step} from {path.name} (attempt {self.attempt})", flush=True)
 
     def save(self) -> None:
@@ -309,13 +329,14 @@ class Run:
             self._act(active=None, save=self._restored)
 
     def _at_boundary(self, loader: Loader) -> None:
-        registered = loader in self._loaders.values()
-        if registered:
+        is_restored = loader is self._loader
+        if is_restored:
             self._in_mid_epoch = False
             self._restore_random()
         self._remember(self._agreement.step(self._wish()))
-        # a loader whose position is not saved is no place to stop at, unless nothing is saved anyway
-        if registered or not self._restored:
+        # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
+        # unless nothing is saved anyway
+        if (is_restored and not self._has_gradients) or not self._restored:
             self._act(active=loader, save=self._agreed.save or self._agreed.stop is not Stop.NO)
 
     def _restore_random(self) -> None:
@@ -329,6 +350,9 @@ class Run:
 
     def _remember(self, agreed: Agreed) -> None:
         self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
+        if agreed.save:
+            # what is agreed is not asked for again
+            self._save_wanted = False
 
     def _together(self, call: Call) -> Agreed:
         agreed = self._agreement.together(call, self._wish())
@@ -339,27 +363,23 @@ class Run:
         """Does what was agreed, on all ranks at the same boundary."""
         if save and self._restored:
             self._write_checkpoint(active)
-        self._save_wanted = False
         self._agreed = replace(self._agreed, save=False)
-        if self._agreed.stop is Stop.REQUEUE:
+        # a run that keeps nothing would start at nothing, again and again
+        if self._agreed.stop is Stop.REQUEUE and self._restored:
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {self.step}")
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
 
     def _write_checkpoint(self, active: Loader | None) -> None:
-        if self._saved_step == self.step:
-            # the end of an epoch and the start of the next are the same step: going on from either is exact
-            return
-        writing = checkpoint.Writing(self._files, self.step)
+        writing = checkpoint.Writing(self._files, self.step, check=not self._has_saved)
         own = {"random": checkpoint.random_state(self.device)}
-        shared = self._shared_state(active) if self.is_main else None
+        shared = self._shared_state(active is not None) if self.is_main else None
         phases: list[Callable[[], None]] = [
             writing.prepare if self.is_main else _nothing,
             lambda: writing.write(self.rank, own, shared),
             writing.publish if self.is_main else _nothing,
         ]
-        if all(self._phase(phase) for phase in phases):
-            self._saved_step = self.step
+        self._has_saved = all(self._phase(phase) for phase in phases)
 
     def _phase(self, action: Callable[[], None]) -> bool:
         """Does one phase of a save; False on every rank where any rank failed. Training goes on without this save."""
@@ -378,14 +398,21 @@ class Run:
         self._remember(agreed)
         return not agreed.failed
 
-    def _shared_state(self, active: Loader | None) -> dict[str, Any]:
+    def _shared_state(self, in_mid_pass: bool) -> dict[str, Any]:
+        """Everything that is the same on all ranks."""
+        batch, passes = (self._loader.batch, self._loader.passes) if self._loader is not None else (0, 0)
         return {
             "step": self.step,
             "progress": self.progress,
             "metrics": self.last_metrics,
-            "next_epoch": self._next_epoch if active is None or self._epoch is None else self._epoch,
-            "active": next((name for name, loader in self._loaders.items() if loader is active), None),
-            "loaders": {name: loader.batch if loader is active else 0 for name, loader in self._loaders.items()},
+            "next_epoch": self._epoch if in_mid_pass and self._epoch is not None else self._next_epoch,
+            "loader": {
+                "name": self._loader_name,
+                "active": in_mid_pass,
+                "batch": batch if in_mid_pass else 0,
+                # the pass that was begun is begun again
+                "passes": passes - in_mid_pass,
+            },
             "objects": {name: value.state_dict() for name, value in self._objects.items()},
         }
 

@@ -16,6 +16,7 @@ from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import checkpoint
 from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
 
 
@@ -128,3 +129,75 @@ def test_every_generator_of_every_rank_goes_on_where_it_was(tmp_path: Path) -> N
     second = run_ranks(draws, 2, 5, folder=tmp_path / "parts")
     assert undisturbed[0] != undisturbed[1]
     assert [before + after for before, after in zip(first, second, strict=True)] == undisturbed
+
+
+def stopped_and_resumed(run: Run, way: str, stop_at: int | None) -> list[list[int]] | list[float]:
+    """A loop of a user's own; at the batch `stop_at` the rank is told to end, which it does at a boundary."""
+    run.seed(3)
+    torch.manual_seed(0)
+    model = run.wrap(nn.Linear(1, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    features = torch.arange(12, dtype=torch.float64).unsqueeze(1) / 12
+    data = run.loader(TensorDataset(features), batch_size=2, shuffle=True)
+    run.restore(model=model, optimizer=optimizer, data=data)
+    seen, batches = [], 0
+    while run.step < 12:
+        for (batch,) in data:
+            seen += (batch.flatten() * 12).round().int().tolist()
+            run.backward(model(batch).square().mean())
+            batches += 1
+            if batches == stop_at:
+                run._stop.asked = Stop.END
+            if way == "accumulates" and batches % 2:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.step == 12:
+                break
+    return [*seen, *(parameter.item() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize(("way", "stop_at"), [("steps", 8), ("accumulates", 8), ("accumulates", 9)])
+def test_a_loop_of_ones_own_goes_on_exactly(way: str, stop_at: int, tmp_path: Path) -> None:
+    """No `run.update`, no `state.epochs`, gradients over several batches: steps are counted, and no batch is lost."""
+    (whole,) = run_ranks(stopped_and_resumed, 1, way, None, folder=tmp_path / "whole")
+    (stopped,) = run_ranks(stopped_and_resumed, 1, way, stop_at, folder=tmp_path / "parts")
+    assert stopped.startswith("RunStopped")
+    (rest,) = run_ranks(stopped_and_resumed, 1, way, None, folder=tmp_path / "parts")
+    assert rest[-2:] == whole[-2:]
+    assert whole[: len(whole) - 2][-(len(rest) - 2) :] == rest[:-2]
+
+
+class _Odd:
+    def state_dict(self) -> dict[str, object]:
+        return {"where": Path("/data")}
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+def saves_something_odd(run: Run) -> None:
+    state = run.restore(model=nn.Linear(1, 1), odd=_Odd())
+    for _ in state.epochs(1):
+        pass
+
+
+def test_what_could_not_be_read_back_is_named_at_the_first_save(tmp_path: Path) -> None:
+    (answer,) = run_ranks(saves_something_odd, 1, folder=tmp_path)
+    assert answer.startswith("UserError: run.restore(odd=...): its state_dict holds more than tensors")
+    assert checkpoint.newest(RunFolder(tmp_path)) is None
+
+
+def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    (answer,) = run_ranks(trained, 1, 2, folder=tmp_path)
+    assert answer["step"] == 4
+
+
+def asked_to_requeue(run: Run) -> int:
+    run._stop.asked = Stop.REQUEUE
+    data = run.loader(TensorDataset(torch.arange(6)), batch_size=2)
+    return sum(len(batch) for (batch,) in data)
+
+
+def test_a_run_that_keeps_nothing_is_not_started_again_from_nothing(tmp_path: Path) -> None:
+    assert run_ranks(asked_to_requeue, 1, folder=tmp_path) == [6]

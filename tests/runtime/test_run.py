@@ -120,6 +120,17 @@ def test_evaluation_uses_rank_0s_batch_norm_statistics_everywhere_and_does_not_h
         assert own == pytest.approx(mean)
 
 
+def lonely_evaluation(run: Run) -> None:
+    if run.is_main:
+        list(run.shard(TensorDataset(torch.ones(3, 1))))
+    run.mean(1, 1)
+
+
+def test_evaluation_on_one_rank_alone_is_named() -> None:
+    for answer in run_ranks(lonely_evaluation, 2):
+        assert "rank 1 at run.mean(), rank 0 at the start of a pass over run.shard()" in answer
+
+
 def wrongly_reported(run: Run) -> None:
     run.report(1, loss=0.5)
     run.report(1, loss=0.4)
@@ -128,6 +139,10 @@ def wrongly_reported(run: Run) -> None:
 def test_progress_has_to_rise_and_every_rank_is_told(tmp_path: Path) -> None:
     answers = run_ranks(wrongly_reported, 2, folder=tmp_path)
     assert all("progress counts from 1 and rises, and it was 1 before" in answer for answer in answers)
+
+
+def _loader(run: Run) -> Any:
+    return run.loader(TensorDataset(torch.arange(3)), batch_size=1)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +154,7 @@ def test_progress_has_to_rise_and_every_rank_is_told(tmp_path: Path) -> None:
         (lambda run: run.loader(TensorDataset(torch.arange(3)), batch_size=1, sampler=None), "sampler"),
         (lambda run: run.loader(TensorDataset(torch.arange(3)), batch_size=4, drop_last=True), "drop_last"),
         (lambda run: run.restore(model=3), "int has no state_dict"),
+        (lambda run: run.restore(a=_loader(run), b=_loader(run)), r"restore\(b=...\): .* 'a' is restored already"),
         (lambda run: next(run.accumulate(torch.ones(2), parts=0)), "parts=0"),
         (lambda run: next(run.accumulate(["text"], parts=1)), "no tensor"),
     ],
