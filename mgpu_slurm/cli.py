@@ -6,7 +6,9 @@ What a command needs is imported inside it, so that `--help` and `status` start 
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,6 +52,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         # the reader, such as `head`, has seen enough
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        if debug:
+            raise
+        _fail(f"{error}: mend that and try again", MgpuError.exit_code)
     sys.exit(0)
 
 
@@ -296,8 +302,9 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     from mgpu_slurm.observe import status as statuses
 
     handles = [runs.find(name) for name in names]
+    give_up = None if timeout is None else time.monotonic() + timeout
     try:
-        ended = [handle.wait(timeout) for handle in handles]
+        ended = [handle.wait(None if give_up is None else give_up - time.monotonic()) for handle in handles]
     except TimeoutError as error:
         raise MgpuError(str(error)) from None
     if as_json:
@@ -368,7 +375,16 @@ def init(folder: Path) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2), flush=True)
+    print(json.dumps(_without_nan(value), indent=2), flush=True)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list) else value
 
 
 def _print_lines(lines: list[str]) -> None:

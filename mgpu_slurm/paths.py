@@ -6,6 +6,7 @@ line (a writer that died) is ignored by readers and cut off by the next writer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -214,4 +215,6 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     for line in text.split(b"\n")[:-1]:
-        yield json.loads(line)
+        # two machines that append at once may tear a line between them; it is no reason to lose the others
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

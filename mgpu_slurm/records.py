@@ -6,7 +6,7 @@ ranks live, then the batch step or supervisor again.
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_json, read_jsonl, write_json
@@ -31,6 +31,10 @@ FIRST_STATE: dict[str, Any] = {
 """Every name of a state, as it stands before anything has happened."""
 
 
+SUBMISSION_TAKES = timedelta(minutes=2)
+"""How long sbatch may take to answer before somebody else looks whether the job is there."""
+
+
 def now() -> str:
     """Local time with its zone, to the millisecond, in ISO 8601."""
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="milliseconds")
@@ -53,7 +57,7 @@ def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dic
 
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
-    """Appends `submitted`, `unconfirmed`, `started`, `ended` or `requeued` to the run's history."""
+    """Appends `submitting`, `submitted`, `started`, `ended` or `requeued` to the run's history."""
     append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
 
 
@@ -63,13 +67,23 @@ def events(folder: RunFolder) -> list[dict[str, Any]]:
 
 def submitted_job(folder: RunFolder) -> str | None:
     """The job id that sbatch gave at the newest submission, which is known before the job itself can write it down."""
-    return next((event["job_id"] for event in reversed(events(folder)) if event["event"] == "submitted"), None)
+    newest = _newest_submission(folder)
+    return newest["job_id"] if newest is not None and newest["event"] == "submitted" else None
 
 
 def unconfirmed_token(folder: RunFolder) -> str | None:
-    """The token of the newest submission, where nobody could tell whether SLURM took it; None once that is known."""
-    newest = next(reversed(events(folder)), None)
-    return newest["token"] if newest is not None and newest["event"] == "unconfirmed" else None
+    """The token of the newest submission, where it was begun a while ago and no answer of SLURM was written down."""
+    newest = _newest_submission(folder)
+    if newest is None or newest["event"] == "submitted":
+        return None
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(newest["time"])
+    token: str = newest["token"]
+    return token if age > SUBMISSION_TAKES else None
+
+
+def _newest_submission(folder: RunFolder) -> dict[str, Any] | None:
+    ours = [event for event in events(folder) if event["event"] in ("submitting", "submitted")]
+    return ours[-1] if ours else None
 
 
 def attempts_started(folder: RunFolder) -> int:

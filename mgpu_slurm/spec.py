@@ -56,8 +56,8 @@ def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
     """
     name, at, lead_text = text.partition("@")
     name = name.upper().removeprefix("SIG")
-    if not hasattr(signals, f"SIG{name}") or name in ("KILL", "STOP"):
-        raise UserError(f"--signal {text!r}: {name!r} is no signal that a job can receive; use USR1 or USR2")
+    if f"SIG{name}" not in signals.Signals.__members__ or name in ("KILL", "STOP", "TERM", "CHLD", "HUP"):
+        raise UserError(f"--signal {text!r}: {name!r} is no signal to announce the time limit with; use USR1 or USR2")
     if not at:
         return name, None if limit is None else min(DEFAULT_LEAD, max(1, limit // 5))
     if not lead_text.isdigit():

@@ -30,7 +30,7 @@ from mgpu_slurm.launch import check, simulated
 from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.runtime import batch, entry
 from mgpu_slurm.runtime.devices import threads_per_rank
-from mgpu_slurm.spec import REQUEUE_EXIT_CODE, Spec, read_spec
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
 
 def main(ranks_of_function: int) -> None:
@@ -39,6 +39,8 @@ def main(ranks_of_function: int) -> None:
     Args:
         ranks_of_function: how many ranks will run a job function; 0 for a command, which needs no torch here.
     """
+    # a cancel that comes before the first attempt waits for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, batch.WATCHED)
     answers = os.fdopen(os.dup(1), "w")
     # what a user's module prints on import belongs to no answer
     os.dup2(2, 1)
@@ -75,6 +77,7 @@ def _answer_from_child(question: check.Question, answers: TextIO) -> None:
     if os.fork() == 0:
         try:
             processes.die_with_parent(signal.SIGKILL, parent)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, batch.WATCHED)
             answers.write(json.dumps(asdict(check.ask(question))) + "\n")
             answers.close()
         finally:
@@ -91,15 +94,15 @@ class Supervisor:
         # a lock that another thread holds stays locked in a fork for ever; then ranks are started afresh
         self._ranks_can_be_forked = processes.thread_count() == 1
         self._gpus = simulated.visible_gpus() if spec.resources.gpus_per_node else []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._cancelled = False
         self._timed_out = False
 
     def run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, batch.WATCHED)
         processes.adopt_orphans()
         restarts = 0
         while True:
-            code = self._attempt(restarts)
+            code = self._attempt(restarts) if not self._is_cancelled_already() else TERMINATED_EXIT_CODE
             processes.end_all(str(self._folder.path), keep=set())
             if code != REQUEUE_EXIT_CODE or self._cancelled or restarts >= self._spec.max_requeues:
                 break
@@ -108,6 +111,11 @@ class Supervisor:
             records.update_state(self._folder, state="REQUEUED", reason="asked to be started again")
         state, reason = self._conclusion(code)
         records.update_state(self._folder, state=state, reason=reason, ended=records.now())
+
+    def _is_cancelled_already(self) -> bool:
+        """Whether a cancel came while no attempt was there to hear of it."""
+        self._cancelled = signal.SIGTERM in signal.sigpending()
+        return self._cancelled
 
     def _conclusion(self, code: int) -> tuple[str, str]:
         if code == 0:
@@ -154,14 +162,21 @@ class Supervisor:
 
     def _start_ranks(self, variables: dict[str, str]) -> dict[int, str]:
         os.environ.update(variables)
-        return {self._start_rank(rank): f"rank {rank}" for rank in range(self._spec.resources.ranks)}
+        started = {self._start_rank(rank): f"rank {rank}" for rank in range(self._spec.resources.ranks)}
+        if signal.SIGTERM in signal.sigpending():
+            # the supervisor looked for ranks to tell when these were not there yet
+            batch.signal_groups(started, signal.SIGTERM)
+        return started
 
     def _start_rank(self, rank: int) -> int:
         variables = simulated.rank_variables(self._spec, rank, self._gpus)
         parent = os.getpid()
         if not self._ranks_can_be_forked:
             command = [sys.executable, "-m", "mgpu_slurm.runtime.entry", str(self._folder.path)]
-            return subprocess.Popen(command, env=os.environ | variables, preexec_fn=batch.own_group).pid
+            process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=batch.own_group)
+            # a dropped Popen is collected by the next one, and its exit code with it
+            self._processes.append(process)
+            return process.pid
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -206,12 +221,14 @@ class Supervisor:
         return due
 
     def _send(self, signum: signal.Signals, batch_step: int) -> None:
-        """To every process of the job but the batch step, as SLURM does."""
+        """To every process of the job, as SLURM does; of the batch step only SIGTERM is wanted, and that first."""
         if signum == signal.SIGTERM and not self._cancelled:
             self._timed_out = True
         if signum == signal.SIGKILL:
             processes.end_all(str(self._folder.path), keep={batch_step})
             return
+        if signum == signal.SIGTERM:
+            os.kill(batch_step, signum)
         for pid in processes.descendants(os.getpid()):
             if pid != batch_step:
                 with suppress(ProcessLookupError):

@@ -39,6 +39,9 @@ def stand_in(workdir: Path) -> None:
     """
     os.chdir(workdir)
     sys.path[0] = str(workdir)
+    if (workdir / "src").is_dir():
+        # the usual second place of a project's packages, which an editable installation would take from the live folder
+        sys.path.insert(1, str(workdir / "src"))
     package_home = str(Path(__file__).resolve().parents[2])
     if package_home not in sys.path:
         sys.path.append(package_home)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mgpu_slurm import processes, records
+from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.slurm import scrubbed_environment
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import Spec
@@ -28,14 +29,15 @@ class Supervisor:
         assert self._process.stdout is not None
         return self._process.stdout.readline()
 
-    def claim(self, folder: RunFolder) -> str:
-        """Writes down that it is the run's; returns the job id, which is its process id.
+    def claim(self, folder: RunFolder, **changes: Any) -> str:
+        """Writes down that it is the run's, with other changes of its state; returns the job id, its process id.
 
         Comes before the run can be seen: a submission that is killed then leaves no run that pends for ever.
         """
         pid = self._process.pid
         start = processes.started_at(pid)
-        records.update_state(folder, job_id=str(pid), supervisor=[pid, start], host=os.uname().nodename)
+        changes |= {"job_id": str(pid), "supervisor": [pid, start], "host": os.uname().nodename}
+        records.update_state(folder, sync=True, **changes)
         return str(pid)
 
     def go(self, folder: RunFolder) -> None:
@@ -101,7 +103,14 @@ def is_supervised(state: dict[str, Any]) -> bool:
 
 
 def cancel(state: dict[str, Any]) -> bool:
-    """Asks the supervisor to end its run, which saves first; False where there is none any more."""
+    """Asks the supervisor to end its run, which saves first; False where there is none any more.
+
+    Raises:
+        UserError: it is a process of another machine.
+    """
+    host = state.get("host", "another machine")
+    if host != os.uname().nodename:
+        raise UserError(f"run {state['run']} is a local run of {host}: cancel it there")
     if not is_supervised(state):
         return False
     os.kill(state["supervisor"][0], signal.SIGTERM)

@@ -21,7 +21,16 @@ from mgpu_slurm.launch import cluster as clusters
 from mgpu_slurm.launch import script, simulated, slurm, snapshot
 from mgpu_slurm.launch.cluster import Cluster, ClusterFile
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.spec import ExecutorName, Resources, Spec, Target, check_run_name, parse_signal, resources_from
+from mgpu_slurm.spec import (
+    DEFAULT_LEAD,
+    ExecutorName,
+    Resources,
+    Spec,
+    Target,
+    check_run_name,
+    parse_signal,
+    resources_from,
+)
 
 DEMO_TARGET = "jobs.digits"
 
@@ -99,6 +108,9 @@ def make(request: Request, cwd: Path, runs: Path) -> Plan:
     resources, gpus = _with_gpus(asked, executor, request.dry_run)
     target, root = _target(request, file.job, cwd)
     signal, lead = parse_signal(request.signal or _site_signal(chosen, resources), resources.time_limit)
+    if executor == "slurm" and lead is None:
+        # a partition has a limit also where none was asked for
+        lead = DEFAULT_LEAD
     spec = Spec(
         run=_run_name(_short_name(target) if request.name is None else request.name),
         target=target,

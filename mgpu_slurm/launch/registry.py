@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,9 @@ from mgpu_slurm.launch import local, slurm, states
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
 
 State = dict[str, Any]
+
+ASK_EVERY = {"local": 1.0, "slurm": 15.0}
+"""Seconds between two questions to an executor by one who waits; a controller serves thousands."""
 
 
 def _index() -> Path:
@@ -34,7 +38,8 @@ def remember_root(root: Path) -> None:
 def roots() -> list[Path]:
     """The runs folder of the working directory, then every other one that this user has used and that still exists."""
     known = [paths.runs_root(), *(Path(record["folder"]) for record in read_jsonl(_index()))]
-    return [root for root in dict.fromkeys(known) if root.is_dir()]
+    # two ways to the same folder are one
+    return [root for root in dict.fromkeys(root.resolve() for root in known) if root.is_dir()]
 
 
 def folders(root: Path) -> list[RunFolder]:
@@ -78,6 +83,21 @@ def _hint(name: str, known: list[RunFolder]) -> str:
 
 def state(folder: RunFolder) -> State:
     return current([folder])[0][1]
+
+
+class Watch:
+    """One run's state, again and again: its record each time, its executor's word not more often than that can bear."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._next_question = 0.0
+
+    def state(self) -> State:
+        recorded = _recorded(self._folder)
+        if not states.is_alive(recorded["state"]) or time.monotonic() < self._next_question:
+            return recorded
+        self._next_question = time.monotonic() + ASK_EVERY.get(recorded["executor"], 1.0)
+        return state(self._folder)
 
 
 def current(asked: Iterable[RunFolder]) -> list[tuple[RunFolder, State]]:
@@ -161,11 +181,16 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
     if facts is None:
         # the controller answers, and neither it nor accounting nor the run's own records know of an end
         return state | {"state": "FAILED", "reason": "lost"}
-    if not states.is_alive(facts["state"]):
-        facts = {"ended": records.now()} | facts
-        # SLURM forgets; a run of somebody else's stays as it is on disk
-        with contextlib.suppress(OSError):
-            records.update_state(folder, sync=True, **facts)
+    if states.is_alive(facts["state"]):
+        return state | facts
+    # the job may have written its last word while SLURM was asked
+    again = _recorded(folder)
+    if not states.is_alive(again["state"]):
+        return again
+    facts = {"ended": records.now()} | facts
+    # SLURM forgets; a run of somebody else's stays as it is on disk
+    with contextlib.suppress(OSError):
+        records.update_state(folder, sync=True, **facts)
     return state | facts
 
 

@@ -54,12 +54,13 @@ class Handle:
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         pause = 0.05
+        watch = registry.Watch(self.files)
         while True:
-            state = self.state
+            state = str(watch.state()["state"])
             if not states.is_alive(state):
                 return state
             if give_up is not None and time.monotonic() >= give_up:
-                raise TimeoutError(f"run {self.name} is still {state} after {timeout} s")
+                raise TimeoutError(f"run {self.name} is still {state}, and the time to wait is over")
             time.sleep(pause)
             pause = min(1.0, pause * 1.2)
 
@@ -83,6 +84,8 @@ class Handle:
             return False
         if facts["executor"] == "local":
             return local.cancel(facts)
+        if facts["job_id"] is None:
+            raise UserError(f"run {self.name} is being submitted: cancel it once `status` shows its job")
         if facts["job_id"] is None:
             raise ClusterError(f"run {self.name}: whether SLURM took its job is not known yet: try again later")
         slurm.run(slurm.scancel_command([facts["job_id"]]))

@@ -6,10 +6,12 @@ beside the code that it was read from (see `checked`), and values can be checked
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
 import operator
+import textwrap
 import types
 import typing
 from pathlib import Path
@@ -50,8 +52,8 @@ def describe(cls: Any, code: Path) -> Description | None:
 
 
 def _describe_class(cls: Any, code: Path) -> Description:
-    own_code = hasattr(cls, "__post_init__") or hasattr(cls, "__pydantic_validator__")
-    if own_code or not Path(inspect.getfile(cls)).is_relative_to(code):
+    own_code = hasattr(cls, "__post_init__") or hasattr(cls, "__pydantic_validator__") or cls.__bases__ != (object,)
+    if own_code or not Path(inspect.getfile(cls)).is_relative_to(code) or not _has_written_defaults(cls):
         raise _Indescribable
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = []
@@ -61,6 +63,38 @@ def _describe_class(cls: Any, code: Path) -> Description:
         if not field.init:
             raise _Indescribable
     return {"class": cls.__name__, "fields": fields}
+
+
+def _has_written_defaults(cls: Any) -> bool:
+    """Whether each default stands in the source as it is: one that is computed may be another one tomorrow."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    values = [node.value for node in definition.body if isinstance(node, ast.AnnAssign) and node.value is not None]
+    return all(_is_written(value) for value in values)
+
+
+def _is_written(value: ast.expr) -> bool:
+    if not isinstance(value, ast.Call):
+        try:
+            ast.literal_eval(value)
+        except ValueError:
+            return False
+        return True
+    if not isinstance(value.func, ast.Name):
+        return False
+    if value.func.id == "Path":
+        return all(isinstance(argument, ast.Constant) for argument in value.args)
+    return value.func.id == "field" and not value.args and all(_is_default(keyword) for keyword in value.keywords)
+
+
+def _is_default(keyword: ast.keyword) -> bool:
+    """`default=3`, `default_factory=list` or that of a nested class, `default_factory=lambda: [1, 2]`."""
+    if keyword.arg != "default_factory":
+        return _is_written(keyword.value)
+    if isinstance(keyword.value, ast.Lambda):
+        return _is_written(keyword.value.body)
+    # a nested dataclass is looked at as the type of its field; any other callable has no type that is described
+    return isinstance(keyword.value, ast.Name) and (keyword.value.id in _GENERICS or keyword.value.id[0].isupper())
 
 
 def _default(field: dataclasses.Field[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ These are facts, as pure functions; `supervisor` does the work.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -26,7 +27,8 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The GPUs this user's programs see: those of CUDA_VISIBLE_DEVICES, else those that nvidia-smi lists."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu.strip()]
+        # CUDA takes the list up to the first that is none
+        return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, chosen.split(","))))
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)

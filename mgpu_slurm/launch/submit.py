@@ -6,6 +6,7 @@ folder that the next submission removes.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records
 from mgpu_slurm import target as targets
 from mgpu_slurm.errors import ClusterError, UserError
-from mgpu_slurm.launch import checked, environment, local, plan, registry, script, signature, slurm, snapshot
+from mgpu_slurm.launch import checked, environment, local, plan, registry, script, signature, slurm, snapshot, states
 from mgpu_slurm.launch.check import Answer, Question, fill_config, resolve_config
 from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.paths import RunFolder
@@ -77,18 +78,34 @@ def restart(folder: RunFolder, spec: Spec) -> str:
     Raises:
         ClusterError: the cluster refused; the run stays as it ended.
     """
-    before = records.read_state(folder)
-    records.update_state(folder, state="PENDING", reason="", job_id=None, ended=None, submitted=records.now())
+    with _locked(folder):
+        before = records.read_state(folder)
+        if states.is_alive(before["state"]):
+            raise UserError(f"run {folder.run} is being resumed by somebody else")
+        pending = {"state": "PENDING", "reason": "", "job_id": None, "ended": None, "submitted": records.now()}
+        try:
+            with local.supervisor(spec, folder, folder) as supervisor:
+                if supervisor is None:
+                    records.update_state(folder, sync=True, **pending)
+                    return _queue(folder, spec, plan.new_token())
+                job_id = supervisor.claim(folder, **pending)
+                supervisor.go(folder)
+                return job_id
+        except BaseException:
+            paths.write_json(folder.state, before)
+            raise
+
+
+@contextmanager
+def _locked(folder: RunFolder) -> Iterator[None]:
+    """Nobody else on this machine starts the run meanwhile; on file systems without locks this is a wish."""
+    descriptor = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with local.supervisor(spec, folder, folder) as supervisor:
-            if supervisor is None:
-                return _queue(folder, spec, plan.new_token())
-            job_id = supervisor.claim(folder)
-            supervisor.go(folder)
-            return job_id
-    except ClusterError:
-        paths.write_json(folder.state, before)
-        raise
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _queue(folder: RunFolder, spec: Spec, token: str) -> str:
@@ -98,6 +115,8 @@ def _queue(folder: RunFolder, spec: Spec, token: str) -> str:
 
     text = script.render(spec, folder, token)
     paths.write_whole(folder.submission, text)
+    # whoever finds this without an answer after it can look for the job by its token
+    records.record_event(folder, "submitting", token=token)
     try:
         job_id = submitit_executor.submit(text, folder, slurm.scrubbed_environment(os.environ))
     except ClusterError as refused:
@@ -116,13 +135,12 @@ def _found_in_queue(folder: RunFolder, token: str, refused: ClusterError) -> str
     try:
         job_id = slurm.job_marked(token)
     except ClusterError as silent:
-        records.record_event(folder, "unconfirmed", token=token)
         raise ClusterError(
             f"{refused}; whether the job is queued all the same is not known, because {silent}:"
             f" look for {token} in squeue -o '%i %k'"
         ) from None
     if job_id is None:
-        if not records.events(folder):
+        if not records.attempts_started(folder):
             shutil.rmtree(folder.path, ignore_errors=True)
         raise refused
     return job_id
@@ -143,8 +161,10 @@ def _staged(made: Plan, runs: Path) -> Iterator[RunFolder]:
 def _remove_stale_staging(runs: Path) -> None:
     """What killed submissions left."""
     for path in runs.glob(f"{paths.STAGING_PREFIX}*"):
-        if time.time() - path.stat().st_mtime > STALE_STAGING_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
+        # another submission may be done with its own meanwhile
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > STALE_STAGING_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from mgpu_slurm.launch.runs import log_files
 from mgpu_slurm.paths import RunFolder
 
 PAUSE = 0.1
-"""Seconds between two looks at the files; the executor is asked ten times less often."""
+"""Seconds between two looks at the files."""
 
 
 def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator[str]:
@@ -25,13 +26,11 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
     """
     known_events = len(records.events(folder)) if after_attempt else 0
     tails: dict[Path, _Tail] = {}
-    looks = 0
+    watch = registry.Watch(folder)
     ended = False
     while not ended:
         # the state is read before the logs: what was written before the end is shown before the end
-        state = records.read_state(folder) if looks % 10 else registry.state(folder)
-        ended = not states.is_alive(state["state"])
-        looks += 1
+        ended = not states.is_alive(watch.state()["state"])
         events = records.events(folder)
         for event in events[known_events:]:
             yield from _told(event)
@@ -57,6 +56,8 @@ class _Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
+        # a look may come in the middle of a letter
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> Iterator[str]:
         with open(self._path, "rb") as file:
@@ -64,4 +65,4 @@ class _Tail:
             added = file.read()
         self._position += len(added)
         if added:
-            yield added.decode(errors="replace")
+            yield self._decoder.decode(added)

@@ -23,7 +23,7 @@ from typing import Any
 from mgpu_slurm import records
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, open_to, read_json, write_json
-from mgpu_slurm.processes import RUN_VARIABLE
+from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.runtime import rendezvous
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
@@ -39,6 +39,9 @@ PATIENCE_FOR_SIGTERM = 1.0
 _TASK_FAILURE = re.compile(
     r"^srun: error: (?P<nodes>\S+): task(?P<several>s?) (?P<ranks>\S+): (?P<how>.+)$", re.MULTILINE
 )
+
+GRACE_AFTER_REQUEUE = 10.0
+"""All ranks leave together then, each after its part of the save."""
 
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP}
 """SIGTERM is for the ranks, who save and leave: this process stays until they have. SIGHUP: the parent is gone."""
@@ -119,23 +122,24 @@ def _wait(alive: dict[int, str]) -> Ending:
         timeout = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
         received = signal.sigtimedwait(WATCHED, timeout)
         if received is None and deadline is not None:
-            _signal_groups(alive, signal.SIGKILL)
+            signal_groups(alive, signal.SIGKILL)
             deadline = None
         elif received is not None and received.si_signo == signal.SIGHUP:
-            _signal_groups(alive, signal.SIGKILL)
+            signal_groups(alive, signal.SIGKILL)
         elif received is not None and received.si_signo == signal.SIGTERM:
             told_to_end = True
         for who, code in _ended(alive):
             if code and not ending.code:
                 ending = Ending(code, who)
-                deadline = time.monotonic() + GRACE_AFTER_FAILURE
-                if code == REQUEUE_EXIT_CODE:
-                    # all ranks leave together, each after its part of the save
-                    deadline += 10
+                # who is told to end saves first, and has until SIGKILL comes from whoever told it
+                if not told_to_end:
+                    deadline = time.monotonic() + (
+                        GRACE_AFTER_REQUEUE if code == REQUEUE_EXIT_CODE else GRACE_AFTER_FAILURE
+                    )
     return replace(ending, told_to_end=told_to_end)
 
 
-def _signal_groups(alive: dict[int, str], signum: int) -> None:
+def signal_groups(alive: dict[int, str], signum: int) -> None:
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signum)
@@ -159,7 +163,8 @@ def _write_failure(folder: RunFolder, attempt: int, ending: Ending, description:
     """`failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
     found = [read_json(path) for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json"))]
     found = sorted((record for record in found if record), key=lambda record: (record["consequence"], record["time"]))
-    first = found[0] if found and not found[0]["consequence"] else {"message": description}
+    was_killed = ending.code > 128
+    first = found[0] if found and not (found[0]["consequence"] and was_killed) else {"message": description}
     write_json(folder.failure, {"attempt": attempt, "exit_code": ending.code, "who": ending.who, **first})
 
 
@@ -177,9 +182,11 @@ def run_command(command: list[str]) -> StartRanks:
     """Starts the ranks by a launcher such as srun."""
 
     def start(variables: dict[str, str]) -> dict[int, str]:
-        process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=own_group)
-        return {process.pid: Path(command[0]).name}
+        # kept: a dropped Popen is collected by the next one, and its exit code with it
+        started.append(subprocess.Popen(command, env=os.environ | variables, preexec_fn=own_group))
+        return {started[-1].pid: Path(command[0]).name}
 
+    started: list[subprocess.Popen[bytes]] = []
     return start
 
 
@@ -196,6 +203,7 @@ def main(arguments: list[str]) -> int:
     spec = read_spec(folder)
     open_to(spec.readable_by)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    allow_many_files()
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])
     address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
     # earlier starts of a requeued job wrote to the same log

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import threading
 import traceback
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm import config as configs
 from mgpu_slurm.errors import MgpuError, RunStopped, UserError
 from mgpu_slurm.paths import RunFolder, open_to, write_json
-from mgpu_slurm.processes import RUN_VARIABLE
+from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime.devices import threads_per_rank
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
@@ -35,6 +36,7 @@ PROJECT_VARIABLE = "MGPU_PROJECT"
 
 def main(folder: RunFolder) -> int:
     """Runs this rank and returns its exit code; a command of the local executor replaces the process instead."""
+    allow_many_files()
     facts = from_slurm()
     attempt = int(os.environ[ATTEMPT_VARIABLE])
     spec = read_spec(folder)
@@ -121,10 +123,17 @@ def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int) -> i
     except BaseException as error:
         shown = _traceback(error)
         print(shown, end="", file=sys.stderr, flush=True)
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        code = _exit_code(error)
         if code:
             write_json(folder.rank_failure(attempt, facts.rank), _failure(error, shown, facts))
         return code
+
+
+def _exit_code(error: BaseException) -> int:
+    """As the interpreter would end: `sys.exit()` is a success, `sys.exit("words")` is none."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: StopFlag) -> None:
@@ -138,12 +147,11 @@ def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: 
     if facts.world_size > 1:
         rendezvous.join(facts, device)
     try:
-        run = Run(facts, folder.path, device, attempt, stop)
-        result = function(run, config)
-        run.finish()
-        if run.is_main:
-            _write_result(folder, run, result)
-        run.close()
+        with closing(Run(facts, folder.path, device, attempt, stop)) as run:
+            result = function(run, config)
+            run.finish()
+            if run.is_main:
+                _write_result(folder, run, result)
     finally:
         # an undestroyed group aborts at exit
         if dist.is_initialized():

@@ -75,8 +75,8 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_token(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     there, not_there = make_run("there", None, "PENDING"), make_run("not-there", None, "PENDING")
-    records.record_event(there, "unconfirmed", token="mgpu-1")
-    records.record_event(not_there, "unconfirmed", token="mgpu-2")
+    records.record_event(there, "submitting", token="mgpu-1", time="2024-05-01T12:00:00+00:00")
+    records.record_event(not_there, "submitting", token="mgpu-2", time="2024-05-01T12:00:00+00:00")
     answers("squeue", "42|mgpu-1\n42|PENDING|N/A|N/A|0||Priority|\n")
     states = {folder.run: state for folder, state in registry.current([there, not_there])}
     assert (states["there"]["state"], states["there"]["job_id"]) == ("PENDING", "42")
@@ -89,7 +89,9 @@ def test_a_run_that_is_being_submitted_pends(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     answers("squeue", "")
-    assert registry.state(make_run("new", None, "PENDING"))["state"] == "PENDING"
+    folder = make_run("new", None, "PENDING")
+    records.record_event(folder, "submitting", token="mgpu-1")
+    assert registry.state(folder)["state"] == "PENDING"
 
 
 def test_a_job_that_nobody_knows_is_lost(

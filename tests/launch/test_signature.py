@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -101,7 +103,22 @@ class WithHidden:
     lr: float = field(default=0.1, init=False)
 
 
-@pytest.mark.parametrize("cls", [WithEnum, WithOwnCode, WithHidden])
+@dataclass
+class WithComputedDefault:
+    run: str = field(default_factory=lambda: str(time.time()))
+
+
+@dataclass
+class WithEnvironment:
+    home: str = os.environ["HOME"]
+
+
+@dataclass
+class WithBase(Inner):
+    depth: int = 2
+
+
+@pytest.mark.parametrize("cls", [WithEnum, WithOwnCode, WithHidden, WithComputedDefault, WithEnvironment, WithBase])
 def test_classes_that_say_more_are_not_described(cls: Any) -> None:
     assert signature.describe(cls, HERE) is None
 

@@ -25,7 +25,9 @@ def test_no_gpus_asked_hides_them_and_unsaid_leaves_them_alone() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in simulated.rank_variables(spec(), 0, [])
 
 
-@pytest.mark.parametrize(("visible", "gpus"), [("0,3", ["0", "3"]), ("GPU-8f2", ["GPU-8f2"]), ("", [])])
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [("0,3", ["0", "3"]), ("GPU-8f2", ["GPU-8f2"]), ("", []), ("-1", []), ("0,-1,2", ["0"])]
+)
 def test_gpus_that_the_user_chose_are_the_machines(visible: str, gpus: list[str]) -> None:
     assert simulated.visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == gpus
 
