@@ -298,15 +298,16 @@ def cancel(names: tuple[str, ...]) -> None:
 @json_flag
 def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     """Block until runs have ended; exit code 1 unless all of them completed."""
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm.launch import runs, states
     from mgpu_slurm.observe import status as statuses
 
     handles = [runs.find(name) for name in names]
     give_up = None if timeout is None else time.monotonic() + timeout
     try:
         ended = [handle.wait(None if give_up is None else give_up - time.monotonic()) for handle in handles]
-    except TimeoutError as error:
-        raise MgpuError(str(error)) from None
+    except TimeoutError:
+        alive = [handle.name for handle in handles if states.is_alive(handle.state)]
+        raise MgpuError(f"--timeout {timeout:g}: {', '.join(alive)} still alive after {timeout:g} s") from None
     if as_json:
         _print_json([statuses.facts(handle.facts) for handle in handles])
     else:

@@ -60,7 +60,7 @@ class Handle:
             if not states.is_alive(state):
                 return state
             if give_up is not None and time.monotonic() >= give_up:
-                raise TimeoutError(f"run {self.name} is still {state}, and the time to wait is over")
+                raise TimeoutError(f"run {self.name} is still {state} after {timeout} s")
             time.sleep(pause)
             pause = min(1.0, pause * 1.2)
 
