@@ -6,7 +6,6 @@ import dataclasses
 import re
 import signal as signals
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_slurm import config as configs
@@ -230,11 +229,3 @@ def resources_from(flags: dict[str, Any], what: str) -> Resources:
             raise UserError(f"{what}: unknown flag {key!r}{nearest(key, known)}")
         values[name] = str(value) if name in ("time", "mem") and value is not None else value
     return configs.fill(Resources, values, what)
-
-
-def run_folder(path: Path) -> RunFolder:
-    """The run folder at a path, which has to hold a spec."""
-    folder = RunFolder(path)
-    if not folder.spec.exists():
-        raise UserError(f"{str(path)!r} is no run folder: there is no {folder.spec.name} in it")
-    return folder

@@ -129,6 +129,18 @@ STUBBORN = """
 """
 
 
+def test_a_cancel_right_after_the_submission_is_a_cancel(failing: Project) -> None:
+    """The supervisor still imports torch then, and no rank is there to hear of it."""
+    failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
+    failing.submit("fails:sleeps", "--nodes", "2")
+    # the second submission of the same code waits for no import
+    folder = failing.submit("fails:sleeps", "--nodes", "2")
+    assert failing.call("cancel", folder.name).returncode == 0
+    facts = failing.finish(folder)
+    assert (facts["state"], facts["reason"]) == ("CANCELLED", "cancelled")
+    failing.call("cancel", *(path.name for path in failing.runs.iterdir()))
+
+
 def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing: Project) -> None:
     failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
     failing.write("stubborn.py", STUBBORN)
