@@ -136,7 +136,8 @@ def submit(
     """Run a job function, or any torchrun-style command, on nodes and GPUs.
 
     TARGET is package.module, package.module:function or path/to/file.py:function; `train` where no function is named.
-    Without it: `job:` of mgpu.yaml, else jobs.digits. key=value sets the job's config (nested: model.width=32).
+    Without it: `job:` of mgpu.yaml, else jobs/digits.py where there is one. key=value sets the job's config (nested:
+    model.width=32).
 
     \b
       mgpu-slurm submit --nodes 2
@@ -287,7 +288,8 @@ def cancel(names: tuple[str, ...]) -> None:
 
     for handle in [runs.find(name) for name in names]:
         if handle.cancel():
-            print(f"{handle.name}: asked to save and end; `{program()} resume {handle.name}` goes on from there")
+            asked = "asked to end" if handle.is_command else "asked to save and end"
+            print(f"{handle.name}: {asked}; `{program()} resume {handle.name}` starts it again")
         else:
             print(f"{handle.name}: had ended already ({handle.state})")
 

@@ -43,6 +43,11 @@ class Handle:
     def state(self) -> str:
         return str(self.facts["state"])
 
+    @property
+    def is_command(self) -> bool:
+        """Whether it runs a command, which saves only what it saves by itself."""
+        return read_spec(self.files).target.is_command
+
     def wait(self, timeout: float | None = None) -> str:
         """Blocks until the run has ended and returns its state.
 

@@ -10,6 +10,8 @@ from mgpu_slurm.observe.calling import program, tensorboard
 from mgpu_slurm.observe.status import span
 from mgpu_slurm.paths import RunFolder, read_json
 
+SHOWN_LINES = 20
+
 
 def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = None) -> list[str]:
     """What a person wants to read when a run is over; a failed one shows the traceback of its first cause first.
@@ -22,6 +24,8 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     lines = []
     if failure and "traceback" in failure and failure["rank"] != shown_rank:
         lines += [f"-- rank {failure['rank']} on {failure['node']} failed first:", failure["traceback"].rstrip()]
+    elif failure and failure["who"].startswith("rank ") and failure["who"] != f"rank {shown_rank}":
+        lines += _end_of_log(folder, failure["attempt"], failure["who"])
     lines.append(_headline(state))
     result = read_json(folder.result) if state["state"] == "COMPLETED" else None
     if result is not None:
@@ -31,8 +35,16 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
         lines.append(f"curves    {tensorboard()} --logdir {_short(folder.path.parent)}")
     if state["state"] != "COMPLETED":
         lines.append(f"logs      {_short(folder.logs)}/")
-        lines.append(f"go on     {program()} resume {state['run']}")
+        if any(folder.checkpoints.glob("step-*")):
+            lines.append(f"go on     {program()} resume {state['run']}   (its own code, from its newest checkpoint)")
     return lines
+
+
+def _end_of_log(folder: RunFolder, attempt: int, who: str) -> list[str]:
+    """The last lines of the rank that failed first, where it left no traceback of its own."""
+    log = folder.rank_log(attempt, int(who.removeprefix("rank ")))
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return [f"-- {who} failed first; the end of its log:", *text.rstrip().split("\n")[-SHOWN_LINES:]]
 
 
 def _headline(state: dict[str, Any]) -> str:

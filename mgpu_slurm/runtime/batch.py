@@ -165,7 +165,18 @@ def _write_failure(folder: RunFolder, attempt: int, ending: Ending, description:
     found = sorted((record for record in found if record), key=lambda record: (record["consequence"], record["time"]))
     was_killed = ending.code > 128
     first = found[0] if found and not (found[0]["consequence"] and was_killed) else {"message": description}
+    if "error" not in first and not was_killed:
+        first["message"] += _last_line(folder, attempt, ending.who)
     write_json(folder.failure, {"attempt": attempt, "exit_code": ending.code, "who": ending.who, **first})
+
+
+def _last_line(folder: RunFolder, attempt: int, who: str) -> str:
+    """What a rank said last: of a script that raised, its error."""
+    rank = who.removeprefix("rank ")
+    log = folder.rank_log(attempt, int(rank)) if rank.isdigit() else None
+    lines = log.read_text(errors="replace").split("\n") if log is not None and log.exists() else []
+    said = [line.strip() for line in lines if line.strip()]
+    return f": {said[-1][:200]}" if said else ""
 
 
 def first_failure(launch_log: str) -> str | None:

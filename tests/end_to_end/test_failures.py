@@ -68,6 +68,15 @@ def test_an_exception_on_one_rank_ends_the_run_with_that_ranks_traceback_first(f
     assert "the data is broken" in log(failing.runs / facts["run"], 1)
 
 
+def test_a_script_that_fails_on_one_rank_shows_the_end_of_that_ranks_log(project: Project) -> None:
+    project.write("script.py", 'import os\nif os.environ["RANK"] == "1":\n    raise ValueError("crash on one")\n')
+    done = project.call("submit", "--executor", "local", "--nodes", "2", "--", "python", "script.py")
+    assert done.returncode == 1
+    assert "-- rank 1 failed first; the end of its log:\nTraceback" in done.stdout
+    (facts,) = project.json("status")
+    assert facts["reason"] == "rank 1 ended with exit code 1: ValueError: crash on one"
+
+
 def test_a_killed_rank_ends_the_others_within_seconds(failing: Project) -> None:
     folder, facts = failing.run("fails:killed", "--nodes", "2")
     assert facts["state"] == "FAILED"
