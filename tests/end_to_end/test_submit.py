@@ -452,7 +452,7 @@ def test_edits_do_not_reach_a_run_and_its_paths_lead_to_the_project(project: Pro
 def test_a_run_is_resumed_without_the_project_it_came_from(project: Project) -> None:
     project.write("tool.sh", "echo try $MGPU_ATTEMPT; test $MGPU_ATTEMPT = 2\n")
     folder, facts = project.run("--", "sh", "tool.sh")
-    assert (facts["state"], facts["reason"]) == ("FAILED", "rank 0 ended with exit code 1")
+    assert (facts["state"], facts["reason"]) == ("FAILED", "rank 0 ended with exit code 1: try 1")
     (project.folder / "tool.sh").unlink()
     done = project.call("resume", folder.name)
     assert done.returncode == 0, done.stdout + done.stderr
