@@ -300,7 +300,8 @@ def cancel(names: tuple[str, ...]) -> None:
 @json_flag
 def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     """Block until runs have ended; exit code 1 unless all of them completed."""
-    from mgpu_slurm.launch import runs, states
+    from mgpu_slurm import states
+    from mgpu_slurm.launch import runs
     from mgpu_slurm.observe import status as statuses
 
     handles = [runs.find(name) for name in names]

@@ -12,8 +12,8 @@ from typing import Any
 
 from mgpu_slurm import processes, records
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.launch.slurm import scrubbed_environment
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.slurm import scrubbed_environment
 from mgpu_slurm.spec import Spec
 
 

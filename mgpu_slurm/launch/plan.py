@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import records
+from mgpu_slurm import records, slurm
 from mgpu_slurm import target as targets
 from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import cluster as clusters
-from mgpu_slurm.launch import script, simulated, slurm, snapshot
+from mgpu_slurm.launch import script, simulated, snapshot
 from mgpu_slurm.launch.cluster import Cluster, ClusterFile
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import (

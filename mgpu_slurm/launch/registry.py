@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import paths, records
+from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import ClusterError, UserError, nearest
-from mgpu_slurm.launch import local, slurm, states
+from mgpu_slurm.launch import local
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
 
 State = dict[str, Any]

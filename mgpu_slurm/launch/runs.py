@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import paths
+from mgpu_slurm import paths, slurm, states
 from mgpu_slurm.errors import ClusterError, RunFailed, UserError
-from mgpu_slurm.launch import cleaning, local, registry, slurm, states
+from mgpu_slurm.launch import cleaning, local, registry
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.plan import Request
 from mgpu_slurm.paths import RunFolder

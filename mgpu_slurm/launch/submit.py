@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import paths, records
+from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm import target as targets
 from mgpu_slurm.errors import ClusterError, UserError
-from mgpu_slurm.launch import checked, environment, local, plan, registry, script, signature, slurm, snapshot, states
+from mgpu_slurm.launch import checked, environment, local, plan, registry, script, signature, snapshot
 from mgpu_slurm.launch.check import Answer, Question, fill_config, resolve_config
 from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.paths import RunFolder

@@ -16,8 +16,8 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from mgpu_slurm.errors import ClusterError, UserError
-from mgpu_slurm.launch.slurm import error_line
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.slurm import error_line
 
 _SUBMITIT_PATTERNS = ("%j", "%t", "%A", "%a")
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import records
+from mgpu_slurm import records, states
 from mgpu_slurm.hostlist import compress
-from mgpu_slurm.launch import registry, states
+from mgpu_slurm.launch import registry
 from mgpu_slurm.launch.runs import log_files
 from mgpu_slurm.paths import RunFolder
 

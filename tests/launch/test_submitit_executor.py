@@ -11,9 +11,9 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from mgpu_slurm.errors import ClusterError, UserError
-from mgpu_slurm.launch.slurm import scrubbed_environment
 from mgpu_slurm.launch.submitit_executor import submit
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.slurm import scrubbed_environment
 
 SCRIPT = "#!/bin/bash\n#SBATCH --job-name=digits\n\necho it\\'s $HOME\n"
 RECORD = 'printf "%s\\n" "$@" > "$RECORDS/argv"; cat "$1" > "$RECORDS/script"; env > "$RECORDS/env"'

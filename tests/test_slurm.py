@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_slurm import slurm
 from mgpu_slurm.errors import ClusterError
-from mgpu_slurm.launch import slurm
-from mgpu_slurm.launch.slurm import AccountedStart, NodeGroup, QueuedJob
+from mgpu_slurm.slurm import AccountedStart, NodeGroup, QueuedJob
 
 FakeCommand = Callable[[str, str], None]
 

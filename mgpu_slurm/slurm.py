@@ -11,9 +11,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mgpu_slurm import states
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.hostlist import expand
-from mgpu_slurm.launch import states
 
 _OF_ANOTHER_JOB = re.compile(
     r"(SLURM|SBATCH|SRUN|PMIX|PMI|OMPI|TORCHELASTIC|MGPU)_.*"
@@ -35,7 +35,7 @@ class QueuedJob:
     """As scancel takes it: `42`, or `42_3` for a task of an array."""
     array_task: int | None
     state: str
-    """One of `launch.states`."""
+    """One of `states`."""
     reason: str
     nodes: tuple[str, ...]
     start: str | None
