@@ -18,10 +18,41 @@ from mgpu_slurm.errors import MgpuError, UserError
 from mgpu_slurm.observe.calling import program
 
 if TYPE_CHECKING:
-    from mgpu_slurm.launch.runs import Handle
+    from mgpu_slurm.launch.runs import Group, Handle
 
 PROGRAM = "mgpu-slurm"
 INTERRUPTED = 130
+
+_RESOURCE_FLAGS = [
+    click.option("--nodes", type=int, metavar="N", help="Nodes.  [default: 1]"),
+    click.option(
+        "--ntasks-per-node", type=int, metavar="N", help="Ranks on each node.  [default: one per GPU, else 1]"
+    ),
+    click.option(
+        "--gpus-per-node", type=int, metavar="N", help="GPUs on each node, 0 for none.  [default: all of a node]"
+    ),
+    click.option("--cpus-per-task", type=int, metavar="N", help="Cores of each rank."),
+    click.option("--mem", metavar="SIZE", help="Memory of each node, as sbatch takes it: 64G."),
+    click.option("--time", metavar="TIME", help="Time limit, as sbatch takes it: minutes, M:S, H:M:S, D-H."),
+    click.option("--partition", metavar="NAME"),
+    click.option("--account", metavar="NAME"),
+    click.option("--qos", metavar="NAME"),
+    click.option("--constraint", metavar="FEATURES"),
+    click.option("--exclude", metavar="NODES"),
+    click.option("--nodelist", metavar="NODES"),
+    click.option("--reservation", metavar="NAME"),
+    click.option(
+        "--sbatch", "extra", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch; may be repeated."
+    ),
+]
+"""What `submit` and `resume` take, in sbatch's words."""
+
+
+def resource_flags(command: Any) -> Any:
+    for flag in reversed(_RESOURCE_FLAGS):
+        command = flag(command)
+    return command
+
 
 json_flag = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON value, and nothing else, on standard output."
@@ -84,22 +115,7 @@ def cli(debug: bool) -> None:
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), help="YAML file with values for the job's config."
 )
-@click.option("--nodes", type=int, metavar="N", help="Nodes.  [default: 1]")
-@click.option("--ntasks-per-node", type=int, metavar="N", help="Ranks on each node.  [default: one per GPU, else 1]")
-@click.option("--gpus-per-node", type=int, metavar="N", help="GPUs on each node, 0 for none.  [default: all of a node]")
-@click.option("--cpus-per-task", type=int, metavar="N", help="Cores of each rank.")
-@click.option("--mem", metavar="SIZE", help="Memory of each node, as sbatch takes it: 64G.")
-@click.option("--time", metavar="TIME", help="Time limit, as sbatch takes it: minutes, M:S, H:M:S, D-H.")
-@click.option("--partition", metavar="NAME")
-@click.option("--account", metavar="NAME")
-@click.option("--qos", metavar="NAME")
-@click.option("--constraint", metavar="FEATURES")
-@click.option("--exclude", metavar="NODES")
-@click.option("--nodelist", metavar="NODES")
-@click.option("--reservation", metavar="NAME")
-@click.option(
-    "--sbatch", "extra", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch; may be repeated."
-)
+@resource_flags
 @click.option(
     "--executor",
     default="auto",
@@ -116,6 +132,9 @@ def cli(debug: bool) -> None:
 @click.option(
     "--max-requeues", type=int, metavar="N", help="How often the run may start again at its time limit.  [default: 20]"
 )
+@click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
+@click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; may be repeated.")
+@click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")
 @click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: on local]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
 @json_flag
@@ -180,18 +199,24 @@ def _request(
 ) -> Any:
     from mgpu_slurm import config as configs
     from mgpu_slurm.launch.plan import Request
-    from mgpu_slurm.spec import RESOURCE_FLAGS, sbatch_pairs
+    from mgpu_slurm.spec import RESOURCE_FLAGS
 
     targets = [word for word in words if "=" not in word]
     if len(targets) > 1:
         raise UserError(f"two targets, {targets[0]!r} and {targets[1]!r}: give one; a command goes behind --")
     values = configs.read_yaml(config_file) if config_file is not None else {}
     values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
-    flags = {name.replace("_", "-"): options.pop(name) for name in RESOURCE_FLAGS}
-    if extra:
-        flags["sbatch"] = sbatch_pairs(extra)
+    flags = _resources({name: options.pop(name) for name in RESOURCE_FLAGS}, extra)
     target = targets[0] if targets else None
     return Request(target=target, command=command, values=values, flags=flags, dry_run=dry_run, **options)
+
+
+def _resources(flags: dict[str, Any], extra: tuple[str, ...]) -> dict[str, Any]:
+    """By sbatch's long names."""
+    from mgpu_slurm.spec import sbatch_pairs
+
+    named = {name.replace("_", "-"): value for name, value in flags.items()}
+    return named | ({"sbatch": sbatch_pairs(extra)} if extra else {})
 
 
 def _show_rehearsal(plan: Any, as_json: bool) -> None:
@@ -209,11 +234,12 @@ def _show_rehearsal(plan: Any, as_json: bool) -> None:
 def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0) -> None:
     """Shows the run until it ends, then how it ended; the exit code tells the same."""
     from mgpu_slurm.launch import runs
-    from mgpu_slurm.observe.follow import follow
+    from mgpu_slurm.observe.follow import follow, follow_group
 
-    handle = runs.find(name)
+    found = runs.find(name)
+    is_group = isinstance(found, runs.Group)
     try:
-        for text in follow(handle.files, after_attempt=after_attempt):
+        for text in follow_group(found.files) if is_group else follow(found.files, after_attempt=after_attempt):
             if not quiet:
                 print(text, end="", flush=True)
     except KeyboardInterrupt:
@@ -223,15 +249,20 @@ def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0) -
         )
         sys.exit(INTERRUPTED)
     if not quiet:
-        _print_ending(handle, shown_rank=0)
-    if handle.state != "COMPLETED":
+        _print_ending(found, shown_rank=0)
+    if found.state != "COMPLETED":
         sys.exit(1)
 
 
-def _print_ending(handle: Handle, shown_rank: int | None = None) -> None:
-    from mgpu_slurm.observe.ending import ending_lines
+def _print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
+    from mgpu_slurm.launch import runs
+    from mgpu_slurm.observe import status as statuses
+    from mgpu_slurm.observe.ending import curves_line, ending_lines
 
-    _print_lines(ending_lines(handle.folder, handle.facts, shown_rank))
+    if isinstance(found, runs.Group):
+        _print_lines([statuses.table(found.all_facts, whole=True), curves_line(found.folder)])
+    else:
+        _print_lines(ending_lines(found.folder, found.facts, shown_rank))
 
 
 @cli.command()
@@ -249,7 +280,7 @@ def status(names: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         _print_json([statuses.facts(state) for state in states])
     elif states:
-        print(statuses.table(states))
+        print(statuses.table(states, whole=bool(names)))
     else:
         print(f"no runs yet: start one with `{program()} submit`")
 
@@ -263,12 +294,13 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
     """Print what a rank has printed, over all attempts."""
     from mgpu_slurm.launch import registry, runs
 
-    folder = registry.find(name)
     if launch:
-        for path in sorted(folder.logs.glob("launch-*.log")):
+        for path in runs.launch_logs(registry.find(name)):
             print(path.read_text(errors="replace"), end="")
         return
-    ranks = registry.state(folder)["ranks"]
+    handle = runs.find_run(name)
+    folder = handle.files
+    ranks = handle.facts["ranks"]
     if not 0 <= rank < ranks:
         raise UserError(f"--rank {rank}: run {folder.run} has ranks 0 to {ranks - 1}")
     if follow:
@@ -277,7 +309,7 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
         for text in follow_run(folder, rank):
             print(text, end="", flush=True)
         return
-    print(runs.Handle(folder).logs(rank), end="")
+    print(handle.logs(rank), end="")
 
 
 @cli.command()
@@ -286,12 +318,12 @@ def cancel(names: tuple[str, ...]) -> None:
     """Ask runs to save their work and end."""
     from mgpu_slurm.launch import runs
 
-    for handle in [runs.find(name) for name in names]:
-        if handle.cancel():
-            asked = "asked to end" if handle.is_command else "asked to save and end"
-            print(f"{handle.name}: {asked}; `{program()} resume {handle.name}` starts it again")
+    for found in [runs.find(name) for name in names]:
+        if found.cancel():
+            asked = "asked to end" if found.is_command else "asked to save and end"
+            print(f"{found.name}: {asked}; `{program()} resume {found.name}` starts it again")
         else:
-            print(f"{handle.name}: had ended already ({handle.state})")
+            print(f"{found.name}: had ended already ({found.state})")
 
 
 @cli.command()
@@ -304,41 +336,53 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     from mgpu_slurm.launch import runs
     from mgpu_slurm.observe import status as statuses
 
-    handles = [runs.find(name) for name in names]
+    found = [runs.find(name) for name in names]
     give_up = None if timeout is None else time.monotonic() + timeout
     try:
-        ended = [handle.wait(None if give_up is None else give_up - time.monotonic()) for handle in handles]
+        ended = [each.wait(None if give_up is None else give_up - time.monotonic()) for each in found]
     except TimeoutError:
-        alive = [handle.name for handle in handles if states.is_alive(handle.state)]
+        alive = [each.name for each in found if states.is_alive(each.state)]
         raise MgpuError(f"--timeout {timeout:g}: {', '.join(alive)} still alive after {timeout:g} s") from None
     if as_json:
-        _print_json([statuses.facts(handle.facts) for handle in handles])
+        _print_json([statuses.facts(facts) for each in found for facts in each.all_facts])
     else:
-        for handle in handles:
-            _print_ending(handle)
+        for each in found:
+            _print_ending(each)
     if any(state != "COMPLETED" for state in ended):
         sys.exit(1)
 
 
 @cli.command()
 @click.argument("name", metavar="RUN")
+@resource_flags
+@click.option(
+    "--code",
+    type=click.Choice(["same", "new"]),
+    default="same",
+    show_default=True,
+    help="Its own code, or the project's as it is now.",
+)
 @click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: on local]")
 @json_flag
-def resume(name: str, follow: bool | None, as_json: bool) -> None:
-    """Start a run that has ended again, from its newest checkpoint."""
-    from mgpu_slurm.launch import runs
+def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tuple[str, ...], **flags: Any) -> None:
+    """Start a run that has ended again, from its newest checkpoint, with other resources where they are given.
 
-    handle = runs.find(name)
-    attempts: int = handle.facts["attempts"]
-    handle.resume()
-    facts = handle.facts
+    Of a group, the runs that did not complete.
+    """
+    from mgpu_slurm.launch import runs
+    from mgpu_slurm.launch.changing import Change
+
+    found = runs.find(name)
+    attempts = max(facts["attempts"] for facts in found.all_facts)
+    found.resume(Change(_resources(flags, extra), new_code=code == "new"))
+    facts = found.all_facts[0]
     if as_json:
-        names = {"run": handle.name, "folder": str(handle.folder)}
+        names = {"run": found.name, "folder": str(found.folder)}
         _print_json(names | {"job_id": facts["job_id"], "executor": facts["executor"]})
-    else:
-        print(f"run {handle.name} goes on as job {facts['job_id']}", flush=True)
-    if not as_json and (facts["executor"] == "local" if follow is None else follow):
-        _follow_to_the_end(handle.name, after_attempt=attempts)
+        return
+    print(f"run {found.name} goes on as job {facts['job_id']}", flush=True)
+    if facts["executor"] == "local" if follow is None else follow:
+        _follow_to_the_end(found.name, after_attempt=attempts)
 
 
 @cli.command()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mgpu_slurm.errors import UserError
 
@@ -100,3 +100,14 @@ def compress(names: list[str]) -> str:
         if expand(short) == names:
             return short
     return ",".join(names)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-4,7` for rising numbers, the form of array tasks; `expand` reads it back in brackets."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -21,39 +21,65 @@ from mgpu_slurm.errors import UserError
 LONGEST_NAME = 100
 RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 STAGING_PREFIX = ".staging-"
+TASKS = "tasks"
 FOLDER_MODE = {"owner": 0o700, "group": 0o750}
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Every file of one run, by name. Creates nothing by itself."""
+    """Every file of one run, by name, or of a group: runs that were submitted together, as one job array.
+
+    A run of a group lies in `tasks/<index>/` of the group's folder, and shares its spec, code and launch logs.
+    """
 
     path: Path
 
     @property
+    def task(self) -> int | None:
+        """The run's index in its group; None for a group, and for a run of its own."""
+        return int(self.path.name) if self.path.parent.name == TASKS else None
+
+    @property
+    def group(self) -> RunFolder:
+        """The group of a run that has one; else the folder itself."""
+        return RunFolder(self.path.parent.parent) if self.task is not None else self
+
+    @property
+    def tasks(self) -> Path:
+        return self.path / TASKS
+
+    def of_task(self, task: int) -> RunFolder:
+        return RunFolder(self.tasks / str(task))
+
+    @property
     def run(self) -> str:
-        return self.path.name
+        """`<name>`, or `<group>/<index>`."""
+        return self.path.name if self.task is None else f"{self.group.path.name}/{self.path.name}"
 
     @property
     def spec(self) -> Path:
-        return self.path / "spec.yaml"
+        return self.group.path / "spec.yaml"
 
     @property
     def environment(self) -> Path:
-        return self.path / "environment.json"
+        return self.group.path / "environment.json"
 
     @property
     def code(self) -> Path:
-        return self.path / "code"
+        return self.group.path / "code"
 
     @property
     def function(self) -> Path:
         """The pickled job function, where it was given as an object that no module holds (a notebook's)."""
-        return self.path / "function.pkl"
+        return self.group.path / "function.pkl"
 
-    @property
-    def submission(self) -> Path:
-        return self.path / "submission.sh"
+    def submission(self, first: int = 0) -> Path:
+        """What sbatch got.
+
+        Args:
+            first: of a group that is larger than the cluster's arrays may be, the index at which this array starts.
+        """
+        return self.group.path / (f"submission-{first}.sh" if first else "submission.sh")
 
     @property
     def state(self) -> Path:
@@ -78,7 +104,8 @@ class RunFolder:
         return self.logs / f"{attempt}.requeue"
 
     def launch_log(self, name: str) -> Path:
-        return self.logs / f"launch-{name}.log"
+        """Of the batch script of a job, or of the local supervisor; it has to have its folder before the job starts."""
+        return self.group.logs / f"launch-{name}.log"
 
     @property
     def tensorboard(self) -> Path:
@@ -108,6 +135,11 @@ class RunFolder:
         self.path.mkdir(parents=True)
         self.path.chmod(FOLDER_MODE[readable_by])
         self.logs.mkdir()
+
+    def create_task(self) -> None:
+        """Makes the folder of a run of a group, where it is not there: 10,000 are not made before they start."""
+        if self.task is not None:
+            self.logs.mkdir(parents=True, exist_ok=True)
 
 
 def runs_root() -> Path:

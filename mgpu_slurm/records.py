@@ -1,14 +1,17 @@
 """A run's live state and its history on disk: `state.json` and `attempts.jsonl`.
 
 `state.json` has one writer at a time: the submission, then the batch step or local supervisor, then rank 0 while the
-ranks live, then the batch step or supervisor again.
+ranks live, then the batch step or supervisor again. A run of a group has one once it has started; before that it
+stands as its group does.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_json, read_jsonl, write_json
 
 FIRST_STATE: dict[str, Any] = {
@@ -27,9 +30,13 @@ FIRST_STATE: dict[str, Any] = {
     "ended": None,
     "reason": "",
     "executor": "",
+    "tasks": None,
 }
-"""Every name of a state, as it stands before anything has happened."""
+"""Every name of a state, as it stands before anything has happened; `tasks` is how many runs a group has."""
 
+
+INHERITED = ("executor", "nodes", "ranks", "submitted", "supervisor", "host")
+"""What a run of a group has from the group."""
 
 SUBMISSION_TAKES = timedelta(minutes=2)
 """How long sbatch may take to answer before somebody else looks whether the job is there."""
@@ -40,13 +47,25 @@ def now() -> str:
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="milliseconds")
 
 
-def read_state(folder: RunFolder) -> dict[str, Any]:
-    """The state, whole; one that cannot be read is UNKNOWN, which counts as alive."""
+def read_state(folder: RunFolder, group: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The state, whole; one that cannot be read is UNKNOWN, which counts as alive.
+
+    Args:
+        group: the state of the run's group, where the caller has it.
+    """
     try:
-        state = read_json(folder.state) or {}
+        state = read_json(folder.state) or _first_state(folder, group)
     except ValueError:
         state = {"state": "UNKNOWN", "reason": f"{folder.state.name} cannot be read"}
     return FIRST_STATE | {"run": folder.run} | state
+
+
+def _first_state(folder: RunFolder, group: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a run of a group that has not started: as much as the group knows."""
+    if folder.task is None:
+        return {}
+    known = read_state(folder.group) if group is None else group
+    return {name: known[name] for name in INHERITED if name in known}
 
 
 def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dict[str, Any]:
@@ -65,25 +84,48 @@ def events(folder: RunFolder) -> list[dict[str, Any]]:
     return list(read_jsonl(folder.attempts))
 
 
-def submitted_job(folder: RunFolder) -> str | None:
-    """The job id that sbatch gave at the newest submission, which is known before the job itself can write it down."""
-    newest = _newest_submission(folder)
-    return newest["job_id"] if newest is not None and newest["event"] == "submitted" else None
+@dataclass(frozen=True)
+class Submission:
+    """One call of sbatch for a run, or for some runs of a group."""
+
+    token: str
+    begun: datetime
+    job_id: str | None
+    """None where no answer was written down."""
+    first: int
+    """Of a group's array: the index in the group of the array's task 0."""
+    tasks: frozenset[int] | None
+    """Of a group's array: the indices in the group; None for a run of its own."""
+
+    def job_of(self, task: int | None, job_id: str | None = None) -> str | None:
+        """The id of a run's job, in the form that scancel takes.
+
+        Args:
+            job_id: of the whole, where it was found out later.
+        """
+        whole = job_id or self.job_id
+        return whole if whole is None or task is None else f"{whole}_{task - self.first}"
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Whether it was begun a while ago and no answer of SLURM was written down."""
+        return self.job_id is None and datetime.now(timezone.utc) - self.begun > SUBMISSION_TAKES
 
 
-def unconfirmed_token(folder: RunFolder) -> str | None:
-    """The token of the newest submission, where it was begun a while ago and no answer of SLURM was written down."""
-    newest = _newest_submission(folder)
-    if newest is None or newest["event"] == "submitted":
-        return None
-    age = datetime.now(timezone.utc) - datetime.fromisoformat(newest["time"])
-    token: str = newest["token"]
-    return token if age > SUBMISSION_TAKES else None
-
-
-def _newest_submission(folder: RunFolder) -> dict[str, Any] | None:
-    ours = [event for event in events(folder) if event["event"] in ("submitting", "submitted")]
-    return ours[-1] if ours else None
+def submissions(folder: RunFolder) -> list[Submission]:
+    """All of a run or group, oldest first; those of a group are written down with the group."""
+    answers = {event["token"]: event["job_id"] for event in events(folder) if event["event"] == "submitted"}
+    return [
+        Submission(
+            token=event["token"],
+            begun=datetime.fromisoformat(event["time"]),
+            job_id=answers.get(event["token"]),
+            first=event.get("first", 0),
+            tasks=frozenset(map(int, expand(f"[{event['tasks']}]"))) if "tasks" in event else None,
+        )
+        for event in events(folder)
+        if event["event"] == "submitting"
+    ]
 
 
 def attempts_started(folder: RunFolder) -> int:

@@ -26,6 +26,49 @@ _QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "RestartCnt", "N
 _ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList")
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
+LOST, UNREACHED, BUSY = "lost", "unreached", "busy"
+"""What became of a request that got no answer: nobody knows, it never arrived, or it was sent away for now."""
+
+_PASSING = {
+    "unable to contact slurm controller (connect failure)": UNREACHED,
+    "unable to contact slurm controller": LOST,
+    "communication connection failure": UNREACHED,
+    "communication shutdown failure": LOST,
+    "message send failure": LOST,
+    "message receive failure": LOST,
+    "failed to send entire message": LOST,
+    "received zero length message": LOST,
+    "header lengths are longer than data received": LOST,
+    "zero bytes were transmitted or received": LOST,
+    "socket timed out": LOST,
+    "connection timed out": LOST,
+    "connection reset by peer": LOST,
+    "transport endpoint is not connected": LOST,
+    "broken pipe": LOST,
+    "connection refused": UNREACHED,
+    "no route to host": UNREACHED,
+    "network is unreachable": UNREACHED,
+    "backup controller in standby mode": UNREACHED,
+    "rate limit exceeded": BUSY,
+    "slurm temporarily unable to accept job": BUSY,
+    "slurm job queue full": BUSY,
+    "unable to create job record, try again": BUSY,
+    "job creation temporarily disabled": BUSY,
+    # of the controller, which sends the job away, or of this machine, and then nobody knows
+    "resource temporarily unavailable": LOST,
+}
+"""What SLURM's commands say (slurm_errno.c, sbatch.c, and errno) where the same call may succeed later; of several
+phrases the first counts."""
+
+
+class Unanswered(ClusterError):
+    """SLURM did not answer, or had no time: it may later."""
+
+    def __init__(self, message: str, request: str = LOST) -> None:
+        super().__init__(message)
+        self.request = request
+        """What became of it."""
+
 
 @dataclass(frozen=True)
 class QueuedJob:
@@ -84,7 +127,8 @@ def run(command: list[str], timeout: float = 30) -> str:
         timeout: seconds; the command is ended after that.
 
     Raises:
-        ClusterError: the command is not there, does not answer, or fails.
+        Unanswered: SLURM does not answer at the moment.
+        ClusterError: the command is not there, or fails.
     """
     name = command[0]
     try:
@@ -101,12 +145,26 @@ def run(command: list[str], timeout: float = 30) -> str:
     except FileNotFoundError:
         raise ClusterError(f"no {name} on PATH: call this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"{name} did not answer within {timeout:g} s: try again later") from None
+        raise Unanswered(f"{name} did not answer within {timeout:g} s: try again later") from None
     except OSError as error:
         raise ClusterError(f"{name} cannot be started: {error.strerror}") from None
     if done.returncode != 0:
-        raise ClusterError(f"{name} failed (exit code {done.returncode}): {error_line(done.stderr or done.stdout)}")
+        said = done.stderr or done.stdout
+        message = f"{name} failed (exit code {done.returncode}): {error_line(said)}"
+        request = passing(said)
+        raise ClusterError(message) if request is None else Unanswered(message, request)
     return done.stdout
+
+
+def passing(text: str) -> str | None:
+    """Of what a failed command said: what became of the request; None where SLURM refused it.
+
+    The last word counts: a command may have tried several times by itself.
+    """
+    lines = [line.lower() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "error:" in line or "fatal:" in line] or lines
+    last = errors[-1] if errors else ""
+    return next((request for phrase, request in _PASSING.items() if phrase in last), None)
 
 
 def _query_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -281,6 +339,25 @@ def gpus_per_node(partition: str | None) -> int:
     if partition is not None and not groups:
         raise ClusterError(f"--partition {partition}: the cluster has none of that name; `sinfo` lists them")
     return gpus_of(groups, partition)
+
+
+def config_command() -> list[str]:
+    return ["scontrol", "show", "config"]
+
+
+def parse_config(output: str) -> dict[str, str]:
+    """SLURM's own settings by name, such as `MaxArraySize`."""
+    pairs = (line.partition("=") for line in output.splitlines() if "=" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def max_array_size() -> int:
+    """Task numbers of an array are below it.
+
+    Raises:
+        ClusterError: where the controller does not answer.
+    """
+    return int(parse_config(run(config_command()))["MaxArraySize"])
 
 
 def _text(field: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal as signals
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mgpu_slurm import config as configs
@@ -27,6 +27,10 @@ TERMINATED_EXIT_CODE = 143
 DEFAULT_LEAD = 120
 """Seconds between the lead signal and the time limit, where the limit is long enough and nothing was said."""
 
+SEED_PLACE = "{seed}"
+"""Where the seed goes in a command that is run with several."""
+
+_SEEDS = re.compile(r"(?P<runs>[1-9]\d*)(?:%(?P<at_once>[1-9]\d*))?")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 
 
@@ -155,6 +159,12 @@ class Spec:
     signal: str = "USR2"
     lead: int | None = None
     """Seconds between the signal and the time limit; None without a time limit."""
+    seeds: int | None = None
+    """How many runs this is, one per seed, as one job array; None for a run of its own."""
+    at_once: int | None = None
+    """How many of them may run at the same time; None for as many as there is room for."""
+    after: tuple[str, ...] = ()
+    """What the first attempt waits for: `afterok:RUN` or `afterany:RUN`."""
     max_requeues: int = 20
     kill_wait: int = 30
     """Local executor: seconds between SIGTERM and SIGKILL (SLURM's own KillWait is the site's)."""
@@ -174,9 +184,34 @@ class Spec:
     """ISO 8601 with the zone."""
 
     def __post_init__(self) -> None:
-        check_run_name(self.run)
+        check_run_name(self.run.partition("/")[0])
         if self.max_requeues < 0:
             raise UserError(f"--max-requeues {self.max_requeues}: expected 0 or more")
+
+    def of_task(self, task: int) -> Spec:
+        """One run of a group, with its own name and seed, as a run of its own."""
+        assert self.seeds is not None
+        one = replace(self, run=f"{self.run}/{task}", seeds=None, at_once=None)
+        if self.target.command is None:
+            return replace(one, config=self.config | {"seed": self.config["seed"] + task})
+        command = tuple(word.replace(SEED_PLACE, str(task)) for word in self.target.command)
+        return replace(one, target=Target(command=command))
+
+    def check_seeds(self) -> None:
+        """Raises UserError where the seeds would reach nothing."""
+        if self.seeds is None:
+            return
+        if self.target.command is not None:
+            if not any(SEED_PLACE in word for word in self.target.command):
+                raise UserError(
+                    f"--seeds {self.seeds}: nothing in the command takes the seed; write {SEED_PLACE} where it belongs,"
+                    f" for example --seed {SEED_PLACE}"
+                )
+        elif type(self.config.get("seed")) is not int:
+            raise UserError(
+                f"--seeds {self.seeds}: the config of {self.target.label} has no whole number `seed`;"
+                " add `seed: int = 0` and use it"
+            )
 
     def write(self, folder: RunFolder) -> None:
         plain = configs.to_plain(self)
@@ -184,12 +219,21 @@ class Spec:
 
 
 def read_spec(folder: RunFolder) -> Spec:
-    """The spec of a run.
+    """The spec of a run, or of a whole group.
 
     Raises:
         UserError: where the file is missing or was edited into something else.
     """
-    return configs.fill(Spec, configs.read_yaml(folder.spec), str(folder.spec))
+    spec = configs.fill(Spec, configs.read_yaml(folder.spec), str(folder.spec))
+    return spec if folder.task is None else spec.of_task(folder.task)
+
+
+def parse_seeds(text: str) -> tuple[int, int | None]:
+    """Number of runs, and of those at the same time, of `5` or, with sbatch's own sign for it, `100%10`."""
+    match = _SEEDS.fullmatch(text)
+    if match is None:
+        raise UserError(f"--seeds {text!r}: expected a number of runs, or one with a limit at a time: 100%10")
+    return int(match["runs"]), int(match["at_once"]) if match["at_once"] else None
 
 
 def check_run_name(name: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 PENDING = "PENDING"
 RUNNING = "RUNNING"
 COMPLETED = "COMPLETED"
@@ -63,3 +66,12 @@ def from_slurm(text: str) -> str:
 def is_alive(state: str) -> bool:
     """Whether a job in this state may still do something; one of which nothing is known may."""
     return state not in TERMINAL
+
+
+def overall(runs: Iterable[Mapping[str, Any]]) -> str:
+    """One state for several runs: of one that is alive, else of one that did not complete, else COMPLETED."""
+    found = [str(run["state"]) for run in runs]
+    # one that runs says more than one that waits
+    alive = sorted((state for state in found if is_alive(state)), key=lambda state: state != RUNNING)
+    ended_badly = [state for state in found if state != COMPLETED]
+    return next(iter(alive or ended_badly), COMPLETED)

@@ -25,8 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from mgpu_slurm import processes, records
-from mgpu_slurm.launch import check, simulated
+from mgpu_slurm import processes, records, states
+from mgpu_slurm.launch import check, dependencies, simulated
 from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.runtime import batch, entry
 from mgpu_slurm.runtime.devices import threads_per_rank
@@ -61,6 +61,10 @@ def main(ranks_of_function: int) -> None:
             folder = RunFolder(Path(rest))
             spec = read_spec(folder)
             open_to(spec.readable_by)
+            problem = "" if records.attempts_started(folder) else dependencies.wait(spec.after)
+            if problem:
+                records.update_state(folder, state=states.CANCELLED, reason=problem, ended=records.now())
+                return
             Supervisor(folder, spec).run()
             return
 

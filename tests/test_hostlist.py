@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.hostlist import MAX_HOSTS, compress, expand, expand_counts
+from mgpu_slurm.hostlist import ranges as number_ranges
 
 
 @pytest.mark.parametrize(
@@ -146,3 +147,12 @@ def test_expand_counts_refuses_other_forms(text: str) -> None:
 def test_compress_is_read_back_by_expand(names: list[str], text: str) -> None:
     assert compress(names) == text
     assert expand(text) == names
+
+
+@given(st.sets(st.integers(min_value=0, max_value=5000), min_size=1))
+def test_ranges_are_read_back(numbers: set[int]) -> None:
+    assert expand(f"[{number_ranges(sorted(numbers))}]") == [str(number) for number in sorted(numbers)]
+
+
+def test_ranges_are_short() -> None:
+    assert number_ranges([0, 1, 2, 3, 4, 7, 9, 10]) == "0-4,7,9-10"

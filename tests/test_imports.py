@@ -49,7 +49,7 @@ def house(module: str) -> str:
     if parts[1:] in ([], ["cli"], ["__main__"]):
         # the package's own __init__ names what lives in any house, and imports none of it by itself
         return "cli"
-    if parts[1:] == ["supervisor"]:
+    if parts[1:] in (["supervisor"], ["coordinator"]):
         return "supervisor"
     return "top" if len(parts) == 2 and FILES[module].name != "__init__.py" else parts[1]
 

@@ -54,7 +54,7 @@ class Supervisor:
 
 @contextmanager
 def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Supervisor | None]:
-    """The supervisor of a local run, None for another executor.
+    """The supervisor of a local run, or the coordinator of a local group; None for another executor.
 
     It is started early, because it imports torch meanwhile, and ends with the block unless it was told to go.
 
@@ -66,9 +66,10 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
         yield None
         return
     ranks_of_function = 0 if spec.target.is_command else spec.resources.ranks
-    with open(now_at.launch_log("local"), "a") as log:
+    program = ["mgpu_slurm.supervisor", str(ranks_of_function)] if spec.seeds is None else ["mgpu_slurm.coordinator"]
+    with open(now_at.launch_log(log_name(run)), "a") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mgpu_slurm.supervisor", str(ranks_of_function)],
+            [sys.executable, "-m", *program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -86,6 +87,11 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
         process.stdout.close()
         with suppress(BrokenPipeError):
             process.stdin.close()
+
+
+def log_name(run: RunFolder) -> str:
+    """Of the supervisor's log; those of a group's runs lie beside each other."""
+    return "local" if run.task is None else f"local-{run.task}"
 
 
 def _early(spec: Spec) -> dict[str, str]:

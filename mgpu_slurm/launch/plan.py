@@ -18,7 +18,8 @@ from mgpu_slurm import records, slurm
 from mgpu_slurm import target as targets
 from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import cluster as clusters
-from mgpu_slurm.launch import script, simulated, snapshot
+from mgpu_slurm.launch import dependencies, script, simulated, snapshot
+from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.launch.cluster import Cluster, ClusterFile
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import (
@@ -28,6 +29,7 @@ from mgpu_slurm.spec import (
     Spec,
     Target,
     check_run_name,
+    parse_seeds,
     parse_signal,
     resources_from,
 )
@@ -51,6 +53,12 @@ class Request:
     name: str | None = None
     signal: str | None = None
     max_requeues: int | None = None
+    seeds: str | None = None
+    """`5`, or with a limit at a time `100%10`."""
+    after: tuple[str, ...] = ()
+    """Runs that have to complete before."""
+    after_any: tuple[str, ...] = ()
+    """Runs that have to end before, however they end."""
     dry_run: bool = False
 
 
@@ -63,15 +71,14 @@ class Plan:
     """Where the run will live."""
     notes: tuple[str, ...]
     """What was decided for the user, in words."""
-    token: str
-    """Marks this one submission, so that it can be found again in SLURM's queue."""
     snapshot_limit: int
     """Bytes."""
 
     @property
     def script(self) -> str:
-        """The exact script that sbatch gets."""
-        return script.render(self.spec, self.folder, self.token)
+        """The script that sbatch gets, exact but for the mark of the submission and the ids of jobs to wait for."""
+        array = None if self.spec.seeds is None else Array(0, tuple(range(self.spec.seeds)))
+        return script.render(self.spec, self.folder, script.new_token(), array, ",".join(self.spec.after))
 
     def with_config(self, config: dict[str, Any]) -> Plan:
         return replace(self, spec=replace(self.spec, config=config))
@@ -80,6 +87,7 @@ class Plan:
         """For people, before the start."""
         spec, resources = self.spec, self.spec.resources
         config = "  ".join(f"{key}={value}" for key, value in spec.config.items())
+        seeds = f"{spec.seeds}, one run each" + (f", at most {spec.at_once} at a time" if spec.at_once else "")
         ranks = f"{resources.ranks} = {resources.nodes} nodes x {resources.ranks_per_node}"
         if spec.executor == "local":
             ranks = ranks.replace("nodes", "simulated nodes")
@@ -87,7 +95,9 @@ class Plan:
             f"run       {spec.run}",
             f"target    {spec.target.label}",
             *([f"config    {config}"] if config else []),
+            *([f"seeds     {seeds}"] if spec.seeds else []),
             f"ranks     {ranks}",
+            *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,
             f"folder    {self.folder.path}",
         ]
@@ -111,6 +121,7 @@ def make(request: Request, cwd: Path, runs: Path) -> Plan:
     if executor == "slurm" and lead is None:
         # a partition has a limit also where none was asked for
         lead = DEFAULT_LEAD
+    seeds, at_once = (None, None) if request.seeds is None else parse_seeds(request.seeds)
     spec = Spec(
         run=_run_name(_short_name(target) if request.name is None else request.name),
         target=target,
@@ -119,6 +130,9 @@ def make(request: Request, cwd: Path, runs: Path) -> Plan:
         config=request.values,
         signal=signal,
         lead=lead,
+        seeds=seeds,
+        at_once=at_once,
+        after=dependencies.named(request.after, request.after_any),
         max_requeues=chosen.max_requeues if request.max_requeues is None else request.max_requeues,
         kill_wait=chosen.kill_wait,
         cluster=chosen.name or None,
@@ -132,11 +146,7 @@ def make(request: Request, cwd: Path, runs: Path) -> Plan:
         submitted=records.now(),
     )
     notes = (f"executor  {executor}: {why}", f"gpus      {gpus}")
-    return Plan(spec, RunFolder(runs / spec.run), notes, new_token(), chosen.snapshot_limit)
-
-
-def new_token() -> str:
-    return f"mgpu-{secrets.token_hex(8)}"
+    return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit)
 
 
 def _executor(request: Request) -> tuple[ExecutorName, str]:

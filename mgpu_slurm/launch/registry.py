@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterable
 from datetime import datetime
@@ -15,6 +16,13 @@ from mgpu_slurm.launch import local
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
 
 State = dict[str, Any]
+
+_NEVER_ARRIVED: State = {
+    "state": states.FAILED,
+    "reason": "never arrived in SLURM's queue; `resume` submits it again",
+}
+
+_JOB_ID = re.compile(r"\d+(_\d+)?")
 
 ASK_EVERY = {"local": 1.0, "slurm": 15.0}
 """Seconds between two questions to an executor by one who waits; a controller serves thousands."""
@@ -43,37 +51,71 @@ def roots() -> list[Path]:
 
 
 def folders(root: Path) -> list[RunFolder]:
-    """The runs in a runs folder."""
+    """The runs and groups in a runs folder."""
     return [
         RunFolder(path) for path in root.iterdir() if not path.name.startswith(".") and (path / "state.json").exists()
     ]
 
 
 def all_states() -> list[tuple[RunFolder, State]]:
-    """Every run and how it stands, newest first."""
+    """Every run and how it stands, newest first, the runs of a group in their order."""
     found = current([folder for root in roots() for folder in folders(root)])
     return sorted(found, key=lambda pair: pair[1]["submitted"] or "", reverse=True)
 
 
 def find(name: str) -> RunFolder:
-    """The run of that name, or whose name begins so, or with that job id.
+    """The run or group of that name, or whose name begins so, or with that job id; `<group>/<index>` is one run of it.
 
     Raises:
         UserError: there is none, or there are several.
     """
     if (Path(name) / "spec.yaml").exists():
         return RunFolder(Path(name).absolute())
+    head, slash, index = name.rpartition("/")
+    if slash and index.isdigit():
+        return _task(find(head), int(index))
     known = [folder for root in roots() for folder in folders(root)]
     exact = [folder for folder in known if folder.run == name]
     found = exact or [folder for folder in known if folder.run.startswith(name)]
-    if not found and name.isdigit():
-        found = [folder for folder in known if _recorded(folder)["job_id"] == name]
+    if not found and _JOB_ID.fullmatch(name):
+        found = _with_job(name, known)
     if len(found) > 1:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
         raise UserError(f"run {name!r} is not clear: {names}; give more of the name")
     if not found:
         raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `mgpu-slurm status`")
     return found[0]
+
+
+def _task(folder: RunFolder, task: int) -> RunFolder:
+    runs = len(members(folder))
+    if not is_group(folder):
+        raise UserError(f"run {folder.run} is one run, and no group with a run {task}")
+    if task >= runs:
+        raise UserError(f"group {folder.run} has runs {folder.run}/0 to {folder.run}/{runs - 1}, and no {task}")
+    return folder.of_task(task)
+
+
+def _with_job(job_id: str, known: list[RunFolder]) -> list[RunFolder]:
+    """Runs by `42`, groups by the id of their array, and a run of a group by `42_3`."""
+    array, _, _ = job_id.partition("_")
+    found = []
+    for folder in known:
+        if records.read_state(folder)["job_id"] == job_id:
+            found.append(folder)
+        elif any(submission.job_id == array for submission in records.submissions(folder)):
+            found += [member for member, state in _recorded(folder) if state["job_id"] == job_id] or [folder]
+    return found
+
+
+def is_group(folder: RunFolder) -> bool:
+    return records.read_state(folder)["tasks"] is not None
+
+
+def members(folder: RunFolder) -> list[RunFolder]:
+    """The runs of a group; a run of its own is its only one."""
+    tasks = records.read_state(folder)["tasks"]
+    return [folder] if tasks is None else [folder.of_task(task) for task in range(tasks)]
 
 
 def _hint(name: str, known: list[RunFolder]) -> str:
@@ -86,54 +128,78 @@ def state(folder: RunFolder) -> State:
 
 
 class Watch:
-    """One run's state, again and again: its record each time, its executor's word not more often than that can bear."""
+    """Runs, again and again: their records each time, their executor's word not more often than that can bear."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+        self._folders = members(folder)
+        self._ended: dict[RunFolder, State] = {}
         self._next_question = 0.0
 
     def state(self) -> State:
-        recorded = _recorded(self._folder)
-        if not states.is_alive(recorded["state"]) or time.monotonic() < self._next_question:
-            return recorded
-        self._next_question = time.monotonic() + ASK_EVERY.get(recorded["executor"], 1.0)
-        return state(self._folder)
+        """Of a run, or of the first one of a group."""
+        return self.states()[0]
+
+    def states(self) -> list[State]:
+        alive = [folder for folder in self._folders if folder not in self._ended]
+        executor = records.read_state(alive[0])["executor"] if alive else ""
+        if time.monotonic() < self._next_question:
+            found = [(folder, records.read_state(folder)) for folder in alive]
+        else:
+            self._next_question = time.monotonic() + ASK_EVERY.get(executor, 1.0)
+            found = current(alive)
+        self._ended |= {folder: state for folder, state in found if not states.is_alive(state["state"])}
+        newest = dict(found) | self._ended
+        return [newest[folder] for folder in self._folders]
 
 
 def current(asked: Iterable[RunFolder]) -> list[tuple[RunFolder, State]]:
-    """How runs stand now: as recorded, and for those not known to have ended, as their executor knows.
+    """How runs stand now, those of a group one by one: as recorded, and for those not known to have ended, as their
+    executor knows.
 
-    One squeue serves all of them.
+    One squeue serves all of them, and one sacct those that it has forgotten.
     """
-    found = [(folder, _looked_for(folder, _recorded(folder))) for folder in asked]
+    found = [pair for folder in asked for pair in _recorded(folder)]
     known = _queue([state for _, state in found if states.is_alive(state["state"]) and state["executor"] == "slurm"])
     return [(folder, _true(folder, state, known)) for folder, state in found]
 
 
-def _recorded(folder: RunFolder) -> State:
+def _recorded(folder: RunFolder) -> list[tuple[RunFolder, State]]:
+    """As written down, the runs of a group one by one, with the ids of jobs that have not started."""
     state = records.read_state(folder)
-    if state["executor"] == "slurm" and state["job_id"] is None:
-        state["job_id"] = records.submitted_job(folder)
-    return state
+    tasks = state["tasks"]
+    if tasks is None:
+        found = [(folder, state)]
+    else:
+        found = [(member, records.read_state(member, state)) for member in map(folder.of_task, range(tasks))]
+    if state["executor"] == "slurm" and any(state["job_id"] is None for _, state in found):
+        submissions = _confirmed(folder.group)
+        for member, recorded in found:
+            if recorded["job_id"] is None and states.is_alive(recorded["state"]):
+                recorded |= submissions.get(member.task, {})
+    return found
 
 
-def _looked_for(folder: RunFolder, state: State) -> State:
-    """The state with the job id of a submission that was not confirmed, or with its end where it never arrived."""
-    if state["executor"] != "slurm" or state["job_id"] is not None or not states.is_alive(state["state"]):
-        return state
-    token = records.unconfirmed_token(folder)
-    if token is None:
-        # being submitted at this moment
-        return state
+def _confirmed(folder: RunFolder) -> dict[int | None, State]:
+    """The job ids of a run or group by task, and the end of what never arrived in SLURM's queue."""
+    found: dict[int | None, State] = {}
+    for submission in records.submissions(folder):
+        job_id, arrived = submission.job_id, True
+        if submission.is_unconfirmed:
+            job_id, arrived = _looked_for(folder, submission.token)
+        for task in submission.tasks or [None]:
+            found[task] = {"job_id": submission.job_of(task, job_id)} if arrived else _NEVER_ARRIVED
+    return found
+
+
+def _looked_for(folder: RunFolder, token: str) -> tuple[str | None, bool]:
+    """The job id of a submission that was not confirmed, and whether it may have arrived."""
     try:
         job_id = slurm.job_marked(token)
     except ClusterError:
-        return state
-    if job_id is None:
-        reason = "never arrived in SLURM's queue; `resume` submits it again"
-        return records.update_state(folder, state="FAILED", reason=reason, ended=records.now())
-    records.record_event(folder, "submitted", job_id=job_id, token=token)
-    return state | {"job_id": job_id}
+        return None, True
+    if job_id is not None:
+        records.record_event(folder, "submitted", job_id=job_id, token=token)
+    return job_id, job_id is not None
 
 
 def _queue(waiting: list[State]) -> dict[str, State] | None:
@@ -144,17 +210,25 @@ def _queue(waiting: list[State]) -> dict[str, State] | None:
     ids = [state["job_id"] for state in waiting if state["job_id"]]
     if not ids:
         return {}
-    queued = slurm.queued(ids)
+    queued = slurm.queued(_jobs(ids))
     if queued is None:
         return None
     known: dict[str, State] = {job_id: _facts(job) for job_id, job in queued.items()}
     forgotten = [job_id for job_id in ids if job_id not in known]
-    for start in slurm.accounted(forgotten) if forgotten else []:
-        known[start.job_id] = {"state": start.state, "reason": "", **_ended(start.end)}
-    return known
+    starts = slurm.accounted(_jobs(forgotten)) if forgotten else []
+    # oldest first: the last start of a job is how it stands
+    accounted = {start.job_id: {"state": start.state, "reason": "", **_ended(start.end)} for start in starts}
+    return accounted | known
+
+
+def _jobs(job_ids: Iterable[str]) -> list[str]:
+    """Whole arrays in the place of their tasks."""
+    return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 
 def _facts(job: slurm.QueuedJob) -> State:
+    if job.state == states.PENDING and job.start is not None:
+        return {"state": job.state, "reason": f"{job.reason}, expected to start at {job.start.replace('T', ' ')}"}
     if states.is_alive(job.state):
         return {"state": job.state, "reason": job.reason}
     # why it pended is what SLURM goes on to say of a job that was cancelled
@@ -175,7 +249,9 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
         return state
     if state["executor"] == "local":
         return _true_local(folder, state)
-    if known is None or state["job_id"] is None:
+    if known is None:
+        return state | {"reason": state["reason"] or "as it was last seen: SLURM's controller does not answer"}
+    if state["job_id"] is None:
         return state
     facts = known.get(state["job_id"])
     if facts is None:
@@ -184,12 +260,13 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
     if states.is_alive(facts["state"]):
         return state | facts
     # the job may have written its last word while SLURM was asked
-    again = _recorded(folder)
+    again = records.read_state(folder)
     if not states.is_alive(again["state"]):
         return again
     facts = {"ended": records.now()} | facts
     # SLURM forgets; a run of somebody else's stays as it is on disk
     with contextlib.suppress(OSError):
+        folder.create_task()
         records.update_state(folder, sync=True, **facts)
     return state | facts
 
@@ -201,5 +278,6 @@ def _true_local(folder: RunFolder, state: State) -> State:
     again = records.read_state(folder)
     if not states.is_alive(again["state"]):
         return again
+    folder.create_task()
     reason = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
     return records.update_state(folder, state="FAILED", reason=reason, ended=records.now())

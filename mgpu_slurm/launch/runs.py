@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import paths, slurm, states
+from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import ClusterError, RunFailed, UserError
 from mgpu_slurm.launch import cleaning, local, registry
 from mgpu_slurm.launch import submit as submitting
+from mgpu_slurm.launch.changing import NO_CHANGE, Change
 from mgpu_slurm.launch.plan import Request
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import read_spec
 
 
-class Handle:
-    """One run, in this process or another, now or next week."""
+class _Submitted:
+    """What one run and a group of runs have in common."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.files = folder
 
     def __repr__(self) -> str:
-        return f"<run {self.name} {self.state}>"
+        return f"<{type(self).__name__} {self.name} {self.state}>"
 
     @property
     def name(self) -> str:
@@ -35,13 +36,14 @@ class Handle:
         return self.files.path
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """All that `status` shows of the run."""
-        return registry.state(self.files)
+    def all_facts(self) -> list[dict[str, Any]]:
+        """All that `status` shows, run by run."""
+        return [facts for _, facts in registry.current([self.files])]
 
     @property
     def state(self) -> str:
-        return str(self.facts["state"])
+        """Of several runs: of one that is alive, else of one that did not complete, where there is such a one."""
+        return states.overall(self.all_facts)
 
     @property
     def is_command(self) -> bool:
@@ -49,7 +51,7 @@ class Handle:
         return read_spec(self.files).target.is_command
 
     def wait(self, timeout: float | None = None) -> str:
-        """Blocks until the run has ended and returns its state.
+        """Blocks until all has ended and returns the state.
 
         Args:
             timeout: seconds, None for as long as it takes.
@@ -61,13 +63,64 @@ class Handle:
         pause = 0.05
         watch = registry.Watch(self.files)
         while True:
-            state = str(watch.state()["state"])
+            state = states.overall(watch.states())
             if not states.is_alive(state):
                 return state
             if give_up is not None and time.monotonic() >= give_up:
                 raise TimeoutError(f"run {self.name} is still {state} after {timeout} s")
             time.sleep(pause)
             pause = min(1.0, pause * 1.2)
+
+    def cancel(self) -> bool:
+        """Asks what is alive to save and end; False where all had ended already."""
+        alive = [(folder, facts) for folder, facts in registry.current([self.files]) if states.is_alive(facts["state"])]
+        if not alive:
+            return False
+        if alive[0][1]["executor"] == "slurm":
+            _cancel_jobs([facts for _, facts in alive])
+            return True
+        reached = [_cancel_local(folder, facts) for folder, facts in alive]
+        return any(reached)
+
+    def resume(self, change: Change = NO_CHANGE) -> None:
+        """Starts again what has ended and did not complete: the same run, its next attempt, from its newest checkpoint.
+
+        Raises:
+            UserError: there is nothing to start, or the change does not fit.
+        """
+        found = registry.current([self.files])
+        ended = [folder for folder, facts in found if not states.is_alive(facts["state"])]
+        unfinished = [folder for folder, facts in found if folder in ended and facts["state"] != states.COMPLETED]
+        if not ended:
+            raise UserError(f"run {self.name} is {self.state}: only a run that has ended can be resumed")
+        if not unfinished:
+            raise UserError(f"run {self.name} is {self.state}: there is nothing left to do; submit a new one")
+        submitting.restart(self.files, unfinished, change)
+
+    def delete(self, only_checkpoints: bool = False) -> None:
+        """Deletes it, or only its checkpoints, from the disk.
+
+        Raises:
+            UserError: it is still alive, or a part of a group.
+        """
+        if states.is_alive(self.state):
+            raise UserError(f"run {self.name} is {self.state}: `mgpu-slurm cancel {self.name}` first")
+        if only_checkpoints:
+            for member in registry.members(self.files):
+                cleaning.delete_checkpoints(member)
+        elif self.files.task is not None:
+            raise UserError(f"run {self.name} is a part of group {self.files.group.run}: delete that one")
+        else:
+            cleaning.delete_run(self.files)
+
+
+class Handle(_Submitted):
+    """One run, in this process or another, now or next week."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All that `status` shows of the run."""
+        return registry.state(self.files)
 
     def result(self) -> dict[str, float]:
         """Waits, and returns what the job function returned, as numbers by name.
@@ -76,61 +129,74 @@ class Handle:
             RunFailed: with the first cause.
         """
         state = self.wait()
-        if state != "COMPLETED":
+        if state != states.COMPLETED:
             raise RunFailed(f"run {self.name} is {state}: {self.facts['reason']}")
         record = paths.read_json(self.files.result) or {"result": {}}
         result: dict[str, float] = record["result"]
         return result
 
-    def cancel(self) -> bool:
-        """Asks the run to save and end; False where it had ended already."""
-        facts = self.facts
-        if not states.is_alive(facts["state"]):
-            return False
-        if facts["executor"] == "local":
-            return local.cancel(facts)
-        if facts["job_id"] is None:
-            raise UserError(f"run {self.name} is being submitted: cancel it once `status` shows its job")
-        if facts["job_id"] is None:
-            raise ClusterError(f"run {self.name}: whether SLURM took its job is not known yet: try again later")
-        slurm.run(slurm.scancel_command([facts["job_id"]]))
-        return True
-
     def logs(self, rank: int = 0) -> str:
         """All that a rank has printed, over all attempts."""
         return "".join(path.read_text(errors="replace") for _, path in log_files(self.files, rank))
 
-    def resume(self) -> None:
-        """Starts a run that has ended again: the same run, its next attempt, from its newest checkpoint.
+
+class Group(_Submitted):
+    """Runs that were submitted together, one per seed."""
+
+    @property
+    def runs(self) -> list[Handle]:
+        return [Handle(folder) for folder in registry.members(self.files)]
+
+    def results(self) -> list[dict[str, float]]:
+        """Waits for all runs, and returns what each returned, in their order.
 
         Raises:
-            UserError: it is still alive, or has nothing left to do.
+            RunFailed: with the first cause of the first run that did not complete.
         """
-        facts = self.facts
-        if states.is_alive(facts["state"]):
-            raise UserError(f"run {self.name} is {facts['state']}: only a run that has ended can be resumed")
-        if facts["state"] == "COMPLETED":
-            raise UserError(f"run {self.name} is COMPLETED: there is nothing left to do; submit a new one")
-        submitting.restart(self.files, read_spec(self.files))
+        self.wait()
+        return [run.result() for run in self.runs]
 
-    def delete(self, only_checkpoints: bool = False) -> None:
-        """Deletes the run, or only its checkpoints, from the disk.
 
-        Raises:
-            UserError: it is still alive.
-        """
-        facts = self.facts
-        if states.is_alive(facts["state"]):
-            raise UserError(f"run {self.name} is {facts['state']}: `mgpu-slurm cancel {self.name}` first")
-        if only_checkpoints:
-            cleaning.delete_checkpoints(self.files)
-        else:
-            cleaning.delete_run(self.files)
+def _cancel_jobs(alive: list[dict[str, Any]]) -> None:
+    unknown = [facts["run"] for facts in alive if facts["job_id"] is None]
+    if unknown:
+        raise ClusterError(f"run {unknown[0]}: whether SLURM took its job is not known yet: try again later")
+    slurm.run(slurm.scancel_command([facts["job_id"] for facts in alive]))
+
+
+def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
+    """Ends the run; of a group also one that still waits for its turn."""
+    if folder.task is None or facts["job_id"] is not None:
+        return local.cancel(facts)
+    folder.create_task()
+    records.update_state(folder, state=states.CANCELLED, reason="cancelled", ended=records.now())
+    return True
 
 
 def log_files(folder: RunFolder, rank: int) -> list[tuple[int, Path]]:
     """Attempt and file of each log of a rank, in order."""
     return sorted((int(path.name.partition("-")[0]), path) for path in folder.logs.glob(f"[0-9]*-{rank}.log"))
+
+
+def launch_logs(folder: RunFolder) -> list[Path]:
+    """What the batch scripts or supervisors of a run or group printed, oldest first."""
+    found = sorted(folder.group.logs.glob("launch-*.log"), key=lambda path: path.stat().st_mtime)
+    if folder.task is None:
+        return found
+    names = {event["job_id"] for event in records.events(folder) if event.get("job_id")} | {local.log_name(folder)}
+    return [path for path in found if path.stem.removeprefix("launch-") in names]
+
+
+@overload
+def submit(
+    target: str | Callable[..., Any] | None = ..., config: Any = ..., *, seeds: None = ..., **options: Any
+) -> Handle: ...
+
+
+@overload
+def submit(
+    target: str | Callable[..., Any] | None = ..., config: Any = ..., *, seeds: int | str, **options: Any
+) -> Group: ...
 
 
 def submit(
@@ -142,14 +208,20 @@ def submit(
     name: str | None = None,
     signal: str | None = None,
     max_requeues: int | None = None,
+    seeds: int | str | None = None,
+    after: Sequence[str] = (),
+    after_any: Sequence[str] = (),
     **resources: Any,
-) -> Handle:
+) -> Handle | Group:
     """Submits a job function and returns at once.
 
     Args:
         target: a function `train(run, config)`, also one of a notebook, or a name such as `jobs.digits:train`.
         config: an instance of the function's dataclass, or a mapping of the values that differ from its defaults.
-        executor: `auto` (SLURM where there is an sbatch, else local), `slurm` or `local`.
+        executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
+        seeds: how many runs, one per seed; `"100%10"` for at most 10 at a time. Then a `Group` is returned.
+        after: names of runs that have to complete before.
+        after_any: names of runs that have to end before, however they end.
         resources: sbatch's long names with underscores: `nodes=2, gpus_per_node=4, time="1:00:00"`.
 
     Raises:
@@ -168,14 +240,34 @@ def submit(
         name=name,
         signal=signal,
         max_requeues=max_requeues,
+        seeds=None if seeds is None else str(seeds),
+        after=tuple(after),
+        after_any=tuple(after_any),
     )
-    return Handle(submitting.submit(request).plan.folder)
+    return _seen(submitting.submit(request).plan.folder)
+
+
+def _seen(folder: RunFolder) -> Handle | Group:
+    return Group(folder) if registry.is_group(folder) else Handle(folder)
 
 
 def runs() -> list[Handle]:
-    """All runs of this user, newest first."""
+    """All runs of this user, newest first, those of groups one by one."""
     return [Handle(folder) for folder, _ in registry.all_states()]
 
 
-def find(name: str) -> Handle:
-    return Handle(registry.find(name))
+def find(name: str) -> Handle | Group:
+    """The run or group of that name (see `registry.find`)."""
+    return _seen(registry.find(name))
+
+
+def find_run(name: str) -> Handle:
+    """One run.
+
+    Raises:
+        UserError: the name is a group's.
+    """
+    found = find(name)
+    if isinstance(found, Group):
+        raise UserError(f"{found.name} is a group of {len(found.runs)} runs: name one of them, such as {found.name}/0")
+    return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import RESOURCE_FLAGS, Spec
 
@@ -16,7 +18,8 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _TAKEN = {
-    "array": "a run is one job, and a sweep makes its own array",
+    "dependency": "use --after or --after-any",
+    "array": "use --seeds",
     "job-name": "it is the name of the run",
     "no-requeue": "use --max-requeues 0",
     "open-mode": "a requeued run appends to its log",
@@ -32,26 +35,42 @@ _TAKEN = {
 """Options of sbatch that are decided here, and what to do instead."""
 
 
-def render(spec: Spec, folder: RunFolder, token: str) -> str:
-    """The script that starts one attempt of a run.
+def new_token() -> str:
+    """Marks one submission, so that it can be found again in SLURM's queue."""
+    return f"mgpu-{secrets.token_hex(8)}"
+
+
+def render(spec: Spec, folder: RunFolder, token: str, array: Array | None = None, dependency: str = "") -> str:
+    """The script that starts one attempt of a run, or of some runs of a group.
 
     Args:
-        folder: where the run lives, by its absolute path.
-        token: marks the job in its comment, so that a submission without an answer can be looked for.
+        folder: where the run or group lives, by its absolute path.
+        token: marks the job in its comment, so that a submission without an answer can be looked for, and lets one
+            job only go to work for it. An argument of the script is the token instead.
+        array: the runs of a group.
+        dependency: on which jobs it waits, as sbatch says it; empty for none.
 
     Raises:
         UserError: a value that no script can hold, or an option that is decided here.
     """
     lines = ["#!/bin/bash"]
-    for option, value in _options(spec, folder, token):
+    for option, value in _options(spec, folder, token, array, dependency):
         lines += _line(option, value, spec.rename)
-    return "\n".join([*lines, "", *_body(spec, folder), ""])
+    return "\n".join([*lines, "", *_body(spec, folder, token, array), ""])
 
 
-def _options(spec: Spec, folder: RunFolder, token: str) -> Iterator[tuple[str, str]]:
+def _options(
+    spec: Spec, folder: RunFolder, token: str, array: Array | None, dependency: str
+) -> Iterator[tuple[str, str]]:
     """Options of sbatch in their fixed order; an empty value is a flag without one."""
     asked = spec.resources
     yield "job-name", spec.run
+    if array is not None:
+        yield "array", array.option(spec.at_once)
+    if dependency:
+        yield "dependency", dependency
+        # it would pend for ever otherwise
+        yield "kill-on-invalid-dep", "yes"
     yield "nodes", str(asked.nodes)
     # without it a job gets one task on each node, and srun could not start more
     if asked.ntasks_per_node is not None or asked.ranks_per_node > 1:
@@ -69,7 +88,7 @@ def _options(spec: Spec, folder: RunFolder, token: str) -> Iterator[tuple[str, s
         _check_extra(name)
         if name != "comment":
             yield name, value
-    yield "output", _pattern(folder)
+    yield "output", _pattern(folder, "%j" if array is None else "%A_%a")
     yield "open-mode", "append"
     yield ("requeue" if spec.max_requeues else "no-requeue"), ""
     if spec.lead is not None:
@@ -86,14 +105,14 @@ def _check_extra(name: str) -> None:
         raise UserError(f"--sbatch {name}: use --{name}")
 
 
-def _pattern(folder: RunFolder) -> str:
-    """The log's path as sbatch's filename pattern, `%j` being the job."""
+def _pattern(folder: RunFolder, job: str) -> str:
+    """The log's path as sbatch's filename pattern."""
     place = str(folder.path)
     if "\\" in place:
         raise UserError(
             f"runs folder {place!r}: sbatch cannot log below a name with a backslash: set MGPU_RUNS elsewhere"
         )
-    return str(RunFolder(Path(place.replace("%", "%%"))).launch_log("%j"))
+    return str(RunFolder(Path(place.replace("%", "%%"))).launch_log(job))
 
 
 def _line(option: str, value: str, rename: dict[str, str | None]) -> list[str]:
@@ -115,7 +134,11 @@ def _quoted(option: str, value: str) -> str:
     return f'"{escaped}"'
 
 
-def _body(spec: Spec, folder: RunFolder) -> Iterator[str]:
+def _body(spec: Spec, folder: RunFolder, token: str, array: Array | None) -> Iterator[str]:
+    # a job that is submitted again from inside a job gets a token of its own
+    yield f"mgpu_token=${{1:-{token}}}"
+    # what the lines below source would take it for their own argument
+    yield "set --"
     if spec.resources.cpus_per_task is not None:
         # srun no longer inherits it from sbatch
         yield f"export SRUN_CPUS_PER_TASK={spec.resources.cpus_per_task}"
@@ -124,14 +147,22 @@ def _body(spec: Spec, folder: RunFolder) -> Iterator[str]:
         if not _VARIABLE.fullmatch(name):
             raise UserError(f"environment {name!r}: expected the name of a variable, such as NCCL_DEBUG")
         yield f"export {name}={shlex.quote(value)}"
-    yield f"exec {shlex.join(_command(spec, folder))}"
+    yield f"run={_place(folder, array)}"
+    batch = [spec.python, "-m", "mgpu_slurm.runtime.batch"]
+    yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {shlex.join(ranks_command(spec))} "$run"'
 
 
-def _command(spec: Spec, folder: RunFolder) -> list[str]:
-    """The batch step, which holds the rendezvous and starts the ranks by srun."""
-    place = str(folder.path)
-    batch = [spec.python, "-m", "mgpu_slurm.runtime.batch", place, "--"]
+def _place(folder: RunFolder, array: Array | None) -> str:
+    """The run's folder, for the shell."""
+    if array is None:
+        return shlex.quote(str(folder.path))
+    task = f"$(({array.first} + SLURM_ARRAY_TASK_ID))" if array.first else "$SLURM_ARRAY_TASK_ID"
+    return f"{shlex.quote(str(folder.tasks))}/{task}"
+
+
+def ranks_command(spec: Spec) -> list[str]:
+    """Starts the ranks by srun; the run's folder is still to be added."""
     # ALL: a site may set --export=NONE. kill: the other ranks would hang in their collectives until the time limit
     srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1"]
     srun += [f"--nodes={spec.resources.nodes}", f"--ntasks-per-node={spec.resources.ranks_per_node}", "--unbuffered"]
-    return [*batch, *srun, spec.python, "-m", "mgpu_slurm.runtime.entry", place]
+    return [*srun, spec.python, "-m", "mgpu_slurm.runtime.entry"]

@@ -32,12 +32,17 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
         lines.append(f"result    {numbers}  ({_short(folder.result)})")
     if folder.tensorboard.is_dir():
-        lines.append(f"curves    {tensorboard()} --logdir {_short(folder.path.parent)}")
+        lines.append(curves_line(folder.path.parent))
     if state["state"] != "COMPLETED":
         lines.append(f"logs      {_short(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
             lines.append(f"go on     {program()} resume {state['run']}   (its own code, from its newest checkpoint)")
     return lines
+
+
+def curves_line(place: Path) -> str:
+    """How to see the curves of all runs below a folder."""
+    return f"curves    {tensorboard()} --logdir {_short(place)}"
 
 
 def _end_of_log(folder: RunFolder, attempt: int, who: str) -> list[str]:

@@ -17,6 +17,9 @@ from mgpu_slurm.paths import RunFolder
 PAUSE = 0.1
 """Seconds between two looks at the files."""
 
+GROUP_PAUSE = 1.0
+"""A group may have thousands."""
+
 
 def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator[str]:
     """Yields pieces of text as they appear, and ends with the run.
@@ -40,6 +43,28 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
                 yield from tails.setdefault(path, _Tail(path)).read()
         if not ended:
             time.sleep(PAUSE)
+
+
+def follow_group(folder: RunFolder) -> Iterator[str]:
+    """Yields a line whenever a run of the group starts or ends, and ends with the last one."""
+    watch = registry.Watch(folder)
+    shown: dict[str, str] = {}
+    while True:
+        found = watch.states()
+        for state in found:
+            if state["state"] not in (shown.get(state["run"]), states.PENDING):
+                shown[state["run"]] = state["state"]
+                yield f"-- {state['run']}  {state['state']}{_words(state)}\n"
+        if not any(states.is_alive(state["state"]) for state in found):
+            return
+        time.sleep(GROUP_PAUSE)
+
+
+def _words(state: dict[str, Any]) -> str:
+    """What there is to say of a run that has changed."""
+    if state["state"] == states.COMPLETED:
+        return "".join(f"  {name} {value:.4g}" for name, value in state["metrics"].items())
+    return f": {state['reason']}" if state["reason"] else ""
 
 
 def _told(event: dict[str, Any]) -> Iterator[str]:

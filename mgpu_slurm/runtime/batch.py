@@ -1,7 +1,7 @@
 """The batch step of an attempt: opens the rendezvous, starts the ranks, waits, and writes down how it ended.
 
-Under SLURM the batch script runs it: `python -m mgpu_slurm.runtime.batch RUN_FOLDER -- srun ...`. The local executor
-forks it, and gives it ranks to fork instead of a command to run.
+Under SLURM the batch script runs it: `python -m mgpu_slurm.runtime.batch RUN_FOLDER --token TOKEN -- srun ...`. The local
+executor forks it, and gives it ranks to fork instead of a command to run.
 """
 
 from __future__ import annotations
@@ -208,17 +208,18 @@ def own_group() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    path, separator, *command = arguments
-    assert separator == "--", arguments
+    path, option, token, separator, *command = arguments
+    assert (option, separator) == ("--token", "--"), arguments
     folder = RunFolder(Path(path))
     spec = read_spec(folder)
     open_to(spec.readable_by)
+    folder.create_task()
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     allow_many_files()
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])
     address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
     # earlier starts of a requeued job wrote to the same log
-    log = folder.launch_log(os.environ["SLURM_JOB_ID"])
+    log = folder.launch_log(job_id())
     position = log.stat().st_size if log.exists() else 0
 
     def describe(ending: Ending) -> str:

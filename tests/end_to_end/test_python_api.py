@@ -150,7 +150,7 @@ def test_the_result_of_a_failed_run_raises_the_first_cause(said: dict[str, Any])
 def test_a_run_is_waited_for_and_cancelled(said: dict[str, Any]) -> None:
     folder = Path(said["folders"][4])
     assert said["state"] in ("PENDING", "RUNNING")
-    assert said["repr"].startswith(f"<run {folder.name} ")
+    assert said["repr"].startswith(f"<Handle {folder.name} ")
     assert said["timeout"] == f"run {folder.name} is still RUNNING after 0.1 s"
     assert said["cancelled"] == [True, "CANCELLED", False]
     assert processes_of(folder) == []

@@ -22,7 +22,7 @@ from tests.support import REPOSITORY, Project, log, make_project, processes_of, 
 
 STATUS_NAMES = [
     *("run", "kind", "state", "job_id", "attempts", "nodes", "ranks", "step", "progress", "metrics"),
-    *("submitted", "started", "ended", "reason"),
+    *("submitted", "started", "ended", "reason", "group"),
 ]
 RUN_NAME = r"digits-\d{8}-\d{6}-[0-9a-f]{4}"
 STEPS = 45

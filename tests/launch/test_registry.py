@@ -82,7 +82,7 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_token(
     assert (states["there"]["state"], states["there"]["job_id"]) == ("PENDING", "42")
     assert states["not-there"]["state"] == "FAILED"
     assert states["not-there"]["reason"].startswith("never arrived in SLURM's queue")
-    assert records.submitted_job(there) == "42"
+    assert [submission.job_id for submission in records.submissions(there)] == ["42"]
 
 
 def test_a_run_that_is_being_submitted_pends(
@@ -116,9 +116,10 @@ def test_the_job_id_is_known_before_the_job_has_started(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     folder = make_run("queued", None, "PENDING")
+    records.record_event(folder, "submitting", token="mgpu-1")
     records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
     answers("squeue", "77|PENDING|2024-05-01T12:00:00|N/A|0||Resources|\n")
-    assert registry.state(folder)["reason"] == "Resources"
+    assert registry.state(folder)["reason"] == "Resources, expected to start at 2024-05-01 12:00:00"
     assert registry.find("77").run == "queued"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.launch.script import render
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import Resources, Spec, Target
@@ -23,9 +24,11 @@ PLAIN = """\
 #SBATCH --requeue
 #SBATCH --comment=mgpu-0123
 
-exec /venv/bin/python -m mgpu_slurm.runtime.batch /runs/digits-20240501-100000-ab12 -- srun --export=ALL \
---kill-on-bad-exit=1 --nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry \
-/runs/digits-20240501-100000-ab12
+mgpu_token=${1:-mgpu-0123}
+set --
+run=/runs/digits-20240501-100000-ab12
+exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun --export=ALL \
+--kill-on-bad-exit=1 --nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
 """
 
 EVERYTHING = """\
@@ -51,14 +54,36 @@ EVERYTHING = """\
 #SBATCH --signal=USR1@90
 #SBATCH --comment="project 7 mgpu-0123"
 
+mgpu_token=${1:-mgpu-0123}
+set --
 export SRUN_CPUS_PER_TASK=8
 module load cuda
 ulimit -n 4096
 export NCCL_DEBUG=WARN
 export MESSAGE='it'"'"'s $HOME'
-exec /venv/bin/python -m mgpu_slurm.runtime.batch /runs/digits-20240501-100000-ab12 -- srun --export=ALL \
---kill-on-bad-exit=1 --nodes=2 --ntasks-per-node=4 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry \
-/runs/digits-20240501-100000-ab12
+run=/runs/digits-20240501-100000-ab12
+exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun --export=ALL \
+--kill-on-bad-exit=1 --nodes=2 --ntasks-per-node=4 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
+"""
+
+
+ARRAY = """\
+#!/bin/bash
+#SBATCH --job-name=digits-20240501-100000-ab12
+#SBATCH --array=0-2,7%2
+#SBATCH --dependency=afterok:41
+#SBATCH --kill-on-invalid-dep=yes
+#SBATCH --nodes=1
+#SBATCH --output=/runs/digits-20240501-100000-ab12/logs/launch-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --comment=mgpu-0123
+
+mgpu_token=${1:-mgpu-0123}
+set --
+run=/runs/digits-20240501-100000-ab12/tasks/$((1001 + SLURM_ARRAY_TASK_ID))
+exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun --export=ALL \
+--kill-on-bad-exit=1 --nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
 """
 
 
@@ -96,6 +121,12 @@ def _unquoted(text: str) -> str:
 
 def test_a_plain_run_sends_only_what_was_asked_for() -> None:
     assert rendered(make()) == PLAIN
+
+
+def test_an_array_of_runs() -> None:
+    spec = make(seeds=2000, at_once=2)
+    array = Array(1001, (1001, 1002, 1003, 1008))
+    assert render(spec, RunFolder(Path("/runs") / spec.run), "mgpu-0123", array, "afterok:41") == ARRAY
 
 
 def test_everything_set() -> None:
@@ -186,7 +217,7 @@ def test_bash_starts_the_command_that_was_meant(tmp_path: Path, name: str) -> No
         str(python),
         resources={"nodes": 2, "cpus_per_task": 3},
         environment={"VALUE": name},
-        setup=("export SET_UP=yes",),
+        setup=("export SET_UP=yes", "set -- of its own"),
     )
     # sbatch's own line about the log cannot hold a line break, the commands can
     folder = RunFolder(tmp_path / name.replace("\n", " ") / spec.run)
@@ -197,7 +228,7 @@ def test_bash_starts_the_command_that_was_meant(tmp_path: Path, name: str) -> No
     assert done.stderr == ""
     argv, value, cpus, set_up = json.loads(done.stdout)
     assert argv == [
-        *(str(python), "-m", "mgpu_slurm.runtime.batch", str(folder.path), "--"),
+        *(str(python), "-m", "mgpu_slurm.runtime.batch", str(folder.path), "--token", "mgpu-0123", "--"),
         *("srun", "--export=ALL", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks-per-node=1", "--unbuffered"),
         *(str(python), "-m", "mgpu_slurm.runtime.entry", str(folder.path)),
     ]
@@ -211,7 +242,7 @@ def test_bash_starts_the_command_that_was_meant(tmp_path: Path, name: str) -> No
         (make(resources={"account": "a\n#SBATCH --uid=0"}), "--account 'a.*line break"),
         (make(resources={"account": "a\tb"}), "--account .a.*control character"),
         (make(resources={"sbatch": {"mail-user": "a\rb"}}), "--mail-user 'a.*line break"),
-        (make(resources={"sbatch": {"array": "0-3"}}), "--sbatch array: a run is one job"),
+        (make(resources={"sbatch": {"array": "0-3"}}), "--sbatch array: use --seeds"),
         (make(resources={"sbatch": {"requeue": ""}}), "--sbatch requeue: use --max-requeues"),
         (make(resources={"sbatch": {"nodes": "3"}}), "--sbatch nodes: use --nodes"),
         (make(resources={"sbatch": {"mail type": "END"}}), "--sbatch 'mail type': expected a long option"),

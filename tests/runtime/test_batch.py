@@ -72,7 +72,7 @@ def start_batch(folder: RunFolder, tmp_path: Path, scontrol: Path) -> StartBatch
 
     def start(target: Target, nodes: int = 2, **options: Any) -> subprocess.Popen[str]:
         Spec("try", target, "slurm", Resources(nodes=nodes), python=sys.executable, **options).write(folder)
-        command = [sys.executable, "-m", "mgpu_slurm.runtime.batch", str(folder.path), "--"]
+        command = [sys.executable, "-m", "mgpu_slurm.runtime.batch", str(folder.path), "--token", "mgpu-1", "--"]
         command += [sys.executable, str(srun), sys.executable, "-m", "mgpu_slurm.runtime.entry", str(folder.path)]
         slurm = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": f"n[1-{nodes}]", "SLURM_JOB_NUM_NODES": str(nodes)}
         path = f"{scontrol.parent}:{os.environ['PATH']}"

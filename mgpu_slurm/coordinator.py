@@ -1,0 +1,114 @@
+"""The local executor's process per group: starts the supervisors of its runs, as many at a time as there is room for.
+
+It is started like a supervisor (see `launch.local`), and takes `go GROUP_FOLDER`. Runs that have started outlive it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from mgpu_slurm import processes, records, states
+from mgpu_slurm.launch import dependencies, local, registry, simulated
+from mgpu_slurm.paths import RunFolder, open_to
+from mgpu_slurm.spec import Spec, read_spec
+
+_WATCHED = {signal.SIGCHLD, signal.SIGTERM}
+
+
+def main() -> None:
+    # a cancel that comes before the first run waits for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    word, _, rest = sys.stdin.readline().rstrip("\n").partition(" ")
+    # the submission was refused where it says nothing
+    if word == "go":
+        folder = RunFolder(Path(rest))
+        spec = read_spec(folder)
+        open_to(spec.readable_by)
+        Coordinator(folder, spec).run()
+
+
+class Coordinator:
+    """Runs the pending runs of a group to their ends. Signals: SIGTERM cancels them all."""
+
+    def __init__(self, folder: RunFolder, spec: Spec) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._shares = deque(shares(spec))
+        self._alive: dict[tuple[int, int], dict[str, str]] = {}
+        """Supervisors by pid and start time, with their share of the machine."""
+
+    def run(self) -> None:
+        waiting = deque(member for member in registry.members(self._folder) if _is_pending(member))
+        problem = dependencies.wait(self._spec.after)
+        if problem:
+            self._cancel(waiting, problem)
+        while waiting or self._alive:
+            while waiting and self._shares:
+                self._start(waiting.popleft())
+            received = signal.sigtimedwait(_WATCHED, 3600)
+            if received is not None and received.si_signo == signal.SIGTERM:
+                self._cancel(waiting, "cancelled")
+            self._collect()
+
+    def _start(self, folder: RunFolder) -> None:
+        if not _is_pending(folder):
+            # cancelled while it waited
+            return
+        share = self._shares.popleft()
+        spec = read_spec(folder)
+        spec = replace(spec, environment=share | spec.environment)
+        folder.create_task()
+        with local.supervisor(spec, folder, folder) as supervisor:
+            assert supervisor is not None
+            pid = int(supervisor.claim(folder))
+            supervisor.go(folder)
+        start = processes.started_at(pid)
+        if start is None:
+            self._shares.append(share)
+        else:
+            self._alive[pid, start] = share
+
+    def _collect(self) -> None:
+        processes.reap()
+        for pid, start in list(self._alive):
+            if not processes.is_alive(pid, start):
+                self._shares.append(self._alive.pop((pid, start)))
+
+    def _cancel(self, waiting: deque[RunFolder], reason: str) -> None:
+        for pid, _ in self._alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        for folder in waiting:
+            if _is_pending(folder):
+                folder.create_task()
+                records.update_state(folder, state=states.CANCELLED, reason=reason, ended=records.now())
+        waiting.clear()
+
+
+def _is_pending(folder: RunFolder) -> bool:
+    return bool(records.read_state(folder)["state"] == states.PENDING)
+
+
+def shares(spec: Spec) -> list[dict[str, str]]:
+    """The environment of each place for one run: its GPUs and number of threads."""
+    resources = spec.resources
+    gpus = simulated.visible_gpus() if resources.gpus_per_node else []
+    each = resources.nodes * (resources.gpus_per_node or 0)
+    places = len(gpus) // each if each else spec.at_once or processes.cores() // resources.ranks
+    places = max(1, min(places, spec.at_once or places, spec.seeds or 1))
+    threads = max(1, processes.cores() // (places * resources.ranks))
+    return [
+        {"OMP_NUM_THREADS": str(threads)}
+        | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[place * each : (place + 1) * each])} if each else {})
+        for place in range(places)
+    ]
+
+
+if __name__ == "__main__":
+    main()

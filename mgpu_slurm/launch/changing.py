@@ -1,0 +1,114 @@
+"""What a resumed run gets anew: other resources, or its project's code as it is now. All of it, or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import config as configs
+from mgpu_slurm import paths, records
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.launch import checked, configuring, environment, snapshot
+from mgpu_slurm.launch import cluster as clusters
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.spec import DEFAULT_LEAD, RESOURCE_FLAGS, Spec, parse_signal, read_spec, resources_from
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is asked for beside going on."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Resources by sbatch's long names; None for as before."""
+    new_code: bool = False
+    """Whether to take the project's code as it is now, and the calling environment's packages."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in self.flags.items() if value is not None}
+
+
+NO_CHANGE = Change()
+
+
+@contextmanager
+def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
+    """The folder's spec with the change, written down; an error inside the block undoes it.
+
+    Args:
+        folder: of a run of its own, or of a whole group.
+
+    Raises:
+        UserError: the change does not fit the run.
+    """
+    before = read_spec(folder)
+    if not change.given and not change.new_code:
+        yield before
+        return
+    if folder.task is not None:
+        raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
+    spec = _with_resources(before, change.given)
+    with _new_code(folder, spec) if change.new_code else _same_code(spec) as spec:
+        try:
+            spec.write(folder)
+            records.update_state(folder, nodes=spec.resources.nodes, ranks=spec.resources.ranks)
+            yield spec
+        except BaseException:
+            before.write(folder)
+            records.update_state(folder, nodes=before.resources.nodes, ranks=before.resources.ranks)
+            raise
+    records.record_event(folder, "changed", flags=change.given, new_code=change.new_code)
+
+
+def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
+    had = {name.replace("_", "-"): getattr(spec.resources, name) for name in (*RESOURCE_FLAGS, "sbatch")}
+    resources = resources_from(configs.merge(had, given), "the call")
+    lead = spec.lead
+    if resources.time != spec.resources.time:
+        _, lead = parse_signal(spec.signal, resources.time_limit)
+        if lead is None and spec.executor == "slurm":
+            lead = DEFAULT_LEAD
+    return replace(spec, resources=resources, lead=lead)
+
+
+@contextmanager
+def _same_code(spec: Spec) -> Iterator[Spec]:
+    yield spec
+
+
+@contextmanager
+def _new_code(folder: RunFolder, spec: Spec) -> Iterator[Spec]:
+    """Puts a new snapshot in the place of the code, and keeps the code before as `code-<attempts>`."""
+    if spec.target.pickled is not None:
+        raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by a name: submit it anew")
+    staging = RunFolder(folder.path / f"{paths.STAGING_PREFIX}code")
+    shutil.rmtree(staging.path, ignore_errors=True)
+    staging.create(spec.readable_by)
+    limit = clusters.load(Path.cwd()).named(spec.cluster).snapshot_limit
+    old = folder.path / f"code-{records.read_state(folder)['attempts']}"
+    facts_before = paths.read_json(folder.environment)
+    try:
+        taken = snapshot.take(Path(spec.project), staging.code, limit, skip=folder.path.parent)
+        facts = environment.describe(taken)
+        spec = replace(spec, python=sys.executable)
+        key = checked.key(taken.digest, spec.target.label, spec.workdir, facts["packages"])
+        config = configuring.complete(spec, spec.config, staging, Path(spec.project), key)
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder.code, old)
+        os.rename(staging.code, folder.code)
+        paths.write_json(folder.environment, facts)
+        try:
+            yield replace(spec, config=config)
+        except BaseException:
+            shutil.rmtree(folder.code)
+            os.rename(old, folder.code)
+            paths.write_json(folder.environment, facts_before)
+            raise
+    finally:
+        shutil.rmtree(staging.path, ignore_errors=True)

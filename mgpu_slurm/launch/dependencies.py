@@ -1,0 +1,84 @@
+"""What a run waits for before it starts: other runs that complete (`afterok`) or just end (`afterany`)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mgpu_slurm import states
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.launch import registry
+
+PAUSE = 1.0
+"""Seconds between two looks of a local run at those it waits for."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far that is."""
+
+    waiting_for: tuple[tuple[str, registry.State], ...] = ()
+    """`afterok` or `afterany`, and how a run stands that has not ended."""
+    broken: str = ""
+    """Why it will never be: a run that had to complete did not; empty where none has failed."""
+
+
+def named(after: Iterable[str], after_any: Iterable[str]) -> tuple[str, ...]:
+    """The spec's form of what a call named, by the whole names of the runs.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    pairs = [("afterok", name) for name in after] + [("afterany", name) for name in after_any]
+    return tuple(f"{kind}:{registry.find(name).run}" for kind, name in pairs)
+
+
+def standing(after: Iterable[str]) -> Standing:
+    """Looks at the runs that a spec's `after` names."""
+    waiting = []
+    for dependency in after:
+        kind, _, name = dependency.partition(":")
+        for _, state in registry.current([registry.find(name)]):
+            if states.is_alive(state["state"]):
+                waiting.append((kind, state))
+            elif kind == "afterok" and state["state"] != states.COMPLETED:
+                return Standing(broken=f"waited for run {state['run']}, which is {state['state']}")
+    return Standing(tuple(waiting))
+
+
+def wait(after: Iterable[str]) -> str:
+    """Blocks until a local run may start, and returns why it may not; empty where it may.
+
+    Expects SIGTERM blocked: it means a cancel.
+    """
+    while True:
+        found = standing(after)
+        if found.broken or not found.waiting_for:
+            return found.broken
+        if signal.sigtimedwait({signal.SIGTERM}, PAUSE) is not None:
+            return "cancelled"
+
+
+def sbatch_option(after: Iterable[str]) -> str:
+    """What sbatch's --dependency takes; empty where nothing is left to wait for.
+
+    Raises:
+        UserError: a run had to complete and did not, or is no job of this cluster.
+    """
+    found = standing(after)
+    if found.broken:
+        raise UserError(f"{found.broken}: use --after-any to start all the same, or `resume` that one first")
+    jobs: dict[str, list[str]] = {}
+    for kind, state in found.waiting_for:
+        if state["executor"] != "slurm" or state["job_id"] is None:
+            raise UserError(f"run {state['run']} is no job in SLURM's queue: only such a one can be waited for")
+        job = state["job_id"].partition("_")[0] if _is_whole(after, state) else state["job_id"]
+        if job not in jobs.setdefault(kind, []):
+            jobs[kind].append(job)
+    return ",".join(":".join([kind, *ids]) for kind, ids in jobs.items())
+
+
+def _is_whole(after: Iterable[str], state: registry.State) -> bool:
+    """Whether a group was named, and not this run of it: its array then stands for all its runs."""
+    return not any(dependency.endswith(f":{state['run']}") for dependency in after)

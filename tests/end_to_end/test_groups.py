@@ -1,0 +1,154 @@
+"""Runs that are submitted together, one per seed, on the local executor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import Project, wait_until
+
+SAYS_SEED = "echo seed {seed} of $MGPU_RUN_FOLDER; exit $(({seed} == 1))"
+
+
+def group(project: Project, seeds: str, script: str, *words: str) -> Path:
+    return project.submit("--seeds", seeds, *words, "--", "sh", "-c", script)
+
+
+def states(project: Project, name: str) -> list[str]:
+    return [facts["state"] for facts in project.json("status", name)]
+
+
+def test_each_seed_is_a_run_of_its_own_and_the_group_tells_of_all(project: Project) -> None:
+    folder = group(project, "3", SAYS_SEED)
+    done = project.call("wait", folder.name)
+    assert done.returncode == 1
+    assert "3 runs: 2 COMPLETED, 1 FAILED" in done.stdout
+    runs = project.json("status", folder.name)
+    assert [facts["run"] for facts in runs] == [f"{folder.name}/{seed}" for seed in range(3)]
+    assert {facts["group"] for facts in runs} == {folder.name}
+    assert [facts["state"] for facts in runs] == ["COMPLETED", "FAILED", "COMPLETED"]
+    for seed in range(3):
+        said = project.call("logs", f"{folder.name}/{seed}").stdout
+        assert said == f"seed {seed} of {folder / 'tasks' / str(seed)}\n"
+    # one line in the list of all runs
+    assert [line.split()[0] for line in project.call("status").stdout.splitlines()] == ["RUN", folder.name]
+
+
+def test_resume_starts_only_what_did_not_complete(project: Project) -> None:
+    mark = project.folder / "second-time"
+    folder = group(project, "3", f"test {{seed}} != 1 || test -e {mark}")
+    project.call("wait", folder.name)
+    assert states(project, folder.name) == ["COMPLETED", "FAILED", "COMPLETED"]
+    mark.touch()
+    assert project.call("resume", folder.name, "--no-follow").returncode == 0
+    assert project.call("wait", folder.name).returncode == 0
+    assert [facts["attempts"] for facts in project.json("status", folder.name)] == [1, 2, 1]
+    again = project.call("resume", folder.name)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "there is nothing left to do" in again.stderr
+
+
+def test_no_more_run_at_a_time_than_the_limit_and_a_cancel_ends_them_all(project: Project) -> None:
+    folder = group(project, "4%2", "exec sleep 60{seed}")
+    wait_until(lambda: states(project, folder.name).count("RUNNING") == 2)
+    assert sorted(states(project, folder.name)) == ["PENDING", "PENDING", "RUNNING", "RUNNING"]
+    # one that waits for its turn, then all
+    assert project.call("cancel", f"{folder.name}/3").returncode == 0
+    assert states(project, folder.name)[3] == "CANCELLED"
+    assert project.call("cancel", folder.name).returncode == 0
+    assert project.call("wait", folder.name).returncode == 1
+    assert states(project, folder.name) == ["CANCELLED"] * 4
+
+
+def test_the_seed_of_a_job_function_counts_up_from_its_own(project: Project) -> None:
+    project.write(
+        "job.py",
+        """
+        from dataclasses import dataclass
+
+        @dataclass
+        class Config:
+            seed: int = 0
+
+        def train(run, config: Config):
+            return {"seed": config.seed}
+        """,
+    )
+    done = project.call("submit", "--executor", "local", "job.py", "--seeds", "2", "seed=7")
+    assert done.returncode == 0, done.stderr
+    (folder,) = project.runs.iterdir()
+    results = [json.loads((folder / "tasks" / str(task) / "result.json").read_text()) for task in range(2)]
+    assert [result["result"] for result in results] == [{"seed": 7.0}, {"seed": 8.0}]
+    assert f"{folder.name}/1  COMPLETED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--seeds", "3", "--", "true"], "nothing in the command takes the seed; write {seed}"),
+        (["--seeds", "0", "--", "true", "{seed}"], "--seeds '0': expected a number of runs"),
+        (["--seeds", "3%", "--", "true", "{seed}"], "--seeds '3%': expected a number of runs"),
+    ],
+)
+def test_seeds_that_reach_nothing_are_refused(project: Project, words: list[str], error: str) -> None:
+    done = project.call("submit", "--executor", "local", *words)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert error in done.stderr
+    assert not project.runs.exists() or not list(project.runs.iterdir())
+
+
+def test_commands_that_want_one_run_name_one(project: Project) -> None:
+    folder = group(project, "2", "true {seed}")
+    project.call("wait", folder.name)
+    for words, error in [
+        (["logs", folder.name], f"is a group of 2 runs: name one of them, such as {folder.name}/0"),
+        (["logs", f"{folder.name}/2"], f"has runs {folder.name}/0 to {folder.name}/1, and no 2"),
+        (["clean", "--yes", f"{folder.name}/1"], f"is a part of group {folder.name}"),
+    ]:
+        done = project.call(*words)
+        assert done.returncode == 2, words
+        assert error in done.stderr
+    assert project.call("clean", "--yes", folder.name).returncode == 0
+    assert not folder.exists()
+
+
+class TestAfter:
+    def facts(self, project: Project, folder: Path) -> dict[str, Any]:
+        (facts,) = project.json("status", folder.name)
+        return dict(facts)
+
+    def test_a_run_starts_once_another_has_completed(self, project: Project) -> None:
+        gate = project.folder / "gate"
+        first = project.submit("--", "sh", "-c", f"until test -e {gate}; do sleep 0.05; done; date +%s%N > {gate}")
+        second = project.submit("--after", first.name, "--", "sh", "-c", f"cat {gate}")
+        assert self.facts(project, second)["state"] == "PENDING"
+        gate.touch()
+        assert project.finish(second)["state"] == "COMPLETED"
+        # the first had written its last word
+        assert project.call("logs", second.name).stdout.strip().isdigit()
+
+    def test_a_run_whose_forerunner_fails_never_starts_unless_any_end_will_do(self, project: Project) -> None:
+        gate = project.folder / "gate"
+        first = project.submit("--", "sh", "-c", f"until test -e {gate}; do sleep 0.05; done; false")
+        strict = project.submit("--after", first.name, "--", "true")
+        lax = project.submit("--after-any", first.name, "--", "true")
+        gate.touch()
+        facts = project.finish(strict)
+        assert (facts["state"], facts["attempts"]) == ("CANCELLED", 0)
+        assert facts["reason"] == f"waited for run {first.name}, which is FAILED"
+        assert project.finish(lax)["state"] == "COMPLETED"
+
+    def test_a_cancel_ends_the_wait(self, project: Project) -> None:
+        first = project.submit("--", "sleep", "600")
+        second = project.submit("--after", first.name, "--", "true")
+        project.call("cancel", second.name)
+        assert project.finish(second)["state"] == "CANCELLED"
+        project.call("cancel", first.name)
+        assert project.finish(first)["state"] == "CANCELLED"
+
+    def test_a_run_that_is_not_there_is_an_error(self, project: Project) -> None:
+        done = project.call("submit", "--executor", "local", "--after", "nothing", "--", "true")
+        assert (done.returncode, done.stderr) == (2, "mgpu-slurm: there is no run 'nothing': see `mgpu-slurm status`\n")
