@@ -1,0 +1,87 @@
+"""A run goes on with other resources, or with its project's code as it is now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.spec import read_spec
+from tests.support import Project, log
+
+TELLS = "echo $SLURM_JOB_NUM_NODES nodes: $(cat words.txt); grep -q right words.txt"
+
+
+@pytest.fixture
+def failed(project: Project) -> tuple[Project, Path]:
+    """A project with a run that failed because of its code."""
+    project.write("words.txt", "wrong\n")
+    folder, facts = project.run("--", "sh", "-c", TELLS)
+    assert facts["state"] == "FAILED"
+    project.write("words.txt", "right\n")
+    return project, folder
+
+
+def resume(project: Project, folder: Path, *words: str) -> str:
+    """The state in which the resumed run ended."""
+    done = project.call("resume", folder.name, "--no-follow", *words)
+    assert done.returncode == 0, done.stderr
+    return str(project.finish(folder)["state"])
+
+
+def test_it_keeps_its_own_code(failed: tuple[Project, Path]) -> None:
+    project, folder = failed
+    assert resume(project, folder) == "FAILED"
+    assert log(folder, 0, attempt=2) == "1 nodes: wrong\n"
+
+
+def test_new_code_takes_the_place_of_the_old_which_is_kept(failed: tuple[Project, Path]) -> None:
+    project, folder = failed
+    before = json.loads((folder / "environment.json").read_text())
+    assert resume(project, folder, "--code", "new") == "COMPLETED"
+    assert log(folder, 0, attempt=2) == "1 nodes: right\n"
+    assert (folder / "code-1" / "words.txt").read_text() == "wrong\n"
+    assert json.loads((folder / "environment.json").read_text())["digest"] != before["digest"]
+
+
+def test_other_resources_are_those_of_the_next_attempt(failed: tuple[Project, Path]) -> None:
+    project, folder = failed
+    assert resume(project, folder, "--nodes", "2", "--time", "5", "--code", "new") == "COMPLETED"
+    assert log(folder, 1, attempt=2) == "2 nodes: right\n"
+    spec = read_spec(RunFolder(folder))
+    # a fifth of the limit
+    assert (spec.resources.nodes, spec.resources.time, spec.lead) == (2, "5", 60)
+    (facts,) = project.json("status", folder.name)
+    assert (facts["nodes"], facts["ranks"], facts["attempts"]) == (2, 2, 2)
+
+
+def test_a_change_that_does_not_fit_changes_nothing(project: Project) -> None:
+    project.write(
+        "job.py",
+        """
+        from dataclasses import dataclass
+
+        @dataclass
+        class Config:
+            width: int = 3
+
+        def train(run, config: Config):
+            raise RuntimeError("not today")
+        """,
+    )
+    folder, facts = project.run("job.py", "width=4")
+    assert facts["state"] == "FAILED"
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    project.write("job.py", "def train(run, config: int): ...")
+    for words, error in [
+        (["--code", "new"], "config"),
+        (["--nodes", "0"], "--nodes 0: expected a whole number of at least 1"),
+        (["--time", "soon"], "--time 'soon': expected minutes"),
+    ]:
+        done = project.call("resume", folder.name, *words)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert error in done.stderr
+        assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith((".", "code"))) == ["code"]
