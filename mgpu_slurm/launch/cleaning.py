@@ -34,18 +34,31 @@ class Usage:
 
 
 def usage(folder: RunFolder) -> Usage:
-    """What a run, or one trial of a sweep, takes; files that vanish meanwhile count nothing.
+    """What a run takes, or a group with all its runs; files that vanish meanwhile count nothing.
 
     Raises:
         UserError: where a folder may not be read.
     """
-    sections = {folder.checkpoints: 0, folder.logs: 0, folder.tensorboard: 0, folder.code: 0}
+    parts = [folder, *(RunFolder(path) for path in _listed(folder.tasks))]
+    places = {
+        "checkpoints": [part.checkpoints for part in parts],
+        "logs": [part.logs for part in parts],
+        "tensorboard": [part.tensorboard for part in parts],
+        "code": [folder.code],
+    }
+    sizes = {kind: sum(_all_sizes(sections)) for kind, sections in places.items()}
+    counted = frozenset(section for sections in places.values() for section in sections)
+    return Usage(**sizes, other=sum(_sizes(folder.path, without=counted)))
+
+
+def _listed(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _all_sizes(sections: list[Path]) -> Iterator[int]:
     for section in sections:
         if not section.is_symlink():
-            sections[section] = sum(_sizes(section))
-    checkpoints, logs, tensorboard, code = sections.values()
-    other = sum(_sizes(folder.path, without=frozenset(sections)))
-    return Usage(checkpoints, logs, tensorboard, code, other)
+            yield from _sizes(section)
 
 
 def delete_run(folder: RunFolder) -> None:
@@ -120,7 +133,7 @@ def _sizes(folder: Path, without: frozenset[Path] = frozenset()) -> Iterator[int
         if not item.is_dir(follow_symlinks=False):
             yield _size(item)
         elif Path(item.path) not in without:
-            yield from _sizes(Path(item.path))
+            yield from _sizes(Path(item.path), without)
 
 
 def _size(item: os.DirEntry[str]) -> int:

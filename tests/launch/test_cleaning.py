@@ -41,6 +41,15 @@ def test_usage_adds_up_each_part(folder: RunFolder) -> None:
     assert usage(folder).total == 11_420
 
 
+def test_usage_of_a_group_is_that_of_its_runs_too(folder: RunFolder) -> None:
+    for task, size in ((0, 8), (1, 16)):
+        checkpoint = folder.of_task(task).checkpoint(1)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model.pt").write_bytes(b"x" * size)
+        folder.of_task(task).metrics.write_bytes(b"x")
+    assert usage(folder) == Usage(checkpoints=11_024, logs=70, tensorboard=300, code=40, other=12)
+
+
 def test_usage_of_a_folder_that_is_gone_is_nothing(tmp_path: Path) -> None:
     assert usage(RunFolder(tmp_path / "gone")).total == 0
 
