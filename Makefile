@@ -1,4 +1,4 @@
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench clean cluster cluster-deps cluster-env cluster-down
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -8,11 +8,14 @@ PROBLEM = $(shell $(PYTHON) -c '$(PROBE)' 2>&1 | tail -n 1)
 ADVICE = install Python 3.10 or newer with its venv module, or name one: make PYTHON=python3.12
 
 READY := .venv/ready
+CLUSTER := .cluster/ready
 
 demo: $(READY)
 	.venv/bin/python -m mgpu_slurm submit --nodes 2
 
+# where a cluster cannot be had, its tests are skipped and say so
 test: $(READY)
+	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || true
 	.venv/bin/python -m pytest
 
 check: $(READY)
@@ -22,6 +25,24 @@ check: $(READY)
 
 bench: $(READY)
 	.venv/bin/python -m benchmarks
+
+# a real SLURM of four nodes on this machine, of which the machine notices nothing
+cluster: $(CLUSTER)
+	@$(PYTHON) tests/slurm/cluster.py up .cluster/run
+
+cluster-env:
+	@$(PYTHON) tests/slurm/cluster.py env .cluster/run
+
+cluster-down:
+	@$(PYTHON) tests/slurm/cluster.py down .cluster/run
+
+cluster-deps: $(CLUSTER)
+
+# touched last, as below
+$(CLUSTER): tests/slurm/packages.py
+	@echo "Unpacking Debian's packages of SLURM into .cluster (about 30 MB to load; nothing is installed)"
+	@$(PYTHON) tests/slurm/packages.py .cluster
+	@touch $@
 
 # touched last: an installation that was interrupted starts again
 $(READY): pyproject.toml constraints.txt

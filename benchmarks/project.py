@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Project:
     """A folder in git with this package, and so the jobs, in it."""
 
     base: Path
+    more: dict[str, str] = field(default_factory=dict)
+    """Variables for its commands."""
 
     @property
     def folder(self) -> Path:
@@ -38,7 +40,7 @@ class Project:
     def environ(self) -> dict[str, str]:
         own = {"MGPU_RUNS": str(self.runs), "OMP_NUM_THREADS": "1"}
         own |= {f"XDG_{kind}_HOME": str(self.base / kind.lower()) for kind in ("STATE", "CONFIG")}
-        return os.environ | own
+        return os.environ | own | self.more
 
     def edit(self) -> None:
         """Changes the code, so that the next submission is the first one of it."""

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -120,7 +121,8 @@ def cli(debug: bool) -> None:
     "--executor",
     default="auto",
     metavar="NAME",
-    help="auto, slurm or local; auto is slurm where there is an sbatch.  [default: auto]",
+    help="auto, slurm, allocation (the one that is held) or local; auto is slurm where there is an sbatch, else local."
+    "  [default: auto]",
 )
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
 @click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
@@ -135,8 +137,9 @@ def cli(debug: bool) -> None:
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; may be repeated.")
 @click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")
-@click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: on local]")
+@click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
+@click.option("--check", is_flag=True, help="With --dry-run: ask SLURM when and where it would start.")
 @json_flag
 @click.option("--debug", is_flag=True, hidden=True)
 @click.pass_obj
@@ -148,6 +151,7 @@ def submit(
     extra: tuple[str, ...],
     follow: bool | None,
     dry_run: bool,
+    check: bool,
     as_json: bool,
     debug: bool,
     **options: Any,
@@ -165,11 +169,13 @@ def submit(
     """
     from mgpu_slurm.launch import submit as submitting
 
+    if check and not dry_run:
+        raise UserError("--check: it goes with --dry-run, and asks when the run would start")
     request = _request(command, words, config_file, extra, dry_run, options)
     if dry_run:
-        _show_rehearsal(submitting.rehearse(request), as_json)
+        _show_rehearsal(submitting.rehearse(request, _note), check, as_json)
         return
-    submission = submitting.submit(request)
+    submission = submitting.submit(request, _note)
     plan = submission.plan
     if as_json:
         facts = {
@@ -183,7 +189,7 @@ def submit(
             return
     else:
         _print_lines(plan.lines())
-    if plan.spec.executor == "local" if follow is None else follow:
+    if plan.spec.executor != "slurm" if follow is None else follow:
         _follow_to_the_end(plan.spec.run, quiet=as_json)
     else:
         _print_lines([f"job       {submission.job_id}", f"follow it with: {program()} logs {plan.spec.run} --follow"])
@@ -219,16 +225,24 @@ def _resources(flags: dict[str, Any], extra: tuple[str, ...]) -> dict[str, Any]:
     return named | ({"sbatch": sbatch_pairs(extra)} if extra else {})
 
 
-def _show_rehearsal(plan: Any, as_json: bool) -> None:
+def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
     from mgpu_slurm import config as configs
+    from mgpu_slurm.launch import queueing
 
     script = plan.script if plan.spec.executor == "slurm" else None
     if as_json:
-        _print_json({"spec": configs.to_plain(plan.spec), "folder": str(plan.folder.path), "script": script})
+        facts = {"spec": configs.to_plain(plan.spec), "folder": str(plan.folder.path), "script": script}
+        if check:
+            facts["check"] = configs.to_plain(queueing.check(plan.spec, plan.folder))
+        _print_json(facts)
         return
     _print_lines([*plan.lines(), "nothing was started (--dry-run)"])
     if script is not None:
-        print(f"\n{script}", end="")
+        print(f"\n{script}", end="", flush=True)
+    if check:
+        start = queueing.check(plan.spec, plan.folder)
+        found = f"nothing to check: on {plan.spec.executor} it would start at once" if start is None else start.sentence
+        print(f"\n{found}")
 
 
 def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0) -> None:
@@ -309,7 +323,12 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
         for text in follow_run(folder, rank):
             print(text, end="", flush=True)
         return
+    from mgpu_slurm.observe.warned import told, warnings
+
     print(handle.logs(rank), end="")
+    # beside the log, which stays what the rank has printed
+    for line in told(warned for warned in warnings(folder) if warned.rank != rank):
+        print(f"-- warning: {line}", file=sys.stderr)
 
 
 @cli.command()
@@ -362,7 +381,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     show_default=True,
     help="Its own code, or the project's as it is now.",
 )
-@click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: on local]")
+@click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: not on slurm]")
 @json_flag
 def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tuple[str, ...], **flags: Any) -> None:
     """Start a run that has ended again, from its newest checkpoint, with other resources where they are given.
@@ -374,15 +393,33 @@ def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tupl
 
     found = runs.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
-    found.resume(Change(_resources(flags, extra), new_code=code == "new"))
+    found.resume(Change(_resources(flags, extra), new_code=code == "new"), _note)
     facts = found.all_facts[0]
     if as_json:
         names = {"run": found.name, "folder": str(found.folder)}
         _print_json(names | {"job_id": facts["job_id"], "executor": facts["executor"]})
         return
     print(f"run {found.name} goes on as job {facts['job_id']}", flush=True)
-    if facts["executor"] == "local" if follow is None else follow:
+    if facts["executor"] != "slurm" if follow is None else follow:
         _follow_to_the_end(found.name, after_attempt=attempts)
+
+
+@cli.command()
+@click.argument("name", metavar="RUN [-- COMMAND ...]")
+@click.option("--node", metavar="NAME", help="One of the run's nodes.  [default: its first]")
+@click.pass_obj
+def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:
+    """Open a shell beside a running run, or run one command there: nvidia-smi, py-spy, df."""
+    import os
+
+    from mgpu_slurm import slurm
+    from mgpu_slurm.launch import runs
+    from mgpu_slurm.launch import shell as shells
+
+    handle = runs.find_run(name)
+    words = shells.words(handle.files, handle.facts, node, command, terminal=sys.stdin.isatty())
+    os.chdir(shells.place(handle.files))
+    os.execvpe(words[0], words, slurm.scrubbed_environment(os.environ))
 
 
 @cli.command()
@@ -411,6 +448,44 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
 
 
 @cli.command()
+@click.option("--submit", "submits", is_flag=True, help="Look at nodes too, by a job of two nodes and ten minutes.")
+@resource_flags
+@click.option("--executor", default="auto", metavar="NAME", help="As for submit.  [default: auto]")
+@click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
+@json_flag
+def doctor(
+    submits: bool, executor: str, cluster: str | None, as_json: bool, extra: tuple[str, ...], **flags: Any
+) -> None:
+    """Check this machine and its cluster, and with --submit the nodes and what lies between them.
+
+    All flags but --json are for the job of --submit. Exit code 1 when something failed.
+    """
+    from mgpu_slurm.findings import Finding, has_failed
+    from mgpu_slurm.observe import doctor as doctors
+    from mgpu_slurm.observe.doctor import job
+
+    resources = _resources(flags, extra)
+    given = [f"--{name}" for name, value in resources.items() if value is not None]
+    if given and not submits:
+        raise UserError(f"{given[0]}: it is for the job of --submit: add that")
+    found: list[Finding] = []
+
+    def show(findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            found.append(finding)
+            if not as_json:
+                _print_lines(finding.lines())
+
+    show(doctors.look_here(Path.cwd(), _note, will_be_proven=submits))
+    if submits and not doctors.slurm_is_silent(found):
+        show(job.findings_of_job(resources, executor, cluster, _note))
+    if as_json:
+        _print_json([finding.plain for finding in found])
+    if has_failed(found):
+        sys.exit(1)
+
+
+@cli.command()
 @click.argument("folder", default=".", type=click.Path(path_type=Path, file_okay=False))
 def init(folder: Path) -> None:
     """Write a starter project: a job, and a commented cluster file."""
@@ -420,6 +495,11 @@ def init(folder: Path) -> None:
         print(f"wrote {path}")
     where = "" if folder == Path() else f"cd {folder} && "
     print(f"try it: {where}{program()} submit --nodes 2")
+
+
+def _note(text: str) -> None:
+    """Says what the program is waiting for, where no answer is spoiled by it."""
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
 def _print_json(value: Any) -> None:

@@ -66,7 +66,8 @@ class Coordinator:
         folder.create_task()
         with local.supervisor(spec, folder, folder) as supervisor:
             assert supervisor is not None
-            pid = int(supervisor.claim(folder))
+            pid = supervisor.pid
+            supervisor.claim(folder)
             supervisor.go(folder)
         start = processes.started_at(pid)
         if start is None:
@@ -96,7 +97,10 @@ def _is_pending(folder: RunFolder) -> bool:
 
 
 def shares(spec: Spec) -> list[dict[str, str]]:
-    """The environment of each place for one run: its GPUs and number of threads."""
+    """The environment of each place for one run: on this machine, its GPUs and number of threads."""
+    if spec.executor == "allocation":
+        # its runs may have been given all of it
+        return [{}] * (spec.at_once or 1)
     resources = spec.resources
     gpus = simulated.visible_gpus() if resources.gpus_per_node else []
     each = resources.nodes * (resources.gpus_per_node or 0)

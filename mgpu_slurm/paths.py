@@ -90,6 +90,11 @@ class RunFolder:
         return self.path / "attempts.jsonl"
 
     @property
+    def claims(self) -> Path:
+        """By token of a submission: the id of the job that works for it."""
+        return self.path / "claims"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -99,6 +104,15 @@ class RunFolder:
     def rank_failure(self, attempt: int, rank: int) -> Path:
         return self.logs / f"{attempt}-{rank}.failure.json"
 
+    def rank_warnings(self, attempt: int, rank: int) -> Path:
+        """What a rank found around it that it should not; only there where it found something."""
+        return self.logs / f"{attempt}-{rank}.warnings.jsonl"
+
+    @property
+    def checkup(self) -> Path:
+        """What the job of `doctor --submit` has found so far."""
+        return self.path / "checkup.jsonl"
+
     def requeue_wish(self, attempt: int) -> Path:
         """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"
@@ -106,6 +120,11 @@ class RunFolder:
     def launch_log(self, name: str) -> Path:
         """Of the batch script of a job, or of the local supervisor; it has to have its folder before the job starts."""
         return self.group.logs / f"launch-{name}.log"
+
+    @property
+    def cancel_wish(self) -> Path:
+        """There once somebody on another machine than the run's supervisor has asked it to end."""
+        return self.path / "cancel"
 
     @property
     def tensorboard(self) -> Path:

@@ -41,6 +41,9 @@ INHERITED = ("executor", "nodes", "ranks", "submitted", "supervisor", "host")
 SUBMISSION_TAKES = timedelta(minutes=2)
 """How long sbatch may take to answer before somebody else looks whether the job is there."""
 
+SUBMISSION_ENDS = timedelta(minutes=10)
+"""A submission waits out a controller that does not answer, and has given up long before that."""
+
 
 def now() -> str:
     """Local time with its zone, to the millisecond, in ISO 8601."""
@@ -76,7 +79,7 @@ def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dic
 
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
-    """Appends `submitting`, `submitted`, `started`, `ended` or `requeued` to the run's history."""
+    """Appends `submitting`, `submitted`, `refused`, `started`, `ended` or `requeued` to the run's history."""
     append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
 
 
@@ -96,6 +99,8 @@ class Submission:
     """Of a group's array: the index in the group of the array's task 0."""
     tasks: frozenset[int] | None
     """Of a group's array: the indices in the group; None for a run of its own."""
+    refused: bool
+    """Whether it is known that SLURM does not have it."""
 
     def job_of(self, task: int | None, job_id: str | None = None) -> str | None:
         """The id of a run's job, in the form that scancel takes.
@@ -109,12 +114,22 @@ class Submission:
     @property
     def is_unconfirmed(self) -> bool:
         """Whether it was begun a while ago and no answer of SLURM was written down."""
-        return self.job_id is None and datetime.now(timezone.utc) - self.begun > SUBMISSION_TAKES
+        return self.job_id is None and not self.refused and self._age > SUBMISSION_TAKES
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody can still be trying."""
+        return self._age > SUBMISSION_ENDS
+
+    @property
+    def _age(self) -> timedelta:
+        return datetime.now(timezone.utc) - self.begun
 
 
 def submissions(folder: RunFolder) -> list[Submission]:
     """All of a run or group, oldest first; those of a group are written down with the group."""
     answers = {event["token"]: event["job_id"] for event in events(folder) if event["event"] == "submitted"}
+    refused = {event["token"] for event in events(folder) if event["event"] == "refused"}
     return [
         Submission(
             token=event["token"],
@@ -122,10 +137,20 @@ def submissions(folder: RunFolder) -> list[Submission]:
             job_id=answers.get(event["token"]),
             first=event.get("first", 0),
             tasks=frozenset(map(int, expand(f"[{event['tasks']}]"))) if "tasks" in event else None,
+            refused=event["token"] in refused,
         )
         for event in events(folder)
         if event["event"] == "submitting"
     ]
+
+
+def submissions_of(run: RunFolder) -> list[Submission]:
+    """Those of one run, oldest first: its own, and those of its group that it was a part of."""
+    found = submissions(run)
+    if run.task is not None:
+        found += [each for each in submissions(run.group) if each.tasks is not None and run.task in each.tasks]
+        found.sort(key=lambda submission: submission.begun)
+    return found
 
 
 def attempts_started(folder: RunFolder) -> int:

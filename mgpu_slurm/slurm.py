@@ -294,6 +294,40 @@ def scancel_command(job_ids: Sequence[str]) -> list[str]:
     return ["scancel", *job_ids]
 
 
+def dependencies_command() -> list[str]:
+    """Lists what this user's jobs wait for."""
+    return ["squeue", "--me", "--noheader", "--states=PENDING", "-o", "%F|%E"]
+
+
+def parse_dependants(output: str, job_id: str, successor: str) -> dict[str, str]:
+    """The jobs that wait for a job to complete or to end, and what they have to wait for where another one goes on.
+
+    Args:
+        job_id: may be a task's; those that wait for its whole array are meant too.
+        successor: goes on. The job's own end is waited for as before.
+    """
+    whole, _, task = job_id.partition("_")
+    its_names = {job_id, f"{whole}_*"} if task else {job_id}
+    found = {}
+    for line in output.splitlines():
+        dependant, _, dependency = line.strip().partition("|")
+        # `afterok:42_*(unfulfilled),afterany:43(unfulfilled)`
+        clauses = re.sub(r"\(\w+\)", "", dependency).split(",")
+        kinds = {kind for kind, _, name in (clause.partition(":") for clause in clauses) if name in its_names}
+        also = [f"{kind}:{successor}" for kind in ("afterok", "afterany") if kind in kinds]
+        if also and dependant != successor.partition("_")[0]:
+            found[dependant] = ",".join([*clauses, *also]).replace("_*", "")
+    return found
+
+
+def dependency_command(job_id: str, dependency: str) -> list[str]:
+    return ["scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}"]
+
+
+def requeue_command(job_id: str) -> list[str]:
+    return ["scontrol", "requeue", job_id]
+
+
 def sinfo_command(partition: str | None) -> list[str]:
     """Asks for the GPUs of the nodes of a partition (or several, by commas); without one, of all."""
     # sinfo refuses the two together; a partition that is named is shown also where it is hidden
@@ -358,6 +392,21 @@ def max_array_size() -> int:
         ClusterError: where the controller does not answer.
     """
     return int(parse_config(run(config_command()))["MaxArraySize"])
+
+
+def parse_ports(text: str) -> range | None:
+    """The ports of a SrunPortRange; None for `0-0`, which is none."""
+    low, _, high = text.partition("-")
+    return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() and int(low) else None
+
+
+def srun_ports() -> range | None:
+    """The ports on which the site's nodes reach the machine where srun runs; None where it names none.
+
+    Raises:
+        ClusterError: where the controller does not answer.
+    """
+    return parse_ports(parse_config(run(config_command())).get("SrunPortRange", ""))
 
 
 def _text(field: str) -> str | None:

@@ -1,8 +1,8 @@
-"""The local executor's process per run: a small SLURM of its own that outlives the terminal.
+"""The process per run of the local executor and of an allocation: a small SLURM of its own that outlives the terminal.
 
 It starts attempts, sends the signals of the time limit, ends what is cancelled, starts again what asks for it, and
-leaves no process behind. For job functions it imports torch once and forks the ranks, which costs a third of what an
-import on each rank costs.
+leaves no process behind. For job functions it imports torch once, which serves the check of the target and, in an
+allocation, the rendezvous; simulated ranks are forked from it, which costs a third of what an import on each costs.
 
 It is started before the run folder exists, and takes lines on standard input: `ask QUESTION` is answered on standard
 output (see `check`; one import of torch serves the check and the ranks), `go RUN_FOLDER` starts the run. If the input
@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -26,14 +25,22 @@ from pathlib import Path
 from typing import TextIO
 
 from mgpu_slurm import processes, records, states
-from mgpu_slurm.launch import check, dependencies, simulated
+from mgpu_slurm.errors import ClusterError, MgpuError
+from mgpu_slurm.launch import allocation, check, dependencies
+from mgpu_slurm.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
 from mgpu_slurm.paths import RunFolder, open_to
-from mgpu_slurm.runtime import batch, entry
+from mgpu_slurm.runtime import batch
 from mgpu_slurm.runtime.devices import threads_per_rank
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
+TRY_AGAIN_AFTER = 1.0
+"""Seconds until a signal is sent again that could not reach the ranks, such as those that srun still starts."""
 
-def main(ranks_of_function: int) -> None:
+Due = deque[tuple[float, signal.Signals]]
+"""Signals to send, by the monotonic clock."""
+
+
+def main(executor: str, ranks_of_function: int) -> None:
     """Serves the submission, then the run.
 
     Args:
@@ -44,9 +51,11 @@ def main(ranks_of_function: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     # what a user's module prints on import belongs to no answer
     os.dup2(2, 1)
-    if ranks_of_function:
+    forked_ranks = ranks_of_function if executor == "local" else 0
+    if forked_ranks:
         # libgomp reads it once, when torch is imported
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks_of_function)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(forked_ranks)))
+    if ranks_of_function:
         importlib.import_module("torch.distributed")
     for line in sys.stdin:
         word, _, rest = line.rstrip("\n").partition(" ")
@@ -54,10 +63,10 @@ def main(ranks_of_function: int) -> None:
             _answer_from_child(check.Question(**json.loads(rest)), answers)
             # the child holds the only end now: where the target takes it down, the submission reads the end of file
             answers.close()
-            _preload_for(ranks_of_function)
+            _preload_for(forked_ranks)
         elif word == "go":
             answers.close()
-            _preload_for(ranks_of_function)
+            _preload_for(forked_ranks)
             folder = RunFolder(Path(rest))
             spec = read_spec(folder)
             open_to(spec.readable_by)
@@ -65,8 +74,14 @@ def main(ranks_of_function: int) -> None:
             if problem:
                 records.update_state(folder, state=states.CANCELLED, reason=problem, ended=records.now())
                 return
-            Supervisor(folder, spec).run()
+            Supervisor(folder, spec, _nodes(folder, spec)).run()
             return
+
+
+def _nodes(folder: RunFolder, spec: Spec) -> Nodes:
+    if spec.executor == "local":
+        return SimulatedNodes(folder, spec)
+    return HeldNodes(folder, spec, os.environ[allocation.JOB_VARIABLE])
 
 
 def _preload_for(ranks: int) -> None:
@@ -92,48 +107,62 @@ def _answer_from_child(question: check.Question, answers: TextIO) -> None:
 class Supervisor:
     """Runs one submission to its end. Signals: SIGTERM cancels."""
 
-    def __init__(self, folder: RunFolder, spec: Spec) -> None:
+    def __init__(self, folder: RunFolder, spec: Spec, nodes: Nodes) -> None:
         self._folder = folder
         self._spec = spec
-        # a lock that another thread holds stays locked in a fork for ever; then ranks are started afresh
-        self._ranks_can_be_forked = processes.thread_count() == 1
-        self._gpus = simulated.visible_gpus() if spec.resources.gpus_per_node else []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._nodes = nodes
+        self._limit: Limit | None = None
         self._cancelled = False
         self._timed_out = False
 
     def run(self) -> None:
         processes.adopt_orphans()
+        try:
+            state, reason = self._run_attempts()
+        except MgpuError as error:
+            state, reason = self._nodes.lost() or (states.FAILED, str(error))
+        records.update_state(self._folder, state=state, reason=reason, ended=records.now())
+
+    def _run_attempts(self) -> tuple[str, str]:
+        """Attempt after attempt; how the last one ended."""
         restarts = 0
         while True:
-            code = self._attempt(restarts) if not self._is_cancelled_already() else TERMINATED_EXIT_CODE
-            processes.end_all(str(self._folder.path), keep=set())
-            if code != REQUEUE_EXIT_CODE or self._cancelled or restarts >= self._spec.max_requeues:
-                break
+            code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(restarts)
+            if code != REQUEUE_EXIT_CODE or self._cancelled:
+                return self._conclusion(code)
+            problem = self._why_no_restart(restarts)
+            if problem:
+                return states.TIMEOUT, problem
             restarts += 1
-            records.record_event(self._folder, "requeued", job_id=str(os.getpid()))
-            records.update_state(self._folder, state="REQUEUED", reason="asked to be started again")
-        state, reason = self._conclusion(code)
-        records.update_state(self._folder, state=state, reason=reason, ended=records.now())
+            records.record_event(self._folder, "requeued", job_id=self._nodes.job_id)
+            records.update_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
 
     def _is_cancelled_already(self) -> bool:
         """Whether a cancel came while no attempt was there to hear of it."""
-        self._cancelled = signal.SIGTERM in signal.sigpending()
+        self._cancelled = signal.SIGTERM in signal.sigpending() or self._folder.cancel_wish.exists()
         return self._cancelled
+
+    def _why_no_restart(self, restarts: int) -> str:
+        if restarts >= self._spec.max_requeues:
+            return f"asked to be started again, and all of --max-requeues {self._spec.max_requeues} are used"
+        return self._nodes.used_up(self._spec.lead)
 
     def _conclusion(self, code: int) -> tuple[str, str]:
         if code == 0:
-            return "COMPLETED", ""
-        if self._cancelled:
-            return "CANCELLED", "cancelled"
-        if code == REQUEUE_EXIT_CODE:
-            return "TIMEOUT", f"asked to be started again, and all of --max-requeues {self._spec.max_requeues} are used"
-        if self._timed_out:
-            return "TIMEOUT", f"did not end within the time limit of {self._spec.resources.time_limit} s"
-        return "FAILED", records.failure_line(self._folder)
+            return states.COMPLETED, ""
+        lost = self._nodes.lost()
+        if lost is not None:
+            return lost
+        if self._timed_out and not self._cancelled:
+            assert self._limit is not None
+            return states.TIMEOUT, f"did not end {self._limit.words}"
+        if self._cancelled or (code == TERMINATED_EXIT_CODE and self._nodes.told_by_others()):
+            return states.CANCELLED, "cancelled"
+        return states.FAILED, records.failure_line(self._folder)
 
     def _attempt(self, restarts: int) -> int:
         """One attempt in a process of its own; its exit code."""
+        self._limit = self._nodes.prepare()
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -145,98 +174,98 @@ class Supervisor:
                 traceback.print_exc()
             finally:
                 os._exit(code)
-        return self._watch(pid)
+        code = self._watch(pid)
+        if code:
+            with suppress(ClusterError):
+                self._nodes.end_all(keep=set())
+        # what ranks started for themselves outlives a success too
+        processes.end_all(str(self._folder.path), keep=set())
+        return code
 
     def _batch_step(self, supervisor: int, restarts: int) -> int:
-        variables = simulated.job_variables(self._spec, supervisor, restarts)
+        nodes = self._nodes
         ending = batch.run_attempt(
             self._folder,
-            str(supervisor),
-            simulated.node_names(self._spec),
-            simulated.ADDRESS,
-            lambda rendezvous: self._start_ranks(variables | rendezvous),
+            self._spec,
+            nodes.job_id,
+            nodes.names,
+            nodes.address,
+            lambda rendezvous: nodes.start(rendezvous, restarts),
+            nodes.describe,
+            nodes.ports,
         )
         if os.getppid() != supervisor:
             # the supervisor was killed: nobody else is left to clean up and to say so
-            processes.end_all(str(self._folder.path), keep=set())
+            self._end_all_at_last()
             records.update_state(
-                self._folder, state="FAILED", reason="its supervisor process was killed", ended=records.now()
+                self._folder, state=states.FAILED, reason="its supervisor process was killed", ended=records.now()
             )
         return ending.code
 
-    def _start_ranks(self, variables: dict[str, str]) -> dict[int, str]:
-        os.environ.update(variables)
-        started = {self._start_rank(rank): f"rank {rank}" for rank in range(self._spec.resources.ranks)}
-        if signal.SIGTERM in signal.sigpending():
-            # the supervisor looked for ranks to tell when these were not there yet
-            batch.signal_groups(started, signal.SIGTERM)
-        return started
-
-    def _start_rank(self, rank: int) -> int:
-        variables = simulated.rank_variables(self._spec, rank, self._gpus)
-        parent = os.getpid()
-        if not self._ranks_can_be_forked:
-            command = [sys.executable, "-m", "mgpu_slurm.runtime.entry", str(self._folder.path)]
-            process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=batch.own_group)
-            # a dropped Popen is collected by the next one, and its exit code with it
-            self._processes.append(process)
-            return process.pid
-        pid = os.fork()
-        if pid == 0:
-            code = 1
+    def _end_all_at_last(self) -> None:
+        while True:
             try:
-                processes.die_with_parent(signal.SIGKILL, parent)
-                batch.own_group()
-                os.environ.update(variables)
-                code = entry.run_rank(self._folder)
-            except BaseException:
-                # the way out below would swallow it
-                traceback.print_exc()
-            finally:
-                entry.exit_process(code)
-        return pid
+                return self._nodes.end_all(keep=set())
+            except ClusterError:
+                time.sleep(TRY_AGAIN_AFTER)
 
     def _watch(self, pid: int) -> int:
         """Waits for the batch step, and does meanwhile what the clock and other shells ask for."""
         due = self._time_limit_signals()
         while True:
-            timeout = max(0.0, due[0][0] - time.monotonic()) if due else 3600.0
-            received = signal.sigtimedwait(batch.WATCHED, timeout)
-            if received is None and due:
-                self._send(due.popleft()[1], batch_step=pid)
-            elif received is not None and received.si_signo == signal.SIGTERM and not self._cancelled:
+            until_due = max(0.0, due[0][0] - time.monotonic()) if due else self._nodes.look_every
+            received = signal.sigtimedwait(batch.WATCHED, min(until_due, self._nodes.look_every))
+            told = received is not None and received.si_signo == signal.SIGTERM
+            if (told or self._folder.cancel_wish.exists()) and not self._cancelled:
                 self._cancelled = True
                 records.update_state(self._folder, reason="being cancelled")
-                self._send(signal.SIGTERM, batch_step=pid)
-                due = deque([(time.monotonic() + self._spec.kill_wait, signal.SIGKILL)])
+                now = time.monotonic()
+                due = deque([(now, signal.SIGTERM), (now + self._spec.kill_wait, signal.SIGKILL)])
+            elif due and due[0][0] <= time.monotonic():
+                due = self._send_first(due, batch_step=pid)
             code = _collect(pid)
             if code is not None:
                 return code
 
-    def _time_limit_signals(self) -> deque[tuple[float, signal.Signals]]:
+    def _time_limit_signals(self) -> Due:
         """When to send what: the lead signal, SIGTERM at the limit, SIGKILL after the kill wait, as SLURM does."""
-        limit = self._spec.resources.time_limit
-        if limit is None:
+        if self._limit is None:
             return deque()
-        end = time.monotonic() + limit
+        end = time.monotonic() + self._limit.seconds
         due = deque([(end, signal.SIGTERM), (end + self._spec.kill_wait, signal.SIGKILL)])
         if self._spec.lead is not None:
-            due.appendleft((end - self._spec.lead, signal.Signals[f"SIG{self._spec.signal}"]))
+            # of a run that is resumed there may be less left than its lead
+            lead = self._spec.lead if self._spec.lead < self._limit.seconds else max(1, self._limit.seconds // 5)
+            due.appendleft((end - lead, signal.Signals[f"SIG{self._spec.signal}"]))
         return due
 
-    def _send(self, signum: signal.Signals, batch_step: int) -> None:
-        """To every process of the job, as SLURM does; of the batch step only SIGTERM is wanted, and that first."""
+    def _send_first(self, due: Due, batch_step: int) -> Due:
+        """Sends the first of these signals; what is to be sent after that, maybe the same once more."""
+        (when, signum), *later = due
+        try:
+            told = self._send(signum, batch_step)
+        except ClusterError as error:
+            print(f"mgpu_slurm: {signum.name} did not reach the ranks: {error}", file=sys.stderr, flush=True)
+            # all of it moves: ranks that hear a SIGTERM late have as long to save
+            delay = time.monotonic() + TRY_AGAIN_AFTER - when
+            return deque((at + delay, each) for at, each in due)
+        again = time.monotonic() + TRY_AGAIN_AFTER
+        is_needed = not told and not (later and later[0][0] < again)
+        return deque([(again, signum), *later] if is_needed else later)
+
+    def _send(self, signum: signal.Signals, batch_step: int) -> bool:
+        """To every process of the job, as SLURM does; of the batch step only SIGTERM is wanted, and that first.
+
+        False where there was nobody to hear it, yet.
+        """
         if signum == signal.SIGTERM and not self._cancelled:
             self._timed_out = True
         if signum == signal.SIGKILL:
-            processes.end_all(str(self._folder.path), keep={batch_step})
-            return
+            self._nodes.end_all(keep={batch_step})
+            return True
         if signum == signal.SIGTERM:
             os.kill(batch_step, signum)
-        for pid in processes.descendants(os.getpid()):
-            if pid != batch_step:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signum)
+        return self._nodes.tell(signum, batch_step)
 
 
 def _collect(pid: int) -> int | None:
@@ -252,4 +281,4 @@ def _collect(pid: int) -> int | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]))

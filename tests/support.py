@@ -18,10 +18,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Project:
-    """A user's folder with a runs folder, and the program to use in it."""
+    """A user's folder with a runs folder, and the program to use in it; `executor` is that of `submit` and `run`."""
 
     folder: Path
     environ: dict[str, str] = field(default_factory=dict)
+    executor: str = "local"
 
     @property
     def runs(self) -> Path:
@@ -52,7 +53,7 @@ class Project:
 
     def submit(self, *words: str) -> Path:
         """Starts a run without following it; its folder."""
-        return Path(self.json("submit", "--executor", "local", "--no-follow", *words)["folder"])
+        return Path(self.json("submit", "--executor", self.executor, "--no-follow", *words)["folder"])
 
     def finish(self, folder: Path) -> dict[str, Any]:
         """Waits for a run's end; how it ended."""

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "launch": {"top", "launch"},
     "runtime": {"top", "runtime"},
     "observe": {"top", "launch", "observe"},
-    "supervisor": {"top", "launch", "runtime"},
+    "supervisor": {"top", "launch", "runtime", "supervisor"},
     "cli": {"top", "launch", "runtime", "observe", "cli"},
 }
 """The houses of the package and whom they know. The local executor's supervisor is where both sides meet."""
@@ -49,7 +49,7 @@ def house(module: str) -> str:
     if parts[1:] in ([], ["cli"], ["__main__"]):
         # the package's own __init__ names what lives in any house, and imports none of it by itself
         return "cli"
-    if parts[1:] in (["supervisor"], ["coordinator"]):
+    if parts[1:] in (["supervisor"], ["coordinator"], ["nodes"]):
         return "supervisor"
     return "top" if len(parts) == 2 and FILES[module].name != "__init__.py" else parts[1]
 

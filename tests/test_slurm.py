@@ -228,3 +228,29 @@ def test_run_reports_a_command_that_cannot_be_executed(fake_command: FakeCommand
     (tmp_path / "sinfo").write_bytes(b"\x7fELF nonsense")
     with pytest.raises(ClusterError, match="sinfo cannot be started"):
         slurm.run(["sinfo"])
+
+
+WAITING = """\
+1|(null)
+50|afterok:9(unfulfilled)
+51|afterany:9(unfulfilled),afterok:8(unfulfilled)
+52|afterok:9_*(unfulfilled)
+53|afterok:9_1(unfulfilled)
+54|afternotok:9(unfulfilled)
+55|afterok:99(unfulfilled)
+77|afterany:9(unfulfilled)
+"""
+
+
+def test_who_waits_for_a_job_waits_for_its_successor_too() -> None:
+    assert slurm.parse_dependants(WAITING, "9", "77") == {
+        "50": "afterok:9,afterok:77",
+        "51": "afterany:9,afterok:8,afterany:77",
+    }
+
+
+def test_who_waits_for_an_array_waits_for_the_successor_of_each_task() -> None:
+    assert slurm.parse_dependants(WAITING, "9_1", "77_1") == {
+        "52": "afterok:9,afterok:77_1",
+        "53": "afterok:9_1,afterok:77_1",
+    }

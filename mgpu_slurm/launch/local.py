@@ -1,4 +1,6 @@
-"""The submission's side of the local executor: starting the supervisor of a run, and reaching it later."""
+"""The submission's side of the executors that need no queue, on this machine or in an allocation that is held: starting
+the supervisor of a run, and reaching it later.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mgpu_slurm import processes, records
-from mgpu_slurm.errors import UserError
+from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.launch import allocation
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.slurm import scrubbed_environment
 from mgpu_slurm.spec import Spec
@@ -20,8 +23,13 @@ from mgpu_slurm.spec import Spec
 class Supervisor:
     """A supervisor process that has not been given a run yet."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], job_id: str) -> None:
         self._process = process
+        self._job_id = job_id
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, question: str) -> str:
         """The answer to a question of `check`, as JSON; empty where the target took its process down."""
@@ -30,15 +38,16 @@ class Supervisor:
         return self._process.stdout.readline()
 
     def claim(self, folder: RunFolder, **changes: Any) -> str:
-        """Writes down that it is the run's, with other changes of its state; returns the job id, its process id.
+        """Writes down that it is the run's, with other changes of its state; returns the job id.
 
         Comes before the run can be seen: a submission that is killed then leaves no run that pends for ever.
         """
-        pid = self._process.pid
-        start = processes.started_at(pid)
-        changes |= {"job_id": str(pid), "supervisor": [pid, start], "host": os.uname().nodename}
+        # of an attempt before
+        folder.cancel_wish.unlink(missing_ok=True)
+        start = processes.started_at(self.pid)
+        changes |= {"job_id": self._job_id, "supervisor": [self.pid, start], "host": os.uname().nodename}
         records.update_state(folder, sync=True, **changes)
-        return str(pid)
+        return self._job_id
 
     def go(self, folder: RunFolder) -> None:
         """Lets it run the folder's spec."""
@@ -54,7 +63,7 @@ class Supervisor:
 
 @contextmanager
 def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Supervisor | None]:
-    """The supervisor of a local run, or the coordinator of a local group; None for another executor.
+    """The supervisor of a run, or the coordinator of a group; None where SLURM starts it.
 
     It is started early, because it imports torch meanwhile, and ends with the block unless it was told to go.
 
@@ -62,14 +71,13 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
         run: the run's folder when it starts.
         now_at: where that folder is until then.
     """
-    if spec.executor != "local":
+    if spec.executor == "slurm":
         yield None
         return
-    ranks_of_function = 0 if spec.target.is_command else spec.resources.ranks
-    program = ["mgpu_slurm.supervisor", str(ranks_of_function)] if spec.seeds is None else ["mgpu_slurm.coordinator"]
-    with open(now_at.launch_log(log_name(run)), "a") as log:
+    held = os.environ[allocation.JOB_VARIABLE] if spec.executor == "allocation" else None
+    with open(now_at.launch_log(log_name(spec.executor, run)), "a") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", *program],
+            [sys.executable, "-m", *_program(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -77,47 +85,86 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
             start_new_session=True,
             # libraries read their variables on import, which happens here; and /proc shows the environment that a
             # process was started with, which forks inherit, so all processes of the run carry its mark
-            env=scrubbed_environment(os.environ) | _early(spec) | {processes.RUN_VARIABLE: str(run.path)},
+            env=scrubbed_environment(os.environ) | _early(spec, held) | {processes.RUN_VARIABLE: str(run.path)},
         )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        yield Supervisor(process)
+        # one on this machine is known by its process
+        yield Supervisor(process, held or str(process.pid))
     finally:
         process.stdout.close()
         with suppress(BrokenPipeError):
             process.stdin.close()
 
 
-def log_name(run: RunFolder) -> str:
+@contextmanager
+def supervisor_again(spec: Spec, run: RunFolder) -> Iterator[Supervisor | None]:
+    """The supervisor for a run that has ended.
+
+    Raises:
+        UserError: it ran in an allocation, and none is held now that has what it needs.
+    """
+    if spec.executor == "allocation":
+        allocation.check(allocation.held(os.environ), spec.resources)
+    with supervisor(spec, run, run) as started:
+        yield started
+
+
+def _program(spec: Spec) -> list[str]:
+    if spec.seeds is not None:
+        return ["mgpu_slurm.coordinator"]
+    ranks_of_function = 0 if spec.target.is_command else spec.resources.ranks
+    return ["mgpu_slurm.supervisor", spec.executor, str(ranks_of_function)]
+
+
+def log_name(executor: str, run: RunFolder) -> str:
     """Of the supervisor's log; those of a group's runs lie beside each other."""
-    return "local" if run.task is None else f"local-{run.task}"
+    return executor if run.task is None else f"{executor}-{run.task}"
 
 
-def _early(spec: Spec) -> dict[str, str]:
-    """What decides on the number of threads, and whatever else libraries ask for on import."""
+def _early(spec: Spec, held: str | None) -> dict[str, str]:
+    """For the supervisor: the allocation's job, or for ranks that are forked from it, what decides on the number of
+    threads and whatever else libraries ask for on import."""
+    if held is not None:
+        return {allocation.JOB_VARIABLE: held}
     cpus = spec.resources.cpus_per_task
     return ({"SLURM_CPUS_PER_TASK": str(cpus)} if cpus else {}) | spec.environment
 
 
+def is_here(state: dict[str, Any]) -> bool:
+    """Whether a run's supervisor is, or was, a process of this machine."""
+    return bool(state.get("host") == os.uname().nodename)
+
+
 def is_supervised(state: dict[str, Any]) -> bool:
     """Whether the supervisor that a run's state names is alive. On another host nobody can tell: it counts as alive."""
-    if state.get("host") != os.uname().nodename:
+    if not is_here(state):
         return True
     pid, start = state.get("supervisor") or (0, None)
     return start is not None and processes.is_alive(pid, start)
 
 
-def cancel(state: dict[str, Any]) -> bool:
+def cancel(folder: RunFolder, state: dict[str, Any]) -> bool:
     """Asks the supervisor to end its run, which saves first; False where there is none any more.
 
     Raises:
-        UserError: it is a process of another machine.
+        UserError: it is a process of another machine, and so are the ranks.
     """
-    host = state.get("host", "another machine")
-    if host != os.uname().nodename:
-        raise UserError(f"run {state['run']} is a local run of {host}: cancel it there")
+    if not is_here(state):
+        return _cancel_elsewhere(folder, state)
     if not is_supervised(state):
         return False
     os.kill(state["supervisor"][0], signal.SIGTERM)
+    return True
+
+
+def _cancel_elsewhere(folder: RunFolder, state: dict[str, Any]) -> bool:
+    if state["executor"] != "allocation":
+        host = state.get("host", "another machine")
+        raise UserError(f"run {state['run']} is a local run of {host}: cancel it there")
+    # its supervisor finds the wish in the shared folder, which may take a while; scancel reaches its ranks at once
+    folder.cancel_wish.touch()
+    with suppress(ClusterError):
+        allocation.signal_ranks(state["job_id"], state["run"], "TERM")
     return True

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import records, slurm
+from mgpu_slurm import records, sbatch, slurm
 from mgpu_slurm import target as targets
 from mgpu_slurm.errors import ClusterError, UserError, nearest
+from mgpu_slurm.launch import allocation, dependencies, script, simulated, snapshot
 from mgpu_slurm.launch import cluster as clusters
-from mgpu_slurm.launch import dependencies, script, simulated, snapshot
+from mgpu_slurm.launch.allocation import Allocation
 from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.launch.cluster import Cluster, ClusterFile
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import Note, quiet, wait_out
 from mgpu_slurm.spec import (
     DEFAULT_LEAD,
     ExecutorName,
@@ -59,6 +61,8 @@ class Request:
     """Runs that have to complete before."""
     after_any: tuple[str, ...] = ()
     """Runs that have to end before, however they end."""
+    project: Path | None = None
+    """The folder to snapshot; None for the one that the target belongs to."""
     dry_run: bool = False
 
 
@@ -78,7 +82,7 @@ class Plan:
     def script(self) -> str:
         """The script that sbatch gets, exact but for the mark of the submission and the ids of jobs to wait for."""
         array = None if self.spec.seeds is None else Array(0, tuple(range(self.spec.seeds)))
-        return script.render(self.spec, self.folder, script.new_token(), array, ",".join(self.spec.after))
+        return script.render(self.spec, self.folder, sbatch.new_token(), array, ",".join(self.spec.after))
 
     def with_config(self, config: dict[str, Any]) -> Plan:
         return replace(self, spec=replace(self.spec, config=config))
@@ -103,8 +107,11 @@ class Plan:
         ]
 
 
-def make(request: Request, cwd: Path, runs: Path) -> Plan:
+def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     """Decides everything that can be decided without the target's own code.
+
+    Args:
+        note: hears that a cluster which does not answer is waited for.
 
     Raises:
         UserError: something in the request or the cluster file is wrong.
@@ -114,10 +121,18 @@ def make(request: Request, cwd: Path, runs: Path) -> Plan:
     executor, why = _executor(request)
     chosen = _cluster(file, request.cluster, executor)
     given = {key: value for key, value in request.flags.items() if value is not None}
-    asked = resources_from(configs.merge(chosen.flags, given), "the call")
-    resources, gpus = _with_gpus(asked, executor, request.dry_run)
+    held = wait_out(lambda: allocation.held(os.environ), note) if executor == "allocation" else None
+    if held is None:
+        asked = resources_from(configs.merge(chosen.flags, given), "the call")
+        resources, shares = _with_gpus(asked, executor, request.dry_run, note)
+        limit = resources.time_limit
+    else:
+        resources, shares = _with_share(held, given)
+        limit = held.limit(resources)
+        why = held.describe()
     target, root = _target(request, file.job, cwd)
-    signal, lead = parse_signal(request.signal or _site_signal(chosen, resources), resources.time_limit)
+    root = request.project or root
+    signal, lead = parse_signal(request.signal or _site_signal(chosen, limit), limit)
     if executor == "slurm" and lead is None:
         # a partition has a limit also where none was asked for
         lead = DEFAULT_LEAD
@@ -145,15 +160,17 @@ def make(request: Request, cwd: Path, runs: Path) -> Plan:
         python=sys.executable,
         submitted=records.now(),
     )
-    notes = (f"executor  {executor}: {why}", f"gpus      {gpus}")
+    notes = (f"executor  {executor}: {why}", *shares)
     return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit)
 
 
 def _executor(request: Request) -> tuple[ExecutorName, str]:
     """Which executor, and why; never falls back from one that was asked for."""
     has_sbatch = shutil.which("sbatch") is not None
+    held = os.environ.get(allocation.JOB_VARIABLE)
     if request.executor == "auto":
-        return ("slurm", "sbatch is on PATH") if has_sbatch else ("local", "there is no sbatch on PATH")
+        here = f"; --executor allocation would use job {held}, which is held here" if held else ""
+        return ("slurm", f"sbatch is on PATH{here}") if has_sbatch else ("local", "there is no sbatch on PATH")
     if request.executor == "slurm":
         if not has_sbatch and not request.dry_run:
             raise ClusterError(
@@ -162,7 +179,9 @@ def _executor(request: Request) -> tuple[ExecutorName, str]:
         return "slurm", "asked for"
     if request.executor == "local":
         return "local", "asked for"
-    raise UserError(f"--executor {request.executor!r}: expected auto, slurm or local")
+    if request.executor == "allocation":
+        return "allocation", "asked for"
+    raise UserError(f"--executor {request.executor!r}: expected auto, slurm, allocation or local")
 
 
 def _cluster(file: ClusterFile, name: str | None, executor: ExecutorName) -> Cluster:
@@ -172,13 +191,34 @@ def _cluster(file: ClusterFile, name: str | None, executor: ExecutorName) -> Clu
     return file.clusters.get("local", Cluster())
 
 
-def _site_signal(chosen: Cluster, resources: Resources) -> str:
+def _site_signal(chosen: Cluster, limit: int | None) -> str:
     """The cluster's signal; its lead is for runs that have a time limit to lead."""
-    return chosen.signal.partition("@")[0] if resources.time_limit is None else chosen.signal
+    return chosen.signal.partition("@")[0] if limit is None else chosen.signal
 
 
-def _with_gpus(resources: Resources, executor: ExecutorName, dry_run: bool) -> tuple[Resources, str]:
+def _with_share(held: Allocation, given: dict[str, Any]) -> tuple[Resources, list[str]]:
+    """A run's share of the allocation, and how that came; the cluster's flags are for what is asked of SLURM anew."""
+    resources = allocation.take(held, given)
+    count = resources.gpus_per_node
+    how = "as asked" if given.get("gpus-per-node") is not None else f"as {held.label} has"
+    notes = [f"gpus      {count} per node, {how}" if count else f"gpus      none, {how}"]
+    nodes = allocation.choose(held, resources)
+    if allocation.shares_cores(nodes, resources):
+        least = min(node.cpus for node in nodes)
+        notes.append(
+            f"cores     {least} on a node for {resources.ranks_per_node} ranks, which share:"
+            f" salloc takes --ntasks-per-node and --cpus-per-task"
+        )
+    return resources, notes
+
+
+def _with_gpus(resources: Resources, executor: ExecutorName, dry_run: bool, note: Note) -> tuple[Resources, list[str]]:
     """The resources with the GPUs per node decided, and how that came."""
+    decided, how = _gpus_decided(resources, executor, dry_run, note)
+    return decided, [f"gpus      {how}"]
+
+
+def _gpus_decided(resources: Resources, executor: ExecutorName, dry_run: bool, note: Note) -> tuple[Resources, str]:
     asked = resources.gpus_per_node
     if executor == "local":
         return _with_local_gpus(resources)
@@ -186,7 +226,7 @@ def _with_gpus(resources: Resources, executor: ExecutorName, dry_run: bool) -> t
         return resources, f"{asked} per node, as asked"
     if dry_run and shutil.which("sinfo") is None:
         return resources, "not known here: there is no sinfo to ask; give --gpus-per-node"
-    found = slurm.gpus_per_node(resources.partition)
+    found = wait_out(lambda: slurm.gpus_per_node(resources.partition), note)
     where = f"partition {resources.partition}" if resources.partition else "the default partition"
     if not found:
         return resources, f"none: the nodes of {where} have none"

@@ -1,83 +1,183 @@
-"""Handing the jobs of a run or group to SLURM."""
+"""Handing the jobs of a run or group to SLURM: each arrives once or not at all, whatever happens meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from mgpu_slurm import paths, records, slurm
+from mgpu_slurm import claims, paths, records, sbatch, slurm
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import ranges
 from mgpu_slurm.launch import script
 from mgpu_slurm.launch.arrays import Array, split
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import Note, Patience, quiet, wait_out
+from mgpu_slurm.sbatch import Handover, Start
 from mgpu_slurm.spec import Spec
 
 
-def submit(folder: RunFolder, spec: Spec, tasks: Sequence[int] | None = None, dependency: str = "") -> str:
-    """Queues a complete run folder, or some runs of a group; the job id, those of several arrays joined by commas.
+@dataclass(frozen=True)
+class Job:
+    """One that SLURM is going to be asked for."""
+
+    token: str
+    array: Array | None
+    """Which runs of a group it is; None for a run of its own."""
+
+
+def announce(folder: RunFolder, tasks: Sequence[int] | None = None, note: Note = quiet) -> list[Job]:
+    """Writes down the jobs that SLURM will be asked for; who finds that without an answer can look for them.
 
     Args:
+        folder: of a run or group; nobody needs to see it yet.
         tasks: indices in the group; None for a run of its own.
-        dependency: as sbatch says it.
 
     Raises:
-        ClusterError: the cluster refused or did not answer; says which runs of a group it had taken.
+        ClusterError: the cluster did not answer.
     """
-    if tasks is None:
-        return _submit_one(folder, spec, None, dependency)
+    arrays = [None] if tasks is None else split(tasks, wait_out(slurm.max_array_size, note))
+    jobs = [Job(sbatch.new_token(), array) for array in arrays]
+    for job in jobs:
+        part = {} if job.array is None else {"first": job.array.first, "tasks": ranges(job.array.tasks)}
+        records.record_event(folder, "submitting", token=job.token, **part)
+    return jobs
+
+
+def submit(folder: RunFolder, spec: Spec, jobs: Sequence[Job], dependency: str = "", note: Note = quiet) -> str:
+    """Queues the jobs that were announced; the job id, those of several arrays joined by commas.
+
+    Args:
+        dependency: as sbatch says it.
+        note: hears that a controller which does not answer is waited for.
+
+    Raises:
+        MayBeQueued: the cluster did not answer, and nobody can tell whether it has taken the job.
+        ClusterError: it refused, or did not answer for too long; says which runs of a group it had taken.
+    """
     job_ids: list[str] = []
-    for array in split(tasks, slurm.max_array_size()):
+    for place, job in enumerate(jobs):
         if spec.at_once is not None and job_ids:
             # the limit holds for each array, so they run one after the other
             dependency = f"afterany:{job_ids[-1]}"
         try:
-            job_ids.append(_submit_one(folder, spec, array, dependency))
-        except ClusterError as refused:
-            if not job_ids:
-                raise
-            raise ClusterError(
-                f"{refused}; the runs before {folder.run}/{array.tasks[0]} are queued as job {', '.join(job_ids)},"
-                " and `resume` submits the others"
-            ) from None
+            job_ids.append(_queue(folder, spec, job, dependency, note))
+        except BaseException as stopped:
+            for other in jobs[place + 1 :]:
+                records.record_event(folder, "refused", token=other.token, reason="not asked for")
+            if isinstance(stopped, ClusterError) and job_ids:
+                assert job.array is not None
+                raise type(stopped)(
+                    f"{stopped}; the runs before {folder.run}/{job.array.tasks[0]} are queued as job"
+                    f" {', '.join(job_ids)}, and `resume` submits the others"
+                ) from None
+            raise
     return ",".join(job_ids)
 
 
-def _submit_one(folder: RunFolder, spec: Spec, array: Array | None, dependency: str) -> str:
+def may_have_arrived(folder: RunFolder, jobs: Sequence[Job]) -> bool:
+    """Whether SLURM may have one of the jobs."""
+    tokens = {job.token for job in jobs}
+    return any(not submission.refused for submission in records.submissions(folder) if submission.token in tokens)
+
+
+def find(folder: RunFolder, token: str) -> str | None:
+    """The id of the job that came of a submission; None where there is none.
+
+    Raises:
+        ClusterError: SLURM does not answer.
+    """
+    # a job that has started says so itself, also when SLURM has forgotten it
+    return claims.holder(folder, token) or slurm.job_marked(token)
+
+
+def check(spec: Spec, folder: RunFolder) -> Start | None:
+    """When and where SLURM would start a run, or one of a group; None where it is not SLURM that starts it.
+
+    Raises:
+        ClusterError: it never would, in SLURM's words; or the cluster did not answer.
+    """
+    if spec.executor != "slurm":
+        return None
+    text = script.render(spec, folder, sbatch.new_token())
+    environ = slurm.scrubbed_environment(os.environ)
+    return sbatch.start_in(sbatch.call(sbatch.command("--test-only"), environ, text))
+
+
+def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note) -> str:
     # submitit costs a tenth of a second to import
     from mgpu_slurm.launch import submitit_executor
 
-    token = script.new_token()
-    text = script.render(spec, folder, token, array, dependency)
-    paths.write_whole(folder.submission(array.first if array else 0), text)
-    # whoever finds this without an answer after it can look for the job by its token
-    tasks = {} if array is None else {"first": array.first, "tasks": ranges(array.tasks)}
-    records.record_event(folder, "submitting", token=token, **tasks)
+    interrupts: list[int] = []
+    environ = slurm.scrubbed_environment(os.environ)
+
+    def ask() -> str:
+        with _held_back(interrupts, note):
+            return submitit_executor.submit(text, folder, environ)
+
+    def look() -> str | None:
+        _let_go(interrupts)
+        return find(folder, job.token)
+
+    handover = Handover(job.token, ask, look)
     try:
-        job_id = submitit_executor.submit(text, folder, slurm.scrubbed_environment(os.environ))
-    except ClusterError as refused:
-        job_id = _found_in_queue(folder, token, refused)
-    # not into the state: the job may be running by now, and the state is its own then
-    records.record_event(folder, "submitted", job_id=job_id, token=token)
-    return job_id
+        text = script.render(spec, folder, job.token, job.array, dependency)
+        paths.write_whole(folder.submission(job.array.first if job.array else 0), text)
+        job_id = handover.queue(Patience(note))
+        _let_go(interrupts)
+        return job_id
+    except KeyboardInterrupt:
+        _find_out(handover, folder, note)
+        raise
+    finally:
+        _write_down(folder, job.token, handover)
 
 
-def _found_in_queue(folder: RunFolder, token: str, refused: ClusterError) -> str:
-    """The job id of a submission that sbatch did not confirm: it may have queued the job all the same.
+def _write_down(folder: RunFolder, token: str, handover: Handover) -> None:
+    """In the history, and not in the state: the job may be running by now, and the state is its own then."""
+    if handover.job_id is not None:
+        records.record_event(folder, "submitted", token=token, job_id=handover.job_id)
+    elif not handover.is_unsure:
+        records.record_event(folder, "refused", token=token)
 
-    Raises:
-        ClusterError: it did not, and the folder of a run that never started is gone; or nobody can tell, and it stays.
-    """
+
+def _find_out(handover: Handover, folder: RunFolder, note: Note) -> None:
+    """Tells somebody who has interrupted a submission whether the job was queued all the same."""
+    if handover.job_id is None and handover.is_unsure:
+        try:
+            handover.find(ClusterError("interrupted"), Patience(seconds=0))
+        except ClusterError as unknown:
+            note(str(unknown))
+    if handover.job_id is not None:
+        note(f"queued before that, as job {handover.job_id}: end it with `mgpu-slurm cancel {folder.run}`")
+
+
+@contextlib.contextmanager
+def _held_back(interrupts: list[int], note: Note) -> Iterator[None]:
+    """Collects every Ctrl-C until sbatch has answered: without that, nobody could tell whether the job is queued."""
+
+    def hold(signum: int, _: Any) -> None:
+        if not interrupts:
+            note(f"waiting for sbatch to answer, at most {sbatch.TIME_LIMIT} s")
+        interrupts.append(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        # only the main thread is interrupted
+        yield
+        return
+    before = signal.signal(signal.SIGINT, hold)
     try:
-        job_id = slurm.job_marked(token)
-    except ClusterError as silent:
-        raise ClusterError(
-            f"{refused}; whether the job is queued all the same is not known, because {silent}:"
-            f" look for {token} in squeue -o '%i %k'"
-        ) from None
-    if job_id is None:
-        if not records.submissions(folder)[:-1]:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise refused
-    return job_id
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _let_go(interrupts: list[int]) -> None:
+    """Lets Ctrl-C have its effect late."""
+    if interrupts:
+        interrupts.clear()
+        raise KeyboardInterrupt

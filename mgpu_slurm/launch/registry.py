@@ -12,7 +12,7 @@ from typing import Any
 
 from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import ClusterError, UserError, nearest
-from mgpu_slurm.launch import local
+from mgpu_slurm.launch import allocation, cleaning, local, queueing
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
 
 State = dict[str, Any]
@@ -22,9 +22,12 @@ _NEVER_ARRIVED: State = {
     "reason": "never arrived in SLURM's queue; `resume` submits it again",
 }
 
+_SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
+_SILENT = "as it was last seen: SLURM's controller does not answer"
+
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 
-ASK_EVERY = {"local": 1.0, "slurm": 15.0}
+ASK_EVERY = {"local": 1.0, "allocation": 15.0, "slurm": 15.0}
 """Seconds between two questions to an executor by one who waits; a controller serves thousands."""
 
 
@@ -60,7 +63,21 @@ def folders(root: Path) -> list[RunFolder]:
 def all_states() -> list[tuple[RunFolder, State]]:
     """Every run and how it stands, newest first, the runs of a group in their order."""
     found = current([folder for root in roots() for folder in folders(root)])
-    return sorted(found, key=lambda pair: pair[1]["submitted"] or "", reverse=True)
+    gone = _removed(found)
+    left = [pair for pair in found if pair[0].group not in gone]
+    return sorted(left, key=lambda pair: pair[1]["submitted"] or "", reverse=True)
+
+
+def _removed(found: list[tuple[RunFolder, State]]) -> set[RunFolder]:
+    """Of submissions that were killed before SLURM had the job nothing is left."""
+    here = {folder.group for folder, state in found if state["reason"] != _NEVER_ARRIVED["reason"]}
+    gone = {folder.group for folder, _ in found} - here
+    unused = {folder for folder in gone if not folder.tasks.exists() and not list(folder.logs.glob("*"))}
+    for folder in unused:
+        # somebody else's stays
+        with contextlib.suppress(UserError):
+            cleaning.delete_run(folder)
+    return unused
 
 
 def find(name: str) -> RunFolder:
@@ -134,6 +151,7 @@ class Watch:
         self._folders = members(folder)
         self._ended: dict[RunFolder, State] = {}
         self._next_question = 0.0
+        self._pause = 0.5
 
     def state(self) -> State:
         """Of a run, or of the first one of a group."""
@@ -145,7 +163,8 @@ class Watch:
         if time.monotonic() < self._next_question:
             found = [(folder, records.read_state(folder)) for folder in alive]
         else:
-            self._next_question = time.monotonic() + ASK_EVERY.get(executor, 1.0)
+            self._pause = min(2 * self._pause, ASK_EVERY.get(executor, 1.0))
+            self._next_question = time.monotonic() + self._pause
             found = current(alive)
         self._ended |= {folder: state for folder, state in found if not states.is_alive(state["state"])}
         newest = dict(found) | self._ended
@@ -159,8 +178,15 @@ def current(asked: Iterable[RunFolder]) -> list[tuple[RunFolder, State]]:
     One squeue serves all of them, and one sacct those that it has forgotten.
     """
     found = [pair for folder in asked for pair in _recorded(folder)]
-    known = _queue([state for _, state in found if states.is_alive(state["state"]) and state["executor"] == "slurm"])
+    known = _queue([state for _, state in found if states.is_alive(state["state"]) and _is_slurms_to_tell(state)])
     return [(folder, _true(folder, state, known)) for folder, state in found]
+
+
+def _is_slurms_to_tell(state: State) -> bool:
+    """Of a run inside an allocation only where its supervisor does not vouch for it."""
+    if state["executor"] == "allocation":
+        return not (local.is_here(state) and local.is_supervised(state))
+    return bool(state["executor"] == "slurm")
 
 
 def _recorded(folder: RunFolder) -> list[tuple[RunFolder, State]]:
@@ -183,23 +209,30 @@ def _confirmed(folder: RunFolder) -> dict[int | None, State]:
     """The job ids of a run or group by task, and the end of what never arrived in SLURM's queue."""
     found: dict[int | None, State] = {}
     for submission in records.submissions(folder):
-        job_id, arrived = submission.job_id, True
+        job_id, arrived = submission.job_id, not submission.refused
         if submission.is_unconfirmed:
-            job_id, arrived = _looked_for(folder, submission.token)
+            job_id, arrived = _looked_for(folder, submission)
         for task in submission.tasks or [None]:
             found[task] = {"job_id": submission.job_of(task, job_id)} if arrived else _NEVER_ARRIVED
     return found
 
 
-def _looked_for(folder: RunFolder, token: str) -> tuple[str | None, bool]:
-    """The job id of a submission that was not confirmed, and whether it may have arrived."""
+def look_for_jobs(folder: RunFolder) -> None:
+    """Writes down the jobs of a run or group that SLURM has got and nobody knows of yet."""
+    for submission in records.submissions(folder):
+        if submission.job_id is None and not submission.refused:
+            _looked_for(folder, submission)
+
+
+def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
+    """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
     try:
-        job_id = slurm.job_marked(token)
+        job_id = queueing.find(folder, submission.token)
     except ClusterError:
         return None, True
     if job_id is not None:
-        records.record_event(folder, "submitted", job_id=job_id, token=token)
-    return job_id, job_id is not None
+        records.record_event(folder, "submitted", job_id=job_id, token=submission.token)
+    return job_id, job_id is not None or not submission.is_over
 
 
 def _queue(waiting: list[State]) -> dict[str, State] | None:
@@ -218,7 +251,23 @@ def _queue(waiting: list[State]) -> dict[str, State] | None:
     starts = slurm.accounted(_jobs(forgotten)) if forgotten else []
     # oldest first: the last start of a job is how it stands
     accounted = {start.job_id: {"state": start.state, "reason": "", **_ended(start.end)} for start in starts}
-    return accounted | known
+    known = accounted | known
+    return known | _of_arrays([job_id for job_id in forgotten if job_id not in accounted], known)
+
+
+def _of_arrays(forgotten: list[str], known: dict[str, State]) -> dict[str, State]:
+    """What the rest of its array says of a task that SLURM has forgotten."""
+    arrays = {job_id.partition("_")[0] for job_id in known}
+    found: dict[str, State] = {}
+    for job_id in forgotten:
+        array, _, task = job_id.partition("_")
+        if task and array in known:
+            # tasks that had not started when their array was cancelled are one line without their numbers
+            found[job_id] = known[array]
+        elif task and array in arrays:
+            # SLURM keeps nothing of a task that was cancelled while it waited, beside others that are still there
+            found[job_id] = {"state": states.CANCELLED, "reason": "cancelled before it started"}
+    return found
 
 
 def _jobs(job_ids: Iterable[str]) -> list[str]:
@@ -249,14 +298,16 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
         return state
     if state["executor"] == "local":
         return _true_local(folder, state)
+    if state["executor"] == "allocation":
+        return _true_held(folder, state, known)
     if known is None:
-        return state | {"reason": state["reason"] or "as it was last seen: SLURM's controller does not answer"}
+        return state | {"reason": state["reason"] or _SILENT}
     if state["job_id"] is None:
         return state
     facts = known.get(state["job_id"])
     if facts is None:
         # the controller answers, and neither it nor accounting nor the run's own records know of an end
-        return state | {"state": "FAILED", "reason": "lost"}
+        return state | {"state": states.FAILED, "reason": "lost"}
     if states.is_alive(facts["state"]):
         return state | facts
     # the job may have written its last word while SLURM was asked
@@ -274,10 +325,35 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
 def _true_local(folder: RunFolder, state: State) -> State:
     if state.get("supervisor") is None or local.is_supervised(state):
         return state
-    # it may have written its last word between the two looks
+    return _ended_unseen(folder, {"state": states.FAILED, "reason": _SUPERVISOR_LOST})
+
+
+def _true_held(folder: RunFolder, state: State, known: dict[str, State] | None) -> State:
+    """Of a run inside an allocation: it lives while both its supervisor and the allocation do."""
+    if not _is_slurms_to_tell(state):
+        return state
+    job_id = state["job_id"]
+    if known is None:
+        return state | {"reason": state["reason"] or _SILENT}
+    job = known.get(job_id, {"state": states.UNKNOWN})
+    if job_id is not None and (job_id not in known or not states.is_alive(job["state"])):
+        of_run, reason = allocation.ending(job_id, job["state"])
+        ended = {"ended": job["ended"]} if "ended" in job else {}
+        return _ended_unseen(folder, {"state": of_run, "reason": reason, **ended})
+    if local.is_here(state):
+        return _ended_unseen(folder, {"state": states.FAILED, "reason": _SUPERVISOR_LOST})
+    return state
+
+
+def _ended_unseen(folder: RunFolder, facts: State) -> State:
+    """Writes down how a run ended that has no supervisor to do so."""
+    # that one may have written its last word between the two looks
     again = records.read_state(folder)
     if not states.is_alive(again["state"]):
         return again
-    folder.create_task()
-    reason = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
-    return records.update_state(folder, state="FAILED", reason=reason, ended=records.now())
+    facts = {"ended": records.now()} | facts
+    # a run of somebody else's stays as it is on disk
+    with contextlib.suppress(OSError):
+        folder.create_task()
+        records.update_state(folder, sync=True, **facts)
+    return again | facts

@@ -15,6 +15,7 @@ from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.changing import NO_CHANGE, Change
 from mgpu_slurm.launch.plan import Request
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import Note, quiet
 from mgpu_slurm.spec import read_spec
 
 
@@ -73,17 +74,26 @@ class _Submitted:
 
     def cancel(self) -> bool:
         """Asks what is alive to save and end; False where all had ended already."""
-        alive = [(folder, facts) for folder, facts in registry.current([self.files]) if states.is_alive(facts["state"])]
+        alive = self._alive()
         if not alive:
             return False
         if alive[0][1]["executor"] == "slurm":
+            if any(facts["job_id"] is None for _, facts in alive):
+                registry.look_for_jobs(self.files.group)
+                alive = self._alive()
             _cancel_jobs([facts for _, facts in alive])
             return True
         reached = [_cancel_local(folder, facts) for folder, facts in alive]
         return any(reached)
 
-    def resume(self, change: Change = NO_CHANGE) -> None:
+    def _alive(self) -> list[tuple[RunFolder, dict[str, Any]]]:
+        return [(folder, facts) for folder, facts in registry.current([self.files]) if states.is_alive(facts["state"])]
+
+    def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> None:
         """Starts again what has ended and did not complete: the same run, its next attempt, from its newest checkpoint.
+
+        Args:
+            note: hears that a cluster which does not answer is waited for.
 
         Raises:
             UserError: there is nothing to start, or the change does not fit.
@@ -95,7 +105,7 @@ class _Submitted:
             raise UserError(f"run {self.name} is {self.state}: only a run that has ended can be resumed")
         if not unfinished:
             raise UserError(f"run {self.name} is {self.state}: there is nothing left to do; submit a new one")
-        submitting.restart(self.files, unfinished, change)
+        submitting.restart(self.files, unfinished, change, note)
 
     def delete(self, only_checkpoints: bool = False) -> None:
         """Deletes it, or only its checkpoints, from the disk.
@@ -160,14 +170,14 @@ class Group(_Submitted):
 def _cancel_jobs(alive: list[dict[str, Any]]) -> None:
     unknown = [facts["run"] for facts in alive if facts["job_id"] is None]
     if unknown:
-        raise ClusterError(f"run {unknown[0]}: whether SLURM took its job is not known yet: try again later")
+        raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
     slurm.run(slurm.scancel_command([facts["job_id"] for facts in alive]))
 
 
 def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
     """Ends the run; of a group also one that still waits for its turn."""
     if folder.task is None or facts["job_id"] is not None:
-        return local.cancel(facts)
+        return local.cancel(folder, facts)
     folder.create_task()
     records.update_state(folder, state=states.CANCELLED, reason="cancelled", ended=records.now())
     return True
@@ -183,7 +193,9 @@ def launch_logs(folder: RunFolder) -> list[Path]:
     found = sorted(folder.group.logs.glob("launch-*.log"), key=lambda path: path.stat().st_mtime)
     if folder.task is None:
         return found
-    names = {event["job_id"] for event in records.events(folder) if event.get("job_id")} | {local.log_name(folder)}
+    names = {event["job_id"] for event in records.events(folder) if event.get("job_id")} | {
+        local.log_name(records.read_state(folder)["executor"], folder)
+    }
     return [path for path in found if path.stem.removeprefix("launch-") in names]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import secrets
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mgpu_slurm import sbatch
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.paths import RunFolder
@@ -33,11 +33,6 @@ _TAKEN = {
     "wrap": "the script is made here",
 }
 """Options of sbatch that are decided here, and what to do instead."""
-
-
-def new_token() -> str:
-    """Marks one submission, so that it can be found again in SLURM's queue."""
-    return f"mgpu-{secrets.token_hex(8)}"
 
 
 def render(spec: Spec, folder: RunFolder, token: str, array: Array | None = None, dependency: str = "") -> str:
@@ -93,7 +88,7 @@ def _options(
     yield ("requeue" if spec.max_requeues else "no-requeue"), ""
     if spec.lead is not None:
         yield "signal", f"{spec.signal}@{spec.lead}"
-    yield "comment", " ".join(filter(None, [asked.sbatch.get("comment"), token]))
+    yield "comment", sbatch.comment(spec, token)
 
 
 def _check_extra(name: str) -> None:
@@ -142,14 +137,19 @@ def _body(spec: Spec, folder: RunFolder, token: str, array: Array | None) -> Ite
     if spec.resources.cpus_per_task is not None:
         # srun no longer inherits it from sbatch
         yield f"export SRUN_CPUS_PER_TASK={spec.resources.cpus_per_task}"
+    yield from preparation(spec)
+    yield f"run={_place(folder, array)}"
+    batch = [spec.python, "-m", "mgpu_slurm.runtime.batch"]
+    yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {shlex.join(ranks_command(spec))} "$run"'
+
+
+def preparation(spec: Spec) -> Iterator[str]:
+    """The lines of the shell that come before srun."""
     yield from spec.setup
     for name, value in spec.environment.items():
         if not _VARIABLE.fullmatch(name):
             raise UserError(f"environment {name!r}: expected the name of a variable, such as NCCL_DEBUG")
         yield f"export {name}={shlex.quote(value)}"
-    yield f"run={_place(folder, array)}"
-    batch = [spec.python, "-m", "mgpu_slurm.runtime.batch"]
-    yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {shlex.join(ranks_command(spec))} "$run"'
 
 
 def _place(folder: RunFolder, array: Array | None) -> str:
@@ -160,9 +160,13 @@ def _place(folder: RunFolder, array: Array | None) -> str:
     return f"{shlex.quote(str(folder.tasks))}/{task}"
 
 
-def ranks_command(spec: Spec) -> list[str]:
-    """Starts the ranks by srun; the run's folder is still to be added."""
+def ranks_command(spec: Spec, options: Sequence[str] = ()) -> list[str]:
+    """Starts the ranks by srun; the run's folder is still to be added.
+
+    Args:
+        options: of srun, where it is not called by the job's own script.
+    """
     # ALL: a site may set --export=NONE. kill: the other ranks would hang in their collectives until the time limit
-    srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1"]
+    srun = ["srun", *options, "--export=ALL", "--kill-on-bad-exit=1"]
     srun += [f"--nodes={spec.resources.nodes}", f"--ntasks-per-node={spec.resources.ranks_per_node}", "--unbuffered"]
     return [*srun, spec.python, "-m", "mgpu_slurm.runtime.entry"]

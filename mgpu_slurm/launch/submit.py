@@ -33,7 +33,9 @@ from mgpu_slurm.launch import (
 )
 from mgpu_slurm.launch.changing import NO_CHANGE, Change
 from mgpu_slurm.launch.plan import Plan, Request
+from mgpu_slurm.launch.queueing import Job
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import Note, quiet
 from mgpu_slurm.spec import read_spec
 
 STALE_STAGING_SECONDS = 3600
@@ -47,15 +49,19 @@ class Submission:
     job_id: str
 
 
-def submit(request: Request) -> Submission:
+def submit(request: Request, note: Note = quiet) -> Submission:
     """Submits a run and returns as soon as its executor has taken it.
+
+    Args:
+        note: hears that a cluster which does not answer is waited for.
 
     Raises:
         UserError: something in the call or a file is wrong; no run folder is left.
+        MayBeQueued: the cluster did not answer, and may have taken the job; the run stays.
         ClusterError: the cluster refused or did not answer; no run folder is left.
     """
     cwd, runs = Path.cwd(), paths.runs_root()
-    made = plan.make(request, cwd, runs)
+    made = plan.make(request, cwd, runs, note)
     paths.make_writable(runs)
     _remove_stale_staging(runs)
     dependency = dependencies.sbatch_option(made.spec.after) if made.spec.executor == "slurm" else ""
@@ -63,49 +69,61 @@ def submit(request: Request) -> Submission:
         made = _complete(made, request, staging, supervisor, cwd)
         registry.remember_root(runs)
         if supervisor is None:
+            # before the run can be seen: one that was never asked for would pend for ever
+            jobs = queueing.announce(staging, None if made.spec.seeds is None else range(made.spec.seeds), note)
             staging.path.rename(made.folder.path)
-            tasks = None if made.spec.seeds is None else range(made.spec.seeds)
-            return Submission(made, queueing.submit(made.folder, made.spec, tasks, dependency))
+            try:
+                return Submission(made, queueing.submit(made.folder, made.spec, jobs, dependency, note))
+            finally:
+                if not queueing.may_have_arrived(made.folder, jobs):
+                    shutil.rmtree(made.folder.path, ignore_errors=True)
         job_id = supervisor.claim(staging)
         staging.path.rename(made.folder.path)
         supervisor.go(made.folder)
         return Submission(made, job_id)
 
 
-def rehearse(request: Request) -> Plan:
+def rehearse(request: Request, note: Note = quiet) -> Plan:
     """The plan of a submission, complete and checked, with nothing started and nothing left behind."""
     cwd, runs = Path.cwd(), paths.runs_root()
-    made = plan.make(request, cwd, runs)
+    made = plan.make(request, cwd, runs, note)
     with tempfile.TemporaryDirectory(prefix="mgpu-") as folder, _staged(made, Path(folder)) as staging:
         return _complete(made, request, staging, None, cwd)
 
 
-def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_CHANGE) -> str:
+def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_CHANGE, note: Note = quiet) -> str:
     """Starts what has ended again, as its next attempt; the job id.
 
     Args:
         asked: the run or group.
         folders: the run, or those runs of the group that are to start.
+        note: hears that a cluster which does not answer is waited for.
 
     Raises:
         UserError: one is alive, or the change does not fit.
+        MayBeQueued: the cluster did not answer, and may have taken the job; the runs pend.
         ClusterError: the cluster refused; the runs stay as they ended.
     """
     with _locked(asked.group):
         before = [(folder, records.read_state(folder)) for folder in folders]
-        for folder, state in before:
-            if states.is_alive(state["state"]):
+        # what never arrived in SLURM's queue has no end on disk
+        now = dict(registry.current([asked]))
+        for folder in folders:
+            if states.is_alive(now[folder]["state"]):
                 raise UserError(f"run {folder.run} is being resumed by somebody else")
+        jobs: list[Job] = []
         try:
-            return _start_again(asked, folders, change)
+            return _start_again(asked, folders, change, jobs, note)
         except BaseException:
-            for folder, state in before:
-                paths.write_json(folder.state, state)
+            if not queueing.may_have_arrived(asked.group, jobs):
+                for folder, state in before:
+                    paths.write_json(folder.state, state)
             raise
 
 
-def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change) -> str:
-    with changing.applied(asked, change) as spec, local.supervisor(spec, asked, asked) as supervisor:
+def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change, jobs: list[Job], note: Note) -> str:
+    """Fills in the jobs that SLURM is asked for."""
+    with changing.applied(asked, change) as spec, local.supervisor_again(spec, asked) as supervisor:
         job_id = None if supervisor is None else supervisor.claim(asked)
         # those of a group are the coordinator's until they have a supervisor of their own
         now_with = {name: records.read_state(asked).get(name) for name in ("supervisor", "host")}
@@ -114,7 +132,8 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change)
             _reset_state(folder, job_id if folder == asked else None, now_with)
         if supervisor is None:
             tasks = [folder.task for folder in folders if folder.task is not None]
-            return queueing.submit(asked.group, read_spec(asked.group), tasks or None)
+            jobs += queueing.announce(asked.group, tasks or None, note)
+            return queueing.submit(asked.group, read_spec(asked.group), jobs, note=note)
         assert job_id is not None
         supervisor.go(asked)
         return job_id

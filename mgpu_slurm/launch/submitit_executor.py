@@ -7,17 +7,19 @@ never read: the job's ranks read `spec.yaml`.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from submitit import SlurmExecutor
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import FailedJobError
 
+from mgpu_slurm import sbatch
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.slurm import error_line
+from mgpu_slurm.slurm import Unanswered
 
 _SUBMITIT_PATTERNS = ("%j", "%t", "%A", "%a")
 
@@ -37,6 +39,15 @@ class _ScriptExecutor(SlurmExecutor):
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script
 
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        # submitit's own has no time limit
+        return sbatch.command("--parsable", str(submission_file_path))
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        # submitit's own takes the first "job 500" of a banner
+        return sbatch.job_id_in(string if isinstance(string, str) else string.decode(errors="replace"))
+
 
 def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
     """Queues a batch script and returns the id of its job.
@@ -47,8 +58,8 @@ def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
             environment is changed to it for the call.
 
     Raises:
-        ClusterError: there is no sbatch, or it refused, or its answer has no job id; after the last two a job may be
-            queued all the same (see `slurm.job_marked`).
+        Unanswered: a job may be queued all the same (see `sbatch.Handover`).
+        ClusterError: there is no sbatch, or it refused.
     """
     place = str(folder.path / "submitit")
     if any(pattern in place for pattern in _SUBMITIT_PATTERNS):
@@ -57,14 +68,14 @@ def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
         )
     if shutil.which("sbatch", path=environ.get("PATH", "")) is None:
         raise ClusterError("no sbatch on PATH: log in to the cluster, or run here with --executor local")
-    # submitit prints what sbatch says before it raises it
-    with _process_environment(environ), contextlib.redirect_stderr(io.StringIO()):
+    with _process_environment(environ):
         try:
             return str(_ScriptExecutor(place, script).submit(int).job_id)
         except FailedJobError as error:
-            raise ClusterError(f"sbatch refused the job: {error_line(str(error))}") from None
-        except FailedSubmissionError as error:
-            raise ClusterError(f"sbatch was not understood: {error_line(str(error))}; look with squeue") from None
+            failed = error.__cause__
+            if not isinstance(failed, subprocess.CalledProcessError):
+                raise Unanswered(f"sbatch was not waited for: {failed}") from None
+            raise sbatch.failure(failed.returncode, failed.output) from None
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from mgpu_slurm.observe.calling import program, tensorboard
 from mgpu_slurm.observe.status import span
+from mgpu_slurm.observe.warned import told, warnings
 from mgpu_slurm.paths import RunFolder, read_json
 
 SHOWN_LINES = 20
@@ -27,6 +28,7 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     elif failure and failure["who"].startswith("rank ") and failure["who"] != f"rank {shown_rank}":
         lines += _end_of_log(folder, failure["attempt"], failure["who"])
     lines.append(_headline(state))
+    lines += [f"warning   {line}" for line in told(warnings(folder))]
     result = read_json(folder.result) if state["state"] == "COMPLETED" else None
     if result is not None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())

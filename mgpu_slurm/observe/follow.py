@@ -12,6 +12,7 @@ from mgpu_slurm import records, states
 from mgpu_slurm.hostlist import compress
 from mgpu_slurm.launch import registry
 from mgpu_slurm.launch.runs import log_files
+from mgpu_slurm.observe.warned import Warned, told, warnings
 from mgpu_slurm.paths import RunFolder
 
 PAUSE = 0.1
@@ -29,6 +30,7 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
     """
     known_events = len(records.events(folder)) if after_attempt else 0
     tails: dict[Path, _Tail] = {}
+    known_warnings: set[Warned] = set()
     watch = registry.Watch(folder)
     ended = False
     while not ended:
@@ -41,6 +43,10 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
         for attempt, path in log_files(folder, rank):
             if attempt > after_attempt:
                 yield from tails.setdefault(path, _Tail(path)).read()
+        # the rank that is followed says its own in its log
+        new = [w for w in warnings(folder) if w.attempt > after_attempt and w.rank != rank and w not in known_warnings]
+        known_warnings.update(new)
+        yield from (f"-- warning: {line}\n" for line in told(new))
         if not ended:
             time.sleep(PAUSE)
 

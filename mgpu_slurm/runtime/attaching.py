@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mgpu_slurm import paths
+from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.processes import RUN_VARIABLE
-from mgpu_slurm.runtime import devices, rendezvous
+from mgpu_slurm.runtime import devices, rendezvous, surroundings
 from mgpu_slurm.runtime.facts import from_environment
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import StopFlag
@@ -43,10 +44,13 @@ def _make() -> Run:
     device = devices.choose(facts)
     stop = StopFlag()
     stop.listen()
+    attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+    shared = None
     if facts.world_size > 1 and not dist.is_initialized():
-        rendezvous.join(facts, device)
+        shared = rendezvous.join(facts, device)
         atexit.register(_destroy_group)
-    run = Run(facts, _folder(facts), device, int(os.environ.get(ATTEMPT_VARIABLE, "1")), stop)
+    run = Run(facts, _folder(facts), device, attempt, stop)
+    surroundings.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
     atexit.register(run.close)
     return run
 

@@ -1,7 +1,7 @@
 """The batch step of an attempt: opens the rendezvous, starts the ranks, waits, and writes down how it ended.
 
-Under SLURM the batch script runs it: `python -m mgpu_slurm.runtime.batch RUN_FOLDER --token TOKEN -- srun ...`. The local
-executor forks it, and gives it ranks to fork instead of a command to run.
+Under SLURM the batch script runs it: `python -m mgpu_slurm.runtime.batch RUN_FOLDER --token TOKEN -- srun ...`. The
+local executor forks it, and gives it ranks to fork instead of a command to run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -20,11 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import records
+from mgpu_slurm import claims, records
+from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, open_to, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.runtime import rendezvous
+from mgpu_slurm.runtime.listening import Offer
+from mgpu_slurm.runtime.requeueing import Job, requeues, start_again
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
 StartRanks = Callable[[dict[str, str]], dict[int, str]]
@@ -39,6 +43,8 @@ PATIENCE_FOR_SIGTERM = 1.0
 _TASK_FAILURE = re.compile(
     r"^srun: error: (?P<nodes>\S+): task(?P<several>s?) (?P<ranks>\S+): (?P<how>.+)$", re.MULTILINE
 )
+
+_COMPLAINT = re.compile(r"^srun: (?:error|fatal): .+$", re.MULTILINE)
 
 GRACE_AFTER_REQUEUE = 10.0
 """All ranks leave together then, each after its part of the save."""
@@ -68,17 +74,20 @@ def describe_exit(ending: Ending) -> str:
 
 def run_attempt(
     folder: RunFolder,
+    spec: Spec,
     job_id: str,
     nodes: list[str],
     address: str,
     start_ranks: StartRanks,
     describe: Callable[[Ending], str] = describe_exit,
+    ports: range | None = None,
 ) -> Ending:
     """One attempt from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
 
     Args:
         address: what other nodes call this one; the loopback address where all ranks are on this machine.
         describe: tells a failure in words where no rank did.
+        ports: on which the ranks reach this machine; None for any.
     """
     attempt = records.attempts_started(folder) + 1
     records.record_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes)
@@ -86,11 +95,13 @@ def run_attempt(
     # what the attempt before died of is over
     folder.failure.unlink(missing_ok=True)
     # several nodes have to reach the store; one node needs no other interface than loopback
-    listener = rendezvous.bind("127.0.0.1" if address.startswith("127.") else "")
+    listener = rendezvous.bind("127.0.0.1" if address.startswith("127.") else "", ports)
     variables = rendezvous.exports(address, listener.getsockname()[1])
     variables |= {ATTEMPT_VARIABLE: str(attempt), RUN_VARIABLE: str(folder.path)}
-    alive = start_ranks(variables)
-    store = _serve_in_background(listener)
+    # a script's ranks connect to a store that is served; those of a job function can serve it themselves
+    offer = None if spec.target.is_command or "torch" in sys.modules else Offer(listener)
+    alive = start_ranks(variables | (offer.variables() if offer else {}))
+    store = _serve_in_background(listener, offer, wanted=spec.resources.ranks > 1)
     ending = _wait(alive)
     store.clear()
     if folder.requeue_wish(attempt).exists():
@@ -105,11 +116,24 @@ def _started(folder: RunFolder) -> dict[str, Any]:
     return {"started": records.read_state(folder)["started"] or records.now()}
 
 
-def _serve_in_background(listener: socket.socket) -> list[Any]:
+def _serve_in_background(listener: socket.socket, offer: Offer | None, wanted: bool) -> list[Any]:
     """Serves the store from a thread: where torch still has to be imported, ranks must not wait for that to start,
-    and this process must go on watching them."""
+    and this process must go on watching them.
+
+    Args:
+        offer: lets rank 0 serve it.
+        wanted: whether somebody will surely connect; torch is imported when somebody does otherwise.
+    """
     holder: list[Any] = []
-    threading.Thread(target=lambda: holder.append(rendezvous.serve(listener)), daemon=True).start()
+
+    def serve() -> None:
+        if offer is not None and offer.is_taken():
+            return
+        if not wanted:
+            select.select([listener], [], [])
+        holder.append(rendezvous.serve(listener))
+
+    threading.Thread(target=serve, daemon=True).start()
     return holder
 
 
@@ -162,12 +186,16 @@ def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
 def _write_failure(folder: RunFolder, attempt: int, ending: Ending, description: str) -> None:
     """`failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
     found = [read_json(path) for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json"))]
-    found = sorted((record for record in found if record), key=lambda record: (record["consequence"], record["time"]))
-    was_killed = ending.code > 128
-    first = found[0] if found and not (found[0]["consequence"] and was_killed) else {"message": description}
-    if "error" not in first and not was_killed:
-        first["message"] += _last_line(folder, attempt, ending.who)
-    write_json(folder.failure, {"attempt": attempt, "exit_code": ending.code, "who": ending.who, **first})
+    # of several that failed together the first; under SLURM the process that ended is srun
+    named = re.match(r"ranks? (\d+)", description)
+    who = f"rank {named[1]}" if named else ending.who
+    # what a rank saw of another one's end is no cause, unless it was the first to end
+    causes = [record for record in found if record and (not record["consequence"] or f"rank {record['rank']}" == who)]
+    causes.sort(key=lambda record: (record["consequence"], record["time"]))
+    first = causes[0] if causes else {"message": description}
+    if "error" not in first and "exit code" in description:
+        first["message"] += _last_line(folder, attempt, who)
+    write_json(folder.failure, {"attempt": attempt, "exit_code": ending.code, "who": who, **first})
 
 
 def _last_line(folder: RunFolder, attempt: int, who: str) -> str:
@@ -179,11 +207,34 @@ def _last_line(folder: RunFolder, attempt: int, who: str) -> str:
     return f": {said[-1][:200]}" if said else ""
 
 
+class LaunchLog:
+    """What srun adds to its log from now on; earlier starts of a job wrote to the same one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def describe(self, ending: Ending) -> str:
+        """Tells a failure by its first cause, as far as srun saw it."""
+        return first_failure(self._added()) or describe_exit(ending)
+
+    def begins_with_sigterm(self) -> bool:
+        """Whether the first task that failed had been told to end; the others are, once one has failed."""
+        match = _TASK_FAILURE.search(self._added())
+        return match is not None and match["how"] in ("Terminated", f"Exited with exit code {TERMINATED_EXIT_CODE}")
+
+    def _added(self) -> str:
+        added = self._path.read_bytes()[self._position :] if self._path.exists() else b""
+        return added.decode(errors="replace")
+
+
 def first_failure(launch_log: str) -> str | None:
-    """Which task failed first and how, as srun says; its exit code only tells the highest of all tasks."""
+    """Which task failed first and how, as srun says, whose exit code only tells the highest of all tasks; or why it
+    could not start them."""
     match = _TASK_FAILURE.search(launch_log)
     if match is None:
-        return None
+        complaint = _COMPLAINT.search(launch_log)
+        return None if complaint is None else complaint[0]
     who = f"rank{match['several']} {match['ranks']} on {match['nodes']}"
     exited = re.fullmatch(r"Exited with exit code (\d+)", match["how"])
     return f"{who}: {match['how']}" if exited is None else describe_exit(Ending(int(exited[1]), who))
@@ -214,20 +265,18 @@ def main(arguments: list[str]) -> int:
     spec = read_spec(folder)
     open_to(spec.readable_by)
     folder.create_task()
+    job = Job(job_id(), token)
+    holder = claims.take(folder, job.token, job.id)
+    if holder != job.id:
+        print(f"mgpu_slurm: run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
+        return 0
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     allow_many_files()
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])
     address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
-    # earlier starts of a requeued job wrote to the same log
-    log = folder.launch_log(job_id())
-    position = log.stat().st_size if log.exists() else 0
-
-    def describe(ending: Ending) -> str:
-        added = log.read_bytes()[position:] if log.exists() else b""
-        return first_failure(added.decode(errors="replace")) or describe_exit(ending)
-
-    ending = run_attempt(folder, job_id(), nodes, address, run_command(command), describe)
-    return _conclude(folder, spec, ending)
+    describe = LaunchLog(folder.launch_log(job.id)).describe
+    ending = run_attempt(folder, spec, job.id, nodes, address, run_command(command), describe)
+    return _conclude(folder, spec, job, ending)
 
 
 def job_id() -> str:
@@ -236,17 +285,15 @@ def job_id() -> str:
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 
 
-def _conclude(folder: RunFolder, spec: Spec, ending: Ending) -> int:
+def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending) -> int:
     if ending.code and _is_slurms_doing(ending):
         # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
         return ending.code
-    if ending.code == REQUEUE_EXIT_CODE and _requeues(folder) < spec.max_requeues:
-        records.record_event(folder, "requeued", job_id=job_id())
-        records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
-        problem = _requeue()
-        if problem is None:
-            return ending.code
-        state, reason = "TIMEOUT", f"SLURM did not start it again: {problem}; `resume` goes on"
+    if ending.code == REQUEUE_EXIT_CODE and requeues(folder, job) < spec.max_requeues:
+        try:
+            return start_again(folder, spec, job)
+        except ClusterError as problem:
+            state, reason = "TIMEOUT", f"SLURM did not start it again: {problem}; `resume` goes on"
     elif ending.code == REQUEUE_EXIT_CODE:
         state = "TIMEOUT"
         reason = f"asked to be started again, and all of --max-requeues {spec.max_requeues} are used"
@@ -263,21 +310,6 @@ def _is_slurms_doing(ending: Ending) -> bool:
     if ending.told_to_end:
         return True
     return ending.code == TERMINATED_EXIT_CODE and bool(signal.sigtimedwait({signal.SIGTERM}, PATIENCE_FOR_SIGTERM))
-
-
-def _requeue() -> str | None:
-    """Puts this job back into the queue, which also ends it here; why that failed, or None."""
-    try:
-        command = ["scontrol", "requeue", job_id()]
-        done = subprocess.run(command, timeout=60, check=False, stderr=subprocess.PIPE, text=True, errors="replace")
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if done.returncode == 0 else done.stderr.strip() or f"scontrol requeue ended with {done.returncode}"
-
-
-def _requeues(folder: RunFolder) -> int:
-    """How often this job has asked to be started again; a resumed run starts counting anew, as a new job."""
-    return sum(event["event"] == "requeued" and event["job_id"] == job_id() for event in records.events(folder))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,20 @@ def choose(facts: RankFacts) -> torch.device:
     return device
 
 
+def visible_gpus() -> int:
+    """How many GPUs torch can use in this process."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def identity(device: torch.device) -> str | None:
+    """Which GPU of all GPUs in the world a device is, whatever number it has in this process; None for the CPU."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
 def threads_per_rank(ranks_on_node: int) -> int:
     """OMP threads = cores / ranks, unless SLURM gave each task its own cores.
 

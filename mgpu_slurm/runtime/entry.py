@@ -23,6 +23,7 @@ from mgpu_slurm.errors import MgpuError, RunStopped, UserError
 from mgpu_slurm.paths import RunFolder, open_to, write_json
 from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.records import now
+from mgpu_slurm.runtime import listening, surroundings
 from mgpu_slurm.runtime.devices import threads_per_rank
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
 from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag, ignore_stop_signals
@@ -44,11 +45,12 @@ def main(folder: RunFolder) -> int:
     _send_output_to(folder.rank_log(attempt, facts.rank))
     _check_world(spec, facts)
     _export(spec, folder, facts)
+    surroundings.warn(surroundings.warnings_at_start(spec, folder, facts), folder, attempt, facts)
     if spec.target.command is not None:
         os.chdir(folder.code / spec.workdir)
         code = _run_command(spec, spec.target.command)
     else:
-        code = _guarded(spec, folder, facts, attempt)
+        code = _guarded(spec, folder, facts, attempt, listening.take(facts.rank))
     # an interpreter that ends gives handled signals back their default, which is to kill it
     ignore_stop_signals()
     if code == REQUEUE_EXIT_CODE and spec.executor != "local":
@@ -81,6 +83,9 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
     os.environ[PROJECT_VARIABLE] = spec.project
     os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
     os.environ["PYTHONUNBUFFERED"] = "1"
+    if spec.executor == "allocation":
+        # the rendezvous is beside srun, maybe on a login node, whose name means nothing here; its address does
+        os.environ["MASTER_ADDR"] = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", os.environ["MASTER_ADDR"])
     # simulated nodes share the cores of one machine
     neighbours = facts.world_size if spec.executor == "local" else facts.local_world_size
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(neighbours)))
@@ -111,12 +116,12 @@ def _run_command(spec: Spec, command: tuple[str, ...]) -> int:
     return 128 - code if code < 0 else code
 
 
-def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int) -> int:
+def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, listener: int | None) -> int:
     """Calls the job function; what goes wrong is printed and recorded, so that the first cause can be found later."""
     stop = StopFlag()
     stop.listen()
     try:
-        _train(spec, folder, facts, attempt, stop)
+        _train(spec, folder, facts, attempt, stop, listener)
         return 0
     except RunStopped as stopped:
         return stopped.exit_code
@@ -136,7 +141,7 @@ def _exit_code(error: BaseException) -> int:
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
-def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: StopFlag) -> None:
+def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: StopFlag, listener: int | None) -> None:
     import torch.distributed as dist
 
     from mgpu_slurm.runtime import devices, rendezvous
@@ -144,8 +149,9 @@ def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: 
 
     function, config = _function_and_config(spec, folder)
     device = devices.choose(facts)
-    if facts.world_size > 1:
-        rendezvous.join(facts, device)
+    missing = surroundings.missing_gpus_warning(spec.resources.gpus_per_node, devices.visible_gpus())
+    shared = rendezvous.join(facts, device, listener=listener) if facts.world_size > 1 else None
+    surroundings.warn([text for text in (missing, shared) if text is not None], folder, attempt, facts)
     try:
         with closing(Run(facts, folder.path, device, attempt, stop)) as run:
             result = function(run, config)
@@ -219,7 +225,11 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends a forked rank as the interpreter would, without going back to the code of the process it was forked from."""
+    """Ends a rank as the interpreter would, but for what follows its exit handlers.
+
+    A forked rank must not go back to the code of the process it was forked from. And C++ threads of torch that still
+    look up a host name, where reverse DNS does not answer, abort a process that destroys its static objects.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -237,4 +247,4 @@ def run_rank(folder: RunFolder) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(RunFolder(Path(sys.argv[1]))))
+    exit_process(run_rank(RunFolder(Path(sys.argv[1]))))

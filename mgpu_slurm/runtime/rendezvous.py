@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_slurm.errors import RendezvousError, UserError
+from mgpu_slurm.runtime import devices
 from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.runtime.surroundings import shared_gpu_warnings
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +31,16 @@ ARRIVAL_TIMEOUT = timedelta(minutes=5)
 _LOWEST_PORT = 10000
 
 
-def bind(address: str) -> socket.socket:
+def bind(address: str, reachable: range | None = None) -> socket.socket:
     """A listening socket on a random port outside Linux's ephemeral range, where no outgoing connection takes it.
 
     Args:
         address: the interface to listen on; an empty text for all, which several nodes need.
+        reachable: the ports that firewalls leave open, where a site has named them.
     """
     low, high = _ephemeral_range()
     ports = [port for port in range(_LOWEST_PORT, 65536) if not low <= port <= high]
-    for port in random.SystemRandom().sample(ports, k=min(200, len(ports))):
+    for port in random.SystemRandom().sample(reachable or ports, k=min(200, len(reachable or ports))):
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.bind((address, port))
@@ -46,7 +49,8 @@ def bind(address: str) -> socket.socket:
             return listener
         except OSError:
             listener.close()
-    raise RendezvousError(f"no port outside {low}-{high} could be bound on {address or 'any interface'}")
+    where = f"of SrunPortRange {reachable[0]}-{reachable[-1]}" if reachable else f"outside {low}-{high}"
+    raise RendezvousError(f"no port {where} could be bound on {address or 'any interface'}")
 
 
 def _ephemeral_range() -> tuple[int, int]:
@@ -77,8 +81,14 @@ def join(
     device: torch.device,
     environ: Mapping[str, str] = os.environ,
     timeout: timedelta = ARRIVAL_TIMEOUT,
-) -> None:
+    listener: int | None = None,
+) -> str | None:
     """Waits until all ranks are there, then makes the default process group.
+
+    Args:
+        listener: the bound socket on which this rank, the first one, is to serve the store; see `listening`.
+
+    Returns a warning where another rank computes on the same GPU.
 
     Raises:
         RendezvousError: names the ranks that did not come, or that believe in another world size.
@@ -86,8 +96,8 @@ def join(
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    store = _connect(facts, environ, timeout)
-    _check_in(store, facts, timeout)
+    store = connect(facts, environ, timeout, listener)
+    warning = _check_in(store, facts, devices.identity(device), timeout)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo",
         store=PrefixStore("default", store),
@@ -95,9 +105,18 @@ def join(
         world_size=facts.world_size,
         device_id=device if device.type == "cuda" else None,
     )
+    return warning
 
 
-def _connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta) -> Store:
+def connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:
+    """This rank's own connection to the store of its attempt.
+
+    Args:
+        listener: see `join`.
+
+    Raises:
+        RendezvousError: nothing answers there.
+    """
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -113,22 +132,26 @@ def _connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta) -
             address,
             int(port),
             facts.world_size,
-            is_master=facts.rank == 0 and not served_elsewhere,
+            is_master=listener is not None or (facts.rank == 0 and not served_elsewhere),
             timeout=timeout,
             wait_for_workers=False,
+            master_listen_fd=listener,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise RendezvousError(f"rank {facts.rank} cannot reach the rendezvous at {address}:{port}: {error}") from None
     return PrefixStore("mgpu", store)
 
 
-def _check_in(store: Store, facts: RankFacts, timeout: timedelta) -> None:
-    """Rank 0 waits for everyone and tells all what it found, so that every rank fails with the same words."""
+def _check_in(store: Store, facts: RankFacts, gpu: str | None, timeout: timedelta) -> str | None:
+    """Rank 0 waits for everyone and tells all what it found, so that every rank fails with the same words.
+
+    Returns a warning for this rank.
+    """
     import torch.distributed as dist
 
-    store.set(f"arrived/{facts.rank}", json.dumps([facts.node_name, facts.world_size]))
+    store.set(f"arrived/{facts.rank}", json.dumps([facts.node_name, facts.world_size, gpu]))
     if facts.rank == 0:
-        store.set("verdict", _verdict(store, facts, timeout))
+        store.set("verdict", json.dumps(_verdict(store, facts, timeout)))
     try:
         # rank 0 may need its whole time-out before it speaks
         store.wait(["verdict"], timeout * 1.2)
@@ -137,13 +160,15 @@ def _check_in(store: Store, facts: RankFacts, timeout: timedelta) -> None:
             f"rank 0 has not arrived after {timeout.total_seconds():.0f} s (told by rank {facts.rank} on"
             f" {facts.node_name}): look at the log of rank 0"
         ) from None
-    problem = store.get("verdict").decode()
+    problem, warnings = json.loads(store.get("verdict"))
     if problem:
         raise RendezvousError(problem)
+    warning: str | None = warnings.get(str(facts.rank))
+    return warning
 
 
-def _verdict(store: Store, facts: RankFacts, timeout: timedelta) -> str:
-    """Empty where all ranks came with the same world size, else what is wrong."""
+def _verdict(store: Store, facts: RankFacts, timeout: timedelta) -> tuple[str, dict[int, str]]:
+    """What is wrong, empty where all ranks came with the same world size; and warnings by rank."""
     import torch.distributed as dist
 
     keys = [f"arrived/{rank}" for rank in range(facts.world_size)]
@@ -152,15 +177,13 @@ def _verdict(store: Store, facts: RankFacts, timeout: timedelta) -> str:
     except dist.DistStoreError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-        return (
-            f"rank {names} of {facts.world_size} has not arrived after {timeout.total_seconds():.0f} s:"
-            " look at its log, and whether its node reaches this one"
-        )
+        problem = f"rank {names} of {facts.world_size} has not arrived after {timeout.total_seconds():.0f} s"
+        return f"{problem}: look at its log, and whether its node reaches this one", {}
+    gpus = []
     for rank, key in enumerate(keys):
-        node, world_size = json.loads(store.get(key))
+        node, world_size, gpu = json.loads(store.get(key))
+        gpus.append((node, gpu))
         if world_size != facts.world_size:
-            return (
-                f"rank {rank} on {node} believes in a world of {world_size} ranks, rank 0 in one of"
-                f" {facts.world_size}: the ranks were not started by one launcher"
-            )
-    return ""
+            problem = f"rank {rank} on {node} believes in a world of {world_size} ranks, rank 0 in one of"
+            return f"{problem} {facts.world_size}: the ranks were not started by one launcher", {}
+    return "", shared_gpu_warnings(gpus)

@@ -39,6 +39,11 @@ def import_torchvision() -> ModuleType:
     return torchvision
 
 
+def has_declared() -> bool:
+    """Whether torchvision's box operators are missing here, and only their names are known."""
+    return bool(_declared)
+
+
 def _declare_operators() -> None:
     from torch.library import Library
 

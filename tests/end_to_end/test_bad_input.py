@@ -155,7 +155,7 @@ BAD = {
     "empty name": Bad((*LOCAL, "train", "--name", ""), ("''", "use letters")),
     "name that climbs out": local("train --name ../a", "'../a'", "use letters"),
     "name that is too long": local(f"train --name {'x' * 101}", "x" * 101, "at most 100"),
-    "unknown executor": local("train --executor moon", "'moon'", "auto, slurm or local"),
+    "unknown executor": local("train --executor moon", "'moon'", "auto, slurm, allocation or local"),
     "no sbatch": call(
         "submit --executor slurm train", "no sbatch", "--executor local", code=3, environ={"PATH": "/no-such-folder"}
     ),

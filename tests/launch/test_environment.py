@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.launch.environment import describe, installed_packages
+from mgpu_slurm.launch.environment import describe
 from mgpu_slurm.launch.snapshot import Snapshot
 
 
@@ -28,15 +28,6 @@ def test_packages_are_those_that_importlib_metadata_finds() -> None:
     found.pop("mgpu-slurm", None)
     assert found == expected
     assert {"torch", "torchvision", "optuna", "submitit", "tensorboard", "numpy"} <= found.keys()
-
-
-def test_first_folder_of_the_search_path_wins(tmp_path: Path) -> None:
-    for place, name in (("first", "My_Pkg-2.0+cpu.dist-info"), ("second", "my.pkg-1.0.dist-info")):
-        (tmp_path / place / name).mkdir(parents=True)
-    (tmp_path / "second" / "old-0.3-py3.11.egg-info").touch()
-    (tmp_path / "second" / "torch").mkdir()
-    paths = [str(tmp_path / "absent.zip"), str(tmp_path / "first"), str(tmp_path / "second")]
-    assert installed_packages(paths) == {"my-pkg": "2.0+cpu", "old": "0.3"}
 
 
 def test_says_who_where_with_what_and_from_which_code(tmp_path: Path) -> None:

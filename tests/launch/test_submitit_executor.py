@@ -2,21 +2,23 @@ from __future__ import annotations
 
 import inspect
 import os
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from submitit import SlurmExecutor
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import CommandFunction, FailedJobError
 
+from mgpu_slurm import sbatch
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch.submitit_executor import submit
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.slurm import scrubbed_environment
+from mgpu_slurm.slurm import LOST, Unanswered, scrubbed_environment
 
 SCRIPT = "#!/bin/bash\n#SBATCH --job-name=digits\n\necho it\\'s $HOME\n"
-RECORD = 'printf "%s\\n" "$@" > "$RECORDS/argv"; cat "$1" > "$RECORDS/script"; env > "$RECORDS/env"'
+RECORD = 'printf "%s\\n" "$@" > "$RECORDS/argv"; cat "$2" > "$RECORDS/script"; env > "$RECORDS/env"'
 
 FakeSbatch = Callable[[str], dict[str, str]]
 
@@ -43,9 +45,10 @@ def fake_sbatch(tmp_path: Path) -> FakeSbatch:
 
 
 def test_sbatch_gets_the_script_as_it_is(folder: RunFolder, fake_sbatch: FakeSbatch, tmp_path: Path) -> None:
-    environ = fake_sbatch(f'{RECORD}; echo "Submitted batch job 42"')
+    environ = fake_sbatch(f'{RECORD}; echo 42')
     assert submit(SCRIPT, folder, environ) == "42"
-    (argument,) = (tmp_path / "argv").read_text().splitlines()
+    option, argument = (tmp_path / "argv").read_text().splitlines()
+    assert option == "--parsable"
     assert Path(argument).parent == folder.path / "submitit"
     assert (tmp_path / "script").read_text() == SCRIPT
 
@@ -56,7 +59,7 @@ def test_submitit_s_files_stay_in_the_run_folder(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    submit(SCRIPT, folder, fake_sbatch('echo "Submitted batch job 42"'))
+    submit(SCRIPT, folder, fake_sbatch('echo 42'))
     assert list(elsewhere.iterdir()) == []
     assert {path.name for path in folder.path.iterdir()} == {"logs", "submitit"}
     assert (folder.path / "submitit" / "42_submission.sh").read_text() == SCRIPT
@@ -67,7 +70,7 @@ def test_sbatch_inherits_the_environment_that_was_given_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "mask")
     monkeypatch.setenv("RANK", "3")
-    environ = fake_sbatch(f'{RECORD}; echo "Submitted batch job 42"')
+    environ = fake_sbatch(f'{RECORD}; echo 42')
     before = dict(os.environ)
     submit(SCRIPT, folder, scrubbed_environment({**before, **environ, "SLURM_CONF": "/etc/slurm.conf"}))
     assert dict(os.environ) == before
@@ -82,7 +85,7 @@ def test_another_thread_keeps_its_path_during_a_submission(
 ) -> None:
     """sbatch waits at a named pipe until this thread has looked."""
     os.mkfifo(tmp_path / "gate")
-    environ = fake_sbatch('read line < "$RECORDS/gate"; echo "Submitted batch job 42"')
+    environ = fake_sbatch('read line < "$RECORDS/gate"; echo 42')
     monkeypatch.setenv("PATH", environ["PATH"])
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("RECORDS", str(tmp_path))
@@ -116,10 +119,30 @@ def test_a_refusal_is_one_line_and_nothing_is_printed(
     assert dict(os.environ) == before
 
 
-def test_an_answer_without_a_job_id(folder: RunFolder, fake_sbatch: FakeSbatch) -> None:
-    with pytest.raises(ClusterError, match="look with squeue") as caught:
-        submit(SCRIPT, folder, fake_sbatch("echo hello"))
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("echo Welcome to job 500", "sbatch answered without a job id: Welcome to job 500"),
+        ("kill -KILL $$", "sbatch was ended by SIGKILL"),
+        ("echo half; exec sleep 600", r"sbatch did not answer within 0\.2 s"),
+        (
+            'echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1',
+            "sbatch got no answer: .* Socket timed out on send/recv operation",
+        ),
+    ],
+)
+def test_without_an_answer_the_job_may_be_queued_all_the_same(
+    folder: RunFolder, fake_sbatch: FakeSbatch, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
+) -> None:
+    monkeypatch.setattr(sbatch, "TIME_LIMIT", 0.2)
+    with pytest.raises(Unanswered, match=f"^{problem}$") as caught:
+        submit(SCRIPT, folder, fake_sbatch(body))
+    assert caught.value.request == LOST
+
+
+def test_banners_around_the_answer(folder: RunFolder, fake_sbatch: FakeSbatch) -> None:
+    environ = fake_sbatch('echo "Your last job 500 has ended."; echo "2 jobs" >&2; echo "42;alpha"; echo "Bye 7"')
+    assert submit(SCRIPT, folder, environ) == "42"
 
 
 def test_a_folder_whose_name_submitit_would_change_is_refused(tmp_path: Path) -> None:
@@ -132,5 +155,18 @@ def test_the_installed_submitit_has_what_is_overridden() -> None:
     assert isinstance(inspect.getattr_static(SlurmExecutor, "affinity"), classmethod)
     assert list(inspect.signature(SlurmExecutor.affinity).parameters) == []
     assert list(inspect.signature(SlurmExecutor.__init__).parameters)[:2] == ["self", "folder"]
-    assert issubclass(FailedJobError, RuntimeError)
-    assert issubclass(FailedSubmissionError, RuntimeError)
+    assert list(inspect.signature(SlurmExecutor._make_submission_command).parameters) == [
+        "self",
+        "submission_file_path",
+    ]
+    parse = inspect.getattr_static(SlurmExecutor, "_get_job_id_from_submission_command")
+    assert isinstance(parse, staticmethod)
+    assert list(inspect.signature(parse.__func__).parameters) == ["string"]
+
+
+def test_the_installed_submitit_tells_how_a_command_failed() -> None:
+    with pytest.raises(FailedJobError) as caught:
+        CommandFunction(["sh", "-c", "echo said; exit 3"], verbose=False)()
+    cause = caught.value.__cause__
+    assert isinstance(cause, subprocess.CalledProcessError)
+    assert (cause.returncode, cause.output) == (3, "said")

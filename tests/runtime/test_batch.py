@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm import records
+from mgpu_slurm import claims, records
 from mgpu_slurm.paths import RunFolder, read_json
 from mgpu_slurm.runtime.batch import first_failure
 from mgpu_slurm.spec import Resources, Spec, Target
@@ -105,8 +105,8 @@ def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
     # those of the job that was resumed do not count, and neither does a preemption
-    for job_id in ("8", "8", "9"):
-        records.record_event(folder, "requeued", job_id=job_id)
+    for token in ("mgpu-0", "mgpu-0", "mgpu-1"):
+        records.record_event(folder, "requeued", token=token)
     assert start_batch(shell("exit 75"), max_requeues=1).wait() == 75
     state = records.read_state(folder)
     assert state["state"] == "TIMEOUT"
@@ -114,12 +114,30 @@ def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
     assert not Path(f"{scontrol}.calls").exists()
 
 
-def test_a_site_that_refuses_to_requeue_is_quoted(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
+def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path
+) -> None:
     scontrol.write_text("#!/bin/sh\necho 'Requested operation is presently disabled for job 9' >&2; exit 1\n")
-    start_batch(shell("exit 75")).wait()
+    sbatch = scontrol.with_name("sbatch")
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: submissions from nodes are not allowed' >&2; exit 1\n")
+    sbatch.chmod(0o755)
+    assert start_batch(shell("exit 75")).wait() == 75
     state = records.read_state(folder)
     assert state["state"] == "TIMEOUT"
     assert "Requested operation is presently disabled" in state["reason"]
+    assert "submissions from nodes are not allowed" in state["reason"]
+    assert state["reason"].endswith("`resume` goes on")
+
+
+def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFolder, start_batch: StartBatch) -> None:
+    claims.take(folder, "mgpu-1", "8")
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    assert start_batch(shell("echo here")).wait() == 0
+    after = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    log = folder.launch_log("9")
+    assert after.pop(log).decode() == "mgpu_slurm: run try is the work of job 8: nothing is left for job 9\n"
+    del after[folder.spec]
+    assert after == before
 
 
 @pytest.mark.parametrize(("end", "how"), [("kill -9 $$", "was ended by SIGKILL"), ("exit 4", "ended with exit code 4")])
@@ -187,8 +205,7 @@ def test_first_failure_in_sruns_words(line: str, told: str) -> None:
     assert first_failure(log) == told
 
 
-def test_a_launch_log_without_a_failed_task_tells_nothing() -> None:
-    assert (
-        first_failure("srun: error: Unable to create step for job 9: Invalid generic resource (gres) specification\n")
-        is None
-    )
+def test_ranks_that_srun_could_not_start_are_told_in_its_words() -> None:
+    refusal = "srun: error: Unable to create step for job 9: Invalid generic resource (gres) specification"
+    assert first_failure(f"site banner\n{refusal}\n") == refusal
+    assert first_failure("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n") is None

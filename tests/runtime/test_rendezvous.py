@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from mgpu_slurm.runtime import rendezvous
+from mgpu_slurm.runtime import devices, rendezvous
 from mgpu_slurm.runtime.facts import RankFacts
 from tests.runtime.ranks import join_ranks
 
@@ -31,6 +31,20 @@ def test_a_missing_rank_0_is_named() -> None:
 def test_ranks_that_believe_in_different_worlds_are_told_so() -> None:
     answers = join_ranks(joined, [RankFacts(0, 2, 0, 2), RankFacts(1, 3, 1, 3, node_name="n2")])
     assert all("rank 1 on n2 believes in a world of 3 ranks, rank 0 in one of 2" in answer for answer in answers)
+
+
+def joined_with_gpu(facts: RankFacts) -> str | None:
+    # which GPU a rank has is the one fact that no machine without GPUs can give
+    devices.identity = lambda device: "GPU-a" if facts.rank < 2 else "GPU-b"
+    warning = rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=20))
+    torch.distributed.destroy_process_group()
+    return warning
+
+
+def test_ranks_that_share_a_gpu_are_told_so() -> None:
+    answers = join_ranks(joined_with_gpu, [RankFacts(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
+    shared = "ranks 0-1 compute on the same GPU, GPU-a of n1"
+    assert answers == [shared, shared, None]
 
 
 def test_ports_are_bound_outside_of_the_range_from_which_linux_takes_its_own() -> None:

@@ -1,0 +1,49 @@
+"""A shell, or one command, beside the ranks of a run: on one of its nodes, with its cores, memory and GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import records, states
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.hostlist import compress
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.spec import read_spec
+
+
+def words(
+    folder: RunFolder, facts: dict[str, Any], node: str | None, command: Sequence[str], terminal: bool
+) -> list[str]:
+    """What to execute.
+
+    Args:
+        facts: the run's state.
+        node: one of the run's; None for its first.
+        command: what to run there; empty for the user's shell.
+        terminal: whether somebody sits in front of it.
+
+    Raises:
+        UserError: the run is not running, or not on that node.
+    """
+    if facts["state"] != states.RUNNING:
+        raise UserError(f"run {folder.run} is {facts['state']}: there is nothing to be beside until it runs")
+    started = [event for event in records.events(folder) if event["event"] == "started"]
+    nodes: list[str] = started[-1]["nodes"] if started else []
+    if node is not None and node not in nodes:
+        raise UserError(f"--node {node}: run {folder.run} has {compress(nodes)}")
+    inner = list(command) or [os.environ.get("SHELL") or "/bin/bash"]
+    if facts["executor"] == "local":
+        return inner
+    job_id, _, _ = facts["job_id"].partition(".")
+    # overlap: the ranks' step holds all of the job's cores
+    srun = ["srun", f"--jobid={job_id}", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1"]
+    srun += [f"--nodelist={node or nodes[0]}", f"--chdir={place(folder)}"]
+    return [*srun, *(["--pty"] if terminal else []), *inner]
+
+
+def place(folder: RunFolder) -> Path:
+    """Where the ranks stand."""
+    return folder.code / read_spec(folder).workdir

@@ -1,0 +1,70 @@
+"""Handing the socket of the rendezvous from the batch step to rank 0, who is on the same node.
+
+The batch step binds the port, because its address has to be known before any rank starts. Whoever serves torch's store
+there has to import torch, and rank 0 of a job function does so anyway: an import of a second or two that a node is
+spared. Where rank 0 does not come for it, the batch step serves the store itself.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+
+VARIABLE = "MGPU_LISTENER"
+"""Where rank 0 takes the socket: a name of Linux's abstract namespace, without its leading zero byte."""
+
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Offer:
+    """The batch step's side."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._name = f"mgpu-{secrets.token_hex(16)}"
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._door.bind(f"\0{self._name}")
+        self._door.listen(1)
+
+    def variables(self) -> dict[str, str]:
+        return {VARIABLE: self._name}
+
+    def is_taken(self) -> bool:
+        """Blocks until rank 0 has taken the socket; False where a rank connects to it before, and is to be served."""
+        with self._door:
+            while True:
+                ready, _, _ = select.select([self._door, self._listener], [], [])
+                if self._door not in ready:
+                    return False
+                if self._gave():
+                    self._listener.close()
+                    return True
+
+    def _gave(self) -> bool:
+        """Hands the socket to a process of this user; the names of the abstract namespace are open to all."""
+        asking, _ = self._door.accept()
+        with asking:
+            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            _, user, _ = _CREDENTIALS.unpack(credentials)
+            if user != os.getuid():
+                return False
+            socket.send_fds(asking, [b"."], [self._listener.fileno()])
+            return True
+
+
+def take(rank: int) -> int | None:
+    """The descriptor of the bound socket, for rank 0; None where there is none to take here."""
+    name = os.environ.pop(VARIABLE, None)
+    if name is None or rank != 0:
+        return None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        try:
+            door.connect(f"\0{name}")
+            _, descriptors, _, _ = socket.recv_fds(door, 1, 1)
+        except OSError:
+            # another network namespace, or somebody was faster
+            return None
+    return descriptors[0] if descriptors else None

@@ -1,0 +1,110 @@
+"""Starting a run again from inside its job: requeued by SLURM, or where that is refused, as another job behind it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mgpu_slurm import claims, records, sbatch, slurm
+from mgpu_slurm.errors import ClusterError
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import Patience
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE, Spec
+
+SCONTROL_TAKES = 20.0
+"""Seconds for which scontrol may work on an answer: the time limit is near."""
+
+PATIENCE = 40.0
+"""Seconds for which a controller that does not answer is waited out."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that this process is the batch step of."""
+
+    id: str
+    """As SLURM's commands know it: `42`, or `42_3` for a task of an array."""
+    token: str
+    """Of the submission that it came of."""
+
+
+def requeues(folder: RunFolder, job: Job) -> int:
+    """How often the run has asked to be started again, as this job or as those that it continues.
+
+    A resumed run starts counting anew.
+    """
+    events = records.events(folder)
+    continued = {event["token"]: event["continues"] for event in events if "continues" in event}
+    tokens = [job.token]
+    while tokens[-1] in continued:
+        tokens.append(continued[tokens[-1]])
+    return sum(event["event"] == "requeued" and event["token"] in tokens for event in events)
+
+
+def start_again(folder: RunFolder, spec: Spec, job: Job) -> int:
+    """Puts the run back into the queue; the exit code with which this job has to end, if SLURM lets it go so far.
+
+    Raises:
+        ClusterError: it is not in the queue, and why neither way worked; or nobody can tell.
+    """
+    records.record_event(folder, "requeued", job_id=job.id, token=job.token)
+    records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
+    refused = _requeue(job)
+    if refused is None:
+        return REQUEUE_EXIT_CODE
+    print(f"mgpu_slurm: job {job.id} is not requeued ({refused}): submitting another one behind it", flush=True)
+    try:
+        successor = _submit_behind(folder, spec, job)
+    except ClusterError as also:
+        raise ClusterError(f"{refused}; nor is another job known to be in the queue: {also}") from None
+    records.update_state(folder, job_id=successor, reason=f"goes on as job {successor}: {refused}")
+    # those that wait for this job to complete would never start otherwise
+    return 0 if _pass_on(job.id, successor) else REQUEUE_EXIT_CODE
+
+
+def _requeue(job: Job) -> ClusterError | None:
+    """Puts the job itself back into the queue, which also ends it here; why that failed, or None."""
+    try:
+        slurm.run(slurm.requeue_command(job.id), SCONTROL_TAKES)
+    except ClusterError as refused:
+        return refused
+    return None
+
+
+def _pass_on(job_id: str, successor: str) -> bool:
+    """Lets all who wait for this job wait for the successor too; whether that worked."""
+    try:
+        waiting = slurm.parse_dependants(slurm.run(slurm.dependencies_command(), SCONTROL_TAKES), job_id, successor)
+        for dependant, dependency in waiting.items():
+            slurm.run(slurm.dependency_command(dependant, dependency), SCONTROL_TAKES)
+    except ClusterError as error:
+        print(f"mgpu_slurm: jobs that wait for job {job_id} may not wait for job {successor}: {error}", flush=True)
+        return False
+    return True
+
+
+def _submit_behind(folder: RunFolder, spec: Spec, job: Job) -> str:
+    """Submits the job's script again, for this run alone, to start when this job has ended; its id."""
+    token = sbatch.new_token()
+    _, _, task = job.id.partition("_")
+    first = next((each.first for each in records.submissions_of(folder) if each.token == job.token), 0)
+    part = {"first": first, "tasks": str(folder.task)} if task else {}
+    records.record_event(folder, "submitting", token=token, continues=job.token, **part)
+    options = {"dependency": f"afterany:{job.id}", "comment": sbatch.comment(spec, token)}
+    options |= {"array": task} if task else {}
+    words = sbatch.command("--parsable", *_as_here(options, spec), str(folder.submission(first)), token)
+    environ = slurm.scrubbed_environment(os.environ)
+    handover = sbatch.Handover(
+        token,
+        lambda: sbatch.job_id_in(sbatch.call(words, environ)),
+        lambda: claims.holder(folder, token) or slurm.job_marked(token),
+    )
+    new = handover.queue(Patience(print, PATIENCE))
+    records.record_event(folder, "submitted", job_id=new, token=token)
+    return f"{new}_{task}" if task else new
+
+
+def _as_here(options: dict[str, str], spec: Spec) -> list[str]:
+    """Options of sbatch as this site wants them said."""
+    forms = {name: spec.rename.get(name, f"{name}={{}}") for name in options}
+    return [f"--{form.replace('{}', options[name])}" for name, form in forms.items() if form is not None]

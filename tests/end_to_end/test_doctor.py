@@ -1,0 +1,110 @@
+"""`doctor` on a machine without SLURM, healthy and not, and its job on simulated nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support import Project, processes_of, wait_until
+
+HEAVY = {"torch", "torchvision", "optuna", "tensorboard", "submitit"}
+
+
+@pytest.fixture
+def bare(project: Project) -> Project:
+    """A project whose PATH has no sbatch."""
+    project.environ["PATH"] = "/usr/bin:/bin"
+    return project
+
+
+def by_check(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for finding in found:
+        grouped.setdefault(finding["check"], []).append(finding)
+    return grouped
+
+
+def test_a_machine_without_slurm_is_told_what_it_has(bare: Project) -> None:
+    # the program ends by SystemExit
+    code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr));"
+    code += "from mgpu_slurm.cli import main; main(['doctor', '--json'])"
+    words = [sys.executable, "-c", code]
+    environ = os.environ | bare.environ
+    done = subprocess.run(words, cwd=bare.folder, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(finding.keys() == {"level", "check", "text", "mend"} for finding in found)
+    assert {finding["level"] for finding in found} <= {"ok", "warning"}
+    told = by_check(found)
+    assert set(told) == {"python", "packages", "folders", "slurm", "cluster file", "torch", "torchvision"}
+    assert f"{len(os.sched_getaffinity(0))} cores" in told["slurm"][0]["text"]
+    # torch was asked in a process of its own, and nothing was left behind
+    assert set(done.stderr.splitlines()[-1].split()) & HEAVY == set()
+    assert list(bare.folder.iterdir()) == []
+
+
+def test_what_is_broken_is_told_line_by_line_and_ends_nothing(bare: Project) -> None:
+    bare.write("broken/torch/__init__.py", 'raise ImportError("libcudart.so.13: cannot open shared object file")\n')
+    bare.write("mgpu.yaml", "clusters: {hpc: {flag: {partition: gpu}}}\n")
+    bare.environ |= {"PYTHONPATH": str(bare.folder / "broken"), "MGPU_RUNS": "/proc/runs"}
+    done = bare.call("doctor", "--submit")
+    assert done.returncode == 1, done.stdout
+    failed = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert len(failed) == 4, done.stdout
+    assert failed[0].startswith("failed   runs folder /proc/runs: cannot be written (")
+    assert failed[1].startswith(f"failed   {bare.folder}/mgpu.yaml: cluster 'hpc': unknown key 'flag'")
+    assert failed[2] == "failed   torch fails on import: ImportError: libcudart.so.13: cannot open shared object file"
+    assert failed[3].startswith(f"failed   the checkup was not submitted: {bare.folder}/mgpu.yaml: cluster 'hpc'")
+    assert done.stderr == ""
+
+
+def test_flags_of_the_job_are_refused_without_it(bare: Project) -> None:
+    done = bare.call("doctor", "--nodes", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "mgpu-slurm: --nodes: it is for the job of --submit: add that\n"
+
+
+def test_the_job_measures_what_lies_between_two_nodes_and_leaves_nothing(bare: Project) -> None:
+    done = bare.call("doctor", "--submit", "--json", "--executor", "local", "--cpus-per-task", "999")
+    assert done.returncode == 0, done.stderr
+    told = by_check(json.loads(done.stdout))
+    measured = (
+        "versions",
+        "limits",
+        "gpus",
+        "ports",
+        "rendezvous",
+        "clocks",
+        "shared folder",
+        "file locks",
+        "all-reduce",
+    )
+    for check in measured:
+        assert {finding["level"] for finding in told[check]} <= {"ok", "warning"}, told[check]
+    (cores,) = told["cores"]
+    assert cores["level"] == "warning"
+    assert cores["text"].startswith("ranks 0-1 on local[1-2]: asked for 999 cores for each rank")
+    assert len(told["file locks"]) == 2
+    assert "64 MB in " in told["all-reduce"][0]["text"]
+    assert "the checkup is job " in done.stderr
+    assert list(bare.runs.iterdir()) == []
+
+
+def test_ctrl_c_cancels_the_job(bare: Project) -> None:
+    process = bare.start("doctor", "--submit", "--executor", "local")
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert "the checkup is job " in line
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=100)
+    assert process.returncode == 130
+    (folder,) = bare.runs.iterdir()
+    assert f"mgpu-slurm: cancelled {folder.name}\n" in rest
+    assert bare.finish(folder)["state"] == "CANCELLED"
+    wait_until(lambda: processes_of(folder) == [])

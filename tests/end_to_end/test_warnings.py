@@ -1,0 +1,33 @@
+"""What a rank finds wrong around it at its start reaches whoever looks at the run, whichever rank they follow."""
+
+from __future__ import annotations
+
+import os
+
+from tests.support import Project, log
+
+
+def test_too_few_cores_are_told_in_the_log_while_following_and_at_the_end(project: Project) -> None:
+    words = ("submit", "--executor", "local", "--nodes", "2", "--cpus-per-task", "999", "--follow", "--", "true")
+    done = project.call(*words)
+    assert done.returncode == 0, done.stderr
+    few = f"asked for 999 cores for each rank, and this one may use {len(os.sched_getaffinity(0))}"
+    lines = done.stdout.splitlines()
+    # rank 0's own, as it stands in its log; the other's beside it, once; and both at the end
+    assert lines.count(f"mgpu_slurm: warning: {few}") == 1
+    assert lines.count(f"-- warning: rank 1 on local2: {few}") == 1
+    assert lines.count(f"warning   ranks 0-1 on local[1-2]: {few}") == 1
+    (folder,) = project.runs.iterdir()
+    assert log(folder, 1) == f"mgpu_slurm: warning: {few}\n"
+
+    shown = project.call("logs", folder.name)
+    assert shown.stdout == log(folder, 0)
+    assert shown.stderr == f"-- warning: rank 1 on local2: {few}\n"
+
+
+def test_a_run_that_has_what_it_asked_for_is_not_warned(project: Project) -> None:
+    done = project.call("submit", "--executor", "local", "--cpus-per-task", "1", "--follow", "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stdout
+    (folder,) = project.runs.iterdir()
+    assert list((folder / "logs").glob("*.warnings.jsonl")) == []

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mgpu_slurm.runtime import listening, rendezvous
+from mgpu_slurm.runtime.listening import Offer
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with rendezvous.bind("127.0.0.1") as listener:
+        yield listener
+
+
+def offered(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thread, list[bool]]:
+    """An offer that waits in a thread, as the batch step's does, and what it says in the end."""
+    offer = Offer(listener)
+    (pair,) = offer.variables().items()
+    monkeypatch.setenv(*pair)
+    said: list[bool] = []
+    thread = threading.Thread(target=lambda: said.append(offer.is_taken()))
+    thread.start()
+    return thread, said
+
+
+def test_rank_0_takes_the_bound_socket_and_serves_there(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = listener.getsockname()
+    thread, said = offered(listener, monkeypatch)
+    descriptor = listening.take(0)
+    thread.join()
+    assert said == [True]
+    assert listening.VARIABLE not in os.environ
+    assert descriptor is not None
+    # the batch step holds it no longer: once rank 0 is gone, nobody waits at a door that never opens
+    assert listener.fileno() == -1
+    with socket.socket(fileno=descriptor) as taken, socket.create_connection(address) as client:
+        server, _ = taken.accept()
+        with server:
+            client.sendall(b"hello")
+            assert server.recv(5) == b"hello"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+
+
+def test_a_rank_that_connects_before_is_served_by_the_batch_step(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, said = offered(listener, monkeypatch)
+    with socket.create_connection(listener.getsockname()):
+        thread.join()
+    assert said == [False]
+    assert listening.take(0) is None
+    assert listener.fileno() != -1
+
+
+def test_other_ranks_take_nothing(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, said = offered(listener, monkeypatch)
+    assert listening.take(1) is None
+    assert listening.VARIABLE not in os.environ
+    assert said == []
+    with socket.create_connection(listener.getsockname()):
+        thread.join()
