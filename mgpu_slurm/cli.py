@@ -137,7 +137,7 @@ def cli(debug: bool) -> None:
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; may be repeated.")
 @click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")
-@click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: not on slurm]")
+@click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
 @click.option("--check", is_flag=True, help="With --dry-run: ask SLURM when and where it would start.")
 @json_flag
@@ -288,9 +288,9 @@ def status(names: tuple[str, ...], as_json: bool) -> None:
     from mgpu_slurm.observe import status as statuses
 
     if names:
-        states = [state for _, state in registry.current([registry.find(name) for name in names])]
+        states = [state for _, state in registry.current([registry.find(name) for name in names], _note)]
     else:
-        states = [state for _, state in registry.all_states()]
+        states = [state for _, state in registry.all_states(_note)]
     if as_json:
         _print_json([statuses.facts(state) for state in states])
     elif states:
@@ -306,6 +306,7 @@ def status(names: tuple[str, ...], as_json: bool) -> None:
 @click.option("--launch", is_flag=True, help="The log of the batch script or supervisor instead.")
 def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
     """Print what a rank has printed, over all attempts."""
+    from mgpu_slurm import records
     from mgpu_slurm.launch import registry, runs
 
     if launch:
@@ -314,7 +315,7 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
         return
     handle = runs.find_run(name)
     folder = handle.files
-    ranks = handle.facts["ranks"]
+    ranks = records.read_state(folder)["ranks"]
     if not 0 <= rank < ranks:
         raise UserError(f"--rank {rank}: run {folder.run} has ranks 0 to {ranks - 1}")
     if follow:
@@ -358,7 +359,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     found = [runs.find(name) for name in names]
     give_up = None if timeout is None else time.monotonic() + timeout
     try:
-        ended = [each.wait(None if give_up is None else give_up - time.monotonic()) for each in found]
+        ended = [each.wait(None if give_up is None else give_up - time.monotonic(), _note) for each in found]
     except TimeoutError:
         alive = [each.name for each in found if states.is_alive(each.state)]
         raise MgpuError(f"--timeout {timeout:g}: {', '.join(alive)} still alive after {timeout:g} s") from None
@@ -381,7 +382,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     show_default=True,
     help="Its own code, or the project's as it is now.",
 )
-@click.option("--follow/--no-follow", default=None, help="Show the log of rank 0 until the end.  [default: not on slurm]")
+@click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @json_flag
 def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tuple[str, ...], **flags: Any) -> None:
     """Start a run that has ended again, from its newest checkpoint, with other resources where they are given.
@@ -477,7 +478,7 @@ def doctor(
                 _print_lines(finding.lines())
 
     show(doctors.look_here(Path.cwd(), _note, will_be_proven=submits))
-    if submits and not doctors.slurm_is_silent(found):
+    if submits and not any(map(doctors.is_silence, found)):
         show(job.findings_of_job(resources, executor, cluster, _note))
     if as_json:
         _print_json([finding.plain for finding in found])

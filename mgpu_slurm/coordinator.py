@@ -51,6 +51,9 @@ class Coordinator:
         while waiting or self._alive:
             while waiting and self._shares:
                 self._start(waiting.popleft())
+            if not self._alive:
+                # those that waited were cancelled by others
+                continue
             received = signal.sigtimedwait(_WATCHED, 3600)
             if received is not None and received.si_signo == signal.SIGTERM:
                 self._cancel(waiting, "cancelled")

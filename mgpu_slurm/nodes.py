@@ -18,7 +18,9 @@ from typing import Protocol
 from mgpu_slurm import processes, slurm
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import allocation, local, script, simulated
+from mgpu_slurm.launch.allocation import Allocation
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import wait_out
 from mgpu_slurm.runtime import batch, entry
 from mgpu_slurm.spec import Spec
 
@@ -87,7 +89,7 @@ class SimulatedNodes:
     """This machine, as several nodes. Ranks are forked, so that torch is imported once for all."""
 
     address = simulated.ADDRESS
-    ports = None
+    ports: range | None = None
     look_every = 3600.0
 
     def __init__(self, folder: RunFolder, spec: Spec) -> None:
@@ -179,18 +181,21 @@ class HeldNodes:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def prepare(self) -> Limit | None:
-        found = allocation.held({allocation.JOB_VARIABLE: self.job_id})
+        found = self._held()
         resources = self._spec.resources
-        nodes = allocation.choose(found, resources, allocation.busy(self.job_id))
+        nodes = allocation.choose(found, resources, wait_out(lambda: allocation.busy(self.job_id)))
         self.names = [node.name for node in nodes]
         # a login node may be behind a firewall that srun itself has to get through
-        self.ports = slurm.srun_ports()
+        self.ports = wait_out(slurm.srun_ports)
         self._options = allocation.srun_options(found, nodes, resources, self._spec.run)
         self._log = batch.LaunchLog(self._folder.launch_log(local.log_name(self._spec.executor, self._folder)))
         limit = found.limit(resources)
         if limit is None or limit == resources.time_limit:
             return None if limit is None else _asked_limit(limit)
         return Limit(limit, f"before the end of its allocation {self.job_id}; `resume` inside a new one goes on")
+
+    def _held(self) -> Allocation:
+        return wait_out(lambda: allocation.held({allocation.JOB_VARIABLE: self.job_id}))
 
     def start(self, rendezvous: dict[str, str], restarts: int) -> dict[int, str]:
         srun = [*script.ranks_command(self._spec, self._options), str(self._folder.path)]
@@ -235,9 +240,11 @@ class HeldNodes:
 
     def used_up(self, lead: int | None) -> str:
         try:
-            left = allocation.held({allocation.JOB_VARIABLE: self.job_id}).seconds_left
-        except (UserError, ClusterError):
+            left = self._held().seconds_left
+        except UserError:
             left = 0
+        except ClusterError as silent:
+            return f"{silent}; `resume` goes on"
         if left is None or left > 2 * (lead or 0):
             return ""
         return f"its allocation {self.job_id} is used up; `resume` inside a new one goes on"

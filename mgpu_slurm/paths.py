@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ class RunFolder:
     def create(self, readable_by: str = "owner") -> None:
         """Makes the folder and its `logs/`, which has to exist before SLURM opens the first log."""
         self.path.mkdir(parents=True)
-        self.path.chmod(FOLDER_MODE[readable_by])
+        set_mode(self.path, FOLDER_MODE[readable_by])
         self.logs.mkdir()
 
     def create_task(self) -> None:
@@ -170,6 +171,11 @@ def state_home() -> Path:
     """Where this user's index of runs folders and the check cache live."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "mgpu_slurm"
+
+
+def set_mode(folder: Path, mode: int) -> None:
+    """Sets a folder's permissions, whatever the umask; a group that it hands down to what is made in it stays."""
+    folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))
 
 
 def open_to(readable_by: str) -> None:

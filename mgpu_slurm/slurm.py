@@ -15,6 +15,9 @@ from mgpu_slurm import states
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.hostlist import expand
 
+SQUEUE_TAKES = 10.0
+"""Seconds, SLURM's own limit for one answer by default; squeue would go on trying for as many again."""
+
 _OF_ANOTHER_JOB = re.compile(
     r"(SLURM|SBATCH|SRUN|PMIX|PMI|OMPI|TORCHELASTIC|MGPU)_.*"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
@@ -24,6 +27,7 @@ _DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _UNCUT = {"SLURM_BITSTR_LEN": "0"}
 _QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "RestartCnt", "NodeList", "Reason")
 _ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList")
+_NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
 LOST, UNREACHED, BUSY = "lost", "unreached", "busy"
@@ -80,6 +84,7 @@ class QueuedJob:
     state: str
     """One of `states`."""
     reason: str
+    """Why it waits or has ended; else SLURM's own word for its state where that says more."""
     nodes: tuple[str, ...]
     start: str | None
     """Of a pending job the expected one; local time without a zone, as SLURM prints it."""
@@ -110,6 +115,18 @@ class NodeGroup:
     is_default: bool
     nodes: int
     gpus_per_node: int
+
+
+DEFAULTS_OF_SBATCH = {
+    f"SBATCH_{name.upper()}": name for name in ("account", "constraint", "partition", "qos", "reservation")
+}
+"""What a user's profile sets for all submissions, and the flag that it stands for (sbatch(1), INPUT ENVIRONMENT
+VARIABLES). They are read as defaults: sbatch itself would let them win over the script."""
+
+
+def flags_of_profile(environ: Mapping[str, str]) -> dict[str, str]:
+    """The flags that these variables give."""
+    return {flag: environ[name] for name, flag in DEFAULTS_OF_SBATCH.items() if environ.get(name)}
 
 
 def scrubbed_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -211,17 +228,24 @@ def squeue_command(job_ids: Sequence[str]) -> list[str]:
 
 
 def parse_squeue(output: str) -> list[QueuedJob]:
-    return [_queued_job(line) for line in output.splitlines() if line.count("|") >= len(_QUEUE_FIELDS)]
+    """All jobs; what a site's banners say between them is none."""
+    rows = [line.split("|", len(_QUEUE_FIELDS) - 1) for line in output.splitlines()]
+    return [_queued_job(row) for row in rows if len(row) == len(_QUEUE_FIELDS) and _is_job_id(row[0])]
 
 
-def _queued_job(line: str) -> QueuedJob:
-    job_id, state, start, end, restarts, nodes, reason = line.split("|", len(_QUEUE_FIELDS) - 1)
+def _is_job_id(text: str) -> bool:
+    return re.fullmatch(r"\d+(_\S+)?", text.strip()) is not None
+
+
+def _queued_job(row: list[str]) -> QueuedJob:
+    job_id, word, start, end, restarts, nodes, reason = row
     _, _, task = job_id.strip().partition("_")
+    state = states.from_slurm(word)
     return QueuedJob(
         job_id=job_id.strip(),
         array_task=int(task) if task.isdigit() else None,
-        state=states.from_slurm(state),
-        reason=_text(reason.removesuffix("|")) or "",
+        state=state,
+        reason=_text(reason.removesuffix("|")) or (word.strip() if word.strip() != state else ""),
         nodes=tuple(expand(_text(nodes) or "")),
         start=_text(start),
         end=_text(end),
@@ -235,7 +259,7 @@ def queued(job_ids: Sequence[str]) -> dict[str, QueuedJob] | None:
     None where it does not answer: then nothing is known, and no job may be called lost.
     """
     try:
-        jobs = parse_squeue(run(squeue_command(job_ids)))
+        jobs = parse_squeue(run(squeue_command(job_ids), SQUEUE_TAKES))
     except ClusterError as error:
         # squeue fails this way where a single job is asked for, and leaves unknown ones out where several are
         return {} if "Invalid job id specified" in str(error) else None
@@ -249,17 +273,22 @@ def sacct_command(job_ids: Sequence[str]) -> list[str]:
     return ["sacct", "--noheader", "-P", "-X", "-D", "-o", fields, "-j", ",".join(job_ids)]
 
 
-def accounted(job_ids: Sequence[str]) -> list[AccountedStart]:
-    """Every start of the jobs that accounting knows, oldest first; nothing where there is no accounting to ask."""
+def accounted(job_ids: Sequence[str]) -> list[AccountedStart] | None:
+    """Every start of the jobs that accounting knows, oldest first; nothing where the site has none.
+
+    None where it does not answer.
+    """
     try:
         return parse_sacct(run(sacct_command(job_ids)))
-    except ClusterError:
-        return []
+    except ClusterError as error:
+        is_there_none = "accounting storage is disabled" in str(error) or "no sacct on PATH" in str(error)
+        return [] if is_there_none else None
 
 
 def parse_sacct(output: str) -> list[AccountedStart]:
     """All starts, oldest first: the last one of a job says how it ended."""
-    rows = [line.split("|") for line in output.splitlines() if line.count("|") == len(_ACCOUNTING_FIELDS) - 1]
+    rows = [line.split("|") for line in output.splitlines()]
+    rows = [row for row in rows if len(row) == len(_ACCOUNTING_FIELDS) and _is_job_id(row[0])]
     rows.sort(key=lambda row: (row[3], row[4]))
     return [start for row in rows for start in _accounted_starts(row)]
 
@@ -336,13 +365,12 @@ def sinfo_command(partition: str | None) -> list[str]:
 
 
 def parse_sinfo(output: str) -> list[NodeGroup]:
-    groups = []
-    for line in output.splitlines():
-        if line.count("|") != 2:
-            continue
-        partition, nodes, gres = (field.strip() for field in line.split("|"))
-        groups.append(NodeGroup(partition.removesuffix("*"), partition.endswith("*"), int(nodes), gpus_in(gres)))
-    return groups
+    found = [_NODES.fullmatch(line.strip()) for line in output.splitlines()]
+    return [
+        NodeGroup(line["partition"], line["default"] == "*", int(line["nodes"]), gpus_in(line["gres"]))
+        for line in found
+        if line is not None
+    ]
 
 
 def gpus_in(gres: str) -> int:

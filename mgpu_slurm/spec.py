@@ -167,7 +167,7 @@ class Spec:
     """What the first attempt waits for: `afterok:RUN` or `afterany:RUN`."""
     max_requeues: int = 20
     kill_wait: int = 30
-    """Local executor: seconds between SIGTERM and SIGKILL (SLURM's own KillWait is the site's)."""
+    """Seconds between SIGTERM and SIGKILL, locally and in an allocation; for jobs in the queue the site has its own."""
     cluster: str | None = None
     setup: tuple[str, ...] = ()
     """Shell lines of the batch script before the ranks start."""

@@ -203,11 +203,12 @@ class Supervisor:
         return ending.code
 
     def _end_all_at_last(self) -> None:
+        """Nobody waits for this any more: it may take until SLURM answers again."""
         while True:
-            try:
-                return self._nodes.end_all(keep=set())
-            except ClusterError:
-                time.sleep(TRY_AGAIN_AFTER)
+            with suppress(ClusterError):
+                self._nodes.end_all(keep=set())
+                return
+            time.sleep(TRY_AGAIN_AFTER)
 
     def _watch(self, pid: int) -> int:
         """Waits for the batch step, and does meanwhile what the clock and other shells ask for."""

@@ -33,6 +33,9 @@ case $plan in
     take-and-die) "$real" "$@" > /dev/null; kill -KILL $$ ;;
     take-and-say-nothing) "$real" "$@" > /dev/null ;;
     take-with-banners) echo 'Your job 500 has ended.'; "$real" "$@"; echo '3 new messages' ;;
+    wait-and-fail)
+        touch "$state/here"; until [ -e "$state/go" ]; do sleep 0.01; done
+        fail 'Unable to contact slurm controller (connect failure)' ;;
     wait-and-take) touch "$state/here"; until [ -e "$state/go" ]; do sleep 0.01; done; exec "$real" "$@" ;;
     take-and-wait) "$real" "$@"; touch "$state/here"; until [ -e "$state/go" ]; do sleep 0.01; done ;;
     *) exec "$real" "$@" ;;

@@ -64,11 +64,11 @@ def test_parse_squeue() -> None:
     assert slurm.parse_squeue(output) == [
         QueuedJob("42", None, "RUNNING", "", ("gpu03", "gpu04"), "2024-05-01T10:00:00", "2024-05-01T12:00:00", 2),
         QueuedJob("43", None, "PENDING", "ReqNodeNotAvail, UnavailableNodes:gpu[01,07]", (), None, None, 0),
-        QueuedJob("44_1", 1, "PENDING", "", ("gpu05",), "2024-05-01T11:00:00", None, 0),
+        QueuedJob("44_1", 1, "PENDING", "CONFIGURING", ("gpu05",), "2024-05-01T11:00:00", None, 0),
         QueuedJob(
             "44_12", 12, "FAILED", "NonZeroExitCode", ("gpu06",), "2024-05-01T11:00:00", "2024-05-01T11:30:00", 0
         ),
-        QueuedJob("44_13", 13, "UNKNOWN", "", (), None, None, 0),
+        QueuedJob("44_13", 13, "UNKNOWN", "SOMETHING_NEW", (), None, None, 0),
     ]
     assert slurm.parse_squeue("") == []
 
@@ -87,6 +87,24 @@ def test_queued_jobs_by_their_id(fake_command: FakeCommand) -> None:
     fake_command("squeue", 'echo "42_1|RUNNING|2024-05-01T10:00:00|N/A|0|gpu1|None|"')
     expected = QueuedJob("42_1", 1, "RUNNING", "", ("gpu1",), "2024-05-01T10:00:00", None, 0)
     assert slurm.queued(["42"]) == {"42_1": expected}
+
+
+BANNERS = ("|   Maintenance on Monday   |", "| a | b | c | d | e | f | g |", "Your job 500 has ended.", "a|b|c", "")
+
+
+@pytest.mark.parametrize(
+    ("parse", "line"),
+    [
+        (slurm.parse_squeue, "44_1|RUNNING|2024-05-01T11:00:00|NONE|0|gpu05|None|"),
+        (slurm.parse_sacct, "43|FAILED|1:0|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|gpu7"),
+        (slurm.parse_sinfo, "gpu*|4|gpu:a100:8(S:0-1)"),
+        (lambda output: slurm.parse_marked(output, "mgpu-1"), "42|mgpu-1"),
+    ],
+)
+def test_a_sites_banners_are_no_answers(parse: Callable[[str], object], line: str) -> None:
+    banners = "".join(f"{banner}\n" for banner in BANNERS)
+    assert parse(f"{banners}{line}\n{banners}") == parse(line)
+    assert not parse(banners)
 
 
 def test_sacct_command_asks_for_every_start() -> None:
@@ -178,6 +196,11 @@ def test_a_partition_that_sinfo_does_not_list_is_named(fake_command: FakeCommand
         slurm.gpus_per_node("gpuu")
 
 
+def test_a_profile_s_defaults_for_sbatch_are_flags() -> None:
+    environ = {"SBATCH_ACCOUNT": "lab", "SBATCH_PARTITION": "", "SBATCH_TIMELIMIT": "5", "SLURM_ACCOUNT": "x"}
+    assert slurm.flags_of_profile(environ) == {"account": "lab"}
+
+
 def test_scrubbed_environment_drops_what_another_job_left() -> None:
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "MGPU_RUNS": "/runs", "RANKING": "1", "GPUS": "0"}
     leaked = [
@@ -254,3 +277,11 @@ def test_who_waits_for_an_array_waits_for_the_successor_of_each_task() -> None:
         "52": "afterok:9,afterok:77_1",
         "53": "afterok:9_1,afterok:77_1",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"), [("60001-60003", [60001, 60002, 60003]), ("0-0", None), ("(null)", None), ("", None)]
+)
+def test_the_ports_that_a_site_leaves_open_for_srun(text: str, ports: list[int] | None) -> None:
+    found = slurm.parse_ports(text)
+    assert (None if found is None else list(found)) == ports

@@ -44,7 +44,7 @@ class Cluster:
     """The signal before the time limit, with a lead in seconds where one is wanted: `USR2@120`."""
     max_requeues: int = 20
     kill_wait: int = 30
-    """Local executor: seconds between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL, locally and in an allocation."""
     snapshot_limit: int = 100_000_000
     """Bytes of code that a run may copy."""
 

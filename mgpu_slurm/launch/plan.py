@@ -123,7 +123,8 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     given = {key: value for key, value in request.flags.items() if value is not None}
     held = wait_out(lambda: allocation.held(os.environ), note) if executor == "allocation" else None
     if held is None:
-        asked = resources_from(configs.merge(chosen.flags, given), "the call")
+        profile = slurm.flags_of_profile(os.environ) if executor == "slurm" else {}
+        asked = resources_from(profile | configs.merge(chosen.flags, given), "the call")
         resources, shares = _with_gpus(asked, executor, request.dry_run, note)
         limit = resources.time_limit
     else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 
 from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import ClusterError, UserError, nearest
-from mgpu_slurm.launch import allocation, cleaning, local, queueing
+from mgpu_slurm.launch import allocation, cleaning, last_words, local, queueing
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
+from mgpu_slurm.patience import Note, quiet
 
 State = dict[str, Any]
 
@@ -22,13 +23,16 @@ _NEVER_ARRIVED: State = {
     "reason": "never arrived in SLURM's queue; `resume` submits it again",
 }
 
+_LOST: State = {"state": states.FAILED, "reason": "lost"}
+_LOST_SO_FAR: State = {
+    "state": states.FAILED,
+    "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
+}
+
 _SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
 _SILENT = "as it was last seen: SLURM's controller does not answer"
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
-
-ASK_EVERY = {"local": 1.0, "allocation": 15.0, "slurm": 15.0}
-"""Seconds between two questions to an executor by one who waits; a controller serves thousands."""
 
 
 def _index() -> Path:
@@ -50,19 +54,22 @@ def roots() -> list[Path]:
     """The runs folder of the working directory, then every other one that this user has used and that still exists."""
     known = [paths.runs_root(), *(Path(record["folder"]) for record in read_jsonl(_index()))]
     # two ways to the same folder are one
-    return [root for root in dict.fromkeys(root.resolve() for root in known) if root.is_dir()]
+    found = dict.fromkeys(root.resolve() for root in known)
+    return [root for root in found if os.path.isdir(root) and os.access(root, os.R_OK | os.X_OK)]
 
 
 def folders(root: Path) -> list[RunFolder]:
-    """The runs and groups in a runs folder."""
+    """The runs and groups in a runs folder, but for those of others who keep theirs to themselves."""
     return [
-        RunFolder(path) for path in root.iterdir() if not path.name.startswith(".") and (path / "state.json").exists()
+        RunFolder(path)
+        for path in root.iterdir()
+        if not path.name.startswith(".") and os.path.exists(path / "state.json")
     ]
 
 
-def all_states() -> list[tuple[RunFolder, State]]:
-    """Every run and how it stands, newest first, the runs of a group in their order."""
-    found = current([folder for root in roots() for folder in folders(root)])
+def all_states(note: Note = quiet) -> list[tuple[RunFolder, State]]:
+    """Every run and how it stands, newest first, the runs of a group in their order; `note` is as for `current`."""
+    found = current([folder for root in roots() for folder in folders(root)], note)
     gone = _removed(found)
     left = [pair for pair in found if pair[0].group not in gone]
     return sorted(left, key=lambda pair: pair[1]["submitted"] or "", reverse=True)
@@ -84,9 +91,9 @@ def find(name: str) -> RunFolder:
     """The run or group of that name, or whose name begins so, or with that job id; `<group>/<index>` is one run of it.
 
     Raises:
-        UserError: there is none, or there are several.
+        UserError: there is none, or there are several, or it is somebody else's who keeps it closed.
     """
-    if (Path(name) / "spec.yaml").exists():
+    if os.path.exists(Path(name) / "spec.yaml"):
         return RunFolder(Path(name).absolute())
     head, slash, index = name.rpartition("/")
     if slash and index.isdigit():
@@ -100,8 +107,23 @@ def find(name: str) -> RunFolder:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
         raise UserError(f"run {name!r} is not clear: {names}; give more of the name")
     if not found:
+        _refuse_closed(name)
         raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `mgpu-slurm status`")
     return found[0]
+
+
+def _refuse_closed(name: str) -> None:
+    """Tells a run that may not be looked into from one that is not there."""
+    for path in [Path(name), *(root / name for root in roots())]:
+        try:
+            os.stat(path / "spec.yaml")
+        except PermissionError:
+            raise UserError(
+                f"run {str(path)!r} is not open to you: its owner shares runs by `readable-by: group` in mgpu.yaml,"
+                " in a runs folder of a group that both are in"
+            ) from None
+        except OSError:
+            continue
 
 
 def _task(folder: RunFolder, task: int) -> RunFolder:
@@ -144,41 +166,19 @@ def state(folder: RunFolder) -> State:
     return current([folder])[0][1]
 
 
-class Watch:
-    """Runs, again and again: their records each time, their executor's word not more often than that can bear."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folders = members(folder)
-        self._ended: dict[RunFolder, State] = {}
-        self._next_question = 0.0
-        self._pause = 0.5
-
-    def state(self) -> State:
-        """Of a run, or of the first one of a group."""
-        return self.states()[0]
-
-    def states(self) -> list[State]:
-        alive = [folder for folder in self._folders if folder not in self._ended]
-        executor = records.read_state(alive[0])["executor"] if alive else ""
-        if time.monotonic() < self._next_question:
-            found = [(folder, records.read_state(folder)) for folder in alive]
-        else:
-            self._pause = min(2 * self._pause, ASK_EVERY.get(executor, 1.0))
-            self._next_question = time.monotonic() + self._pause
-            found = current(alive)
-        self._ended |= {folder: state for folder, state in found if not states.is_alive(state["state"])}
-        newest = dict(found) | self._ended
-        return [newest[folder] for folder in self._folders]
-
-
-def current(asked: Iterable[RunFolder]) -> list[tuple[RunFolder, State]]:
+def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFolder, State]]:
     """How runs stand now, those of a group one by one: as recorded, and for those not known to have ended, as their
     executor knows.
 
     One squeue serves all of them, and one sacct those that it has forgotten.
+
+    Args:
+        note: hears that the cluster does not answer.
     """
     found = [pair for folder in asked for pair in _recorded(folder)]
     known = _queue([state for _, state in found if states.is_alive(state["state"]) and _is_slurms_to_tell(state)])
+    if known is None:
+        note("SLURM's controller does not answer: runs are shown as they were last seen")
     return [(folder, _true(folder, state, known)) for folder, state in found]
 
 
@@ -226,6 +226,9 @@ def look_for_jobs(folder: RunFolder) -> None:
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
     """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
+    if folder.path.stat().st_uid != os.geteuid():
+        # the jobs of others are not looked through
+        return None, True
     try:
         job_id = queueing.find(folder, submission.token)
     except ClusterError:
@@ -250,9 +253,16 @@ def _queue(waiting: list[State]) -> dict[str, State] | None:
     forgotten = [job_id for job_id in ids if job_id not in known]
     starts = slurm.accounted(_jobs(forgotten)) if forgotten else []
     # oldest first: the last start of a job is how it stands
-    accounted = {start.job_id: {"state": start.state, "reason": "", **_ended(start.end)} for start in starts}
+    last = {start.job_id: start for start in starts or []}
+    # accounting may have missed the end of a job that the controller does not have any more
+    accounted = {job_id: _accounted_facts(start) for job_id, start in last.items() if not states.is_alive(start.state)}
     known = accounted | known
-    return known | _of_arrays([job_id for job_id in forgotten if job_id not in accounted], known)
+    known |= _of_arrays([job_id for job_id in forgotten if job_id not in accounted], known)
+    return known if starts is not None else dict.fromkeys(forgotten, _LOST_SO_FAR) | known
+
+
+def _accounted_facts(start: slurm.AccountedStart) -> State:
+    return {"state": start.state, "reason": "", **_ended(start.end)}
 
 
 def _of_arrays(forgotten: list[str], known: dict[str, State]) -> dict[str, State]:
@@ -276,13 +286,21 @@ def _jobs(job_ids: Iterable[str]) -> list[str]:
 
 
 def _facts(job: slurm.QueuedJob) -> State:
-    if job.state == states.PENDING and job.start is not None:
+    if job.state == states.PENDING and _is_expected(job):
+        assert job.start is not None
         return {"state": job.state, "reason": f"{job.reason}, expected to start at {job.start.replace('T', ' ')}"}
     if states.is_alive(job.state):
         return {"state": job.state, "reason": job.reason}
     # why it pended is what SLURM goes on to say of a job that was cancelled
     reason = "cancelled" if job.state == states.CANCELLED else job.reason
     return {"state": job.state, "reason": reason, **_ended(job.end)}
+
+
+def _is_expected(job: slurm.QueuedJob) -> bool:
+    """Whether the job's start is what SLURM expects, and not left over from before it was held or got its nodes."""
+    if job.start is None or "held" in job.reason.lower():
+        return False
+    return datetime.fromisoformat(job.start) > datetime.now()
 
 
 def _ended(local_time: str | None) -> State:
@@ -304,17 +322,22 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
         return state | {"reason": state["reason"] or _SILENT}
     if state["job_id"] is None:
         return state
-    facts = known.get(state["job_id"])
-    if facts is None:
+    facts = known.get(state["job_id"], _LOST)
+    if facts in (_LOST, _LOST_SO_FAR):
+        facts = last_words.ending(folder, state["job_id"]) or facts
+    if facts in (_LOST, _LOST_SO_FAR):
         # the controller answers, and neither it nor accounting nor the run's own records know of an end
-        return state | {"state": states.FAILED, "reason": "lost"}
+        return state | facts
     if states.is_alive(facts["state"]):
         return state | facts
     # the job may have written its last word while SLURM was asked
     again = records.read_state(folder)
     if not states.is_alive(again["state"]):
         return again
-    facts = {"ended": records.now()} | facts
+    if facts["state"] == states.FAILED:
+        facts = facts | {"reason": last_words.before_the_ranks(folder, state["job_id"]) or facts["reason"]}
+    # one that never started has left no word of its job itself
+    facts = {"ended": records.now(), "job_id": state["job_id"]} | facts
     # SLURM forgets; a run of somebody else's stays as it is on disk
     with contextlib.suppress(OSError):
         folder.create_task()

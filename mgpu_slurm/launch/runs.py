@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from mgpu_slurm.launch import cleaning, local, registry
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.changing import NO_CHANGE, Change
 from mgpu_slurm.launch.plan import Request
+from mgpu_slurm.launch.watching import Watch
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
 from mgpu_slurm.spec import read_spec
@@ -51,18 +54,19 @@ class _Submitted:
         """Whether it runs a command, which saves only what it saves by itself."""
         return read_spec(self.files).target.is_command
 
-    def wait(self, timeout: float | None = None) -> str:
+    def wait(self, timeout: float | None = None, note: Note = quiet) -> str:
         """Blocks until all has ended and returns the state.
 
         Args:
             timeout: seconds, None for as long as it takes.
+            note: hears that a cluster does not answer.
 
         Raises:
             TimeoutError: it has not ended in that time.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         pause = 0.05
-        watch = registry.Watch(self.files)
+        watch = Watch(self.files, note)
         while True:
             state = states.overall(watch.states())
             if not states.is_alive(state):
@@ -81,7 +85,9 @@ class _Submitted:
             if any(facts["job_id"] is None for _, facts in alive):
                 registry.look_for_jobs(self.files.group)
                 alive = self._alive()
-            _cancel_jobs([facts for _, facts in alive])
+            self._cancel_jobs([facts for _, facts in alive])
+            # what has not started ends at once, and nothing but SLURM tells of that, for some minutes
+            registry.current([self.files])
             return True
         reached = [_cancel_local(folder, facts) for folder, facts in alive]
         return any(reached)
@@ -96,8 +102,9 @@ class _Submitted:
             note: hears that a cluster which does not answer is waited for.
 
         Raises:
-            UserError: there is nothing to start, or the change does not fit.
+            UserError: there is nothing to start, or the change does not fit, or the run is somebody else's.
         """
+        self._check_is_own("resume")
         found = registry.current([self.files])
         ended = [folder for folder, facts in found if not states.is_alive(facts["state"])]
         unfinished = [folder for folder, facts in found if folder in ended and facts["state"] != states.COMPLETED]
@@ -111,8 +118,9 @@ class _Submitted:
         """Deletes it, or only its checkpoints, from the disk.
 
         Raises:
-            UserError: it is still alive, or a part of a group.
+            UserError: it is still alive, or a part of a group, or somebody else's.
         """
+        self._check_is_own("delete")
         if states.is_alive(self.state):
             raise UserError(f"run {self.name} is {self.state}: `mgpu-slurm cancel {self.name}` first")
         if only_checkpoints:
@@ -122,6 +130,30 @@ class _Submitted:
             raise UserError(f"run {self.name} is a part of group {self.files.group.run}: delete that one")
         else:
             cleaning.delete_run(self.files)
+
+    def _check_is_own(self, what: str) -> None:
+        # in a runs folder that many may write in, it could be renamed all the same
+        if not os.access(self.files.group.path, os.W_OK):
+            raise UserError(f"run {self.name} is {self._owner}'s: only they can {what} it")
+
+    def _cancel_jobs(self, alive: list[dict[str, Any]]) -> None:
+        unknown = [facts["run"] for facts in alive if facts["job_id"] is None]
+        if unknown:
+            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
+        try:
+            slurm.run(slurm.scancel_command([facts["job_id"] for facts in alive]))
+        except ClusterError as error:
+            if "permission denied" not in str(error):
+                raise
+            raise ClusterError(f"run {self.name} is {self._owner}'s, and SLURM does not let you cancel it") from None
+
+    @property
+    def _owner(self) -> str:
+        number = self.files.group.path.stat().st_uid
+        try:
+            return pwd.getpwuid(number).pw_name
+        except KeyError:
+            return f"user {number}"
 
 
 class Handle(_Submitted):
@@ -165,13 +197,6 @@ class Group(_Submitted):
         """
         self.wait()
         return [run.result() for run in self.runs]
-
-
-def _cancel_jobs(alive: list[dict[str, Any]]) -> None:
-    unknown = [facts["run"] for facts in alive if facts["job_id"] is None]
-    if unknown:
-        raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
-    slurm.run(slurm.scancel_command([facts["job_id"] for facts in alive]))
 
 
 def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:

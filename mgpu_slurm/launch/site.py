@@ -87,7 +87,8 @@ def parse_partitions(output: str, nodes: str) -> list[Partition]:
     by_state: dict[str, Counter[str]] = {}
     gpus: dict[str, set[int]] = {}
     for line in nodes.splitlines():
-        if line.count("|") != 3:
+        if not re.fullmatch(r"[^|]+\|\d+\|[^|]+\|[^|]*", line):
+            # a site's banner
             continue
         name, count, state, gres = line.split("|")
         by_state.setdefault(name, Counter())[state] += int(count)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.sizes import human_size
+from mgpu_slurm.paths import set_mode
 
 MAX_FILES = 50_000
 """Above this a project folder is mistaken for a data folder, and every submission would crawl."""
@@ -292,7 +293,7 @@ def _copy(root: Path, destination: Path, entries: list[_Entry]) -> tuple[int, in
     present = {entry.name for entry in entries} | {parent for entry in entries for parent in _parents(entry.name)}
     digest = hashlib.sha256()
     files = size = 0
-    destination.chmod(0o750)
+    set_mode(destination, 0o750)
     made = {""}
     for entry in entries:
         _make_folders(destination, os.path.dirname(entry.name), made)
@@ -320,7 +321,7 @@ def _make_folders(destination: Path, name: str, made: set[str]) -> None:
     folder = destination / name
     folder.mkdir()
     # whatever the umask: the run folder above decides who may look in
-    folder.chmod(0o750)
+    set_mode(folder, 0o750)
     made.add(name)
 
 

@@ -130,13 +130,20 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
         for folder in folders:
             folder.create_task()
             _reset_state(folder, job_id if folder == asked else None, now_with)
-        if supervisor is None:
-            tasks = [folder.task for folder in folders if folder.task is not None]
-            jobs += queueing.announce(asked.group, tasks or None, note)
+        if supervisor is not None:
+            assert job_id is not None
+            supervisor.go(asked)
+            return job_id
+        tasks = [folder.task for folder in folders if folder.task is not None]
+        jobs += queueing.announce(asked.group, tasks or None, note)
+        try:
             return queueing.submit(asked.group, read_spec(asked.group), jobs, note=note)
-        assert job_id is not None
-        supervisor.go(asked)
-        return job_id
+        except BaseException as stopped:
+            if not queueing.may_have_arrived(asked.group, jobs):
+                raise
+            problem = stopped
+    # the job may come, and what was changed for it stays
+    raise problem
 
 
 def _reset_state(folder: RunFolder, job_id: str | None, now_with: dict[str, Any]) -> None:

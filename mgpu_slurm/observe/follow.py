@@ -10,8 +10,8 @@ from typing import Any
 
 from mgpu_slurm import records, states
 from mgpu_slurm.hostlist import compress
-from mgpu_slurm.launch import registry
 from mgpu_slurm.launch.runs import log_files
+from mgpu_slurm.launch.watching import Watch
 from mgpu_slurm.observe.warned import Warned, told, warnings
 from mgpu_slurm.paths import RunFolder
 
@@ -31,11 +31,13 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
     known_events = len(records.events(folder)) if after_attempt else 0
     tails: dict[Path, _Tail] = {}
     known_warnings: set[Warned] = set()
-    watch = registry.Watch(folder)
+    notes: list[str] = []
+    watch = Watch(folder, notes.append)
     ended = False
     while not ended:
         # the state is read before the logs: what was written before the end is shown before the end
         ended = not states.is_alive(watch.state()["state"])
+        yield from _said(notes)
         events = records.events(folder)
         for event in events[known_events:]:
             yield from _told(event)
@@ -53,10 +55,12 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
 
 def follow_group(folder: RunFolder) -> Iterator[str]:
     """Yields a line whenever a run of the group starts or ends, and ends with the last one."""
-    watch = registry.Watch(folder)
+    notes: list[str] = []
+    watch = Watch(folder, notes.append)
     shown: dict[str, str] = {}
     while True:
         found = watch.states()
+        yield from _said(notes)
         for state in found:
             if state["state"] not in (shown.get(state["run"]), states.PENDING):
                 shown[state["run"]] = state["state"]
@@ -64,6 +68,12 @@ def follow_group(folder: RunFolder) -> Iterator[str]:
         if not any(states.is_alive(state["state"]) for state in found):
             return
         time.sleep(GROUP_PAUSE)
+
+
+def _said(notes: list[str]) -> Iterator[str]:
+    """Each note once."""
+    while notes:
+        yield f"-- {notes.pop(0)}\n"
 
 
 def _words(state: dict[str, Any]) -> str:

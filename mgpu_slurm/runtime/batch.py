@@ -63,6 +63,8 @@ class Ending:
     """That process."""
     told_to_end: bool = False
     """Whether this process got a SIGTERM meanwhile: SLURM sends one to the batch step when it ends a job."""
+    superseded: bool = False
+    """Whether a later attempt has started meanwhile: SLURM gives a node up that it cannot reach, where all goes on."""
 
 
 def describe_exit(ending: Ending) -> str:
@@ -107,6 +109,8 @@ def run_attempt(
     if folder.requeue_wish(attempt).exists():
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
     records.record_event(folder, "ended", attempt=attempt, job_id=job_id, exit_code=ending.code, who=ending.who)
+    if records.attempts_started(folder) > attempt:
+        return replace(ending, superseded=True)
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         _write_failure(folder, attempt, ending, describe(ending))
     return ending
@@ -286,6 +290,9 @@ def job_id() -> str:
 
 
 def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending) -> int:
+    if ending.superseded:
+        # neither its end nor its wish to be started again is the run's
+        return ending.code
     if ending.code and _is_slurms_doing(ending):
         # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
         return ending.code

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mgpu_slurm.paths import RunFolder, append_jsonl
-from mgpu_slurm.records import now, update_state
+from mgpu_slurm.records import now, read_state, update_state
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -75,7 +75,8 @@ class Reporter:
         self._last_write = time.monotonic()
         # a script that was not submitted has output, and no state that anybody keeps
         with self._disk_may_fail():
-            if self._folder.state.exists():
+            # one that was given up with its node, and goes on there, does not speak for the attempt after it
+            if self._folder.state.exists() and read_state(self._folder)["attempts"] <= self._attempt:
                 update_state(self._folder, sync=False, **changes)
 
     @contextmanager

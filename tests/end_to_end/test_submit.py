@@ -358,6 +358,15 @@ def test_a_dry_run_starts_nothing_and_leaves_nothing(project: Project, tmp_path:
     assert not (tmp_path / "state").exists()
 
 
+def test_a_profile_s_defaults_for_sbatch_come_after_the_cluster_file_and_the_call(project: Project) -> None:
+    project.write("mgpu.yaml", "clusters: {hpc: {flags: {account: file}}}")
+    project.environ |= {"SBATCH_ACCOUNT": "profile", "SBATCH_PARTITION": "profile", "SBATCH_QOS": "profile"}
+    words = ("submit", "--executor", "slurm", "--dry-run", "--gpus-per-node", "0", "--qos", "call", "--", "true")
+    said = project.call(*words).stdout
+    for line in ("--partition=profile", "--account=file", "--qos=call"):
+        assert f"#SBATCH {line}\n" in said
+
+
 def test_a_dry_run_prints_the_script_without_slurm(project: Project) -> None:
     project.write("train.py", "def train(run, config): pass\n")
     words = ("submit", "--executor", "slurm", "--dry-run", "train", "--nodes", "3", "--gpus-per-node", "4")

@@ -18,9 +18,11 @@ from mgpu_slurm import paths, patience, records, sbatch
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import queueing, registry, runs
 from mgpu_slurm.launch import submit as submitting
+from mgpu_slurm.launch.changing import Change
 from mgpu_slurm.launch.plan import Request
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.sbatch import MayBeQueued
+from mgpu_slurm.spec import read_spec
 from tests.slurm_stand_in import StandIn, stand_in
 from tests.support import REPOSITORY, Project, wait_until
 
@@ -174,6 +176,24 @@ def test_runs_that_were_not_asked_for_can_be_resumed(slurm: StandIn, here: Path,
     assert [facts["job_id"] for facts in found.all_facts] == ["42_0", "42_1", "43_0", "43_1", "44_0"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_what_somebody_else_is_submitting_is_left_alone(
+    slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "SECONDS", 0.0)
+    slurm.write("squeue", "exit 1\n")
+    slurm.plan("time-out")
+    with pytest.raises(MayBeQueued):
+        submit(notes)
+    slurm.write("squeue", "")
+    folder = only_run(here)
+    later(folder)
+    os.chown(folder.path, 12345, -1)
+    assert [state["state"] for _, state in registry.all_states()] == ["PENDING"]
+    os.chown(folder.path, os.geteuid(), -1)
+    assert registry.all_states() == []
+
+
 # -- resume
 
 
@@ -189,7 +209,8 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_ended(slurm: StandIn, her
     folder = ended_run(here, notes)
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match="Invalid partition"):
-        runs.Handle(folder).resume()
+        runs.Handle(folder).resume(Change({"time": "5"}))
+    assert read_spec(folder).resources.time is None
     assert (runs.Handle(folder).state, runs.Handle(folder).facts["reason"]) == ("TIMEOUT", "ended")
 
 
@@ -202,7 +223,8 @@ def test_a_resume_of_which_nobody_can_tell_pends_and_is_found_later(
     slurm.write("squeue", "exit 1\n")
     monkeypatch.setattr(patience, "SECONDS", 0.0)
     with pytest.raises(MayBeQueued):
-        runs.Handle(folder).resume()
+        runs.Handle(folder).resume(Change({"time": "5"}))
+    assert read_spec(folder).resources.time == "5"
     assert records.read_state(folder)["state"] == "PENDING"
     (slurm.state / "bin" / "squeue").write_text(answering)
     monkeypatch.setattr(records, "SUBMISSION_TAKES", timedelta(0))
@@ -234,6 +256,23 @@ def test_a_run_whose_job_slurm_does_not_have_cannot_be_cancelled_yet(
     (slurm.state / "queue").write_text("")
     with pytest.raises(ClusterError, match="does not have its job, or not yet"):
         runs.Handle(folder).cancel()
+
+
+# -- when and where it would start
+
+
+def test_on_this_machine_there_is_nothing_to_ask(project: Project) -> None:
+    words = ("submit", "--executor", "local", "--dry-run", "--check")
+    done = project.call(*words, "--", "true")
+    assert done.stdout.endswith("\nnothing to check: on local it would start at once\n")
+    assert project.json(*words, "--", "true")["check"] is None
+
+
+def test_only_a_rehearsal_asks(project: Project) -> None:
+    done = project.call("submit", "--check", "--", "true")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "mgpu-slurm: --check: it goes with --dry-run, and asks when the run would start\n"
+    assert not project.runs.exists()
 
 
 # -- killed, and interrupted
@@ -357,6 +396,20 @@ def test_ctrl_c_waits_for_the_answer_of_sbatch_and_tells_of_the_job(
         )
         assert process.wait() == 130
         assert events(only_run(here)) == ["submitting", "submitted"]
+
+
+def test_ctrl_c_during_an_sbatch_that_then_fails_is_not_followed_by_another(
+    project: Project, slurm: StandIn, here: Path
+) -> None:
+    slurm.plan("wait-and-fail", "take")
+    with start(project, slurm, "--", "true") as process:
+        wait_until(lambda: slurm.is_waiting)
+        process.send_signal(signal.SIGINT)
+        assert "waiting for sbatch to answer" in process.stderr.readline()
+        slurm.go()
+        assert process.wait() == 130
+    assert slurm.calls == ["wait-and-fail"]
+    assert runs_of(here) == []
 
 
 def test_ctrl_c_before_a_job_was_taken_leaves_nothing(project: Project, slurm: StandIn, here: Path) -> None:

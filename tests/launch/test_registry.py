@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mgpu_slurm import records
+from mgpu_slurm import processes, records
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder
@@ -118,8 +119,8 @@ def test_the_job_id_is_known_before_the_job_has_started(
     folder = make_run("queued", None, "PENDING")
     records.record_event(folder, "submitting", token="mgpu-1")
     records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
-    answers("squeue", "77|PENDING|2024-05-01T12:00:00|N/A|0||Resources|\n")
-    assert registry.state(folder)["reason"] == "Resources, expected to start at 2024-05-01 12:00:00"
+    answers("squeue", "77|PENDING|2999-05-01T12:00:00|N/A|0||Resources|\n")
+    assert registry.state(folder)["reason"] == "Resources, expected to start at 2999-05-01 12:00:00"
     assert registry.find("77").run == "queued"
 
 
@@ -145,3 +146,62 @@ def test_a_state_that_cannot_be_read_hides_no_other_run(make_run: Callable[..., 
     bad.state.write_text("{")
     states = {folder.run: state["state"] for folder, state in registry.all_states()}
     assert states == {"good": "COMPLETED", "bad": "UNKNOWN"}
+
+
+HERE = os.uname().nodename
+GONE = [os.getpid(), 1]
+"""A supervisor whose process id belongs to another process by now."""
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "reason"),
+    [
+        ("TIMEOUT", "TIMEOUT", "its allocation 42 reached its time limit; `resume` inside a new one goes on"),
+        ("COMPLETED", "CANCELLED", "its allocation 42 was released; `resume` inside a new one goes on"),
+        ("COMPLETING", "RUNNING", ""),
+        ("RUNNING", "RUNNING", ""),
+    ],
+)
+def test_a_run_inside_an_allocation_ends_with_it_wherever_its_supervisor_is(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None], job: str, state: str, reason: str
+) -> None:
+    folder = make_run("held", "42")
+    records.update_state(folder, executor="allocation", host="elsewhere", supervisor=[1, 1])
+    answers("squeue", f"42|{job}|2024-05-01T12:00:00|2024-05-01T12:05:00|0|n1|None|\n")
+    found = registry.state(folder)
+    assert (found["state"], found["reason"]) == (state, reason)
+    assert records.read_state(folder)["state"] == state
+    if state != "RUNNING":
+        assert found["ended"].startswith("2024-05-01T12:05:00")
+
+
+def test_a_run_whose_allocation_everybody_has_forgotten_has_ended(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("held", "42")
+    records.update_state(folder, executor="allocation", host="elsewhere", supervisor=[1, 1])
+    answers("squeue", "")
+    answers("sacct", "")
+    assert registry.state(folder)["state"] == "CANCELLED"
+
+
+def test_a_run_without_a_supervisor_is_lost_also_where_its_allocation_lives(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("held", "42")
+    records.update_state(folder, executor="allocation", host=HERE, supervisor=GONE)
+    answers("squeue", "42|RUNNING|2024-05-01T12:00:00|2024-05-01T12:05:00|0|n1|None|\n")
+    found = registry.state(folder)
+    assert found["state"] == "FAILED"
+    assert found["reason"].startswith("lost: its supervisor process is gone")
+
+
+def test_a_supervisor_that_lives_is_believed_without_a_question(make_run: Callable[..., RunFolder], runs: Path) -> None:
+    folder = make_run("held", "42")
+    supervisor = [os.getpid(), processes.started_at(os.getpid())]
+    records.update_state(folder, executor="allocation", host=HERE, supervisor=supervisor)
+    squeue = runs.parent / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/sh\ntouch {runs.parent}/asked\n")
+    squeue.chmod(0o755)
+    assert registry.state(folder)["state"] == "RUNNING"
+    assert not (runs.parent / "asked").exists()

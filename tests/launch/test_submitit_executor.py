@@ -45,7 +45,7 @@ def fake_sbatch(tmp_path: Path) -> FakeSbatch:
 
 
 def test_sbatch_gets_the_script_as_it_is(folder: RunFolder, fake_sbatch: FakeSbatch, tmp_path: Path) -> None:
-    environ = fake_sbatch(f'{RECORD}; echo 42')
+    environ = fake_sbatch(f"{RECORD}; echo 42")
     assert submit(SCRIPT, folder, environ) == "42"
     option, argument = (tmp_path / "argv").read_text().splitlines()
     assert option == "--parsable"
@@ -59,7 +59,7 @@ def test_submitit_s_files_stay_in_the_run_folder(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    submit(SCRIPT, folder, fake_sbatch('echo 42'))
+    submit(SCRIPT, folder, fake_sbatch("echo 42"))
     assert list(elsewhere.iterdir()) == []
     assert {path.name for path in folder.path.iterdir()} == {"logs", "submitit"}
     assert (folder.path / "submitit" / "42_submission.sh").read_text() == SCRIPT
@@ -70,7 +70,7 @@ def test_sbatch_inherits_the_environment_that_was_given_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "mask")
     monkeypatch.setenv("RANK", "3")
-    environ = fake_sbatch(f'{RECORD}; echo 42')
+    environ = fake_sbatch(f"{RECORD}; echo 42")
     before = dict(os.environ)
     submit(SCRIPT, folder, scrubbed_environment({**before, **environ, "SLURM_CONF": "/etc/slurm.conf"}))
     assert dict(os.environ) == before

@@ -140,13 +140,33 @@ def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFol
     assert after == before
 
 
-@pytest.mark.parametrize(("end", "how"), [("kill -9 $$", "was ended by SIGKILL"), ("exit 4", "ended with exit code 4")])
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_an_attempt_that_was_given_up_does_not_speak_for_the_next(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path, code: int
+) -> None:
+    """SLURM has lost its node and started the run again, while the node goes on."""
+    gate = folder.path / "gate"
+    batch = start_batch(shell(f"echo here; until [ -e {gate} ]; do sleep 0.01; done; exit {code}"), nodes=1)
+    wait_until(lambda: folder.rank_log(1, 0).exists())
+    records.record_event(folder, "started", attempt=2, job_id="9", nodes=["n2"])
+    records.update_state(folder, attempts=2)
+    gate.touch()
+    assert batch.wait() == code
+    state = records.read_state(folder)
+    assert (state["state"], state["reason"]) == ("RUNNING", "")
+    assert not folder.failure.exists()
+    assert not Path(f"{scontrol}.calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "how"), [("kill -9 $$", "was ended by SIGKILL"), ("exit 4", "ended with exit code 4: last words")]
+)
 def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
     folder: RunFolder, start_batch: StartBatch, end: str, how: str
 ) -> None:
     """The other rank, which srun ends by SIGTERM, has the higher exit code."""
     folder.failure.write_text('{"message": "of the attempt before"}')
-    start_batch(shell(f"if [ $RANK = 1 ]; then {end}; fi; sleep 600")).wait()
+    start_batch(shell(f"if [ $RANK = 1 ]; then echo last words; {end}; fi; sleep 600")).wait()
     state = records.read_state(folder)
     assert (state["state"], state["reason"]) == ("FAILED", f"rank 1 on n2 {how}")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 
+from mgpu_slurm.errors import RendezvousError
 from mgpu_slurm.runtime import devices, rendezvous
 from mgpu_slurm.runtime.facts import RankFacts
 from tests.runtime.ranks import join_ranks
@@ -55,6 +57,15 @@ def test_ports_are_bound_outside_of_the_range_from_which_linux_takes_its_own() -
         listener.close()
     assert len(set(ports)) == 30
     assert not any(low <= port <= high for port in ports)
+
+
+def test_ports_are_those_that_a_site_leaves_open() -> None:
+    with rendezvous.bind("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        with rendezvous.bind("127.0.0.1", range(port, port + 20)) as listener:
+            assert port < listener.getsockname()[1] < port + 20
+        with pytest.raises(RendezvousError, match=f"no port of SrunPortRange {port}-{port} could be bound"):
+            rendezvous.bind("127.0.0.1", range(port, port + 1))
 
 
 def test_a_rank_without_an_address_says_who_sets_it() -> None:

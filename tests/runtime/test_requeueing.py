@@ -121,9 +121,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
 
 
 def test_jobs_that_wait_for_the_run_wait_for_its_new_job_too(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
-    slurm.write(
-        "scontrol", 'echo "$*" >> "$0.calls"; case $1 in requeue) echo "is disabled" >&2; exit 1 ;; esac\n'
-    )
+    slurm.write("scontrol", 'echo "$*" >> "$0.calls"; case $1 in requeue) echo "is disabled" >&2; exit 1 ;; esac\n')
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'; echo '51|afterok:8(unfulfilled)'\n")
     assert start_again(folder, spec, Job("9", "mgpu-1")) == 0
     calls = (slurm.state / "bin" / "scontrol.calls").read_text().splitlines()

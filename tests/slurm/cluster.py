@@ -314,12 +314,13 @@ class Cluster:
         """SLURM's commands fail, each after trying for 10 s; what runs goes on."""
         self._stop("slurmctld")
 
-    def start_controller(self) -> None:
-        self._start_slurmctld()
-        linked = [node for node in NODES if f"{node}@" in self._inside("ip", "-brief", "link", "show", "up")]
-        for node in linked:
+    def start_controller(self, *options: str) -> None:
+        self._start_slurmctld(*options)
+        up, processes = self._inside("ip", "-brief", "link", "show", "up"), self._processes()
+        there = [node for node in NODES if f"{node}@" in up and "slurmd" in processes[node].values()]
+        for node in there:
             self._register(node)
-        self._until_nodes("the controller knows its nodes", linked, lambda state: "UNKNOWN" not in state)
+        self._until_nodes("the controller knows its nodes", there, lambda state: "UNKNOWN" not in state)
 
     def stop_database(self) -> None:
         """sacct fails (slurmdbd is gone); all else goes on."""
@@ -343,13 +344,29 @@ class Cluster:
     def allow_requeue(self) -> None:
         self._change_site(requeue=True)
 
+    def configure(self, *lines: str) -> None:
+        """A site with these lines in its slurm.conf too."""
+        (self.folder / "etc/site.conf").write_text(site() + "".join(f"{line}\n" for line in lines))
+        self._restart_controller()
+
+    def forget_jobs(self) -> None:
+        """A controller that has lost its state: it knows no job, and nodes end those that it does not know.
+
+        So it is with those that have ended after MinJobAge. Accounting knows more.
+        """
+        self._stop("slurmctld")
+        self.start_controller("-c")
+
     def _change_site(self, **change: bool) -> None:
         write_site(self.folder, **change)
-        self._stop("slurmctld")  # the type of accounting is read at its start alone
+        self._restart_controller()  # the type of accounting is read at its start alone
+
+    def _restart_controller(self) -> None:
+        self._stop("slurmctld")
         self.start_controller()
 
-    def _start_slurmctld(self) -> None:
-        self._launch("slurmctld")
+    def _start_slurmctld(self, *options: str) -> None:
+        self._launch("slurmctld", *options)
         self._until_listening("slurmctld", CONTROLLER_PORT)
 
     def _start_slurmd(self, node: str) -> None:

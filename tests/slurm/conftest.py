@@ -12,17 +12,28 @@ import pytest
 from tests.slurm.cluster import PREPARED, Cluster
 from tests.support import Project, make_project
 
+SKIPPED = pytest.StashKey[str]()
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("slurm")
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    missing = what_is_missing() if ours else None
+    for item in ours:
+        item.add_marker("slurm")
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=missing))
+    if missing:
+        config.stash[SKIPPED] = f"{len(ours)} tests of tests/slurm are skipped: {missing}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says it once, also where pytest is not asked for the reasons of skips."""
+    if line := config.stash.get(SKIPPED, ""):
+        terminalreporter.write_line(line, yellow=True)
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if missing := what_is_missing():
-        pytest.skip(f"a real SLURM takes root, namespaces and make cluster-deps: {missing}")
     with Cluster.up(tmp_path_factory.mktemp("cluster") / "state") as cluster:
         yield cluster
 
@@ -42,13 +53,33 @@ def slurm_project(cluster: Cluster, tmp_path: Path) -> Project:
     return project
 
 
+@pytest.fixture
+def asked(slurm_project: Project, tmp_path: Path) -> Path:
+    """A file with a line for each command of SLURM that the project's programs have called."""
+    said = tmp_path / "asked"
+    said.touch()
+    folder = tmp_path / "counting"
+    folder.mkdir()
+    real = slurm_project.environ["PATH"]
+    for name in ("squeue", "sacct", "scontrol", "sinfo", "sbatch", "scancel"):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\necho {name} "$@" >> {said}\nPATH={real} exec {name} "$@"\n')
+        script.chmod(0o755)
+    slurm_project.environ["PATH"] = f"{folder}:{real}"
+    return said
+
+
 def what_is_missing() -> str | None:
+    """What keeps a cluster from running here."""
     if os.geteuid() != 0:
-        return "this is not root"
+        return "a real SLURM needs root (and make cluster-deps)"
     if not (PREPARED / "ready").exists():
-        return "make cluster-deps is to be run first"
-    # what init.py does first
+        return "a real SLURM needs make cluster-deps"
+    # What init.py does that root may not do everywhere, as in most containers.
     overlay = f"mount -t overlay -o lowerdir={PREPARED}/packages/usr:/usr overlay /usr"
-    tried = ["unshare", "--mount", "--pid", "--net", "--uts", "--fork", "sh", "-c", overlay]
+    device = "mount -t tmpfs tmpfs /run && mknod /run/device c 195 0"
+    tried = ["unshare", "--mount", "--pid", "--net", "--uts", "--fork", "sh", "-c", f"{overlay} && {device}"]
     done = subprocess.run(tried, capture_output=True, text=True)
-    return f"this machine refuses namespaces ({done.stderr.strip()})" if done.returncode != 0 else None
+    if done.returncode == 0:
+        return None
+    return f"a real SLURM needs, besides make cluster-deps, what this machine refuses: {done.stderr.strip()}"

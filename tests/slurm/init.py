@@ -27,11 +27,10 @@ def main(state: Path) -> None:
     # read while /proc is still the host's: the number that nsenter needs on the host
     pid = os.readlink("/proc/self")
     isolate(state, Path(setup["packages"]))
-    copying = subprocess.Popen(["cp", "-r", "--sparse=always", setup["database"], str(DATABASE)])
-    become_controller(setup["addresses"])
     for path in setup["opened"]:
         open_to_users(Path(path))
-    # in the foreground as children of this process, which reaps them
+    copying = subprocess.Popen(["cp", "-r", "--sparse=always", setup["database"], str(DATABASE)])
+    become_controller(setup["addresses"])
     start(["munged", "--foreground", f"--key-file={INSIDE}/munge.key", "--seed-file=/run/munge/seed"], "munged.out")
     if copying.wait() != 0:
         raise SystemExit("the database could not be copied")
@@ -41,7 +40,7 @@ def main(state: Path) -> None:
         if database.poll() is not None:
             raise SystemExit("mariadbd does not start: see mariadbd.out")
         time.sleep(0.01)
-    # no --pid namespace has this name: it lets a wrapper on the host tell this cluster from a later user of its number
+    # by which the host tells this cluster from a process that has its number later
     (Path("/run") / setup["token"]).touch()
     written = state / "pid.part"
     written.write_text(pid)

@@ -267,16 +267,15 @@ def test_the_end_of_the_allocation_is_the_runs_limit(
     hold: Callable[..., Shell], slurm_project: Project, cluster: Cluster
 ) -> None:
     shell = hold("--nodes=2", "--time=30")
-    end_in(cluster, shell.job_id, 12)
-    leaves = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); time.sleep(100)"
-    heard = shell.submit("--ntasks-per-node", "1", "--", "python", "-c", leaves)
     did_not = shell.submit("--", "sleep", "100")
-    ended = slurm_project.finish(heard)
-    reason = f"its allocation {shell.job_id} is used up; `resume` inside a new one goes on"
-    assert (ended["state"], ended["reason"], ended["attempts"]) == ("TIMEOUT", reason, 1)
-    ended = slurm_project.finish(did_not)
-    assert ended["state"] == "TIMEOUT"
-    assert f"its allocation {shell.job_id}" in ended["reason"]
+    wait_until(lambda: facts(slurm_project, did_not)["state"] == "RUNNING")
+    end_in(cluster, shell.job_id, 15)
+    leaves = "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); time.sleep(100)"
+    heard = shell.submit("--", "python", "-c", leaves)
+    for folder, how in {heard: "is used up", did_not: "reached its time limit"}.items():
+        ended = slurm_project.finish(folder)
+        reason = f"its allocation {shell.job_id} {how}; `resume` inside a new one goes on"
+        assert (ended["state"], ended["reason"], ended["attempts"]) == ("TIMEOUT", reason, 1)
     cluster.until_job(shell.job_id, "TIMEOUT")
     done = shell.call(*SUBMIT, "--", "true")
     assert done.returncode == 2
@@ -312,8 +311,24 @@ def test_a_group_runs_in_it_one_after_the_other(hold: Callable[..., Shell], slur
         assert slurm_project.call("logs", f"{folder.name}/{task}").stdout == f"seed {task} in {shell.job_id}\n"
 
 
+def test_a_group_is_cancelled_from_another_machine(hold: Callable[..., Shell], slurm_project: Project) -> None:
+    folder = hold("--nodes=1").submit("--seeds", "2", "--", "sh", "-c", f"echo seed {{seed}}; {SAVES}")
+    wait_until(lambda: ready(folder / "tasks" / "0"))
+    assert slurm_project.call("cancel", folder.name).returncode == 0
+    assert slurm_project.call("wait", folder.name, "--timeout", "60").returncode == 1
+    assert [one["state"] for one in slurm_project.json("status", folder.name)] == ["CANCELLED", "CANCELLED"]
+    assert log(folder / "tasks" / "0", rank=0) == "seed 0\nready\nsaved\n"
+    wait_until(lambda: not processes_of(folder) and not processes_of(folder / "tasks" / "0"))
+    assert not (folder / "tasks" / "1" / "attempts.jsonl").exists()
+
+
 def test_inside_a_batch_script_of_the_users_own(slurm_project: Project, cluster: Cluster) -> None:
-    call = [sys.executable, "-m", "mgpu_slurm", *SUBMIT, "--", "sh", "-c", "echo $RANK on $SLURMD_NODENAME"]
+    meets = """
+import os, socket
+with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=30):
+    print("rank", os.environ["RANK"], "on", os.uname().nodename)
+"""
+    call = [sys.executable, "-m", "mgpu_slurm", *SUBMIT, "--", "python", "-c", meets]
     script = slurm_project.write("own.sh", f"#!/bin/bash\n{shlex.join(call)}\n")
     words = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=2", f"--output={slurm_project.folder}/said"]
     done = cluster.run(
@@ -322,7 +337,8 @@ def test_inside_a_batch_script_of_the_users_own(slurm_project: Project, cluster:
     assert done.returncode == 0, done.stderr
     cluster.until_job(done.stdout.strip(), "COMPLETED")
     (folder,) = slurm_project.runs.iterdir()
-    assert log(folder, rank=3) == "3 on n2\n"
+    # the rendezvous is on the first node now
+    assert log(folder, rank=3) == "rank 3 on n2\n"
     assert facts(slurm_project, folder)["state"] == "COMPLETED"
 
 

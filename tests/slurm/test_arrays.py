@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from tests.slurm.cluster import Cluster
 from tests.support import Project, wait_until
-
-COMMANDS_THAT_ASK = ("squeue", "sacct", "scontrol", "sinfo", "sbatch", "scancel")
 
 
 def group(project: Project, seeds: str, script: str, *words: str) -> Path:
@@ -19,22 +15,6 @@ def group(project: Project, seeds: str, script: str, *words: str) -> Path:
 
 def states(project: Project, name: str) -> list[str]:
     return [facts["state"] for facts in project.json("status", name)]
-
-
-@pytest.fixture
-def asked(slurm_project: Project, tmp_path: Path) -> Path:
-    """A file with a line for each command of SLURM that the project's programs have called."""
-    said = tmp_path / "asked"
-    said.touch()
-    folder = tmp_path / "counting"
-    folder.mkdir()
-    real = slurm_project.environ["PATH"]
-    for name in COMMANDS_THAT_ASK:
-        script = folder / name
-        script.write_text(f'#!/bin/sh\necho {name} "$@" >> {said}\nPATH={real} exec {name} "$@"\n')
-        script.chmod(0o755)
-    slurm_project.environ["PATH"] = f"{folder}:{real}"
-    return said
 
 
 def test_each_task_is_a_run_and_all_of_it_is_one_job(slurm_project: Project, cluster: Cluster) -> None:

@@ -20,6 +20,7 @@ def doctor(project: Project, *words: str) -> tuple[int, dict[str, list[dict[str,
     """Exit code, findings by check, and what was said beside them."""
     done = project.call("doctor", "--json", *words)
     grouped: dict[str, list[dict[str, Any]]] = {}
+    assert done.returncode in (0, 1), done.stderr
     for finding in json.loads(done.stdout):
         grouped.setdefault(finding["check"], []).append(finding)
     return done.returncode, grouped, done.stderr
@@ -58,7 +59,7 @@ def test_what_is_wrong_with_a_cluster_is_told(cluster: Cluster, slurm_project: P
     slurm_project.write(
         "mgpu.yaml", "cluster: a\nclusters: {a: {flags: {gpus-per-node: 9}}, b: {flags: {partition: x}}}\n"
     )
-    slurm_project.environ["SBATCH_ACCOUNT"] = "lab"
+    slurm_project.environ["SBATCH_TIMELIMIT"] = "5"
     # two fake GPUs on each node, and a torch that has no use for them
     words = ("--submit", "--cluster", "b", "--partition", "main", "--gpus-per-node", "2", "--ntasks-per-node", "1")
     code, told, said = doctor(slurm_project, *words, "--cpus-per-task", "4")
@@ -71,7 +72,7 @@ def test_what_is_wrong_with_a_cluster_is_told(cluster: Cluster, slurm_project: P
     assert told["accounting"][0]["text"].startswith(
         "no accounting (sacct failed (exit code 1): Slurm accounting storage"
     )
-    assert texts(told["variables"]) == [("warning", "SBATCH_ACCOUNT in this shell does not reach runs")]
+    assert texts(told["variables"]) == [("warning", "SBATCH_TIMELIMIT in this shell does not reach runs")]
     meant, other = told["flags"]
     assert (meant["level"], other["level"]) == ("failed", "warning")
     assert meant["text"].startswith("cluster 'a': ")

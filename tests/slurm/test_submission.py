@@ -181,6 +181,7 @@ def test_a_requeue_that_works_late_and_a_job_that_was_queued_instead_are_not_two
     slurm_project.write("mgpu.yaml", f"clusters: {{here: {{setup: ['export PATH={commands}:$PATH']}}}}\n")
     folder = submit(slurm_project, "--", "sh", "-c", ONCE_AGAIN)
     first = records.submissions(folder)[0].job_id
+    wait_until(lambda: cluster.job(first)["Restarts"] == "1")
     cluster.start_now(first)
     wait_for(slurm_project, folder)
     (other,) = set(jobs_of(cluster, folder)) - {first}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mgpu_slurm import findings, paths
@@ -21,19 +21,27 @@ def look_here(cwd: Path, note: Note, will_be_proven: bool = False) -> Iterator[F
     torch = machine.TorchQuestion()
     has_slurm = machine.has_slurm()
     site = cluster.Site()
-    failed = False
-    yield from machine.python_findings()
-    yield from machine.folder_findings(cwd, paths.runs_root(), has_slurm, will_be_proven)
-    if has_slurm:
-        for finding in cluster.findings_of_slurm(site):
-            failed |= finding.check == cluster.CONTROLLER and finding.level == "failed"
-            yield finding
-    else:
-        yield from machine.local_findings()
-    yield from clusterfile.findings_of_file(cwd, note, slurm_answers=has_slurm and not failed)
-    yield from machine.torch_findings(*torch.answer(), site.partitions_with_gpus)
+    answers = has_slurm
+    yield from _guarded("python", machine.python_findings)
+    yield from _guarded("folders", lambda: machine.folder_findings(cwd, paths.runs_root(), has_slurm, will_be_proven))
+    for finding in _guarded(
+        "slurm", lambda: cluster.findings_of_slurm(site) if has_slurm else machine.local_findings()
+    ):
+        answers &= not is_silence(finding)
+        yield finding
+    yield from _guarded("cluster file", lambda: clusterfile.findings_of_file(cwd, note, answers))
+    yield from _guarded("torch", lambda: machine.torch_findings(*torch.answer(), site.partitions_with_gpus))
 
 
-def slurm_is_silent(found: list[Finding]) -> bool:
-    """Whether SLURM is here and gave no answer: a job would only wait for it."""
-    return findings.has_failed(finding for finding in found if finding.check == cluster.CONTROLLER)
+def _guarded(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What one look finds; where it fails itself, for a site unlike any that was thought of, that is a finding too."""
+    try:
+        yield from look()
+    except Exception as error:
+        text = f"{check}: the check itself failed: {type(error).__name__}: {error}"
+        yield findings.failed(check, text, "this is a fault of the program: report it with this line")
+
+
+def is_silence(finding: Finding) -> bool:
+    """Whether it says that SLURM is here and gives no answer: a job would only wait for it."""
+    return finding.check == cluster.CONTROLLER and finding.level == "failed"

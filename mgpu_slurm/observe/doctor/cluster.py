@@ -209,9 +209,9 @@ def account_finding(rights: list[Association]) -> Finding:
 
 
 def variable_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables by which this shell gives defaults to sbatch: they do not reach runs."""
-    names = sorted(name for name in environ if name.startswith("SBATCH_"))
+    """Variables by which this shell gives defaults to sbatch, and which do not reach runs."""
+    names = sorted(name for name in environ if name.startswith("SBATCH_") and name not in slurm.DEFAULTS_OF_SBATCH)
     if names:
         text = f"{', '.join(names)} in this shell {'does' if len(names) == 1 else 'do'} not reach runs"
-        mend = "say the same under flags: of mgpu.yaml (partition, account, qos ...), or on the command line"
+        mend = "say the same under flags: of mgpu.yaml, or on the command line"
         yield findings.warning("variables", text, mend)

@@ -13,9 +13,10 @@ from typing import Any
 from mgpu_slurm import findings, slurm, states
 from mgpu_slurm.errors import ClusterError, MgpuError
 from mgpu_slurm.findings import Finding
-from mgpu_slurm.launch import registry, runs, site
+from mgpu_slurm.launch import runs, site
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.plan import Request
+from mgpu_slurm.launch.watching import Watch
 from mgpu_slurm.observe.calling import program
 from mgpu_slurm.paths import RunFolder, read_jsonl
 from mgpu_slurm.patience import Note
@@ -94,7 +95,7 @@ def requeue_findings(job_id: str) -> list[Finding]:
 
 def _followed(folder: RunFolder, note: Note) -> Iterator[Finding]:
     """What the job has written down so far, again and again, until it has ended; and how it ended, if not well."""
-    watch = registry.Watch(folder)
+    watch = Watch(folder)
     shown = 0
     last_words = ""
     while True:

@@ -1,0 +1,351 @@
+"""What stops a run on a real SLURM, what is said of it meanwhile, and that its work goes on from where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm import records, states
+from mgpu_slurm.launch.runs import Handle
+from mgpu_slurm.paths import RunFolder
+from tests.slurm.cluster import Cluster
+from tests.support import Project, log, make_project, processes_of, wait_until
+
+JOB = '''
+    """Seven steps an epoch, dropout at each of them; waits to be stopped where it is told to."""
+    import time
+    from dataclasses import dataclass
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+
+    @dataclass
+    class Config:
+        wait_at: int = 0
+        """The step of the first attempt before which every rank waits to be stopped; 0 for never."""
+
+
+    def train(run, config: Config):
+        run.seed(3)
+        features = torch.randn(52, 8, generator=torch.Generator().manual_seed(0))
+        model = run.wrap(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        data = run.loader(TensorDataset(features), batch_size=8, shuffle=True)
+        state = run.restore(model=model, optimizer=optimizer, data=data)
+        for epoch in state.epochs(3):
+            for (batch,) in data:
+                run.backward(model(batch).square().mean())
+                run.update(optimizer, clip=1.0)
+                if run.attempt == 1 and run.step == config.wait_at:
+                    Path(run.folder, f"waits-{run.rank}").touch()
+                    while not run._stop.asked:
+                        time.sleep(0.01)
+            run.report(epoch, draw=torch.rand(1).item())
+        inner = model.module if hasattr(model, "module") else model
+        if run.is_main:
+            torch.save([inner.state_dict(), torch.rand(3)], run.folder / "final.pt")
+        return {"code": 1}
+'''
+STEPS = 21
+WAIT_AT = 9
+"""In the middle of the second epoch."""
+
+HELD_BACK = ("PENDING", "BeginTime", 1)
+"""SLURM has put a run back into the queue after its first attempt, to start in a while."""
+
+WAITS = "echo attempt $MGPU_ATTEMPT on $(hostname); until test -e {gate}; do sleep 0.05; done"
+NO_GPUS = ("--gpus-per-node", "0")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The final weights of two ranks that nobody stopped."""
+    project = with_job(make_project(tmp_path_factory.mktemp("undisturbed")))
+    run, facts = project.run("train", "--nodes", "2")
+    assert (facts["state"], facts["step"]) == ("COMPLETED", STEPS)
+    return (run / "final.pt").read_bytes()
+
+
+@pytest.fixture
+def project(slurm_project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    # SLURM's commands for this process too, which looks at runs without starting the program each time
+    monkeypatch.setenv("PATH", slurm_project.environ["PATH"])
+    return with_job(slurm_project)
+
+
+def with_job(project: Project) -> Project:
+    project.write("train.py", JOB)
+    # the last bits depend on it
+    project.environ["OMP_NUM_THREADS"] = "1"
+    return project
+
+
+def training(project: Project, *words: str, ranks: int = 2) -> Path:
+    """A run that has come to the step where it waits to be stopped."""
+    run = project.submit("train", *NO_GPUS, f"wait_at={WAIT_AT}", *words)
+    wait_until(lambda: all((run / f"waits-{rank}").exists() for rank in range(ranks)))
+    return run
+
+
+def running(project: Project, script: str, *words: str, ranks: int = 1) -> Path:
+    """A run of a shell's script whose every rank has printed something."""
+    run = project.submit(*NO_GPUS, *words, "--", "sh", "-c", script)
+    logs = [RunFolder(run).rank_log(1, rank) for rank in range(ranks)]
+    wait_until(lambda: all(path.exists() and path.read_text() != "" for path in logs))
+    return run
+
+
+def finish(project: Project, run: Path) -> dict[str, Any]:
+    """Waits for a run's end; how it ended. The command alone would ask SLURM ever less often."""
+    wait_until(lambda: not states.is_alive(Handle(RunFolder(run)).state), seconds=90)
+    return project.finish(run)
+
+
+def status(project: Project, run: Path) -> dict[str, Any]:
+    (facts,) = project.json("status", run.name)
+    return dict(facts)
+
+
+def standing(project: Project, run: Path) -> tuple[str, str, int]:
+    """The state, the first word of its reason, and the attempts so far."""
+    facts = status(project, run)
+    return facts["state"], facts["reason"].partition(",")[0], facts["attempts"]
+
+
+def kept(run: Path) -> int:
+    """The step of the newest checkpoint, which is where the run was stopped."""
+    step = max(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    # the ranks agree on a stop while they do another step
+    assert step in (WAIT_AT, WAIT_AT + 1)
+    return step
+
+
+def attempts(run: Path) -> list[list[str]]:
+    """The nodes of each attempt."""
+    return [event["nodes"] for event in records.events(RunFolder(run)) if event["event"] == "started"]
+
+
+def ended(run: Path) -> list[int]:
+    """The attempts that have ended, in this order."""
+    return [event["attempt"] for event in records.events(RunFolder(run)) if event["event"] == "ended"]
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # it has ended
+        return ""
+
+
+@contextlib.contextmanager
+def seen(run: Path) -> Iterator[list[str]]:
+    """The states in which the run is seen meanwhile by one who looks all the time."""
+    found: list[str] = []
+    problems: list[Exception] = []
+    enough = threading.Event()
+
+    def look() -> None:
+        try:
+            while not enough.wait(0.1):
+                state = Handle(RunFolder(run)).state
+                if found[-1:] != [state]:
+                    found.append(state)
+        except Exception as problem:
+            problems.append(problem)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield found
+    finally:
+        enough.set()
+        looking.join()
+    assert problems == []
+
+
+# -- told to end
+
+
+def test_a_cancelled_training_goes_on_exactly(project: Project, cluster: Cluster, undisturbed: bytes) -> None:
+    run = training(project, "--nodes", "2")
+    assert "asked to save and end" in project.call("cancel", run.name).stdout
+    first = finish(project, run)
+    done = project.call("wait", run.name)
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"CANCELLED  {run.name}  in ")
+    assert (first["state"], first["reason"], first["attempts"]) == ("CANCELLED", "cancelled", 1)
+    assert first["step"] == kept(run)
+    assert "had ended already" in project.call("cancel", run.name).stdout
+    cluster.until_job(first["job_id"], "CANCELLED")
+
+    done = project.call("resume", run.name, "--time", "5", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "-- started on n[1-2], attempt 2\n" in done.stdout
+    assert f"restored step {first['step']} from " in done.stdout
+    again = status(project, run)
+    assert (again["state"], again["step"], again["attempts"]) == ("COMPLETED", STEPS, 2)
+    assert (run / "final.pt").read_bytes() == undisturbed
+    assert again["job_id"] != first["job_id"]
+    assert cluster.job(again["job_id"])["TimeLimit"] == "00:05:00"
+
+
+def test_a_cancelled_training_goes_on_with_more_ranks_and_new_code(project: Project, cluster: Cluster) -> None:
+    run = training(project, ranks=1)
+    assert project.call("cancel", run.name).returncode == 0
+    assert finish(project, run)["state"] == "CANCELLED"
+    step = kept(run)
+    project.write("train.py", JOB.replace('"code": 1', '"code": 2'))
+    assert project.call("resume", run.name, "--nodes", "2", "--code", "new").returncode == 0
+    facts = finish(project, run)
+    assert (facts["state"], facts["nodes"], facts["ranks"]) == ("COMPLETED", 2, 2), log(run, 0, attempt=2)
+    assert (facts["step"], facts["attempts"]) == (STEPS, 2)
+    assert f"restored step {step} from " in log(run, 0, attempt=2)
+    assert json.loads((run / "result.json").read_text())["result"] == {"code": 2}
+    assert attempts(run) == [["n1"], ["n1", "n2"]]
+
+
+def test_a_run_that_waits_in_the_queue_is_cancelled(project: Project, cluster: Cluster) -> None:
+    run = project.submit(*NO_GPUS, "--sbatch", "hold", "--", "true")
+    assert "asked to end" in project.call("cancel", run.name).stdout
+    facts = finish(project, run)
+    assert (facts["state"], facts["reason"], facts["attempts"]) == ("CANCELLED", "cancelled", 0)
+    assert cluster.job(facts["job_id"])["JobState"] == "CANCELLED"
+    assert project.call("resume", run.name).returncode == 0
+    assert status(project, run)["state"] == "PENDING"
+
+
+# -- the time limit
+
+
+def test_at_its_time_limit_a_training_starts_again_and_what_ignores_it_ends(
+    project: Project, cluster: Cluster, undisturbed: bytes
+) -> None:
+    """Side by side, because SLURM looks at limits every 30 s, and waits for another 15 s before it kills."""
+    deaf = running(project, "trap '' USR2 TERM INT HUP; echo ready; while :; do sleep 0.2; done")
+    run = training(project, "--nodes", "2", "--time", "3", "--signal", "USR2@30")
+    job = status(project, run)["job_id"]
+    with seen(run) as states_seen, seen(deaf) as states_of_deaf:
+        # at SLURM's next look: the lead signal comes up to 30 s early, and the limit late
+        cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+45seconds")
+        cluster.run("scontrol", "update", f"JobId={status(project, deaf)['job_id']}", "EndTime=now+1seconds")
+        cluster.until_job(job, "PENDING")
+        assert standing(project, run) == HELD_BACK
+        step = kept(run)
+        cluster.start_now(job)
+        facts = finish(project, run)
+        assert finish(project, deaf)["state"] == "TIMEOUT"
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", STEPS, 2)
+    assert facts["job_id"] == job
+    assert f"restored step {step} from " in log(run, 0, attempt=2)
+    assert (run / "final.pt").read_bytes() == undisturbed
+    assert [event["event"] for event in records.events(RunFolder(run))][2:] == [
+        *("started", "ended", "requeued"),
+        *("started", "ended"),
+    ]
+    assert lived(states_seen) == states_seen[:-1]
+    assert states_of_deaf == ["RUNNING", "TIMEOUT"]
+    assert log(deaf, 0) == "ready\n"
+    assert project.call("wait", deaf.name).returncode == 1
+
+
+def lived(seen: list[str]) -> list[str]:
+    return [state for state in seen if states.is_alive(state)]
+
+
+def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
+    run = project.submit(*NO_GPUS, "--max-requeues", "1", "--", "sh", "-c", "exit 75")
+    wait_until(lambda: standing(project, run) == HELD_BACK)
+    cluster.start_now(status(project, run)["job_id"])
+    facts = finish(project, run)
+    assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 2)
+    assert facts["reason"] == "asked to be started again, and all of --max-requeues 1 are used"
+
+
+# -- what SLURM does to a run
+
+
+def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
+    project: Project, cluster: Cluster, undisturbed: bytes
+) -> None:
+    run = training(project, "--nodes", "2")
+    job = status(project, run)["job_id"]
+    with seen(run) as states_seen:
+        taker = cluster.preempt(["n1", "n2", "n3", "n4"])
+        assert standing(project, run) == HELD_BACK
+        step = kept(run)
+        cluster.start_now(job)
+        assert status(project, run)["state"] == "PENDING"
+        cluster.release(taker)
+        facts = finish(project, run)
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", STEPS, 2)
+    assert facts["job_id"] == job
+    assert f"restored step {step} from " in log(run, 0, attempt=2)
+    assert (run / "final.pt").read_bytes() == undisturbed
+    assert lived(states_seen) == states_seen[:-1]
+
+
+def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluster: Cluster) -> None:
+    gate = project.folder / "gate"
+    run = running(project, WAITS.format(gate=gate), "--nodes", "2", "--exclude", "n4", ranks=2)
+    job = status(project, run)["job_id"]
+    with seen(run) as states_seen:
+        cluster.node_down("n2")
+        cluster.until_job(job, "PENDING")
+        assert standing(project, run) == HELD_BACK
+        cluster.start_now(job)
+        wait_until(lambda: RunFolder(run).rank_log(2, 1).exists())
+        assert status(project, run)["state"] == "RUNNING"
+        gate.touch()
+        facts = finish(project, run)
+    assert (facts["state"], facts["reason"], facts["attempts"], facts["job_id"]) == ("COMPLETED", "", 2, job)
+    assert attempts(run) == [["n1", "n2"], ["n1", "n3"]]
+    assert log(run, 1, attempt=2) == "attempt 2 on n3\n"
+    assert lived(states_seen) == states_seen[:-1]
+
+
+def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(project: Project, cluster: Cluster) -> None:
+    gate = project.folder / "gate"
+    run = running(project, WAITS.format(gate=gate))
+    job = status(project, run)["job_id"]
+    launchers = [pid for pid in processes_of(run) if name_of(pid) == "srun"]
+    assert launchers != []
+    with seen(run) as states_seen:
+        cluster.cut("n1")
+        cluster.until_job(job, "PENDING")
+        assert standing(project, run) == HELD_BACK
+        cluster.start_now(job)
+        wait_until(lambda: RunFolder(run).rank_log(2, 0).exists())
+        # the first attempt comes to a bad end, of which srun would tell only after 20 s of looking for the controller
+        for pid in launchers:
+            # two that need each other
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: ended(run) == [1])
+        assert standing(project, run) == ("RUNNING", "", 2)
+        gate.touch()
+        facts = finish(project, run)
+    assert (facts["state"], facts["reason"], facts["attempts"], facts["job_id"]) == ("COMPLETED", "", 2, job)
+    assert attempts(run) == [["n1"], ["n2"]]
+    assert not RunFolder(run).failure.exists()
+    assert lived(states_seen) == states_seen[:-1]
+
+
+def test_without_requeues_a_lost_node_is_the_end(project: Project, cluster: Cluster) -> None:
+    run = running(project, "echo here; exec sleep 600", "--nodes", "2", "--max-requeues", "0", ranks=2)
+    cluster.node_down("n2")
+    facts = finish(project, run)
+    assert (facts["state"], facts["attempts"]) == ("NODE_FAIL", 1)
+    assert project.call("wait", run.name).returncode == 1
+    assert project.call("resume", run.name, "--time", "5").returncode == 0
+    wait_until(lambda: standing(project, run) == ("RUNNING", "", 2))
