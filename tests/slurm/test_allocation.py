@@ -24,8 +24,8 @@ from tests.slurm.cluster import Cluster
 from tests.support import REPOSITORY, Project, log, processes_of, wait_until
 
 SUBMIT = ("submit", "--executor", "allocation")
-SAVES = "trap 'sleep 0.5; echo saved; exit 143' TERM; echo ready; sleep 100 & wait"
-"""A command that needs a moment to leave when it is told to end."""
+SAVES = "trap 'trap \"\" TERM; sleep 0.5; echo saved; exit 143' TERM; echo ready; sleep 100 & wait"
+"""A command that needs a moment to leave when it is told to end; SLURM tells it again once another rank has left."""
 
 
 class Shell:
