@@ -16,7 +16,7 @@ demo: $(READY)
 # where a cluster cannot be had, its tests are skipped and say so
 test: $(READY)
 	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || echo 'The tests of SLURM are skipped.'
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadscope
 
 check: $(READY)
 	.venv/bin/ruff check

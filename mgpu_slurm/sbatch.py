@@ -27,6 +27,7 @@ KILL_AFTER = 5
 
 _NOT_STARTED = (126, 127)
 _TIMED_OUT = 124
+_WRONG_OPTION = 255
 _START = re.compile(r"Job \d+ to start at (?P<at>\S+) .*on (?:nodes )?(?P<nodes>\S+) in partition (?P<partition>\S+)")
 _ANSWER = re.compile(r"\s*(?P<id>\d+)(?:;\S+)?\s*")
 
@@ -100,12 +101,17 @@ def failure(code: int, output: str) -> ClusterError:
         return ClusterError(f"sbatch cannot be started: {said}")
     if code == _TIMED_OUT:
         return slurm.Unanswered(f"sbatch did not answer within {TIME_LIMIT} s")
-    if code < 0 or code > 128:
+    if code < 0 or (code > 128 and not _is_wrong_option(code, output)):
         return slurm.Unanswered(f"sbatch was ended by {_signal_name(abs(code) % 128)}")
     request = slurm.passing(output)
     if request is None:
         return ClusterError(f"sbatch refused the job: {said}")
     return slurm.Unanswered(f"sbatch got no answer: {said}", request)
+
+
+def _is_wrong_option(code: int, output: str) -> bool:
+    """Whether sbatch has ended by itself; one that stands in for it, such as ssh, has the same code for no answer."""
+    return code == _WRONG_OPTION and any(line.startswith("sbatch: ") for line in output.splitlines())
 
 
 def _signal_name(signum: int) -> str:

@@ -18,6 +18,9 @@ from mgpu_slurm.hostlist import expand
 SQUEUE_TAKES = 10.0
 """Seconds, SLURM's own limit for one answer by default; squeue would go on trying for as many again."""
 
+THREADS_VARIABLE = "MGPU_THREADS"
+"""Has the value of `OMP_NUM_THREADS` where that is no wish of the user's but this package's."""
+
 _OF_ANOTHER_JOB = re.compile(
     r"(SLURM|SBATCH|SRUN|PMIX|PMI|OMPI|TORCHELASTIC|MGPU)_.*"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
@@ -134,7 +137,10 @@ def scrubbed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
     Inherited, `SLURM_CPU_BIND` pins the new ranks, `SLURM_CPUS_PER_TASK` kills srun, and a stale rank is believed.
     """
-    return {name: value for name, value in environ.items() if name in _KEPT or not _OF_ANOTHER_JOB.fullmatch(name)}
+    kept = {name: value for name, value in environ.items() if name in _KEPT or not _OF_ANOTHER_JOB.fullmatch(name)}
+    if kept.get("OMP_NUM_THREADS") == environ.get(THREADS_VARIABLE):
+        kept.pop("OMP_NUM_THREADS", None)
+    return kept
 
 
 def run(command: list[str], timeout: float = 30) -> str:
@@ -191,9 +197,13 @@ def _query_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def error_line(text: str) -> str:
-    """The first line that calls itself an error, past the banners of a site; else the first line."""
+    """The first line that calls itself an error, or at least one of SLURM's, past the banners of a site; else the
+    first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error:" in line), lines[0] if lines else "it said nothing")
+    for form in (r"s\w+: (error|fatal): ", r".*error:", r"s\w+: "):
+        if found := next((line for line in lines if re.match(form, line)), None):
+            return found
+    return lines[0] if lines else "it said nothing"
 
 
 def marked_command() -> list[str]:

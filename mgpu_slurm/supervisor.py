@@ -30,7 +30,7 @@ from mgpu_slurm.launch import allocation, check, dependencies
 from mgpu_slurm.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
 from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.runtime import batch
-from mgpu_slurm.runtime.devices import threads_per_rank
+from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
 TRY_AGAIN_AFTER = 1.0
@@ -54,7 +54,7 @@ def main(executor: str, ranks_of_function: int) -> None:
     forked_ranks = ranks_of_function if executor == "local" else 0
     if forked_ranks:
         # libgomp reads it once, when torch is imported
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(forked_ranks)))
+        limit_threads(forked_ranks)
     if ranks_of_function:
         importlib.import_module("torch.distributed")
     for line in sys.stdin:

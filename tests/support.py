@@ -79,11 +79,12 @@ def log(folder: Path, rank: int, attempt: int = 1) -> str:
     return (folder / "logs" / f"{attempt}-{rank}.log").read_text()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60, pause: float = 0.02) -> None:
+    """Looks again and again; a longer pause is for what costs something to look at."""
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, "it did not happen in time"
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 def processes_of(folder: Path) -> list[int]:

@@ -213,6 +213,13 @@ def test_scrubbed_environment_drops_what_another_job_left() -> None:
     assert set(environ) == {*kept, *leaked}
 
 
+def test_threads_that_a_run_was_given_are_no_wish_of_its_user() -> None:
+    wish = {"OMP_NUM_THREADS": "4"}
+    assert slurm.scrubbed_environment(wish | {"MGPU_THREADS": "4"}) == {}
+    assert slurm.scrubbed_environment(wish | {"MGPU_THREADS": "2"}) == wish
+    assert slurm.scrubbed_environment(wish) == wish
+
+
 def test_run_gives_standard_output_and_hides_the_user_s_own_filters(
     fake_command: FakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import statistics
+import sys
 from collections import Counter
 from datetime import datetime, timezone
 from typing import Any
@@ -38,7 +39,7 @@ def facts(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(states: list[dict[str, Any]], width: int | None = None, whole: bool = False) -> str:
-    """One line a run, or one a group, cut to the terminal's width.
+    """One line a run, or one a group, cut to the width of a terminal.
 
     Args:
         whole: a line for each run of a group too.
@@ -55,7 +56,8 @@ def table(states: list[dict[str, Any]], width: int | None = None, whole: bool = 
             runs = list(members)
             rows += [*(_row(state, now) for state in runs if whole), _row(summary(group, runs), now)]
     text = tabulate(rows, tablefmt="plain", disable_numparse=True)
-    width = width or shutil.get_terminal_size((160, 24)).columns
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
     return "\n".join(line[:width].rstrip() for line in text.splitlines())
 
 

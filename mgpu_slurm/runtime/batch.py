@@ -44,6 +44,8 @@ _TASK_FAILURE = re.compile(
     r"^srun: error: (?P<nodes>\S+): task(?P<several>s?) (?P<ranks>\S+): (?P<how>.+)$", re.MULTILINE
 )
 
+_ABORT = "srun: Job step aborted: "
+
 _COMPLAINT = re.compile(r"^srun: (?:error|fatal): .+$", re.MULTILINE)
 
 GRACE_AFTER_REQUEUE = 10.0
@@ -227,6 +229,10 @@ class LaunchLog:
         match = _TASK_FAILURE.search(self._added())
         return match is not None and match["how"] in ("Terminated", f"Exited with exit code {TERMINATED_EXIT_CODE}")
 
+    def tells_of_an_abort(self) -> bool:
+        """Whether SLURM ended the ranks, as it does with the job, and not because one of them failed."""
+        return _ABORT in self._added()
+
     def _added(self) -> str:
         added = self._path.read_bytes()[self._position :] if self._path.exists() else b""
         return added.decode(errors="replace")
@@ -278,8 +284,10 @@ def main(arguments: list[str]) -> int:
     allow_many_files()
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])
     address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
-    describe = LaunchLog(folder.launch_log(job.id)).describe
-    ending = run_attempt(folder, spec, job.id, nodes, address, run_command(command), describe)
+    log = LaunchLog(folder.launch_log(job.id))
+    ending = run_attempt(folder, spec, job.id, nodes, address, run_command(command), log.describe)
+    if not ending.told_to_end and log.tells_of_an_abort():
+        ending = replace(ending, told_to_end=True)
     return _conclude(folder, spec, job, ending)
 
 
@@ -293,7 +301,8 @@ def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending) -> int:
     if ending.superseded:
         # neither its end nor its wish to be started again is the run's
         return ending.code
-    if ending.code and _is_slurms_doing(ending):
+    # a job function that has returned is done; with what code a command ends when it is told to tells nothing
+    if (ending.code or spec.target.is_command) and _is_slurms_doing(ending):
         # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
         return ending.code
     if ending.code == REQUEUE_EXIT_CODE and requeues(folder, job) < spec.max_requeues:
@@ -314,9 +323,8 @@ def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending) -> int:
 
 def _is_slurms_doing(ending: Ending) -> bool:
     """Whether SLURM ended the job; the ranks may hear of it, and be gone, a moment before this process does."""
-    if ending.told_to_end:
-        return True
-    return ending.code == TERMINATED_EXIT_CODE and bool(signal.sigtimedwait({signal.SIGTERM}, PATIENCE_FOR_SIGTERM))
+    patience = 0.0 if ending.code in (0, REQUEUE_EXIT_CODE) else PATIENCE_FOR_SIGTERM
+    return ending.told_to_end or bool(signal.sigtimedwait({signal.SIGTERM}, patience))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_slurm.processes import cores
 from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.slurm import THREADS_VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,12 @@ def identity(device: torch.device) -> str | None:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def limit_threads(ranks_on_node: int) -> None:
+    """Decides how many threads this process and its children compute with, where nobody has."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = os.environ[THREADS_VARIABLE] = str(threads_per_rank(ranks_on_node))
 
 
 def threads_per_rank(ranks_on_node: int) -> int:

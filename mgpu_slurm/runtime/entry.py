@@ -24,7 +24,7 @@ from mgpu_slurm.paths import RunFolder, open_to, write_json
 from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime import listening, surroundings
-from mgpu_slurm.runtime.devices import threads_per_rank
+from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
 from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag, ignore_stop_signals
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, Spec, read_spec
@@ -77,6 +77,8 @@ def _check_world(spec: Spec, facts: RankFacts) -> None:
 
 
 def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
+    # a site that exports nothing, and whose SLURM got no answer of the user's login shell
+    os.environ.setdefault("PATH", os.defpath)
     os.environ.update(facts.torchrun_variables())
     os.environ.update(spec.environment)
     os.environ[RUN_VARIABLE] = str(folder.path)
@@ -88,7 +90,7 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
         os.environ["MASTER_ADDR"] = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", os.environ["MASTER_ADDR"])
     # simulated nodes share the cores of one machine
     neighbours = facts.world_size if spec.executor == "local" else facts.local_world_size
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(neighbours)))
+    limit_threads(neighbours)
 
 
 def _run_command(spec: Spec, command: tuple[str, ...]) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from mgpu_slurm import claims, records
 from mgpu_slurm.paths import RunFolder, read_json
-from mgpu_slurm.runtime.batch import first_failure
+from mgpu_slurm.runtime.batch import LaunchLog, first_failure
 from mgpu_slurm.spec import Resources, Spec, Target
 from tests.support import processes_of, wait_until
 
@@ -171,8 +171,11 @@ def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
     assert (state["state"], state["reason"]) == ("FAILED", f"rank 1 on n2 {how}")
 
 
-def test_the_end_of_a_job_that_slurm_ends_is_left_to_slurm_to_tell(folder: RunFolder, start_batch: StartBatch) -> None:
-    batch = start_batch(shell("trap 'exit 1' TERM; echo ready; sleep 600 & wait"))
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_end_of_a_job_that_slurm_ends_is_left_to_slurm_to_tell(
+    folder: RunFolder, start_batch: StartBatch, code: int
+) -> None:
+    batch = start_batch(shell(f"trap 'exit {code}' TERM; echo ready; sleep 600 & wait"))
     logs = [folder.rank_log(1, rank) for rank in (0, 1)]
     wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
     # SLURM signals the batch step and every process of the ranks
@@ -181,7 +184,7 @@ def test_the_end_of_a_job_that_slurm_ends_is_left_to_slurm_to_tell(folder: RunFo
         # the signal before may have ended it
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    assert batch.wait() == 1
+    assert batch.wait() == code
     assert records.read_state(folder)["state"] == "RUNNING"
 
 
@@ -229,3 +232,18 @@ def test_ranks_that_srun_could_not_start_are_told_in_its_words() -> None:
     refusal = "srun: error: Unable to create step for job 9: Invalid generic resource (gres) specification"
     assert first_failure(f"site banner\n{refusal}\n") == refusal
     assert first_failure("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n") is None
+
+
+def test_that_slurm_ended_the_ranks_is_read_from_what_srun_adds(tmp_path: Path) -> None:
+    """One that leaves with 0 when it is told to may be gone before the batch step gets its own SIGTERM."""
+    path = tmp_path / "launch-9.log"
+    aborted = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+    # of an earlier start
+    path.write_text(aborted)
+    log = LaunchLog(path)
+    with path.open("a") as file:
+        file.write("srun: error: n2: task 1: Exited with exit code 3\n")
+    assert not log.tells_of_an_abort()
+    with path.open("a") as file:
+        file.write(aborted)
+    assert log.tells_of_an_abort()

@@ -543,6 +543,11 @@ def write_users(folder: Path) -> None:
     groups = [f"{name}:x:{number}:\n" for name, number in USERS.items()] + [f"lab:x:{LAB}:{','.join(USERS)}\n"]
     for name, lines in (("passwd", users), ("group", groups)):
         (folder / "etc" / name).write_text(Path("/etc", name).read_text().rstrip("\n") + "\n" + "".join(lines))
+    # su, by which SLURM asks for what a user's login shell sets, wants a line for each of them; nobody has a password
+    shadow = folder / "etc" / "shadow"
+    shadow.touch(0o600)
+    names = [line.partition(":")[0] for line in (folder / "etc/passwd").read_text().splitlines()]
+    shadow.write_text("".join(f"{name}:*:19000:0:99999:7:::\n" for name in names))
     for name, number in USERS.items():
         home = folder / "home" / name
         home.mkdir()

@@ -84,7 +84,7 @@ def isolate(state: Path, packages: Path) -> None:
     mount("-t", "tmpfs", "-o", "ro", "tmpfs", state / "bin")
     # Without an upper folder an overlay is read-only, and any file system may hold its layers.
     mount("-t", "overlay", "-o", f"lowerdir={packages / 'usr'}:/usr", "overlay", "/usr")
-    for name in ("hosts", "passwd", "group"):
+    for name in ("hosts", "passwd", "group", "shadow"):
         mount("--bind", state / "etc" / name, Path("/etc") / name)
 
 

@@ -34,6 +34,8 @@ JOB = '''
     class Config:
         wait_at: int = 0
         """The step of the first attempt before which every rank waits to be stopped; 0 for never."""
+        fail_at: int = 0
+        """The step after which rank 1 fails; 0 for never."""
 
 
     def train(run, config: Config):
@@ -51,6 +53,8 @@ JOB = '''
                     Path(run.folder, f"waits-{run.rank}").touch()
                     while not run._stop.asked:
                         time.sleep(0.01)
+                if run.rank == 1 and run.step == config.fail_at:
+                    raise RuntimeError("the data is broken")
             run.report(epoch, draw=torch.rand(1).item())
         inner = model.module if hasattr(model, "module") else model
         if run.is_main:
@@ -65,20 +69,29 @@ HELD_BACK = ("PENDING", "BeginTime", 1)
 """SLURM has put a run back into the queue after its first attempt, to start in a while."""
 
 WAITS = "echo attempt $MGPU_ATTEMPT on $(hostname); until test -e {gate}; do sleep 0.05; done"
+LOOK_EVERY = 0.2
+"""Seconds; each time SLURM is asked."""
 NO_GPUS = ("--gpus-per-node", "0")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def here(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """The project on this machine alone."""
+    return with_job(make_project(tmp_path_factory.mktemp("here")))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(here: Project) -> bytes:
     """The final weights of two ranks that nobody stopped."""
-    project = with_job(make_project(tmp_path_factory.mktemp("undisturbed")))
-    run, facts = project.run("train", "--nodes", "2")
+    run, facts = here.run("train", "--nodes", "2")
     assert (facts["state"], facts["step"]) == ("COMPLETED", STEPS)
     return (run / "final.pt").read_bytes()
 
 
 @pytest.fixture
-def project(slurm_project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(slurm_project: Project, here: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    # what is known there of the job need not be found out again
+    slurm_project.environ["XDG_STATE_HOME"] = here.environ["XDG_STATE_HOME"]
     # SLURM's commands for this process too, which looks at runs without starting the program each time
     monkeypatch.setenv("PATH", slurm_project.environ["PATH"])
     return with_job(slurm_project)
@@ -106,21 +119,21 @@ def running(project: Project, script: str, *words: str, ranks: int = 1) -> Path:
     return run
 
 
-def finish(project: Project, run: Path) -> dict[str, Any]:
-    """Waits for a run's end; how it ended. The command alone would ask SLURM ever less often."""
-    wait_until(lambda: not states.is_alive(Handle(RunFolder(run)).state), seconds=90)
-    return project.finish(run)
+def facts_of(run: Path) -> dict[str, Any]:
+    """What `status` shows."""
+    return Handle(RunFolder(run)).facts
 
 
-def status(project: Project, run: Path) -> dict[str, Any]:
-    (facts,) = project.json("status", run.name)
-    return dict(facts)
-
-
-def standing(project: Project, run: Path) -> tuple[str, str, int]:
+def standing(run: Path) -> tuple[str, str, int]:
     """The state, the first word of its reason, and the attempts so far."""
-    facts = status(project, run)
+    facts = facts_of(run)
     return facts["state"], facts["reason"].partition(",")[0], facts["attempts"]
+
+
+def finish(run: Path) -> dict[str, Any]:
+    """Waits for a run's end; how it ended. `wait` would ask SLURM ever less often."""
+    wait_until(lambda: not states.is_alive(facts_of(run)["state"]), seconds=90, pause=LOOK_EVERY)
+    return facts_of(run)
 
 
 def kept(run: Path) -> int:
@@ -157,7 +170,7 @@ def seen(run: Path) -> Iterator[list[str]]:
 
     def look() -> None:
         try:
-            while not enough.wait(0.1):
+            while not enough.wait(LOOK_EVERY):
                 state = Handle(RunFolder(run)).state
                 if found[-1:] != [state]:
                     found.append(state)
@@ -180,7 +193,7 @@ def seen(run: Path) -> Iterator[list[str]]:
 def test_a_cancelled_training_goes_on_exactly(project: Project, cluster: Cluster, undisturbed: bytes) -> None:
     run = training(project, "--nodes", "2")
     assert "asked to save and end" in project.call("cancel", run.name).stdout
-    first = finish(project, run)
+    first = finish(run)
     done = project.call("wait", run.name)
     assert done.returncode == 1
     assert done.stdout.startswith(f"CANCELLED  {run.name}  in ")
@@ -189,40 +202,49 @@ def test_a_cancelled_training_goes_on_exactly(project: Project, cluster: Cluster
     assert "had ended already" in project.call("cancel", run.name).stdout
     cluster.until_job(first["job_id"], "CANCELLED")
 
-    done = project.call("resume", run.name, "--time", "5", "--follow")
+    done = project.call("resume", run.name, "--follow")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "-- started on n[1-2], attempt 2\n" in done.stdout
     assert f"restored step {first['step']} from " in done.stdout
-    again = status(project, run)
+    again = facts_of(run)
     assert (again["state"], again["step"], again["attempts"]) == ("COMPLETED", STEPS, 2)
     assert (run / "final.pt").read_bytes() == undisturbed
     assert again["job_id"] != first["job_id"]
-    assert cluster.job(again["job_id"])["TimeLimit"] == "00:05:00"
-
-
-def test_a_cancelled_training_goes_on_with_more_ranks_and_new_code(project: Project, cluster: Cluster) -> None:
-    run = training(project, ranks=1)
-    assert project.call("cancel", run.name).returncode == 0
-    assert finish(project, run)["state"] == "CANCELLED"
-    step = kept(run)
-    project.write("train.py", JOB.replace('"code": 1', '"code": 2'))
-    assert project.call("resume", run.name, "--nodes", "2", "--code", "new").returncode == 0
-    facts = finish(project, run)
-    assert (facts["state"], facts["nodes"], facts["ranks"]) == ("COMPLETED", 2, 2), log(run, 0, attempt=2)
-    assert (facts["step"], facts["attempts"]) == (STEPS, 2)
-    assert f"restored step {step} from " in log(run, 0, attempt=2)
-    assert json.loads((run / "result.json").read_text())["result"] == {"code": 2}
-    assert attempts(run) == [["n1"], ["n1", "n2"]]
 
 
 def test_a_run_that_waits_in_the_queue_is_cancelled(project: Project, cluster: Cluster) -> None:
     run = project.submit(*NO_GPUS, "--sbatch", "hold", "--", "true")
     assert "asked to end" in project.call("cancel", run.name).stdout
-    facts = finish(project, run)
+    facts = finish(run)
     assert (facts["state"], facts["reason"], facts["attempts"]) == ("CANCELLED", "cancelled", 0)
     assert cluster.job(facts["job_id"])["JobState"] == "CANCELLED"
     assert project.call("resume", run.name).returncode == 0
-    assert status(project, run)["state"] == "PENDING"
+    assert facts_of(run)["state"] == "PENDING"
+
+
+# -- a failure
+
+
+def test_a_failed_training_goes_on_with_new_code_and_other_resources(project: Project, cluster: Cluster) -> None:
+    done = project.call("submit", "train", *NO_GPUS, "--nodes", "2", f"fail_at={WAIT_AT}", "--follow")
+    assert done.returncode == 1
+    assert "-- rank 1 on n2 failed first:\nTraceback" in done.stdout
+    (run,) = project.runs.iterdir()
+    failed = facts_of(run)
+    assert (failed["state"], failed["reason"]) == ("FAILED", "rank 1 on n2: RuntimeError: the data is broken")
+    cluster.until_job(failed["job_id"], "FAILED")
+
+    project.write("train.py", JOB.replace('"code": 1', '"code": 2'))
+    done = project.call("resume", run.name, "--nodes", "1", "--time", "5", "--code", "new", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # from the end of the epoch before
+    assert f"restored step {STEPS // 3} from " in done.stdout
+    facts = facts_of(run)
+    assert (facts["state"], facts["reason"], facts["nodes"], facts["ranks"]) == ("COMPLETED", "", 1, 1)
+    assert (facts["step"], facts["attempts"]) == (STEPS, 2)
+    assert json.loads((run / "result.json").read_text())["result"] == {"code": 2}
+    assert attempts(run) == [["n1", "n2"], ["n1"]]
+    assert cluster.job(facts["job_id"])["TimeLimit"] == "00:05:00"
 
 
 # -- the time limit
@@ -234,17 +256,17 @@ def test_at_its_time_limit_a_training_starts_again_and_what_ignores_it_ends(
     """Side by side, because SLURM looks at limits every 30 s, and waits for another 15 s before it kills."""
     deaf = running(project, "trap '' USR2 TERM INT HUP; echo ready; while :; do sleep 0.2; done")
     run = training(project, "--nodes", "2", "--time", "3", "--signal", "USR2@30")
-    job = status(project, run)["job_id"]
+    job = facts_of(run)["job_id"]
     with seen(run) as states_seen, seen(deaf) as states_of_deaf:
         # at SLURM's next look: the lead signal comes up to 30 s early, and the limit late
         cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+45seconds")
-        cluster.run("scontrol", "update", f"JobId={status(project, deaf)['job_id']}", "EndTime=now+1seconds")
+        cluster.run("scontrol", "update", f"JobId={facts_of(deaf)['job_id']}", "EndTime=now+1seconds")
         cluster.until_job(job, "PENDING")
-        assert standing(project, run) == HELD_BACK
+        assert standing(run) == HELD_BACK
         step = kept(run)
         cluster.start_now(job)
-        facts = finish(project, run)
-        assert finish(project, deaf)["state"] == "TIMEOUT"
+        facts = finish(run)
+        assert finish(deaf)["state"] == "TIMEOUT"
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", STEPS, 2)
     assert facts["job_id"] == job
     assert f"restored step {step} from " in log(run, 0, attempt=2)
@@ -265,9 +287,9 @@ def lived(seen: list[str]) -> list[str]:
 
 def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
     run = project.submit(*NO_GPUS, "--max-requeues", "1", "--", "sh", "-c", "exit 75")
-    wait_until(lambda: standing(project, run) == HELD_BACK)
-    cluster.start_now(status(project, run)["job_id"])
-    facts = finish(project, run)
+    wait_until(lambda: standing(run) == HELD_BACK, pause=LOOK_EVERY)
+    cluster.start_now(facts_of(run)["job_id"])
+    facts = finish(run)
     assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 2)
     assert facts["reason"] == "asked to be started again, and all of --max-requeues 1 are used"
 
@@ -279,15 +301,15 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     project: Project, cluster: Cluster, undisturbed: bytes
 ) -> None:
     run = training(project, "--nodes", "2")
-    job = status(project, run)["job_id"]
+    job = facts_of(run)["job_id"]
     with seen(run) as states_seen:
         taker = cluster.preempt(["n1", "n2", "n3", "n4"])
-        assert standing(project, run) == HELD_BACK
+        assert standing(run) == HELD_BACK
         step = kept(run)
         cluster.start_now(job)
-        assert status(project, run)["state"] == "PENDING"
+        assert facts_of(run)["state"] == "PENDING"
         cluster.release(taker)
-        facts = finish(project, run)
+        facts = finish(run)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", STEPS, 2)
     assert facts["job_id"] == job
     assert f"restored step {step} from " in log(run, 0, attempt=2)
@@ -295,19 +317,34 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     assert lived(states_seen) == states_seen[:-1]
 
 
+def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: Project, cluster: Cluster) -> None:
+    script = "[ $MGPU_ATTEMPT = 1 ] || exit 0; trap 'exit {}' TERM; echo ready; while :; do sleep 0.1; done"
+    done, failed = (running(project, script.format(code)) for code in (0, 1))
+    with seen(done) as states_of_done, seen(failed) as states_of_failed:
+        taker = cluster.preempt(["n1", "n2", "n3", "n4"])
+        assert standing(done) == standing(failed) == HELD_BACK
+        cluster.release(taker)
+        for run in (done, failed):
+            cluster.start_now(facts_of(run)["job_id"])
+        for run in (done, failed):
+            assert finish(run)["state"] == "COMPLETED"
+    for found in (states_of_done, states_of_failed):
+        assert lived(found) == found[:-1]
+
+
 def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluster: Cluster) -> None:
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate), "--nodes", "2", "--exclude", "n4", ranks=2)
-    job = status(project, run)["job_id"]
+    job = facts_of(run)["job_id"]
     with seen(run) as states_seen:
         cluster.node_down("n2")
         cluster.until_job(job, "PENDING")
-        assert standing(project, run) == HELD_BACK
+        assert standing(run) == HELD_BACK
         cluster.start_now(job)
         wait_until(lambda: RunFolder(run).rank_log(2, 1).exists())
-        assert status(project, run)["state"] == "RUNNING"
+        assert facts_of(run)["state"] == "RUNNING"
         gate.touch()
-        facts = finish(project, run)
+        facts = finish(run)
     assert (facts["state"], facts["reason"], facts["attempts"], facts["job_id"]) == ("COMPLETED", "", 2, job)
     assert attempts(run) == [["n1", "n2"], ["n1", "n3"]]
     assert log(run, 1, attempt=2) == "attempt 2 on n3\n"
@@ -317,13 +354,13 @@ def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluste
 def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(project: Project, cluster: Cluster) -> None:
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate))
-    job = status(project, run)["job_id"]
+    job = facts_of(run)["job_id"]
     launchers = [pid for pid in processes_of(run) if name_of(pid) == "srun"]
     assert launchers != []
     with seen(run) as states_seen:
         cluster.cut("n1")
         cluster.until_job(job, "PENDING")
-        assert standing(project, run) == HELD_BACK
+        assert standing(run) == HELD_BACK
         cluster.start_now(job)
         wait_until(lambda: RunFolder(run).rank_log(2, 0).exists())
         # the first attempt comes to a bad end, of which srun would tell only after 20 s of looking for the controller
@@ -332,9 +369,9 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_until(lambda: ended(run) == [1])
-        assert standing(project, run) == ("RUNNING", "", 2)
+        assert standing(run) == ("RUNNING", "", 2)
         gate.touch()
-        facts = finish(project, run)
+        facts = finish(run)
     assert (facts["state"], facts["reason"], facts["attempts"], facts["job_id"]) == ("COMPLETED", "", 2, job)
     assert attempts(run) == [["n1"], ["n2"]]
     assert not RunFolder(run).failure.exists()
@@ -344,8 +381,8 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
 def test_without_requeues_a_lost_node_is_the_end(project: Project, cluster: Cluster) -> None:
     run = running(project, "echo here; exec sleep 600", "--nodes", "2", "--max-requeues", "0", ranks=2)
     cluster.node_down("n2")
-    facts = finish(project, run)
+    facts = finish(run)
     assert (facts["state"], facts["attempts"]) == ("NODE_FAIL", 1)
     assert project.call("wait", run.name).returncode == 1
     assert project.call("resume", run.name, "--time", "5").returncode == 0
-    wait_until(lambda: standing(project, run) == ("RUNNING", "", 2))
+    wait_until(lambda: standing(run) == ("RUNNING", "", 2), pause=LOOK_EVERY)

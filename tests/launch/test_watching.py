@@ -1,0 +1,80 @@
+"""Looking at a run while SLURM does not answer, played by a squeue that waits for a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm import records
+from mgpu_slurm.launch import watching
+from mgpu_slurm.launch.watching import Watch
+from mgpu_slurm.paths import RunFolder
+from tests.support import wait_until
+
+RUNS = "42|RUNNING|2024-05-01T12:00:00|N/A|0|gpu1|None|"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(watching, "ANSWER_TAKES", 0.01)
+    monkeypatch.setitem(watching.ASK_EVERY, "slurm", 0.01)
+    (tmp_path / "bin").mkdir()
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    records.update_state(folder, executor="slurm", job_id="42", state="RUNNING", submitted=records.now())
+    return folder
+
+
+@pytest.fixture
+def squeue(run: RunFolder, tmp_path: Path) -> Callable[[str], Path]:
+    """Makes squeue do this when it may; the file that lets it."""
+
+    def make(does: str) -> Path:
+        script, gate = tmp_path / "bin" / "squeue", tmp_path / "gate"
+        script.write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\nuntil [ -e {gate} ]; do sleep 0.01; done\n{does}\n")
+        script.chmod(0o755)
+        return gate
+
+    return make
+
+
+def test_a_silent_slurm_is_not_waited_for_and_asked_once(
+    run: RunFolder, squeue: Callable[[str], Path], tmp_path: Path
+) -> None:
+    gate = squeue(f"echo '{RUNS}'")
+    watch = Watch(run)
+    began = time.monotonic()
+    for _ in range(10):
+        assert watch.state()["state"] == "RUNNING"
+    assert time.monotonic() - began < 5
+    wait_until((tmp_path / "calls").exists)
+    assert (tmp_path / "calls").read_text() == "x\n"
+    records.update_state(run, state="COMPLETED")
+    assert watch.state()["state"] == "COMPLETED"
+    gate.touch()
+
+
+def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[str], Path], tmp_path: Path) -> None:
+    down = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    squeue(f"[ -e {tmp_path}/up ] && {{ echo '{RUNS}'; exit; }}; {down}").touch()
+    notes: list[str] = []
+    watch = Watch(run, notes.append)
+
+    def calls() -> int:
+        return len((tmp_path / "calls").read_text().split()) if (tmp_path / "calls").exists() else 0
+
+    def ask_again() -> None:
+        before = calls()
+        wait_until(lambda: watch.state()["state"] == "RUNNING" and calls() > before + 1)
+
+    ask_again()
+    assert notes == ["SLURM's controller does not answer; going on, and asking again"]
+    (tmp_path / "up").touch()
+    ask_again()
+    (tmp_path / "up").unlink()
+    ask_again()
+    assert len(notes) == 2
