@@ -25,13 +25,9 @@ PROGRAM = "mgpu-slurm"
 INTERRUPTED = 130
 
 _RESOURCE_FLAGS = [
-    click.option("--nodes", type=int, metavar="N", help="Nodes.  [default: 1]"),
-    click.option(
-        "--ntasks-per-node", type=int, metavar="N", help="Ranks on each node.  [default: one per GPU, else 1]"
-    ),
-    click.option(
-        "--gpus-per-node", type=int, metavar="N", help="GPUs on each node, 0 for none.  [default: all of a node]"
-    ),
+    click.option("--nodes", type=int, metavar="N", help="Nodes."),
+    click.option("--ntasks-per-node", type=int, metavar="N", help="Ranks on each node."),
+    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs on each node, 0 for none."),
     click.option("--cpus-per-task", type=int, metavar="N", help="Cores of each rank."),
     click.option("--mem", metavar="SIZE", help="Memory of each node, as sbatch takes it: 64G."),
     click.option("--time", metavar="TIME", help="Time limit, as sbatch takes it: minutes, M:S, H:M:S, D-H."),
@@ -156,11 +152,13 @@ def submit(
     debug: bool,
     **options: Any,
 ) -> None:
-    """Run a job function, or any torchrun-style command, on nodes and GPUs.
+    """Run a job function or a command on nodes and GPUs.
 
     TARGET is package.module, package.module:function or path/to/file.py:function; `train` where no function is named.
     Without it: `job:` of mgpu.yaml, else jobs/digits.py where there is one. key=value sets the job's config (nested:
-    model.width=32).
+    model.width=32). A command, such as a script for torchrun, stands behind --.
+
+    Where nothing else is said it is one node with all of its GPUs, and one rank per GPU.
 
     \b
       mgpu-slurm submit --nodes 2
@@ -351,7 +349,10 @@ def cancel(names: tuple[str, ...]) -> None:
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after so long.")
 @json_flag
 def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
-    """Block until runs have ended; exit code 1 unless all of them completed."""
+    """Block until runs have ended.
+
+    Exit code 1 unless all of them completed.
+    """
     from mgpu_slurm import states
     from mgpu_slurm.launch import runs
     from mgpu_slurm.observe import status as statuses
@@ -385,9 +386,10 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @json_flag
 def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tuple[str, ...], **flags: Any) -> None:
-    """Start a run that has ended again, from its newest checkpoint, with other resources where they are given.
+    """Start a run that has ended again.
 
-    Of a group, the runs that did not complete.
+    It goes on from its newest checkpoint, with other resources where they are given. Of a group, the runs that did not
+    complete.
     """
     from mgpu_slurm.launch import runs
     from mgpu_slurm.launch.changing import Change
@@ -410,7 +412,10 @@ def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tupl
 @click.option("--node", metavar="NAME", help="One of the run's nodes.  [default: its first]")
 @click.pass_obj
 def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:
-    """Open a shell beside a running run, or run one command there: nvidia-smi, py-spy, df."""
+    """Open a shell beside a run, on one of its nodes.
+
+    Or run one command there, such as nvidia-smi, py-spy or df.
+    """
     import os
 
     from mgpu_slurm import slurm
@@ -457,7 +462,9 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
 def doctor(
     submits: bool, executor: str, cluster: str | None, as_json: bool, extra: tuple[str, ...], **flags: Any
 ) -> None:
-    """Check this machine and its cluster, and with --submit the nodes and what lies between them.
+    """Check this machine and its cluster.
+
+    With --submit also the nodes and what lies between them, by a job on two of them.
 
     All flags but --json are for the job of --submit. Exit code 1 when something failed.
     """
