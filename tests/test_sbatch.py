@@ -70,7 +70,7 @@ def test_what_may_succeed_later_is_told_apart_by_what_became_of_the_request(
         (1, FAILED + "Invalid account or account/partition combination specified"),
         (1, FAILED + "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"),
         (1, "sbatch: error: something that no version of SLURM has said before"),
-        (255, 'sbatch: unrecognized option \'--nosuch=1\'\nTry "sbatch --help" for more information'),
+        (255, "sbatch: unrecognized option '--nosuch=1'\nTry \"sbatch --help\" for more information"),
         (255, "Invalid time specification (pos=0): soon\nsbatch: error: Invalid --begin specification"),
         (1, "sbatch: error: Slurm temporarily unable to accept job, sleeping\n" + FAILED + "Invalid qos specification"),
         (127, "timeout: failed to run command 'sbatch': No such file or directory"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mgpu_slurm import records, states
+from mgpu_slurm.launch import last_words
 from mgpu_slurm.launch.runs import Handle
 from mgpu_slurm.paths import RunFolder
 from tests.slurm.cluster import Cluster
@@ -169,9 +170,11 @@ def seen(run: Path) -> Iterator[list[str]]:
     enough = threading.Event()
 
     def look() -> None:
+        is_last = False
         try:
-            while not enough.wait(LOOK_EVERY):
-                state = Handle(RunFolder(run)).state
+            while not is_last:
+                is_last = enough.wait(LOOK_EVERY)
+                state = facts_of(run)["state"]
                 if found[-1:] != [state]:
                     found.append(state)
         except Exception as problem:
@@ -185,6 +188,10 @@ def seen(run: Path) -> Iterator[list[str]]:
         enough.set()
         looking.join()
     assert problems == []
+
+
+def ends(seen: list[str]) -> list[str]:
+    return [state for state in seen if not states.is_alive(state)]
 
 
 # -- told to end
@@ -266,7 +273,7 @@ def test_at_its_time_limit_a_training_starts_again_and_what_ignores_it_ends(
         step = kept(run)
         cluster.start_now(job)
         facts = finish(run)
-        assert finish(deaf)["state"] == "TIMEOUT"
+        facts_of_deaf = finish(deaf)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", STEPS, 2)
     assert facts["job_id"] == job
     assert f"restored step {step} from " in log(run, 0, attempt=2)
@@ -275,14 +282,15 @@ def test_at_its_time_limit_a_training_starts_again_and_what_ignores_it_ends(
         *("started", "ended", "requeued"),
         *("started", "ended"),
     ]
-    assert lived(states_seen) == states_seen[:-1]
+    assert ends(states_seen) == ["COMPLETED"]
+    assert (facts_of_deaf["state"], facts_of_deaf["reason"]) == ("TIMEOUT", "TimeLimit")
     assert states_of_deaf == ["RUNNING", "TIMEOUT"]
+    # what there is to go by where SLURM has forgotten the job
+    last = last_words.ending(RunFolder(deaf), facts_of_deaf["job_id"])
+    assert last is not None
+    assert last["state"] == "TIMEOUT"
     assert log(deaf, 0) == "ready\n"
     assert project.call("wait", deaf.name).returncode == 1
-
-
-def lived(seen: list[str]) -> list[str]:
-    return [state for state in seen if states.is_alive(state)]
 
 
 def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
@@ -314,7 +322,7 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     assert facts["job_id"] == job
     assert f"restored step {step} from " in log(run, 0, attempt=2)
     assert (run / "final.pt").read_bytes() == undisturbed
-    assert lived(states_seen) == states_seen[:-1]
+    assert ends(states_seen) == ["COMPLETED"]
 
 
 def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: Project, cluster: Cluster) -> None:
@@ -328,8 +336,7 @@ def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: P
             cluster.start_now(facts_of(run)["job_id"])
         for run in (done, failed):
             assert finish(run)["state"] == "COMPLETED"
-    for found in (states_of_done, states_of_failed):
-        assert lived(found) == found[:-1]
+    assert ends(states_of_done) == ends(states_of_failed) == ["COMPLETED"]
 
 
 def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluster: Cluster) -> None:
@@ -348,7 +355,7 @@ def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluste
     assert (facts["state"], facts["reason"], facts["attempts"], facts["job_id"]) == ("COMPLETED", "", 2, job)
     assert attempts(run) == [["n1", "n2"], ["n1", "n3"]]
     assert log(run, 1, attempt=2) == "attempt 2 on n3\n"
-    assert lived(states_seen) == states_seen[:-1]
+    assert ends(states_seen) == ["COMPLETED"]
 
 
 def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(project: Project, cluster: Cluster) -> None:
@@ -375,14 +382,14 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
     assert (facts["state"], facts["reason"], facts["attempts"], facts["job_id"]) == ("COMPLETED", "", 2, job)
     assert attempts(run) == [["n1"], ["n2"]]
     assert not RunFolder(run).failure.exists()
-    assert lived(states_seen) == states_seen[:-1]
+    assert ends(states_seen) == ["COMPLETED"]
 
 
 def test_without_requeues_a_lost_node_is_the_end(project: Project, cluster: Cluster) -> None:
     run = running(project, "echo here; exec sleep 600", "--nodes", "2", "--max-requeues", "0", ranks=2)
     cluster.node_down("n2")
     facts = finish(run)
-    assert (facts["state"], facts["attempts"]) == ("NODE_FAIL", 1)
+    assert (facts["state"], facts["reason"], facts["attempts"]) == ("NODE_FAIL", "NodeDown", 1)
     assert project.call("wait", run.name).returncode == 1
     assert project.call("resume", run.name, "--time", "5").returncode == 0
     wait_until(lambda: standing(run) == ("RUNNING", "", 2), pause=LOOK_EVERY)

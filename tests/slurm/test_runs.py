@@ -43,6 +43,9 @@ def test_four_ranks_on_two_nodes_give_what_four_ranks_here_give(slurm_project: P
     assert name is not None
     there = slurm_project.runs / name[1]
     assert slurm_project.finish(here)["state"] == "COMPLETED"
+    (facts,) = slurm_project.json("status", there.name)
+    assert (facts["state"], facts["ranks"], facts["step"], facts["progress"]) == ("COMPLETED", 4, 90, 2)
+    assert facts["metrics"] == reports(there)[-1]["metrics"]
 
     result, expected = (json.loads((run / "result.json").read_text()) for run in (there, here))
     assert (result["result"], result["step"]) == (expected["result"], expected["step"])
