@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from mgpu_slurm import states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import registry
-
-PAUSE = 1.0
-"""Seconds between two looks of a local run at those it waits for."""
-
+from mgpu_slurm.launch.watching import ASK_EVERY
 
 @dataclass(frozen=True)
 class Standing:
@@ -52,11 +49,13 @@ def wait(after: Iterable[str]) -> str:
 
     Expects SIGTERM blocked: it means a cancel.
     """
+    pause = 0.5
     while True:
         found = standing(after)
         if found.broken or not found.waiting_for:
             return found.broken
-        if signal.sigtimedwait({signal.SIGTERM}, PAUSE) is not None:
+        pause = min(2 * pause, max(ASK_EVERY[state["executor"]] for _, state in found.waiting_for))
+        if signal.sigtimedwait({signal.SIGTERM}, pause) is not None:
             return "cancelled"
 
 
