@@ -11,6 +11,7 @@ from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import registry
 from mgpu_slurm.launch.watching import ASK_EVERY
 
+
 @dataclass(frozen=True)
 class Standing:
     """How far that is."""
