@@ -90,8 +90,7 @@ class Coordinator:
                 os.kill(pid, signal.SIGTERM)
         for folder in waiting:
             if _is_pending(folder):
-                folder.create_task()
-                records.update_state(folder, state=states.CANCELLED, reason=reason, ended=records.now())
+                records.cancel_unstarted(folder, reason)
         waiting.clear()
 
 

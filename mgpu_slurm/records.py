@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from mgpu_slurm import states
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_json, read_jsonl, write_json
 
@@ -76,6 +77,12 @@ def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dic
     state = read_state(folder) | changes
     write_json(folder.state, state, sync)
     return state
+
+
+def cancel_unstarted(folder: RunFolder, reason: str) -> None:
+    """Ends a run that waited, for its turn or for others, and never starts."""
+    folder.create_task()
+    update_state(folder, state=states.CANCELLED, reason=reason, ended=now())
 
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:

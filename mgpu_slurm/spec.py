@@ -76,6 +76,13 @@ def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
     return name, lead
 
 
+def announcement(text: str, limit: int | None, executor: ExecutorName) -> tuple[str, int | None]:
+    """Name and lead of the signal before a run's time limit; see `parse_signal`."""
+    name, lead = parse_signal(text, limit)
+    # a partition has a limit also where none was asked for
+    return name, DEFAULT_LEAD if lead is None and executor == "slurm" else lead
+
+
 @dataclass(frozen=True)
 class Resources:
     """What is asked of the cluster, in sbatch's own words; None is not sent to SLURM."""

@@ -72,7 +72,7 @@ def main(executor: str, ranks_of_function: int) -> None:
             open_to(spec.readable_by)
             problem = "" if records.attempts_started(folder) else dependencies.wait(spec.after)
             if problem:
-                records.update_state(folder, state=states.CANCELLED, reason=problem, ended=records.now())
+                records.cancel_unstarted(folder, problem)
                 return
             Supervisor(folder, spec, _nodes(folder, spec)).run()
             return

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import checked, configuring, environment, snapshot
 from mgpu_slurm.launch import cluster as clusters
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.spec import DEFAULT_LEAD, RESOURCE_FLAGS, Spec, parse_signal, read_spec, resources_from
+from mgpu_slurm.spec import RESOURCE_FLAGS, Spec, announcement, read_spec, resources_from
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
     if folder.task is not None:
         raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
     spec = _with_resources(before, change.given)
-    with _new_code(folder, spec) if change.new_code else _same_code(spec) as spec:
+    with _new_code(folder, spec) if change.new_code else nullcontext(spec) as spec:
         try:
             spec.write(folder)
             records.update_state(folder, nodes=spec.resources.nodes, ranks=spec.resources.ranks)
@@ -71,15 +71,8 @@ def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
     resources = resources_from(configs.merge(had, given), "the call")
     lead = spec.lead
     if resources.time != spec.resources.time:
-        _, lead = parse_signal(spec.signal, resources.time_limit)
-        if lead is None and spec.executor == "slurm":
-            lead = DEFAULT_LEAD
+        _, lead = announcement(spec.signal, resources.time_limit, spec.executor)
     return replace(spec, resources=resources, lead=lead)
-
-
-@contextmanager
-def _same_code(spec: Spec) -> Iterator[Spec]:
-    yield spec
 
 
 @contextmanager

@@ -34,10 +34,14 @@ def named(after: Iterable[str], after_any: Iterable[str]) -> tuple[str, ...]:
 
 def standing(after: Iterable[str]) -> Standing:
     """Looks at the runs that a spec's `after` names."""
+    pairs = [dependency.partition(":")[::2] for dependency in after]
+    asked = [(kind, registry.find(name)) for kind, name in pairs]
+    # one question to SLURM serves all
+    now = dict(registry.current([folder for _, folder in asked]))
     waiting = []
-    for dependency in after:
-        kind, _, name = dependency.partition(":")
-        for _, state in registry.current([registry.find(name)]):
+    for kind, folder in asked:
+        for member in registry.members(folder):
+            state = now[member]
             if states.is_alive(state["state"]):
                 waiting.append((kind, state))
             elif kind == "afterok" and state["state"] != states.COMPLETED:

@@ -25,14 +25,13 @@ from mgpu_slurm.launch.cluster import Cluster, ClusterFile
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet, wait_out
 from mgpu_slurm.spec import (
-    DEFAULT_LEAD,
     ExecutorName,
     Resources,
     Spec,
     Target,
+    announcement,
     check_run_name,
     parse_seeds,
-    parse_signal,
     resources_from,
 )
 
@@ -133,10 +132,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         why = held.describe()
     target, root = _target(request, file.job, cwd)
     root = request.project or root
-    signal, lead = parse_signal(request.signal or _site_signal(chosen, limit), limit)
-    if executor == "slurm" and lead is None:
-        # a partition has a limit also where none was asked for
-        lead = DEFAULT_LEAD
+    signal, lead = announcement(request.signal or _site_signal(chosen, limit), limit, executor)
     seeds, at_once = (None, None) if request.seeds is None else parse_seeds(request.seeds)
     spec = Spec(
         run=_run_name(_short_name(target) if request.name is None else request.name),

@@ -330,19 +330,10 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
         return state | facts
     if states.is_alive(facts["state"]):
         return state | facts
-    # the job may have written its last word while SLURM was asked
-    again = records.read_state(folder)
-    if not states.is_alive(again["state"]):
-        return again
     if facts["state"] == states.FAILED:
         facts = facts | {"reason": last_words.before_the_ranks(folder, state["job_id"]) or facts["reason"]}
     # one that never started has left no word of its job itself
-    facts = {"ended": records.now(), "job_id": state["job_id"]} | facts
-    # SLURM forgets; a run of somebody else's stays as it is on disk
-    with contextlib.suppress(OSError):
-        folder.create_task()
-        records.update_state(folder, sync=True, **facts)
-    return state | facts
+    return _ended_unseen(folder, {"job_id": state["job_id"]} | facts)
 
 
 def _true_local(folder: RunFolder, state: State) -> State:
@@ -369,8 +360,8 @@ def _true_held(folder: RunFolder, state: State, known: dict[str, State] | None) 
 
 
 def _ended_unseen(folder: RunFolder, facts: State) -> State:
-    """Writes down how a run ended that has no supervisor to do so."""
-    # that one may have written its last word between the two looks
+    """Writes down how a run ended where its job or supervisor did not: SLURM forgets."""
+    # it may have written its last word between the two looks
     again = records.read_state(folder)
     if not states.is_alive(again["state"]):
         return again

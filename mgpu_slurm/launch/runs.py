@@ -203,8 +203,7 @@ def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
     """Ends the run; of a group also one that still waits for its turn."""
     if folder.task is None or facts["job_id"] is not None:
         return local.cancel(folder, facts)
-    folder.create_task()
-    records.update_state(folder, state=states.CANCELLED, reason="cancelled", ended=records.now())
+    records.cancel_unstarted(folder, "cancelled")
     return True
 
 

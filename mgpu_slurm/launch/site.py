@@ -103,16 +103,15 @@ def parse_partitions(output: str, nodes: str) -> list[Partition]:
 
 
 def _partition(pairs: dict[str, str], nodes: Counter[str], gpus: tuple[int, ...]) -> Partition:
-    grace, max_nodes = pairs.get("GraceTime", "0"), pairs.get("MaxNodes", "")
     return Partition(
         name=pairs["PartitionName"],
         is_default=pairs.get("Default") == "YES",
         state=pairs.get("State", "UP"),
         max_time=_limit(pairs.get("MaxTime", "")),
         default_time=_limit(pairs.get("DefaultTime", "")),
-        max_nodes=int(max_nodes) if max_nodes.isdigit() else None,
+        max_nodes=_number(pairs.get("MaxNodes", "")),
         preempt_mode=pairs.get("PreemptMode", "OFF"),
-        grace=int(grace) if grace.isdigit() else 0,
+        grace=_number(pairs.get("GraceTime", "")) or 0,
         nodes=nodes,
         gpus_per_node=gpus,
     )
