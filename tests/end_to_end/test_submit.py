@@ -139,7 +139,8 @@ def test_the_environment_is_recorded(digits: Submitted) -> None:
 
 def test_the_snapshot_is_the_project_without_its_runs(digits: Submitted) -> None:
     def files(root: Path) -> dict[str, bytes]:
-        return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        paths = [path for path in root.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+        return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
     assert list(files(digits.folder / "code")) != []
     assert files(digits.folder / "code") == {
