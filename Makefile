@@ -16,7 +16,7 @@ demo: $(READY)
 # where a cluster cannot be had, its tests are skipped and say so
 test: $(READY)
 	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || echo 'The tests of SLURM are skipped.'
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadscope
+	.venv/bin/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
 
 check: $(READY)
 	.venv/bin/ruff check

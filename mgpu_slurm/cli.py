@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from mgpu_slurm.calling import program
 from mgpu_slurm.errors import MgpuError, UserError
-from mgpu_slurm.observe.calling import program
 
 if TYPE_CHECKING:
     from mgpu_slurm.launch.runs import Group, Handle
@@ -393,17 +393,17 @@ def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tupl
     """
     from mgpu_slurm.launch import runs
     from mgpu_slurm.launch.changing import Change
+    from mgpu_slurm.spec import read_spec
 
     found = runs.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
-    found.resume(Change(_resources(flags, extra), new_code=code == "new"), _note)
-    facts = found.all_facts[0]
+    job_id = found.resume(Change(_resources(flags, extra), new_code=code == "new"), _note)
+    executor = read_spec(found.files).executor
     if as_json:
-        names = {"run": found.name, "folder": str(found.folder)}
-        _print_json(names | {"job_id": facts["job_id"], "executor": facts["executor"]})
+        _print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": executor})
         return
-    print(f"run {found.name} goes on as job {facts['job_id']}", flush=True)
-    if facts["executor"] != "slurm" if follow is None else follow:
+    print(f"run {found.name} goes on as job {job_id}", flush=True)
+    if executor != "slurm" if follow is None else follow:
         _follow_to_the_end(found.name, after_attempt=attempts)
 
 
@@ -437,7 +437,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     from mgpu_slurm.launch import runs
     from mgpu_slurm.observe.usage import usage_table
 
-    handles = [runs.find(name) for name in names] or runs.runs()
+    handles = [runs.find(name) for name in names] or runs.submitted()
     if not handles:
         print("no runs, nothing to clean")
         return

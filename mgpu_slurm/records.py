@@ -7,6 +7,8 @@ stands as its group does.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Container
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -61,6 +63,25 @@ def read_state(folder: RunFolder, group: dict[str, Any] | None = None) -> dict[s
         state = read_json(folder.state) or _first_state(folder, group)
     except ValueError:
         state = {"state": "UNKNOWN", "reason": f"{folder.state.name} cannot be read"}
+    return _whole(folder, state)
+
+
+def read_states(folder: RunFolder, without: Container[RunFolder] = ()) -> list[tuple[RunFolder, dict[str, Any]]]:
+    """The state of a run, or of each run of a group in their order; one look at the folder tells which have any."""
+    state = read_state(folder)
+    if state["tasks"] is None:
+        return [(folder, state)]
+    begun = set(os.listdir(folder.tasks)) if folder.tasks.exists() else set()
+    found = []
+    for task in range(state["tasks"]):
+        member = folder.of_task(task)
+        if member not in without:
+            own = read_state(member, state) if str(task) in begun else _whole(member, _first_state(member, state))
+            found.append((member, own))
+    return found
+
+
+def _whole(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
     return FIRST_STATE | {"run": folder.run} | state
 
 
@@ -135,8 +156,9 @@ class Submission:
 
 def submissions(folder: RunFolder) -> list[Submission]:
     """All of a run or group, oldest first; those of a group are written down with the group."""
-    answers = {event["token"]: event["job_id"] for event in events(folder) if event["event"] == "submitted"}
-    refused = {event["token"] for event in events(folder) if event["event"] == "refused"}
+    history = events(folder)
+    answers = {event["token"]: event["job_id"] for event in history if event["event"] == "submitted"}
+    refused = {event["token"] for event in history if event["event"] == "refused"}
     return [
         Submission(
             token=event["token"],
@@ -146,7 +168,7 @@ def submissions(folder: RunFolder) -> list[Submission]:
             tasks=frozenset(map(int, expand(f"[{event['tasks']}]"))) if "tasks" in event else None,
             refused=event["token"] in refused,
         )
-        for event in events(folder)
+        for event in history
         if event["event"] == "submitting"
     ]
 

@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
-from mgpu_slurm import slurm
+from mgpu_slurm import claims, records, slurm
 from mgpu_slurm.errors import ClusterError
+from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Patience
 from mgpu_slurm.spec import Spec
 
@@ -120,6 +121,19 @@ def _signal_name(signum: int) -> str:
     return f"signal {signum}"
 
 
+def find(folder: RunFolder, token: str) -> str | None:
+    """The id of the job that came of a submission; None where there is none.
+
+    Args:
+        folder: of the run or group.
+
+    Raises:
+        ClusterError: SLURM does not answer.
+    """
+    # a job that has started says so itself, also when SLURM has forgotten it
+    return claims.holder(folder, token) or slurm.job_marked(token)
+
+
 class Handover:
     """One job on its way into SLURM's queue, where it arrives once or not at all."""
 
@@ -191,6 +205,16 @@ class Handover:
             answers = 0 if self.job_id is not None else answers - 1
         self.is_unsure = False
         return self.job_id is not None
+
+    def write_down(self, folder: RunFolder) -> None:
+        """Tells the run's history what became of it.
+
+        Not its state: the job may be running by now, and the state is its own then.
+        """
+        if self.job_id is not None:
+            records.record_event(folder, "submitted", token=self._token, job_id=self.job_id)
+        elif not self.is_unsure:
+            records.record_event(folder, "refused", token=self._token)
 
     def _unknown(self, problem: Exception, silent: ClusterError) -> ClusterError:
         if not self.is_unsure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mgpu_slurm import states
@@ -28,8 +28,8 @@ _OF_ANOTHER_JOB = re.compile(
 _KEPT = ("SLURM_CONF", "MGPU_RUNS")
 _DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _UNCUT = {"SLURM_BITSTR_LEN": "0"}
-_QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "RestartCnt", "NodeList", "Reason")
-_ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "NodeList")
+_QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "Reason")
+_ACCOUNTING_FIELDS = ("JobID", "State", "Submit", "Start", "End")
 _NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
@@ -83,17 +83,14 @@ class QueuedJob:
 
     job_id: str
     """As scancel takes it: `42`, or `42_3` for a task of an array."""
-    array_task: int | None
     state: str
     """One of `states`."""
     reason: str
     """Why it waits or has ended; else SLURM's own word for its state where that says more."""
-    nodes: tuple[str, ...]
     start: str | None
     """Of a pending job the expected one; local time without a zone, as SLURM prints it."""
     end: str | None
     """Of a job that has not ended the latest one."""
-    restarts: int
 
 
 @dataclass(frozen=True)
@@ -102,21 +99,14 @@ class AccountedStart:
 
     job_id: str
     state: str
-    exit_code: int
-    signal: int
-    """The signal that ended it, 0 for none."""
-    start: str | None
     end: str | None
-    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NodeGroup:
     """Nodes of one partition that have the same GPUs."""
 
-    partition: str
     is_default: bool
-    nodes: int
     gpus_per_node: int
 
 
@@ -229,6 +219,11 @@ def job_marked(token: str) -> str | None:
     return parse_marked(run(marked_command()), token)
 
 
+def whole_jobs(job_ids: Iterable[str]) -> list[str]:
+    """Arrays in the place of their tasks."""
+    return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+
+
 def squeue_command(job_ids: Sequence[str]) -> list[str]:
     """Asks for many jobs at once, arrays task by task, also for those that ended a few minutes ago."""
     assert job_ids
@@ -244,22 +239,23 @@ def parse_squeue(output: str) -> list[QueuedJob]:
 
 
 def _is_job_id(text: str) -> bool:
-    return re.fullmatch(r"\d+(_\S+)?", text.strip()) is not None
+    return re.fullmatch(r"\d+(_\S+|\+\d+)?", text.strip()) is not None
+
+
+def _whole_id(text: str) -> str:
+    """`42` of `42+1`, a part of a heterogeneous job."""
+    return text.strip().partition("+")[0]
 
 
 def _queued_job(row: list[str]) -> QueuedJob:
-    job_id, word, start, end, restarts, nodes, reason = row
-    _, _, task = job_id.strip().partition("_")
+    job_id, word, start, end, reason = row
     state = states.from_slurm(word)
     return QueuedJob(
-        job_id=job_id.strip(),
-        array_task=int(task) if task.isdigit() else None,
+        job_id=_whole_id(job_id),
         state=state,
         reason=_text(reason.removesuffix("|")) or (word.strip() if word.strip() != state else ""),
-        nodes=tuple(expand(_text(nodes) or "")),
         start=_text(start),
         end=_text(end),
-        restarts=int(restarts),
     )
 
 
@@ -274,6 +270,33 @@ def queued(job_ids: Sequence[str]) -> dict[str, QueuedJob] | None:
         # squeue fails this way where a single job is asked for, and leaves unknown ones out where several are
         return {} if "Invalid job id specified" in str(error) else None
     return {job.job_id: job for job in jobs}
+
+
+def place_command(job_id: str) -> list[str]:
+    return ["squeue", "--noheader", "--states=RUNNING", f"--jobs={job_id}", "-o", "%A|%N"]
+
+
+def parse_place(output: str) -> tuple[str, list[str]] | None:
+    """A running job's own id, also where it is a task of an array, and its nodes; None where there is none."""
+    for line in output.splitlines():
+        job_id, bar, nodes = line.strip().partition("|")
+        if bar and job_id.isdigit() and nodes:
+            return job_id, expand(nodes)
+    return None
+
+
+def place_of(job_id: str) -> tuple[str, list[str]]:
+    """Asks for the place of a running job; see `parse_place`.
+
+    srun takes the id of a task, `42_3`, since 23.02 only.
+
+    Raises:
+        ClusterError: it does not run, or the controller does not answer.
+    """
+    place = parse_place(run(place_command(job_id), SQUEUE_TAKES))
+    if place is None:
+        raise ClusterError(f"job {job_id} does not run, as SLURM says: try again in a moment")
+    return place
 
 
 def sacct_command(job_ids: Sequence[str]) -> list[str]:
@@ -299,25 +322,13 @@ def parse_sacct(output: str) -> list[AccountedStart]:
     """All starts, oldest first: the last one of a job says how it ended."""
     rows = [line.split("|") for line in output.splitlines()]
     rows = [row for row in rows if len(row) == len(_ACCOUNTING_FIELDS) and _is_job_id(row[0])]
-    rows.sort(key=lambda row: (row[3], row[4]))
+    rows.sort(key=lambda row: (row[2], row[3]))
     return [start for row in rows for start in _accounted_starts(row)]
 
 
 def _accounted_starts(row: list[str]) -> list[AccountedStart]:
-    job_ids, state, exit_code, _, start, end, nodes = row
-    code, _, signal = exit_code.partition(":")
-    return [
-        AccountedStart(
-            job_id=job_id,
-            state=states.from_slurm(state),
-            exit_code=int(code),
-            signal=int(signal or 0),
-            start=_text(start),
-            end=_text(end),
-            nodes=tuple(expand(_text(nodes) or "")),
-        )
-        for job_id in _array_tasks(job_ids)
-    ]
+    job_ids, state, _, _, end = row
+    return [AccountedStart(job_id, states.from_slurm(state), _text(end)) for job_id in _array_tasks(_whole_id(job_ids))]
 
 
 def _array_tasks(job_id: str) -> list[str]:
@@ -376,11 +387,7 @@ def sinfo_command(partition: str | None) -> list[str]:
 
 def parse_sinfo(output: str) -> list[NodeGroup]:
     found = [_NODES.fullmatch(line.strip()) for line in output.splitlines()]
-    return [
-        NodeGroup(line["partition"], line["default"] == "*", int(line["nodes"]), gpus_in(line["gres"]))
-        for line in found
-        if line is not None
-    ]
+    return [NodeGroup(line["default"] == "*", gpus_in(line["gres"])) for line in found if line is not None]
 
 
 def gpus_in(gres: str) -> int:

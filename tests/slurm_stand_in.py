@@ -71,7 +71,7 @@ echo "$id"
 SQUEUE = """\
 case "$*" in
     *%k*) cat "$state/queue"; touch "$state/looked" ;;
-    *) sed 's/$/|PENDING|N\\/A|N\\/A|0||Priority|/' "$state/jobs" ;;
+    *) sed 's/$/|PENDING|N\\/A|N\\/A|Priority|/' "$state/jobs" ;;
 esac
 """
 

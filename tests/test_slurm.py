@@ -49,26 +49,27 @@ def test_squeue_command_asks_once_for_all_jobs() -> None:
         "--states=all",
         "--jobs=42,43_1",
         "-O",
-        "JobArrayID:|,State:|,StartTime:|,EndTime:|,RestartCnt:|,NodeList:|,Reason:|",
+        "JobArrayID:|,State:|,StartTime:|,EndTime:|,Reason:|",
     ]
 
 
 def test_parse_squeue() -> None:
     output = (
-        "42|RUNNING|2024-05-01T10:00:00|2024-05-01T12:00:00|2|gpu[03-04]|None|\n"
-        "43|PENDING|N/A|N/A|0||ReqNodeNotAvail, UnavailableNodes:gpu[01,07]|\n"
-        "44_1|CONFIGURING|2024-05-01T11:00:00|NONE|0|gpu05|None|\n"
-        "44_12|FAILED|2024-05-01T11:00:00|2024-05-01T11:30:00|0|gpu06|NonZeroExitCode|\n"
-        "44_13|SOMETHING_NEW|N/A|N/A|0||None|\n"
+        "42|RUNNING|2024-05-01T10:00:00|2024-05-01T12:00:00|None|\n"
+        "43|PENDING|N/A|N/A|ReqNodeNotAvail, UnavailableNodes:gpu[01,07]|\n"
+        "44_1|CONFIGURING|2024-05-01T11:00:00|NONE|None|\n"
+        "44_12|FAILED|2024-05-01T11:00:00|2024-05-01T11:30:00|NonZeroExitCode|\n"
+        "44_13|SOMETHING_NEW|N/A|N/A|None|\n"
+        "45+0|RUNNING|N/A|N/A|None|\n"
     )
     assert slurm.parse_squeue(output) == [
-        QueuedJob("42", None, "RUNNING", "", ("gpu03", "gpu04"), "2024-05-01T10:00:00", "2024-05-01T12:00:00", 2),
-        QueuedJob("43", None, "PENDING", "ReqNodeNotAvail, UnavailableNodes:gpu[01,07]", (), None, None, 0),
-        QueuedJob("44_1", 1, "PENDING", "CONFIGURING", ("gpu05",), "2024-05-01T11:00:00", None, 0),
-        QueuedJob(
-            "44_12", 12, "FAILED", "NonZeroExitCode", ("gpu06",), "2024-05-01T11:00:00", "2024-05-01T11:30:00", 0
-        ),
-        QueuedJob("44_13", 13, "UNKNOWN", "SOMETHING_NEW", (), None, None, 0),
+        QueuedJob("42", "RUNNING", "", "2024-05-01T10:00:00", "2024-05-01T12:00:00"),
+        QueuedJob("43", "PENDING", "ReqNodeNotAvail, UnavailableNodes:gpu[01,07]", None, None),
+        QueuedJob("44_1", "PENDING", "CONFIGURING", "2024-05-01T11:00:00", None),
+        QueuedJob("44_12", "FAILED", "NonZeroExitCode", "2024-05-01T11:00:00", "2024-05-01T11:30:00"),
+        QueuedJob("44_13", "UNKNOWN", "SOMETHING_NEW", None, None),
+        # a part of a heterogeneous job
+        QueuedJob("45", "RUNNING", "", None, None),
     ]
     assert slurm.parse_squeue("") == []
 
@@ -84,8 +85,8 @@ def test_a_controller_that_is_down_does_not_mean_a_forgotten_job(fake_command: F
 
 
 def test_queued_jobs_by_their_id(fake_command: FakeCommand) -> None:
-    fake_command("squeue", 'echo "42_1|RUNNING|2024-05-01T10:00:00|N/A|0|gpu1|None|"')
-    expected = QueuedJob("42_1", 1, "RUNNING", "", ("gpu1",), "2024-05-01T10:00:00", None, 0)
+    fake_command("squeue", 'echo "42_1|RUNNING|2024-05-01T10:00:00|N/A|None|"')
+    expected = QueuedJob("42_1", "RUNNING", "", "2024-05-01T10:00:00", None)
     assert slurm.queued(["42"]) == {"42_1": expected}
 
 
@@ -95,8 +96,8 @@ BANNERS = ("|   Maintenance on Monday   |", "| a | b | c | d | e | f | g |", "Yo
 @pytest.mark.parametrize(
     ("parse", "line"),
     [
-        (slurm.parse_squeue, "44_1|RUNNING|2024-05-01T11:00:00|NONE|0|gpu05|None|"),
-        (slurm.parse_sacct, "43|FAILED|1:0|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|gpu7"),
+        (slurm.parse_squeue, "44_1|RUNNING|2024-05-01T11:00:00|NONE|None|"),
+        (slurm.parse_sacct, "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09"),
         (slurm.parse_sinfo, "gpu*|4|gpu:a100:8(S:0-1)"),
         (lambda output: slurm.parse_marked(output, "mgpu-1"), "42|mgpu-1"),
     ],
@@ -107,6 +108,11 @@ def test_a_sites_banners_are_no_answers(parse: Callable[[str], object], line: st
     assert not parse(banners)
 
 
+def test_the_place_of_a_running_job() -> None:
+    assert slurm.parse_place("Welcome | to | gpu\n57|gpu[03-04]\n") == ("57", ["gpu03", "gpu04"])
+    assert slurm.parse_place("57|\n") is None
+
+
 def test_sacct_command_asks_for_every_start() -> None:
     assert slurm.sacct_command(["42", "43"]) == [
         "sacct",
@@ -115,7 +121,7 @@ def test_sacct_command_asks_for_every_start() -> None:
         "-X",
         "-D",
         "-o",
-        "JobID,State,ExitCode,Submit,Start,End,NodeList",
+        "JobID,State,Submit,Start,End",
         "-j",
         "42,43",
     ]
@@ -123,21 +129,21 @@ def test_sacct_command_asks_for_every_start() -> None:
 
 def test_parse_sacct_orders_the_starts_of_a_requeued_job() -> None:
     output = (
-        "42|CANCELLED by 1000|0:15|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|gpu[1-2]\n"
-        "42|PREEMPTED|0:0|2024-05-01T10:00:00|2024-05-01T10:00:05|2024-05-01T12:00:00|gpu[3-4]\n"
-        "43|FAILED|1:0|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|gpu7\n"
-        "44|PENDING|0:0|2024-05-01T12:00:02|Unknown|Unknown|None assigned\n"
+        "42|CANCELLED by 1000|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00\n"
+        "42|PREEMPTED|2024-05-01T10:00:00|2024-05-01T10:00:05|2024-05-01T12:00:00\n"
+        "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09\n"
+        "44|PENDING|2024-05-01T12:00:02|Unknown|Unknown\n"
     )
     assert slurm.parse_sacct(output) == [
-        AccountedStart("42", "PREEMPTED", 0, 0, "2024-05-01T10:00:05", "2024-05-01T12:00:00", ("gpu3", "gpu4")),
-        AccountedStart("42", "CANCELLED", 0, 15, "2024-05-01T12:05:00", "2024-05-01T13:00:00", ("gpu1", "gpu2")),
-        AccountedStart("43", "FAILED", 1, 0, "2024-05-01T12:00:02", "2024-05-01T12:00:09", ("gpu7",)),
-        AccountedStart("44", "PENDING", 0, 0, None, None, ()),
+        AccountedStart("42", "PREEMPTED", "2024-05-01T12:00:00"),
+        AccountedStart("42", "CANCELLED", "2024-05-01T13:00:00"),
+        AccountedStart("43", "FAILED", "2024-05-01T12:00:09"),
+        AccountedStart("44", "PENDING", None),
     ]
 
 
 def test_parse_sacct_expands_the_tasks_that_never_started() -> None:
-    output = "42_[3-4,7%2]|CANCELLED by 0|0:0|2024-05-01T12:00:00|None|2024-05-01T12:01:00|None assigned\n"
+    output = "42_[3-4,7%2]|CANCELLED by 0|2024-05-01T12:00:00|None|2024-05-01T12:01:00\n"
     assert [start.job_id for start in slurm.parse_sacct(output)] == ["42_3", "42_4", "42_7"]
 
 
@@ -173,10 +179,10 @@ def test_sinfo_command() -> None:
 def test_gpus_per_node_are_what_every_gpu_node_of_the_partition_has() -> None:
     groups = slurm.parse_sinfo("cpu*|20|(null)\ngpu|4|gpu:a100:8(S:0-1)\ngpu|2|gpu:v100:4(S:0-1)\ngpu|1|(null)\n")
     assert groups == [
-        NodeGroup("cpu", True, 20, 0),
-        NodeGroup("gpu", False, 4, 8),
-        NodeGroup("gpu", False, 2, 4),
-        NodeGroup("gpu", False, 1, 0),
+        NodeGroup(True, 0),
+        NodeGroup(False, 8),
+        NodeGroup(False, 4),
+        NodeGroup(False, 0),
     ]
     assert slurm.gpus_of(groups, None) == 0
     assert slurm.gpus_of(groups[1:], "gpu") == 4

@@ -33,6 +33,9 @@ class Change:
     def given(self) -> dict[str, Any]:
         return {name: value for name, value in self.flags.items() if value is not None}
 
+    def __bool__(self) -> bool:
+        return self.new_code or bool(self.given)
+
 
 NO_CHANGE = Change()
 
@@ -48,7 +51,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
         UserError: the change does not fit the run.
     """
     before = read_spec(folder)
-    if not change.given and not change.new_code:
+    if not change:
         yield before
         return
     if folder.task is not None:
@@ -71,7 +74,10 @@ def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
     resources = resources_from(configs.merge(had, given), "the call")
     lead = spec.lead
     if resources.time != spec.resources.time:
-        _, lead = announcement(spec.signal, resources.time_limit, spec.executor)
+        _, usual = announcement(spec.signal, spec.resources.time_limit, spec.executor)
+        # a lead that was asked for is what a save needs
+        asked = spec.signal if lead == usual else f"{spec.signal}@{lead}"
+        _, lead = announcement(asked, resources.time_limit, spec.executor)
     return replace(spec, resources=resources, lead=lead)
 
 

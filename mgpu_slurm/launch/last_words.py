@@ -11,10 +11,15 @@ from mgpu_slurm.paths import RunFolder
 
 # of slurmstepd's source, req.c; SLURM writes it on the batch step's node before it sends the first signal
 _NOTICE = re.compile(
-    r"^slurmstepd.*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (?P<at>\S+)(?: DUE TO (?P<why>.+))? \*\*\*$",
+    r"^slurmstepd.*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (?P<at>\S+)(?: DUE (?:TO|to) (?P<why>.+))? \*\*\*$",
     re.MULTILINE,
 )
-_WHY = {"TIME LIMIT": states.TIMEOUT, "PREEMPTION": states.PREEMPTED, "NODE FAILURE": states.NODE_FAIL}
+_WHY = {
+    "TIME LIMIT": states.TIMEOUT,
+    "PREEMPTION": states.PREEMPTED,
+    "NODE FAILURE": states.NODE_FAIL,
+    "TASK FAILURE": states.FAILED,
+}
 _SCRIPT = r"^\S*/slurm_script: "
 _REQUEUED = "JOB REQUEUE"
 _TO_THE_SECOND = timedelta(seconds=1)
@@ -31,7 +36,8 @@ def ending(folder: RunFolder, job_id: str) -> dict[str, Any] | None:
     if why == _REQUEUED or at + _TO_THE_SECOND < _last_start(folder):
         return None
     state = next((state for words, state in _WHY.items() if why.startswith(words)), states.CANCELLED)
-    return {"state": state, "reason": why.lower() or "cancelled", "ended": at.isoformat()}
+    reason = "cancelled" if state == states.CANCELLED else why.lower()
+    return {"state": state, "reason": reason, "ended": at.isoformat()}
 
 
 def _last_start(folder: RunFolder) -> datetime:

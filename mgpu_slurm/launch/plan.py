@@ -16,6 +16,7 @@ from typing import Any
 from mgpu_slurm import config as configs
 from mgpu_slurm import records, sbatch, slurm
 from mgpu_slurm import target as targets
+from mgpu_slurm.calling import program
 from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import allocation, dependencies, script, simulated, snapshot
 from mgpu_slurm.launch import cluster as clusters
@@ -264,7 +265,7 @@ def _demo_target(cwd: Path) -> str:
     if (cwd / "jobs" / "digits.py").is_file():
         return DEMO_TARGET
     raise UserError(
-        "no target given and no `job:` in mgpu.yaml: name one, or run `mgpu-slurm init` for a starter project"
+        f"no target given and no `job:` in mgpu.yaml: name one, or run `{program()} init` for a starter project"
     )
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm import claims, paths, records, sbatch, slurm
+from mgpu_slurm import paths, records, sbatch, slurm
+from mgpu_slurm.calling import program
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import ranges
 from mgpu_slurm.launch import script
@@ -61,11 +62,10 @@ def submit(folder: RunFolder, spec: Spec, jobs: Sequence[Job], dependency: str =
     """
     job_ids: list[str] = []
     for place, job in enumerate(jobs):
-        if spec.at_once is not None and job_ids:
-            # the limit holds for each array, so they run one after the other
-            dependency = f"afterany:{job_ids[-1]}"
+        # the limit holds for each array, so they run one after the other
+        before = f"afterany:{job_ids[-1]}" if spec.at_once is not None and job_ids else ""
         try:
-            job_ids.append(_queue(folder, spec, job, dependency, note))
+            job_ids.append(_queue(folder, spec, job, ",".join(filter(None, [dependency, before])), note))
         except BaseException as stopped:
             for other in jobs[place + 1 :]:
                 records.record_event(folder, "refused", token=other.token, reason="not asked for")
@@ -83,16 +83,6 @@ def may_have_arrived(folder: RunFolder, jobs: Sequence[Job]) -> bool:
     """Whether SLURM may have one of the jobs."""
     tokens = {job.token for job in jobs}
     return any(not submission.refused for submission in records.submissions(folder) if submission.token in tokens)
-
-
-def find(folder: RunFolder, token: str) -> str | None:
-    """The id of the job that came of a submission; None where there is none.
-
-    Raises:
-        ClusterError: SLURM does not answer.
-    """
-    # a job that has started says so itself, also when SLURM has forgotten it
-    return claims.holder(folder, token) or slurm.job_marked(token)
 
 
 def check(spec: Spec, folder: RunFolder) -> Start | None:
@@ -121,7 +111,7 @@ def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note)
 
     def look() -> str | None:
         _let_go(interrupts)
-        return find(folder, job.token)
+        return sbatch.find(folder, job.token)
 
     handover = Handover(job.token, ask, look)
     try:
@@ -134,15 +124,7 @@ def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note)
         _find_out(handover, folder, note)
         raise
     finally:
-        _write_down(folder, job.token, handover)
-
-
-def _write_down(folder: RunFolder, token: str, handover: Handover) -> None:
-    """In the history, and not in the state: the job may be running by now, and the state is its own then."""
-    if handover.job_id is not None:
-        records.record_event(folder, "submitted", token=token, job_id=handover.job_id)
-    elif not handover.is_unsure:
-        records.record_event(folder, "refused", token=token)
+        handover.write_down(folder)
 
 
 def _find_out(handover: Handover, folder: RunFolder, note: Note) -> None:
@@ -153,7 +135,7 @@ def _find_out(handover: Handover, folder: RunFolder, note: Note) -> None:
         except ClusterError as unknown:
             note(str(unknown))
     if handover.job_id is not None:
-        note(f"queued before that, as job {handover.job_id}: end it with `mgpu-slurm cancel {folder.run}`")
+        note(f"queued before that, as job {handover.job_id}: end it with `{program()} cancel {folder.run}`")
 
 
 @contextlib.contextmanager

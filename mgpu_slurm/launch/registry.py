@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import paths, records, slurm, states
+from mgpu_slurm import paths, records, sbatch, slurm, states
 from mgpu_slurm.errors import ClusterError, UserError, nearest
-from mgpu_slurm.launch import allocation, cleaning, last_words, local, queueing
+from mgpu_slurm.launch import allocation, cleaning, last_words, local
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
 from mgpu_slurm.patience import Note, quiet
 
@@ -28,6 +28,10 @@ _LOST_SO_FAR: State = {
     "state": states.FAILED,
     "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
 }
+
+# SLURM keeps nothing of a task that was cancelled while it waited, beside others that are still there
+_DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it started"}
+_NO_WORD = (_LOST, _LOST_SO_FAR, _DROPPED)
 
 _SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
 _SILENT = "as it was last seen: SLURM's controller does not answer"
@@ -72,7 +76,11 @@ def all_states(note: Note = quiet) -> list[tuple[RunFolder, State]]:
     found = current([folder for root in roots() for folder in folders(root)], note)
     gone = _removed(found)
     left = [pair for pair in found if pair[0].group not in gone]
-    return sorted(left, key=lambda pair: pair[1]["submitted"] or "", reverse=True)
+    newest: dict[RunFolder, str] = {}
+    for folder, state in left:
+        newest[folder.group] = max(newest.get(folder.group, ""), state["submitted"] or "")
+    # a part of a group may have been submitted again
+    return sorted(left, key=lambda pair: (newest[pair[0].group], pair[0].group.run), reverse=True)
 
 
 def _removed(found: list[tuple[RunFolder, State]]) -> set[RunFolder]:
@@ -140,10 +148,10 @@ def _with_job(job_id: str, known: list[RunFolder]) -> list[RunFolder]:
     array, _, _ = job_id.partition("_")
     found = []
     for folder in known:
-        if records.read_state(folder)["job_id"] == job_id:
-            found.append(folder)
-        elif any(submission.job_id == array for submission in records.submissions(folder)):
-            found += [member for member, state in _recorded(folder) if state["job_id"] == job_id] or [folder]
+        arrays = {submission.job_id for submission in records.submissions(folder)}
+        members = [member for member, state in _recorded(folder) if state["job_id"] == job_id]
+        # a run of a group that goes on alone is known to itself only
+        found += [folder] if job_id in arrays else members or ([folder] if array in arrays else [])
     return found
 
 
@@ -191,13 +199,8 @@ def _is_slurms_to_tell(state: State) -> bool:
 
 def _recorded(folder: RunFolder) -> list[tuple[RunFolder, State]]:
     """As written down, the runs of a group one by one, with the ids of jobs that have not started."""
-    state = records.read_state(folder)
-    tasks = state["tasks"]
-    if tasks is None:
-        found = [(folder, state)]
-    else:
-        found = [(member, records.read_state(member, state)) for member in map(folder.of_task, range(tasks))]
-    if state["executor"] == "slurm" and any(state["job_id"] is None for _, state in found):
+    found = records.read_states(folder)
+    if any(state["executor"] == "slurm" and state["job_id"] is None for _, state in found):
         submissions = _confirmed(folder.group)
         for member, recorded in found:
             if recorded["job_id"] is None and states.is_alive(recorded["state"]):
@@ -226,16 +229,20 @@ def look_for_jobs(folder: RunFolder) -> None:
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
     """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
-    if folder.path.stat().st_uid != os.geteuid():
+    if not _is_own(folder):
         # the jobs of others are not looked through
         return None, True
     try:
-        job_id = queueing.find(folder, submission.token)
+        job_id = sbatch.find(folder, submission.token)
     except ClusterError:
         return None, True
     if job_id is not None:
         records.record_event(folder, "submitted", job_id=job_id, token=submission.token)
     return job_id, job_id is not None or not submission.is_over
+
+
+def _is_own(folder: RunFolder) -> bool:
+    return folder.group.path.stat().st_uid == os.geteuid()
 
 
 def _queue(waiting: list[State]) -> dict[str, State] | None:
@@ -246,19 +253,20 @@ def _queue(waiting: list[State]) -> dict[str, State] | None:
     ids = [state["job_id"] for state in waiting if state["job_id"]]
     if not ids:
         return {}
-    queued = slurm.queued(_jobs(ids))
+    queued = slurm.queued(slurm.whole_jobs(ids))
     if queued is None:
         return None
     known: dict[str, State] = {job_id: _facts(job) for job_id, job in queued.items()}
     forgotten = [job_id for job_id in ids if job_id not in known]
-    starts = slurm.accounted(_jobs(forgotten)) if forgotten else []
+    starts = slurm.accounted(slurm.whole_jobs(forgotten)) if forgotten else []
     # oldest first: the last start of a job is how it stands
     last = {start.job_id: start for start in starts or []}
     # accounting may have missed the end of a job that the controller does not have any more
     accounted = {job_id: _accounted_facts(start) for job_id, start in last.items() if not states.is_alive(start.state)}
     known = accounted | known
-    known |= _of_arrays([job_id for job_id in forgotten if job_id not in accounted], known)
-    return known if starts is not None else dict.fromkeys(forgotten, _LOST_SO_FAR) | known
+    if starts is None:
+        return dict.fromkeys(forgotten, _LOST_SO_FAR) | known
+    return known | _of_arrays([job_id for job_id in forgotten if job_id not in accounted], known)
 
 
 def _accounted_facts(start: slurm.AccountedStart) -> State:
@@ -275,14 +283,8 @@ def _of_arrays(forgotten: list[str], known: dict[str, State]) -> dict[str, State
             # tasks that had not started when their array was cancelled are one line without their numbers
             found[job_id] = known[array]
         elif task and array in arrays:
-            # SLURM keeps nothing of a task that was cancelled while it waited, beside others that are still there
-            found[job_id] = {"state": states.CANCELLED, "reason": "cancelled before it started"}
+            found[job_id] = _DROPPED
     return found
-
-
-def _jobs(job_ids: Iterable[str]) -> list[str]:
-    """Whole arrays in the place of their tasks."""
-    return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 
 def _facts(job: slurm.QueuedJob) -> State:
@@ -323,8 +325,13 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
     if state["job_id"] is None:
         return state
     facts = known.get(state["job_id"], _LOST)
-    if facts in (_LOST, _LOST_SO_FAR):
+    if facts in _NO_WORD:
+        if not _is_own(folder):
+            # a site may keep the jobs of others to itself
+            return state
         facts = last_words.ending(folder, state["job_id"]) or facts
+    if facts == _DROPPED and records.attempts_started(folder):
+        facts = _LOST
     if facts in (_LOST, _LOST_SO_FAR):
         # the controller answers, and neither it nor accounting nor the run's own records know of an end
         return state | facts

@@ -95,8 +95,9 @@ class _Submitted:
     def _alive(self) -> list[tuple[RunFolder, dict[str, Any]]]:
         return [(folder, facts) for folder, facts in registry.current([self.files]) if states.is_alive(facts["state"])]
 
-    def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> None:
-        """Starts again what has ended and did not complete: the same run, its next attempt, from its newest checkpoint.
+    def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
+        """Starts again what has ended and did not complete: the same run, its next attempt, from its newest checkpoint;
+        the id of its job.
 
         Args:
             note: hears that a cluster which does not answer is waited for.
@@ -112,7 +113,7 @@ class _Submitted:
             raise UserError(f"run {self.name} is {self.state}: only a run that has ended can be resumed")
         if not unfinished:
             raise UserError(f"run {self.name} is {self.state}: there is nothing left to do; submit a new one")
-        submitting.restart(self.files, unfinished, change, note)
+        return submitting.restart(self.files, unfinished, change, note)
 
     def delete(self, only_checkpoints: bool = False) -> None:
         """Deletes it, or only its checkpoints, from the disk.
@@ -137,15 +138,19 @@ class _Submitted:
             raise UserError(f"run {self.name} is {self._owner}'s: only they can {what} it")
 
     def _cancel_jobs(self, alive: list[dict[str, Any]]) -> None:
-        unknown = [facts["run"] for facts in alive if facts["job_id"] is None]
-        if unknown:
-            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
+        known = [facts["job_id"] for facts in alive if facts["job_id"] is not None]
+        # one request for all of an array: each costs the controller one
+        jobs = known if self.files.task is not None else slurm.whole_jobs(known)
         try:
-            slurm.run(slurm.scancel_command([facts["job_id"] for facts in alive]))
+            if jobs:
+                slurm.run(slurm.scancel_command(jobs))
         except ClusterError as error:
             if "permission denied" not in str(error):
                 raise
             raise ClusterError(f"run {self.name} is {self._owner}'s, and SLURM does not let you cancel it") from None
+        unknown = [facts["run"] for facts in alive if facts["job_id"] is None]
+        if unknown:
+            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
 
     @property
     def _owner(self) -> str:
@@ -209,7 +214,8 @@ def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
 
 def log_files(folder: RunFolder, rank: int) -> list[tuple[int, Path]]:
     """Attempt and file of each log of a rank, in order."""
-    return sorted((int(path.name.partition("-")[0]), path) for path in folder.logs.glob(f"[0-9]*-{rank}.log"))
+    found = [(attempt, folder.rank_log(attempt, rank)) for attempt in range(1, records.attempts_started(folder) + 1)]
+    return [(attempt, path) for attempt, path in found if path.exists()]
 
 
 def launch_logs(folder: RunFolder) -> list[Path]:
@@ -217,9 +223,10 @@ def launch_logs(folder: RunFolder) -> list[Path]:
     found = sorted(folder.group.logs.glob("launch-*.log"), key=lambda path: path.stat().st_mtime)
     if folder.task is None:
         return found
-    names = {event["job_id"] for event in records.events(folder) if event.get("job_id")} | {
-        local.log_name(records.read_state(folder)["executor"], folder)
-    }
+    # a job may have failed before it came to the run
+    jobs = {state["job_id"] for _, state in registry.current([folder])}
+    jobs |= {event.get("job_id") for event in records.events(folder)}
+    names = jobs | {local.log_name(records.read_state(folder)["executor"], folder)}
     return [path for path in found if path.stem.removeprefix("launch-") in names]
 
 
@@ -290,6 +297,11 @@ def _seen(folder: RunFolder) -> Handle | Group:
 def runs() -> list[Handle]:
     """All runs of this user, newest first, those of groups one by one."""
     return [Handle(folder) for folder, _ in registry.all_states()]
+
+
+def submitted() -> list[Handle | Group]:
+    """All runs and groups of this user, newest first."""
+    return [_seen(folder) for folder in dict.fromkeys(folder.group for folder, _ in registry.all_states())]
 
 
 def find(name: str) -> Handle | Group:

@@ -20,6 +20,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TAKEN = {
     "dependency": "use --after or --after-any",
     "array": "use --seeds",
+    "clusters": "runs are looked after in one cluster: submit from a login node of that one",
+    "error": "it lies in the run folder, with the output",
     "job-name": "it is the name of the run",
     "no-requeue": "use --max-requeues 0",
     "open-mode": "a requeued run appends to its log",
@@ -29,7 +31,7 @@ _TAKEN = {
     "requeue": "use --max-requeues",
     "signal": "use --signal",
     "test-only": "use --dry-run",
-    "wait": "use `mgpu-slurm wait`",
+    "wait": "use the command wait",
     "wrap": "the script is made here",
 }
 """Options of sbatch that are decided here, and what to do instead."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import records, states
+from mgpu_slurm import records, slurm, states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.hostlist import compress
+from mgpu_slurm.launch import local
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import read_spec
 
@@ -26,22 +27,34 @@ def words(
         terminal: whether somebody sits in front of it.
 
     Raises:
-        UserError: the run is not running, or not on that node.
+        UserError: the run is not running, or not on that node, or not on this machine.
+        ClusterError: SLURM does not answer.
     """
     if facts["state"] != states.RUNNING:
         raise UserError(f"run {folder.run} is {facts['state']}: there is nothing to be beside until it runs")
-    started = [event for event in records.events(folder) if event["event"] == "started"]
-    nodes: list[str] = started[-1]["nodes"] if started else []
+    if facts["executor"] == "local" and not local.is_here(facts):
+        raise UserError(f"run {folder.run} is a local run of {facts['host']}: call this there")
+    job_id, nodes = _place(folder, facts)
     if node is not None and node not in nodes:
         raise UserError(f"--node {node}: run {folder.run} has {compress(nodes)}")
     inner = list(command) or [os.environ.get("SHELL") or "/bin/bash"]
     if facts["executor"] == "local":
         return inner
-    job_id, _, _ = facts["job_id"].partition(".")
     # overlap: the ranks' step holds all of the job's cores
     srun = ["srun", f"--jobid={job_id}", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1"]
     srun += [f"--nodelist={node or nodes[0]}", f"--chdir={place(folder)}"]
     return [*srun, *(["--pty"] if terminal else []), *inner]
+
+
+def _place(folder: RunFolder, facts: dict[str, Any]) -> tuple[str, list[str]]:
+    """The job id as srun takes it, and the run's nodes."""
+    if facts["executor"] == "slurm":
+        return slurm.place_of(facts["job_id"])
+    started = [event for event in records.events(folder) if event["event"] == "started"]
+    if not started:
+        raise UserError(f"run {folder.run} has not started its ranks yet: try again in a moment")
+    job_id, _, _ = facts["job_id"].partition(".")
+    return job_id, started[-1]["nodes"]
 
 
 def place(folder: RunFolder) -> Path:

@@ -100,25 +100,40 @@ def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_
         note: hears that a cluster which does not answer is waited for.
 
     Raises:
-        UserError: one is alive, or the change does not fit.
+        UserError: one is alive, or the change does not fit, or what they wait for has failed.
         MayBeQueued: the cluster did not answer, and may have taken the job; the runs pend.
         ClusterError: the cluster refused; the runs stay as they ended.
     """
     with _locked(asked.group):
-        before = [(folder, records.read_state(folder)) for folder in folders]
+        # what never arrived in SLURM's queue may have none
+        before = [(folder, paths.read_json(folder.state)) for folder in folders]
         # what never arrived in SLURM's queue has no end on disk
         now = dict(registry.current([asked]))
         for folder in folders:
             if states.is_alive(now[folder]["state"]):
                 raise UserError(f"run {folder.run} is being resumed by somebody else")
+        if change:
+            _check_shares_with_none_alive(asked, now)
         jobs: list[Job] = []
         try:
             return _start_again(asked, folders, change, jobs, note)
         except BaseException:
             if not queueing.may_have_arrived(asked.group, jobs):
                 for folder, state in before:
-                    paths.write_json(folder.state, state)
+                    if state is None:
+                        folder.state.unlink(missing_ok=True)
+                    else:
+                        paths.write_json(folder.state, state)
             raise
+
+
+def _check_shares_with_none_alive(asked: RunFolder, now: dict[RunFolder, dict[str, Any]]) -> None:
+    alive = [folder for folder, state in now.items() if states.is_alive(state["state"])]
+    if alive:
+        raise UserError(
+            f"run {alive[0].run} is {now[alive[0]]['state']}, and all of group {asked.run} shares its resources and"
+            " code: resume it with a change when all have ended, or without one now"
+        )
 
 
 def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change, jobs: list[Job], note: Note) -> str:
@@ -135,9 +150,12 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
             supervisor.go(asked)
             return job_id
         tasks = [folder.task for folder in folders if folder.task is not None]
+        # those that have started once had all that they wait for
+        have_waited = any(records.attempts_started(folder) for folder in registry.members(asked.group))
+        dependency = "" if have_waited else dependencies.sbatch_option(spec.after)
         jobs += queueing.announce(asked.group, tasks or None, note)
         try:
-            return queueing.submit(asked.group, read_spec(asked.group), jobs, note=note)
+            return queueing.submit(asked.group, read_spec(asked.group), jobs, dependency, note)
         except BaseException as stopped:
             if not queueing.may_have_arrived(asked.group, jobs):
                 raise

@@ -6,6 +6,7 @@ import threading
 import time
 
 from mgpu_slurm import records, states
+from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import registry
 from mgpu_slurm.launch.registry import State
 from mgpu_slurm.paths import RunFolder
@@ -26,7 +27,7 @@ class Watch:
         Args:
             note: hears, once each time, that the cluster does not answer.
         """
-        self._folders = registry.members(folder)
+        self._folder = folder
         self._note = note
         self._ended: dict[RunFolder, State] = {}
         self._question: _Question | None = None
@@ -39,11 +40,13 @@ class Watch:
         return self.states()[0]
 
     def states(self) -> list[State]:
-        alive = [folder for folder in self._folders if folder not in self._ended]
-        found = self._asked(alive) or [(folder, records.read_state(folder)) for folder in alive]
-        self._ended |= {folder: state for folder, state in found if not states.is_alive(state["state"])}
+        if not self._folder.group.path.exists():
+            raise UserError(f"run {self._folder.run} was deleted meanwhile")
+        recorded = records.read_states(self._folder, without=self._ended)
+        found = self._asked([folder for folder, _ in recorded]) or recorded
         newest = dict(found) | self._ended
-        return [newest[folder] for folder in self._folders]
+        self._ended |= {folder: state for folder, state in found if not states.is_alive(state["state"])}
+        return [state for _, state in sorted(newest.items(), key=lambda pair: pair[0].task or 0)]
 
     def _asked(self, alive: list[RunFolder]) -> list[tuple[RunFolder, State]] | None:
         """What the executor says; None until the next question, and while an answer is not there."""

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.observe.calling import program, tensorboard
+from mgpu_slurm.calling import program, tensorboard
 from mgpu_slurm.observe.status import span
 from mgpu_slurm.observe.warned import told, warnings
 from mgpu_slurm.paths import RunFolder, read_json

@@ -18,6 +18,9 @@ from mgpu_slurm.paths import RunFolder
 PAUSE = 0.1
 """Seconds between two looks at the files."""
 
+LISTING_PAUSE = 1.0
+"""A folder of logs has those of thousands of ranks."""
+
 GROUP_PAUSE = 1.0
 """A group may have thousands."""
 
@@ -31,6 +34,7 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
     known_events = len(records.events(folder)) if after_attempt else 0
     tails: dict[Path, _Tail] = {}
     known_warnings: set[Warned] = set()
+    next_warnings = 0.0
     notes: list[str] = []
     watch = Watch(folder, notes.append)
     ended = False
@@ -45,10 +49,12 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
         for attempt, path in log_files(folder, rank):
             if attempt > after_attempt:
                 yield from tails.setdefault(path, _Tail(path)).read()
-        # the rank that is followed says its own in its log
-        new = [w for w in warnings(folder) if w.attempt > after_attempt and w.rank != rank and w not in known_warnings]
-        known_warnings.update(new)
-        yield from (f"-- warning: {line}\n" for line in told(new))
+        if ended or time.monotonic() >= next_warnings:
+            next_warnings = time.monotonic() + LISTING_PAUSE
+            # the rank that is followed says its own in its log
+            of_others = [w for w in warnings(folder) if w.attempt > after_attempt and w.rank != rank]
+            yield from (f"-- warning: {line}\n" for line in told(w for w in of_others if w not in known_warnings))
+            known_warnings.update(of_others)
         if not ended:
             time.sleep(PAUSE)
 

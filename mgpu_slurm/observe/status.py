@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import statistics
 import sys
@@ -96,6 +97,9 @@ def spread(runs: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _mean_and_deviation(values: list[float]) -> str:
+    if not all(map(math.isfinite, values)):
+        # there is no spread about one that has diverged
+        return f"{sum(values):.4g}"
     mean = f"{statistics.fmean(values):.4g}"
     return mean if len(values) == 1 else f"{mean}±{statistics.stdev(values):.2g}"
 

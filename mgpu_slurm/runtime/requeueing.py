@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from mgpu_slurm import claims, records, sbatch, slurm
+from mgpu_slurm import records, sbatch, slurm
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Patience
@@ -97,10 +97,12 @@ def _submit_behind(folder: RunFolder, spec: Spec, job: Job) -> str:
     handover = sbatch.Handover(
         token,
         lambda: sbatch.job_id_in(sbatch.call(words, environ)),
-        lambda: claims.holder(folder, token) or slurm.job_marked(token),
+        lambda: sbatch.find(folder, token),
     )
-    new = handover.queue(Patience(print, PATIENCE))
-    records.record_event(folder, "submitted", job_id=new, token=token)
+    try:
+        new = handover.queue(Patience(print, PATIENCE))
+    finally:
+        handover.write_down(folder)
     return f"{new}_{task}" if task else new
 
 

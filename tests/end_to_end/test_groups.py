@@ -111,6 +111,8 @@ def test_commands_that_want_one_run_name_one(project: Project) -> None:
         done = project.call(*words)
         assert done.returncode == 2, words
         assert error in done.stderr
+    # what its runs share is counted once
+    assert [line.split()[0] for line in project.call("clean").stdout.splitlines()[:2]] == ["RUN", folder.name]
     assert project.call("clean", "--yes", folder.name).returncode == 0
     assert not folder.exists()
 

@@ -9,7 +9,7 @@ import pytest
 
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import read_spec
-from tests.support import Project, log
+from tests.support import Project, log, wait_until
 
 TELLS = "echo $SLURM_JOB_NUM_NODES nodes: $(cat words.txt); grep -q right words.txt"
 
@@ -85,3 +85,29 @@ def test_a_change_that_does_not_fit_changes_nothing(project: Project) -> None:
         assert error in done.stderr
         assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith((".", "code"))) == ["code"]
+
+
+def test_a_lead_that_was_asked_for_stays(project: Project) -> None:
+    """It is what a save needs, whatever the limit."""
+    folder, _ = project.run("--time", "10", "--signal", "USR2@200", "--", "false")
+    assert resume(project, folder, "--time", "20") == "FAILED"
+    assert (read_spec(RunFolder(folder)).resources.time, read_spec(RunFolder(folder)).lead) == ("20", 200)
+    done = project.call("resume", folder.name, "--time", "2")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "the lead of 200 s is not shorter than the time limit of 120 s" in done.stderr
+
+
+def test_a_change_waits_for_all_that_share_it(project: Project) -> None:
+    gate = project.folder / "gate"
+    script = f"test {{seed}} = 0 || until test -e {gate}; do sleep 0.05; done; exit 1"
+    folder = project.submit("--seeds", "2%2", "--", "sh", "-c", script)
+    wait_until(lambda: project.json("status", f"{folder.name}/0")[0]["state"] == "FAILED")
+    done = project.call("resume", folder.name, "--time", "5")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"run {folder.name}/1 is RUNNING, and all of group {folder.name} shares its resources" in done.stderr
+    gate.touch()
+    assert project.call("wait", folder.name).returncode == 1
+    done = project.call("resume", folder.name, "--time", "5", "--json", "--no-follow")
+    assert done.returncode == 0, done.stderr
+    assert project.call("wait", folder.name).returncode == 1
+    assert [facts["attempts"] for facts in project.json("status", folder.name)] == [2, 2]

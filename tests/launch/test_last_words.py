@@ -32,6 +32,9 @@ def notice(why: str, at: str = "2024-05-01T12:30:00") -> str:
     ("why", "expected"),
     [
         ("", ("CANCELLED", "cancelled")),
+        # since SLURM 25.05
+        (" DUE to SIGNAL Terminated", ("CANCELLED", "cancelled")),
+        (" DUE TO TASK FAILURE", ("FAILED", "task failure")),
         (" DUE TO TIME LIMIT", ("TIMEOUT", "time limit")),
         (" DUE TO PREEMPTION", ("PREEMPTED", "preemption")),
         (

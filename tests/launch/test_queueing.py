@@ -231,6 +231,22 @@ def test_a_resume_of_which_nobody_can_tell_pends_and_is_found_later(
     assert runs.Handle(folder).facts["job_id"] == "43"
 
 
+def test_runs_of_a_group_that_slurm_never_got_stay_so_where_their_resume_is_refused(
+    slurm: StandIn, here: Path, notes: list[str]
+) -> None:
+    slurm.write("scontrol", "echo 'MaxArraySize = 3'\n")
+    slurm.plan("take", "refuse")
+    with pytest.raises(ClusterError, match="`resume` submits the others"):
+        submit(notes, seeds="5")
+    folder = only_run(here)
+    slurm.plan("refuse")
+    with pytest.raises(ClusterError, match="Invalid partition"):
+        runs.Group(folder).resume()
+    found = [(state["state"], state["reason"][:13]) for _, state in registry.current([folder])]
+    assert found == [("PENDING", "Priority")] * 3 + [("FAILED", "never arrived")] * 2
+    assert runs.Group(folder).resume() == "43"
+
+
 # -- cancel
 
 
@@ -256,6 +272,22 @@ def test_a_run_whose_job_slurm_does_not_have_cannot_be_cancelled_yet(
     (slurm.state / "queue").write_text("")
     with pytest.raises(ClusterError, match="does not have its job, or not yet"):
         runs.Handle(folder).cancel()
+
+
+def test_what_slurm_has_of_a_group_is_cancelled_though_the_rest_may_still_come(
+    slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.write("scontrol", "echo 'MaxArraySize = 3'\n")
+    submit(notes, seeds="5")
+    folder = only_run(here)
+    lines = folder.attempts.read_text().splitlines(keepends=True)
+    # as if killed before it wrote down the second answer, and SLURM took a while to have that job
+    folder.attempts.write_text("".join(lines[:-1]))
+    (slurm.state / "queue").write_text("42|mgpu-other\n")
+    with pytest.raises(ClusterError, match=f"run {folder.run}/3: SLURM does not have its job, or not yet"):
+        runs.Group(folder).cancel()
+    # one request for all of the array
+    assert (slurm.state / "cancelled").read_text() == "42\n"
 
 
 # -- when and where it would start

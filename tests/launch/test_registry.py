@@ -51,8 +51,8 @@ def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     running, ended = make_run("running", "42"), make_run("ended", "41")
-    answers("squeue", "42|PENDING|N/A|N/A|0||Priority|\n")
-    answers("sacct", "41|TIMEOUT|0:0|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|gpu1\n")
+    answers("squeue", "42|PENDING|N/A|N/A|Priority|\n")
+    answers("sacct", "41|TIMEOUT|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00\n")
     states = {folder.run: state for folder, state in registry.current([running, ended])}
     assert (states["running"]["state"], states["running"]["reason"]) == ("PENDING", "Priority")
     assert states["ended"]["state"] == "TIMEOUT"
@@ -65,7 +65,7 @@ def test_the_end_of_a_job_is_slurms_and_not_when_somebody_looked(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     folder = make_run("cancelled", "42")
-    answers("squeue", "42|CANCELLED|2024-05-01T12:00:00|2024-05-01T12:05:00|0|gpu1|BeginTime|\n")
+    answers("squeue", "42|CANCELLED|2024-05-01T12:00:00|2024-05-01T12:05:00|BeginTime|\n")
     state = registry.state(folder)
     assert state["ended"].startswith("2024-05-01T12:05:00")
     # BeginTime is why it had pended
@@ -78,7 +78,7 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_token(
     there, not_there = make_run("there", None, "PENDING"), make_run("not-there", None, "PENDING")
     records.record_event(there, "submitting", token="mgpu-1", time="2024-05-01T12:00:00+00:00")
     records.record_event(not_there, "submitting", token="mgpu-2", time="2024-05-01T12:00:00+00:00")
-    answers("squeue", "42|mgpu-1\n42|PENDING|N/A|N/A|0||Priority|\n")
+    answers("squeue", "42|mgpu-1\n42|PENDING|N/A|N/A|Priority|\n")
     states = {folder.run: state for folder, state in registry.current([there, not_there])}
     assert (states["there"]["state"], states["there"]["job_id"]) == ("PENDING", "42")
     assert states["not-there"]["state"] == "FAILED"
@@ -119,7 +119,7 @@ def test_the_job_id_is_known_before_the_job_has_started(
     folder = make_run("queued", None, "PENDING")
     records.record_event(folder, "submitting", token="mgpu-1")
     records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
-    answers("squeue", "77|PENDING|2999-05-01T12:00:00|N/A|0||Resources|\n")
+    answers("squeue", "77|PENDING|2999-05-01T12:00:00|N/A|Resources|\n")
     assert registry.state(folder)["reason"] == "Resources, expected to start at 2999-05-01 12:00:00"
     assert registry.find("77").run == "queued"
 
@@ -167,7 +167,7 @@ def test_a_run_inside_an_allocation_ends_with_it_wherever_its_supervisor_is(
 ) -> None:
     folder = make_run("held", "42")
     records.update_state(folder, executor="allocation", host="elsewhere", supervisor=[1, 1])
-    answers("squeue", f"42|{job}|2024-05-01T12:00:00|2024-05-01T12:05:00|0|n1|None|\n")
+    answers("squeue", f"42|{job}|2024-05-01T12:00:00|2024-05-01T12:05:00|None|\n")
     found = registry.state(folder)
     assert (found["state"], found["reason"]) == (state, reason)
     assert records.read_state(folder)["state"] == state
@@ -190,7 +190,7 @@ def test_a_run_without_a_supervisor_is_lost_also_where_its_allocation_lives(
 ) -> None:
     folder = make_run("held", "42")
     records.update_state(folder, executor="allocation", host=HERE, supervisor=GONE)
-    answers("squeue", "42|RUNNING|2024-05-01T12:00:00|2024-05-01T12:05:00|0|n1|None|\n")
+    answers("squeue", "42|RUNNING|2024-05-01T12:00:00|2024-05-01T12:05:00|None|\n")
     found = registry.state(folder)
     assert found["state"] == "FAILED"
     assert found["reason"].startswith("lost: its supervisor process is gone")
@@ -205,3 +205,74 @@ def test_a_supervisor_that_lives_is_believed_without_a_question(make_run: Callab
     squeue.chmod(0o755)
     assert registry.state(folder)["state"] == "RUNNING"
     assert not (runs.parent / "asked").exists()
+
+
+@pytest.fixture
+def make_group(make_run: Callable[..., RunFolder]) -> Callable[..., RunFolder]:
+    def make(name: str, job_id: str, tasks: int) -> RunFolder:
+        folder = make_run(name, state="PENDING")
+        records.update_state(folder, tasks=tasks)
+        records.record_event(folder, "submitting", token=f"mgpu-{name}", first=0, tasks=f"0-{tasks - 1}")
+        records.record_event(folder, "submitted", token=f"mgpu-{name}", job_id=job_id)
+        return folder
+
+    return make
+
+
+def start(task: RunFolder, job_id: str) -> None:
+    task.create_task()
+    records.update_state(task, state="RUNNING", job_id=job_id)
+    records.record_event(task, "started", attempt=1, job_id=job_id, nodes=["n1"])
+
+
+REST_OF_42 = "42_2|RUNNING|2024-05-01T12:00:00|N/A|None|\n"
+
+
+def test_of_an_array_that_is_still_there_slurm_keeps_nothing_of_a_task_that_was_cancelled_while_it_waited(
+    make_group: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    group = make_group("group", "42", 3)
+    start(group.of_task(1), "42_1")
+    start(group.of_task(2), "42_2")
+    answers("squeue", REST_OF_42)
+    answers("sacct", "")
+    found = [(state["state"], state["reason"]) for _, state in registry.current([group])]
+    # one that has run did not wait
+    assert found == [("CANCELLED", "cancelled before it started"), ("FAILED", "lost"), ("RUNNING", "")]
+
+
+def test_an_accounting_that_does_not_answer_lets_nothing_be_cancelled(
+    make_group: Callable[..., RunFolder], answers: Callable[[str, str], None], runs: Path
+) -> None:
+    group = make_group("group", "42", 3)
+    start(group.of_task(2), "42_2")
+    answers("squeue", REST_OF_42)
+    sacct = runs.parent / "bin" / "sacct"
+    sacct.write_text("#!/bin/sh\necho 'sacct: error: slurm_persist_conn_open: failed' >&2; exit 1\n")
+    sacct.chmod(0o755)
+    state = registry.current([group])[0][1]
+    assert state["reason"].startswith("lost: SLURM has forgotten it, and its accounting")
+    assert not group.of_task(0).state.exists()
+
+
+def test_a_group_stays_together_also_where_a_part_of_it_was_submitted_again(
+    make_group: Callable[..., RunFolder], make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    answers("squeue", "")
+    answers("sacct", "")
+    group = make_group("group", "42", 3)
+    make_run("other", "43")
+    start(group.of_task(1), "44_1")
+    records.update_state(group.of_task(1), submitted="2999-01-01T00:00:00+00:00")
+    names = [state["run"] for _, state in registry.all_states()]
+    assert names == ["group/0", "group/1", "group/2", "other"]
+
+
+def test_a_run_of_a_group_that_goes_on_alone_is_found_by_its_new_job(
+    make_group: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    group = make_group("group", "42", 3)
+    start(group.of_task(1), "57_1")
+    assert registry.find("57_1").run == "group/1"
+    assert registry.find("42_2").run == "group/2"
+    assert registry.find("42").run == "group"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm import records
+from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import watching
 from mgpu_slurm.launch.watching import Watch
 from mgpu_slurm.paths import RunFolder
 from tests.support import wait_until
 
-RUNS = "42|RUNNING|2024-05-01T12:00:00|N/A|0|gpu1|None|"
+RUNS = "42|RUNNING|2024-05-01T12:00:00|N/A|None|"
 
 
 @pytest.fixture
@@ -78,3 +80,12 @@ def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[st
     (tmp_path / "up").unlink()
     ask_again()
     assert len(notes) == 2
+
+
+def test_a_run_that_is_deleted_meanwhile_is_not_waited_for(run: RunFolder) -> None:
+    records.update_state(run, executor="local")
+    watch = Watch(run)
+    assert watch.state()["state"] == "RUNNING"
+    shutil.rmtree(run.path)
+    with pytest.raises(UserError, match="run run was deleted meanwhile"):
+        watch.state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from mgpu_slurm.errors import RendezvousError
 from mgpu_slurm.runtime import devices, rendezvous
 from mgpu_slurm.runtime.facts import RankFacts
 from tests.runtime.ranks import join_ranks
+from tests.support import wait_until
 
 
 def joined(facts: RankFacts) -> str:
@@ -19,9 +21,16 @@ def joined(facts: RankFacts) -> str:
     return "joined"
 
 
-def test_a_missing_rank_is_named_by_every_rank_that_came() -> None:
+def joined_once_there(facts: RankFacts, place: Path, present: int) -> str:
+    """However long their processes take to start, the ranks come at one time."""
+    (place / str(facts.rank)).touch()
+    wait_until(lambda: len(list(place.iterdir())) == present)
+    return joined(facts)
+
+
+def test_a_missing_rank_is_named_by_every_rank_that_came(tmp_path: Path) -> None:
     present = [RankFacts(rank, 4, rank, 4, node_name="n1") for rank in (0, 2)]
-    for answer in join_ranks(joined, present):
+    for answer in join_ranks(joined_once_there, present, tmp_path, 2):
         assert answer.startswith("RendezvousError: rank 1, 3 of 4 has not arrived after 2 s")
 
 
@@ -30,8 +39,9 @@ def test_a_missing_rank_0_is_named() -> None:
     assert answer.startswith("RendezvousError: rank 0 has not arrived after 2 s (told by rank 1 on n7)")
 
 
-def test_ranks_that_believe_in_different_worlds_are_told_so() -> None:
-    answers = join_ranks(joined, [RankFacts(0, 2, 0, 2), RankFacts(1, 3, 1, 3, node_name="n2")])
+def test_ranks_that_believe_in_different_worlds_are_told_so(tmp_path: Path) -> None:
+    different = [RankFacts(0, 2, 0, 2), RankFacts(1, 3, 1, 3, node_name="n2")]
+    answers = join_ranks(joined_once_there, different, tmp_path, 2)
     assert all("rank 1 on n2 believes in a world of 3 ranks, rank 0 in one of 2" in answer for answer in answers)
 
 

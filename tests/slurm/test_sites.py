@@ -196,6 +196,10 @@ def test_a_colleague_reads_runs_that_are_open_to_the_group_and_leaves_them_alone
     assert "is not open to you" in one_line(colleague.call("logs", closed, **runs), 2)
     said = one_line(colleague.call("cancel", name, **runs), 3)
     assert said == f"mgpu-slurm: run {name} is student's, and SLURM does not let you cancel it\n"
+    # where SLURM keeps it to itself how others' jobs stand, the run's own records tell
+    student.cluster.configure("PrivateData=jobs")
+    assert colleague.state(name, **runs) == "RUNNING"
+    student.cluster.configure()
     assert student.call("cancel", name, closed, **runs).returncode == 0
     # SLURM's word on the end is told, though it cannot be written down
     wait_until(lambda: colleague.state(name, **runs) == "CANCELLED")
@@ -434,6 +438,9 @@ def test_a_setup_that_fails_is_told_with_its_words(slurm_project: Project) -> No
         facts["reason"],
     )
     assert "load_modules: command not found" in slurm_project.call("logs", run.name, "--launch").stdout
+    group = submit(slurm_project, "--seeds", "2", "--", "true", "{seed}")
+    assert slurm_project.call("wait", group.name).returncode == 1
+    assert "load_modules: command not found" in slurm_project.call("logs", f"{group.name}/1", "--launch").stdout
     (slurm_project.folder / "mgpu.yaml").unlink()
 
 
