@@ -77,6 +77,10 @@ class Unanswered(ClusterError):
         """What became of it."""
 
 
+class Forgotten(ClusterError):
+    """The controller does not know the one job that it was asked for, or not any more."""
+
+
 @dataclass(frozen=True)
 class QueuedJob:
     """A job, or one task of an array, that the controller still knows."""
@@ -141,6 +145,7 @@ def run(command: list[str], timeout: float = 30) -> str:
 
     Raises:
         Unanswered: SLURM does not answer at the moment.
+        Forgotten: it does not know the job.
         ClusterError: the command is not there, or fails.
     """
     name = command[0]
@@ -164,6 +169,8 @@ def run(command: list[str], timeout: float = 30) -> str:
     if done.returncode != 0:
         said = done.stderr or done.stdout
         message = f"{name} failed (exit code {done.returncode}): {error_line(said)}"
+        if "Invalid job id specified" in said:
+            raise Forgotten(message)
         request = passing(said)
         raise ClusterError(message) if request is None else Unanswered(message, request)
     return done.stdout
@@ -266,9 +273,11 @@ def queued(job_ids: Sequence[str]) -> dict[str, QueuedJob] | None:
     """
     try:
         jobs = parse_squeue(run(squeue_command(job_ids), SQUEUE_TAKES))
-    except ClusterError as error:
+    except Forgotten:
         # squeue fails this way where a single job is asked for, and leaves unknown ones out where several are
-        return {} if "Invalid job id specified" in str(error) else None
+        return {}
+    except ClusterError:
+        return None
     return {job.job_id: job for job in jobs}
 
 

@@ -134,10 +134,8 @@ def ask(inside: str) -> Allocation | None:
     """
     try:
         return parse(inside, slurm.run(show_command(inside)))
-    except ClusterError as error:
-        if "Invalid job id specified" in str(error):
-            return None
-        raise
+    except slurm.Forgotten:
+        return None
 
 
 def parse(inside: str, output: str) -> Allocation:
@@ -329,10 +327,8 @@ def steps(inside: str) -> list[Step]:
     """
     try:
         return parse_steps(slurm.run(steps_command(inside)))
-    except ClusterError as error:
-        if "Invalid job id specified" in str(error):
-            return []
-        raise
+    except slurm.Forgotten:
+        return []
 
 
 def busy(inside: str) -> dict[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.calling import program, tensorboard
-from mgpu_slurm.observe.status import span
+from mgpu_slurm.observe.status import duration
 from mgpu_slurm.observe.warned import told, warnings
 from mgpu_slurm.paths import RunFolder, read_json
 
@@ -58,7 +58,7 @@ def _headline(state: dict[str, Any]) -> str:
     words = f"{state['state']}  {state['run']}"
     if state.get("started") and state.get("ended"):
         seconds = (datetime.fromisoformat(state["ended"]) - datetime.fromisoformat(state["started"])).total_seconds()
-        words += f"  in {span(seconds)}"
+        words += f"  in {duration(seconds)}"
     if state["attempts"] > 1:
         words += f", {state['attempts']} attempts"
     return words + (f": {state['reason']}" if state["reason"] else "")

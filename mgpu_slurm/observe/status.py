@@ -116,8 +116,8 @@ def _row(state: dict[str, Any], now: datetime) -> list[str]:
         str(state["step"]),
         str(state["progress"]),
         metrics,
-        span((now - submitted).total_seconds()) if submitted else "",
-        span(((ended or now) - started).total_seconds()) if started else "",
+        duration((now - submitted).total_seconds()) if submitted else "",
+        duration(((ended or now) - started).total_seconds()) if started else "",
         state["reason"],
     ]
 
@@ -130,7 +130,7 @@ def _time(text: str | None) -> datetime | None:
     return datetime.fromisoformat(text) if text else None
 
 
-def span(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A length of time in two letters' precision: `42s`, `3m10s`, `5h02m`, `3d04h`."""
     seconds = int(max(0, seconds))
     if seconds < 60:
