@@ -12,9 +12,10 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mgpu_slurm import processes, records, states
-from mgpu_slurm.launch import dependencies, local, registry, simulated
+from mgpu_slurm.launch import dependencies, local, simulated
 from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.spec import Spec, read_spec
 
@@ -34,18 +35,20 @@ def main() -> None:
 
 
 class Coordinator:
-    """Runs the pending runs of a group to their ends. Signals: SIGTERM cancels them all."""
+    """Runs those runs of a group to their ends that wait for it, by what their states say. Signals: SIGTERM cancels
+    them all."""
 
     def __init__(self, folder: RunFolder, spec: Spec) -> None:
         self._folder = folder
         self._spec = spec
+        self._identity = [os.getpid(), processes.started_at(os.getpid())]
         self._shares = deque(shares(spec))
         self._alive: dict[tuple[int, int], dict[str, str]] = {}
         """Supervisors by pid and start time, with their share of the machine."""
 
     def run(self) -> None:
-        waiting = deque(member for member in registry.members(self._folder) if _is_pending(member))
-        problem = dependencies.wait(self._spec.after)
+        waiting = deque(member for member, state in records.read_states(self._folder) if self._is_own(state))
+        problem = dependencies.wait(self._folder, self._spec.after)
         if problem:
             self._cancel(waiting, problem)
         while waiting or self._alive:
@@ -60,7 +63,7 @@ class Coordinator:
             self._collect()
 
     def _start(self, folder: RunFolder) -> None:
-        if not _is_pending(folder):
+        if not self._is_own(records.read_state(folder)):
             # cancelled while it waited
             return
         share = self._shares.popleft()
@@ -89,13 +92,17 @@ class Coordinator:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         for folder in waiting:
-            if _is_pending(folder):
+            if self._is_own(records.read_state(folder)):
                 records.cancel_unstarted(folder, reason)
         waiting.clear()
 
-
-def _is_pending(folder: RunFolder) -> bool:
-    return bool(records.read_state(folder)["state"] == states.PENDING)
+    def _is_own(self, state: dict[str, Any]) -> bool:
+        """Whether a run waits for this process to start it; once it is started, it is its supervisor's."""
+        return (
+            state["state"] == states.PENDING
+            and local.is_here(state)
+            and bool(state.get("supervisor") == self._identity)
+        )
 
 
 def shares(spec: Spec) -> list[dict[str, str]]:

@@ -21,7 +21,8 @@ from mgpu_slurm.launch import allocation, local, script, simulated
 from mgpu_slurm.launch.allocation import Allocation
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import wait_out
-from mgpu_slurm.runtime import batch, entry
+from mgpu_slurm.runtime import attempt, entry
+from mgpu_slurm.runtime.launch_log import LaunchLog
 from mgpu_slurm.spec import Spec
 
 
@@ -58,7 +59,7 @@ class Nodes(Protocol):
     def start(self, rendezvous: dict[str, str], restarts: int) -> dict[int, str]:
         """Starts the ranks with these variables added; the names of the processes to wait for, by pid."""
 
-    def describe(self, ending: batch.Ending) -> str:
+    def describe(self, ending: attempt.Ending) -> str:
         """Tells a failure in words where no rank did."""
 
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
@@ -112,7 +113,7 @@ class SimulatedNodes:
         started = {self._start_rank(rank): f"rank {rank}" for rank in range(self._spec.resources.ranks)}
         if signal.SIGTERM in signal.sigpending():
             # the supervisor looked for ranks to tell when these were not there yet
-            batch.signal_groups(started, signal.SIGTERM)
+            attempt.signal_groups(started, signal.SIGTERM)
         return started
 
     def _start_rank(self, rank: int) -> int:
@@ -120,7 +121,7 @@ class SimulatedNodes:
         parent = os.getpid()
         if not self._ranks_can_be_forked:
             command = [sys.executable, "-m", "mgpu_slurm.runtime.entry", str(self._folder.path)]
-            process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=batch.own_group)
+            process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=attempt.own_group)
             # a dropped Popen is collected by the next one, and its exit code with it
             self._processes.append(process)
             return process.pid
@@ -129,7 +130,7 @@ class SimulatedNodes:
             code = 1
             try:
                 processes.die_with_parent(signal.SIGKILL, parent)
-                batch.own_group()
+                attempt.own_group()
                 os.environ.update(variables)
                 code = entry.run_rank(self._folder)
             except BaseException:
@@ -139,8 +140,8 @@ class SimulatedNodes:
                 entry.exit_process(code)
         return pid
 
-    def describe(self, ending: batch.Ending) -> str:
-        return batch.describe_exit(ending)
+    def describe(self, ending: attempt.Ending) -> str:
+        return attempt.describe_exit(ending)
 
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
         """To every process of the job, as SLURM does."""
@@ -177,7 +178,6 @@ class HeldNodes:
         self.names: list[str] = []
         self.ports: range | None = None
         self._options: list[str] = []
-        self._log = batch.LaunchLog(folder.launch_log(local.log_name(spec.executor, folder)))
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def prepare(self) -> Limit | None:
@@ -188,7 +188,7 @@ class HeldNodes:
         # a login node may be behind a firewall that srun itself has to get through
         self.ports = wait_out(slurm.srun_ports)
         self._options = allocation.srun_options(found, nodes, resources, self._spec.run)
-        self._log = batch.LaunchLog(self._folder.launch_log(local.log_name(self._spec.executor, self._folder)))
+        self._log = LaunchLog(self._folder.launch_log(local.log_name(self._spec.executor, self._folder)))
         limit = found.limit(resources)
         if limit is None or limit == resources.time_limit:
             return None if limit is None else _asked_limit(limit)
@@ -203,7 +203,7 @@ class HeldNodes:
         parent = os.getpid()
 
         def enter() -> None:
-            batch.own_group()
+            attempt.own_group()
             # to srun that is an order to end the step at once
             processes.die_with_parent(signal.SIGTERM, parent)
 
@@ -217,7 +217,7 @@ class HeldNodes:
         self._processes.append(process)
         return {process.pid: "srun"}
 
-    def describe(self, ending: batch.Ending) -> str:
+    def describe(self, ending: attempt.Ending) -> str:
         return self._log.describe(ending)
 
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:

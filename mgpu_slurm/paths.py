@@ -124,7 +124,8 @@ class RunFolder:
 
     @property
     def cancel_wish(self) -> Path:
-        """There once somebody on another machine than the run's supervisor has asked it to end."""
+        """There once somebody has asked a run, or all of a group, to end where its supervisor may not hear a signal: on
+        another machine, or not started yet."""
         return self.path / "cancel"
 
     @property

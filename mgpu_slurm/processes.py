@@ -55,7 +55,8 @@ def _stat(pid: int) -> list[str] | None:
     """The fields of proc(5)'s stat after the command name: state, parent, ..."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
+        # it has ended, or a site hides the processes of others
         return None
     return text.rpartition(")")[2].split()
 
@@ -92,7 +93,10 @@ def _carrying(run_folder: str) -> list[int]:
 
 
 def end_all(run_folder: str, keep: set[int]) -> None:
-    """Kills what descends from this process or carries the run's variable, until nothing is left but `keep`."""
+    """Kills what descends from this process or carries the run's variable, until nothing is left but `keep`.
+
+    Collects no child: its exit code is its parent's to hear.
+    """
     while True:
         rest = (set(descendants(os.getpid())) | set(_carrying(run_folder))) - keep - {os.getpid()}
         rest = {pid for pid in rest if started_at(pid) is not None}
@@ -101,7 +105,6 @@ def end_all(run_folder: str, keep: set[int]) -> None:
         for pid in rest:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        reap()
         time.sleep(0.01)
 
 

@@ -29,7 +29,7 @@ from mgpu_slurm.errors import ClusterError, MgpuError
 from mgpu_slurm.launch import allocation, check, dependencies
 from mgpu_slurm.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
 from mgpu_slurm.paths import RunFolder, open_to
-from mgpu_slurm.runtime import batch
+from mgpu_slurm.runtime import attempt
 from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
@@ -47,7 +47,7 @@ def main(executor: str, ranks_of_function: int) -> None:
         ranks_of_function: how many ranks will run a job function; 0 for a command, which needs no torch here.
     """
     # a cancel that comes before the first attempt waits for it
-    signal.pthread_sigmask(signal.SIG_BLOCK, batch.WATCHED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, attempt.WATCHED)
     answers = os.fdopen(os.dup(1), "w")
     # what a user's module prints on import belongs to no answer
     os.dup2(2, 1)
@@ -70,7 +70,7 @@ def main(executor: str, ranks_of_function: int) -> None:
             folder = RunFolder(Path(rest))
             spec = read_spec(folder)
             open_to(spec.readable_by)
-            problem = "" if records.attempts_started(folder) else dependencies.wait(spec.after)
+            problem = dependencies.wait(folder, spec.after)
             if problem:
                 records.cancel_unstarted(folder, problem)
                 return
@@ -96,7 +96,7 @@ def _answer_from_child(question: check.Question, answers: TextIO) -> None:
     if os.fork() == 0:
         try:
             processes.die_with_parent(signal.SIGKILL, parent)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, batch.WATCHED)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, attempt.WATCHED)
             answers.write(json.dumps(asdict(check.ask(question))) + "\n")
             answers.close()
         finally:
@@ -184,7 +184,7 @@ class Supervisor:
 
     def _batch_step(self, supervisor: int, restarts: int) -> int:
         nodes = self._nodes
-        ending = batch.run_attempt(
+        ending = attempt.run_attempt(
             self._folder,
             self._spec,
             nodes.job_id,
@@ -215,7 +215,7 @@ class Supervisor:
         due = self._time_limit_signals()
         while True:
             until_due = max(0.0, due[0][0] - time.monotonic()) if due else self._nodes.look_every
-            received = signal.sigtimedwait(batch.WATCHED, min(until_due, self._nodes.look_every))
+            received = signal.sigtimedwait(attempt.WATCHED, min(until_due, self._nodes.look_every))
             told = received is not None and received.si_signo == signal.SIGTERM
             if (told or self._folder.cancel_wish.exists()) and not self._cancelled:
                 self._cancelled = True
@@ -271,14 +271,12 @@ class Supervisor:
 
 def _collect(pid: int) -> int | None:
     """The exit code of the batch step once it has ended; adopted orphans are reaped on the way."""
-    with suppress(ChildProcessError):
-        while True:
-            done, status = os.waitpid(-1, os.WNOHANG)
-            if not done:
-                return None
-            if done == pid:
-                return os.waitstatus_to_exitcode(status)
-    return None
+    while True:
+        done, status = os.waitpid(-1, os.WNOHANG)
+        if not done:
+            return None
+        if done == pid:
+            return os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":

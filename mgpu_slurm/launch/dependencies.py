@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mgpu_slurm import states
+from mgpu_slurm import records, states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import registry
 from mgpu_slurm.launch.watching import ASK_EVERY
+from mgpu_slurm.paths import RunFolder
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,16 @@ def named(after: Iterable[str], after_any: Iterable[str]) -> tuple[str, ...]:
 
 
 def standing(after: Iterable[str]) -> Standing:
-    """Looks at the runs that a spec's `after` names."""
+    """Looks at the runs that a spec's `after` names.
+
+    Raises:
+        UserError: one is not there any more.
+    """
     pairs = [dependency.partition(":")[::2] for dependency in after]
-    asked = [(kind, registry.find(name)) for kind, name in pairs]
+    try:
+        asked = [(kind, registry.find(name)) for kind, name in pairs]
+    except UserError as gone:
+        raise UserError(f"what it waited for is not to be found ({gone}): submit it anew without that") from None
     # one question to SLURM serves all
     now = dict(registry.current([folder for _, folder in asked]))
     waiting = []
@@ -49,18 +57,28 @@ def standing(after: Iterable[str]) -> Standing:
     return Standing(tuple(waiting))
 
 
-def wait(after: Iterable[str]) -> str:
-    """Blocks until a local run may start, and returns why it may not; empty where it may.
+def wait(folder: RunFolder, after: Sequence[str]) -> str:
+    """Blocks until a local run or group may start, and returns why it may not; empty where it may.
 
     Expects SIGTERM blocked: it means a cancel.
     """
-    pause = 0.5
+    # what has started once had all that it waited for
+    if not after or any(records.attempts_started(member) for member in registry.members(folder.group)):
+        return ""
+    pause, longest = 0.5, 1.0
     while True:
-        found = standing(after)
-        if found.broken or not found.waiting_for:
-            return found.broken
-        pause = min(2 * pause, max(ASK_EVERY[state["executor"]] for _, state in found.waiting_for))
-        if signal.sigtimedwait({signal.SIGTERM}, pause) is not None:
+        try:
+            found = standing(after)
+            if found.broken or not found.waiting_for:
+                return found.broken
+            longest = max(ASK_EVERY.get(state["executor"], 1.0) for _, state in found.waiting_for)
+        except UserError as gone:
+            return str(gone)
+        except OSError:
+            # a file system that does not answer does so later
+            longest = max(ASK_EVERY.values())
+        pause = min(2 * pause, longest)
+        if signal.sigtimedwait({signal.SIGTERM}, pause) is not None or folder.cancel_wish.exists():
             return "cancelled"
 
 

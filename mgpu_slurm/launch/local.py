@@ -8,16 +8,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mgpu_slurm import processes, records
+from mgpu_slurm import processes, records, states
+from mgpu_slurm.calling import program
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import allocation
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.slurm import scrubbed_environment
 from mgpu_slurm.spec import Spec
+
+PATIENCE_WITH_COORDINATOR = 30.0
+"""Seconds that a group's coordinator gets to end once nothing is left for it to do; it may be asking SLURM."""
 
 
 class Supervisor:
@@ -42,8 +47,6 @@ class Supervisor:
 
         Comes before the run can be seen: a submission that is killed then leaves no run that pends for ever.
         """
-        # of an attempt before
-        folder.cancel_wish.unlink(missing_ok=True)
         start = processes.started_at(self.pid)
         changes |= {"job_id": self._job_id, "supervisor": [self.pid, start], "host": os.uname().nodename}
         records.update_state(folder, sync=True, **changes)
@@ -75,7 +78,7 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
         yield None
         return
     held = os.environ[allocation.JOB_VARIABLE] if spec.executor == "allocation" else None
-    with open(now_at.launch_log(log_name(spec.executor, run)), "a") as log:
+    with open(now_at.launch_log(log_name(spec.executor, run)), "a") as log, _sigterm_waits():
         process = subprocess.Popen(
             [sys.executable, "-m", *_program(spec)],
             stdin=subprocess.PIPE,
@@ -99,16 +102,57 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
 
 
 @contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """A process that is started meanwhile hears a cancel once it can, also one that comes while Python starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def supervisor_again(spec: Spec, run: RunFolder) -> Iterator[Supervisor | None]:
-    """The supervisor for a run that has ended.
+    """The supervisor for a run that has ended, or the coordinator for what has ended of a group.
 
     Raises:
-        UserError: it ran in an allocation, and none is held now that has what it needs.
+        UserError: it ran in an allocation, and none is held now that has what it needs; or its group has a coordinator
+            that is at work.
     """
     if spec.executor == "allocation":
         allocation.check(allocation.held(os.environ), spec.resources)
+    if spec.executor != "slurm":
+        _await_coordinator(run.group)
+        _forget_wishes(run)
     with supervisor(spec, run, run) as started:
         yield started
+
+
+def _await_coordinator(group: RunFolder) -> None:
+    """Two would not know of each other's runs, nor of what those have of the machine.
+
+    One on another machine does not count, for nobody can tell whether it lives: it starts nothing that has ended.
+    """
+    state = records.read_state(group)
+    give_up = time.monotonic() + PATIENCE_WITH_COORDINATOR
+    while state["tasks"] is not None and is_here(state) and is_supervised(state):
+        is_at_work = any(states.is_alive(each["state"]) for _, each in records.read_states(group))
+        if is_at_work or time.monotonic() > give_up:
+            raise UserError(
+                f"group {group.run} is at work, and starts its runs itself: `{program()} wait {group.run}` for its end,"
+                f" or `{program()} cancel {group.run}` first"
+            )
+        # its last run has ended a moment before; or all were cancelled one by one, and it still waits for other runs
+        cancel(group, state)
+        time.sleep(0.02)
+
+
+def _forget_wishes(run: RunFolder) -> None:
+    """Those to cancel an attempt before."""
+    run.cancel_wish.unlink(missing_ok=True)
+    for member, state in records.read_states(run):
+        if not states.is_alive(state["state"]):
+            member.cancel_wish.unlink(missing_ok=True)
 
 
 def _program(spec: Spec) -> list[str]:
@@ -155,8 +199,10 @@ def cancel(folder: RunFolder, state: dict[str, Any]) -> bool:
         return _cancel_elsewhere(folder, state)
     if not is_supervised(state):
         return False
-    os.kill(state["supervisor"][0], signal.SIGTERM)
-    return True
+    with suppress(ProcessLookupError):
+        os.kill(state["supervisor"][0], signal.SIGTERM)
+        return True
+    return False
 
 
 def _cancel_elsewhere(folder: RunFolder, state: dict[str, Any]) -> bool:

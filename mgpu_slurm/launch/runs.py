@@ -89,6 +89,10 @@ class _Submitted:
             # what has not started ends at once, and nothing but SLURM tells of that, for some minutes
             registry.current([self.files])
             return True
+        self._check_is_own("cancel")
+        if self.files.task is None and any(_is_waiting(folder, facts) for folder, facts in alive):
+            # it starts no more of them, and waits for no other run any more
+            local.cancel(self.files, records.read_state(self.files))
         reached = [_cancel_local(folder, facts) for folder, facts in alive]
         return any(reached)
 
@@ -206,10 +210,20 @@ class Group(_Submitted):
 
 def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
     """Ends the run; of a group also one that still waits for its turn."""
-    if folder.task is None or facts["job_id"] is not None:
-        return local.cancel(folder, facts)
-    records.cancel_unstarted(folder, "cancelled")
-    return True
+    if _is_waiting(folder, facts):
+        # a supervisor that is started for it meanwhile finds that
+        folder.create_task()
+        folder.cancel_wish.touch()
+        facts = records.read_state(folder)
+    if _is_waiting(folder, facts):
+        records.cancel_unstarted(folder, "cancelled")
+        return True
+    return local.cancel(folder, facts)
+
+
+def _is_waiting(folder: RunFolder, facts: dict[str, Any]) -> bool:
+    """Whether a local run waits for its group's coordinator to start it."""
+    return folder.task is not None and facts["job_id"] is None
 
 
 def log_files(folder: RunFolder, rank: int) -> list[tuple[int, Path]]:

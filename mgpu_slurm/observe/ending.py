@@ -10,6 +10,7 @@ from mgpu_slurm.calling import program, tensorboard
 from mgpu_slurm.observe.status import duration
 from mgpu_slurm.observe.warned import told, warnings
 from mgpu_slurm.paths import RunFolder, read_json
+from mgpu_slurm.states import FAILED, OUT_OF_MEMORY
 
 SHOWN_LINES = 20
 
@@ -21,7 +22,7 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
         shown_rank: the rank whose log, with its traceback, is already on the screen.
     """
     folder = RunFolder(path)
-    failure = read_json(folder.failure) if state["state"] == "FAILED" else None
+    failure = read_json(folder.failure) if state["state"] in (FAILED, OUT_OF_MEMORY) else None
     lines = []
     if failure and "traceback" in failure and failure["rank"] != shown_rank:
         lines += [f"-- rank {failure['rank']} on {failure['node']} failed first:", failure["traceback"].rstrip()]

@@ -42,6 +42,13 @@ def identity(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
+def visible_identities() -> list[str]:
+    """Of all GPUs that torch can use in this process."""
+    import torch
+
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(visible_gpus())]
+
+
 def limit_threads(ranks_on_node: int) -> None:
     """Decides how many threads this process and its children compute with, where nobody has."""
     if "OMP_NUM_THREADS" not in os.environ:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -148,6 +150,19 @@ def test_a_cancel_right_after_the_submission_is_a_cancel(failing: Project) -> No
     facts = failing.finish(folder)
     assert (facts["state"], facts["reason"]) == ("CANCELLED", "cancelled")
     failing.call("cancel", *(path.name for path in failing.runs.iterdir()))
+
+
+def test_a_cancel_right_behind_a_resume_is_a_cancel(project: Project) -> None:
+    """The supervisor's Python still starts then."""
+    gate = project.folder / "gate"
+    folder, _ = project.run("--", "sh", "-c", f"test -e {gate} && exec sleep 600")
+    gate.touch()
+    does = "import sys; from mgpu_slurm import runs; (run,) = runs(); run.resume(); run.cancel(); print(run.wait())"
+    command = [sys.executable, "-c", does]
+    environ = os.environ | project.environ
+    said = subprocess.run(command, cwd=project.folder, env=environ, capture_output=True, text=True, check=False)
+    assert said.stdout == "CANCELLED\n", said.stderr
+    assert project.json("status", folder.name)[0]["reason"] == "cancelled"
 
 
 def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing: Project) -> None:

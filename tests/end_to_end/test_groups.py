@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import Project, wait_until
+from tests.support import Project, processes_of, wait_until
 
 SAYS_SEED = "echo seed {seed} of $MGPU_RUN_FOLDER; exit $(({seed} == 1))"
 
 
 def group(project: Project, seeds: str, script: str, *words: str) -> Path:
     return project.submit("--seeds", seeds, *words, "--", "sh", "-c", script)
+
+
+def until(gate: Path) -> str:
+    return f"until test -e {gate}; do sleep 0.05; done"
 
 
 def states(project: Project, name: str) -> list[str]:
@@ -61,6 +66,51 @@ def test_no_more_run_at_a_time_than_the_limit_and_a_cancel_ends_them_all(project
     assert project.call("cancel", folder.name).returncode == 0
     assert project.call("wait", folder.name).returncode == 1
     assert states(project, folder.name) == ["CANCELLED"] * 4
+
+
+def test_a_group_that_is_at_work_is_not_resumed_until_it_has_ended(project: Project) -> None:
+    gate = project.folder / "gate"
+    folder = group(project, "4%1", f"test {{seed}} != 0 || test $MGPU_ATTEMPT = 2 || exit 1; {until(gate)}")
+    wait_until(lambda: states(project, folder.name)[:2] == ["FAILED", "RUNNING"])
+    for name in (folder.name, f"{folder.name}/0"):
+        done = project.call("resume", name, "--no-follow")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"group {folder.name} is at work" in done.stderr
+        assert f"cancel {folder.name}` first" in done.stderr
+    assert states(project, folder.name) == ["FAILED", "RUNNING", "PENDING", "PENDING"]
+    gate.touch()
+    project.call("wait", folder.name)
+    assert project.call("resume", folder.name, "--no-follow").returncode == 0
+    assert project.call("wait", folder.name).returncode == 0
+    assert [facts["attempts"] for facts in project.json("status", folder.name)] == [2, 1, 1, 1]
+
+
+def test_a_group_of_another_machine_is_resumed_once_its_runs_have_ended(project: Project) -> None:
+    gate = project.folder / "gate"
+    folder = group(project, "2", f"test -e {gate} # {{seed}}")
+    project.call("wait", folder.name)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"host": "elsewhere"}))
+    gate.touch()
+    assert project.call("resume", folder.name, "--no-follow").returncode == 0
+    assert project.call("wait", folder.name).returncode == 0
+
+
+def test_a_cancel_that_comes_while_a_run_gets_its_turn_is_heard(project: Project) -> None:
+    gate = project.folder / "gate"
+    folder = group(project, "2%1", f"{until(gate)} # {{seed}}")
+    wait_until(lambda: states(project, folder.name) == ["RUNNING", "PENDING"])
+    second = folder / "tasks" / "1"
+    second.mkdir()
+    # as a cancel leaves it that looked a moment before the run was given to its supervisor
+    (second / "cancel").touch()
+    gate.touch()
+    project.call("wait", folder.name)
+    facts = project.json("status", folder.name)
+    assert [(each["state"], each["attempts"]) for each in facts] == [("COMPLETED", 1), ("CANCELLED", 0)]
+    # and it is over with that
+    assert project.call("resume", f"{folder.name}/1", "--no-follow").returncode == 0
+    assert project.call("wait", folder.name).returncode == 0
 
 
 def test_the_seed_of_a_job_function_counts_up_from_its_own(project: Project) -> None:
@@ -150,6 +200,77 @@ class TestAfter:
         assert project.finish(second)["state"] == "CANCELLED"
         project.call("cancel", first.name)
         assert project.finish(first)["state"] == "CANCELLED"
+
+    @pytest.mark.parametrize("runs", [("",), ("/0", "/1", "/2")], ids=["whole", "run by run"])
+    def test_a_group_that_is_cancelled_while_it_waits_and_resumed_starts_each_run_once(
+        self, project: Project, runs: tuple[str, ...]
+    ) -> None:
+        gate, marks = project.folder / "gate", project.folder / "marks"
+        first = project.submit("--", "sh", "-c", until(gate))
+        folder = group(project, "3", f"echo {{seed}} >> {marks}", "--after", first.name)
+        assert project.call("cancel", *(f"{folder.name}{run}" for run in runs)).returncode == 0
+        assert states(project, folder.name) == ["CANCELLED"] * 3
+        assert project.call("resume", folder.name, "--no-follow").returncode == 0
+        assert states(project, folder.name) == ["PENDING"] * 3
+        wait_until(lambda: len(processes_of(folder)) == 1)
+        gate.touch()
+        assert project.call("wait", folder.name).returncode == 0
+        assert sorted(marks.read_text().split()) == ["0", "1", "2"]
+        assert [facts["attempts"] for facts in project.json("status", folder.name)] == [1, 1, 1]
+
+    def test_what_waits_for_a_run_that_was_deleted_is_cancelled_and_says_what_to_do(self, project: Project) -> None:
+        first = project.submit("--", "sleep", "600")
+        waiting = [project.submit("--after", first.name, "--", "true")]
+        waiting.append(group(project, "2", "true {seed}", "--after", first.name))
+        project.call("cancel", *(folder.name for folder in (first, *waiting)))
+        project.finish(first)
+        assert project.call("clean", "--yes", first.name).returncode == 0
+        for folder in waiting:
+            project.call("wait", folder.name)
+            assert project.call("resume", folder.name, "--no-follow").returncode == 0
+            project.call("wait", folder.name)
+            for facts in project.json("status", folder.name):
+                assert (facts["state"], facts["attempts"]) == ("CANCELLED", 0)
+                assert f"there is no run '{first.name}'" in facts["reason"]
+                assert facts["reason"].endswith("submit it anew without that")
+
+    def test_a_group_whose_runs_have_started_does_not_wait_again(self, project: Project) -> None:
+        first, _ = project.run("--", "true")
+        mark = project.folder / "second-time"
+        folder = group(project, "3%1", f"test -e {mark} # {{seed}}", "--after", first.name)
+        project.call("wait", folder.name)
+        assert states(project, folder.name) == ["FAILED"] * 3
+        assert project.call("clean", "--yes", first.name).returncode == 0
+        mark.touch()
+        # as one that never got its turn
+        shutil.rmtree(folder / "tasks" / "2")
+        for name in (f"{folder.name}/0", folder.name):
+            assert project.call("resume", name, "--no-follow").returncode == 0
+            project.call("wait", name)
+        assert states(project, folder.name) == ["COMPLETED"] * 3
+
+    @pytest.mark.parametrize("damage", ["a torn file", "a folder in its place"])
+    def test_a_state_that_cannot_be_read_is_waited_for(self, project: Project, damage: str) -> None:
+        gate = project.folder / "gate"
+        first = project.submit("--", "sh", "-c", until(gate))
+        wait_until(lambda: self.facts(project, first)["state"] == "RUNNING")
+        state, kept = first / "state.json", first / "kept"
+        state.rename(kept)
+        if damage == "a torn file":
+            state.write_text("{")
+        else:
+            state.mkdir()
+        second = project.submit("--after", first.name, "--", "true")
+        # it is there to hear of a cancel, after a look at the least
+        assert project.call("cancel", second.name).returncode == 0
+        facts = project.finish(second)
+        assert (facts["state"], facts["reason"]) == ("CANCELLED", "cancelled")
+        assert project.call("resume", second.name, "--no-follow").returncode == 0
+        if state.is_dir():
+            state.rmdir()
+        kept.rename(state)
+        gate.touch()
+        assert project.finish(second)["state"] == "COMPLETED"
 
     def test_a_run_that_is_not_there_is_an_error(self, project: Project) -> None:
         done = project.call("submit", "--executor", "local", "--after", "nothing", "--", "true")

@@ -120,21 +120,22 @@ def test_a_refusal_is_one_line_and_nothing_is_printed(
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"),
+    ("body", "limit", "problem"),
     [
-        ("echo Welcome to job 500", "sbatch answered without a job id: Welcome to job 500"),
-        ("kill -KILL $$", "sbatch was ended by SIGKILL"),
-        ("echo half; exec sleep 600", r"sbatch did not answer within 0\.2 s"),
+        ("echo Welcome to job 500", sbatch.TIME_LIMIT, "sbatch answered without a job id: Welcome to job 500"),
+        ("kill -KILL $$", sbatch.TIME_LIMIT, "sbatch was ended by SIGKILL"),
+        ("echo half; exec sleep 600", 0.2, r"sbatch did not answer within 0\.2 s"),
         (
             'echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1',
+            sbatch.TIME_LIMIT,
             "sbatch got no answer: .* Socket timed out on send/recv operation",
         ),
     ],
 )
 def test_without_an_answer_the_job_may_be_queued_all_the_same(
-    folder: RunFolder, fake_sbatch: FakeSbatch, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
+    folder: RunFolder, fake_sbatch: FakeSbatch, monkeypatch: pytest.MonkeyPatch, body: str, limit: float, problem: str
 ) -> None:
-    monkeypatch.setattr(sbatch, "TIME_LIMIT", 0.2)
+    monkeypatch.setattr(sbatch, "TIME_LIMIT", limit)
     with pytest.raises(Unanswered, match=f"^{problem}$") as caught:
         submit(SCRIPT, folder, fake_sbatch(body))
     assert caught.value.request == LOST

@@ -15,7 +15,6 @@ import pytest
 
 from mgpu_slurm import claims, records
 from mgpu_slurm.paths import RunFolder, read_json
-from mgpu_slurm.runtime.batch import LaunchLog, first_failure
 from mgpu_slurm.spec import Resources, Spec, Target
 from tests.support import processes_of, wait_until
 
@@ -35,7 +34,7 @@ while alive:
     pid, status = os.wait()
     rank, code = alive.pop(pid), os.waitstatus_to_exitcode(status)
     if code:
-        how = signal.strsignal(-code) if code < 0 else f"Exited with exit code {code}"
+        how = os.environ.get("SRUN_SAYS") or (signal.strsignal(-code) if code < 0 else f"Exited with exit code {code}")
         print(f"srun: error: n{rank + 1}: task {rank}: {how}", file=sys.stderr, flush=True)
         for other in alive:
             os.killpg(other, signal.SIGTERM)
@@ -171,6 +170,15 @@ def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
     assert (state["state"], state["reason"]) == ("FAILED", f"rank 1 on n2 {how}")
 
 
+def test_a_rank_that_took_too_much_memory(
+    folder: RunFolder, start_batch: StartBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SRUN_SAYS", "Out Of Memory")
+    start_batch(shell("kill -KILL $$"), nodes=1).wait()
+    state = records.read_state(folder)
+    assert (state["state"], state["reason"]) == ("OUT_OF_MEMORY", "rank 0 on n1: Out Of Memory")
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_end_of_a_job_that_slurm_ends_is_left_to_slurm_to_tell(
     folder: RunFolder, start_batch: StartBatch, code: int
@@ -208,42 +216,3 @@ def test_a_lead_signal_at_the_very_end_does_not_undo_a_finished_job(folder: RunF
     result = read_json(folder.result)
     assert result is not None
     assert result["result"] == {"value": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("srun: error: n2: task 1: Killed", "rank 1 on n2: Killed"),
-        ("srun: error: n[1-2]: tasks 0-3: Exited with exit code 2", "ranks 0-3 on n[1-2] ended with exit code 2"),
-        (
-            "srun: error: gpu07: task 5: Segmentation fault (core dumped)",
-            "rank 5 on gpu07: Segmentation fault (core dumped)",
-        ),
-        ("srun: error: gpu07: task 5: Out Of Memory", "rank 5 on gpu07: Out Of Memory"),
-    ],
-)
-def test_first_failure_in_sruns_words(line: str, told: str) -> None:
-    consequence = "srun: launch/slurm: _step_signal: Terminating StepId=9.0\nsrun: error: n1: task 0: Terminated\n"
-    log = f"site banner\n{line}\n{consequence}"
-    assert first_failure(log) == told
-
-
-def test_ranks_that_srun_could_not_start_are_told_in_its_words() -> None:
-    refusal = "srun: error: Unable to create step for job 9: Invalid generic resource (gres) specification"
-    assert first_failure(f"site banner\n{refusal}\n") == refusal
-    assert first_failure("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n") is None
-
-
-def test_that_slurm_ended_the_ranks_is_read_from_what_srun_adds(tmp_path: Path) -> None:
-    """One that leaves with 0 when it is told to may be gone before the batch step gets its own SIGTERM."""
-    path = tmp_path / "launch-9.log"
-    aborted = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
-    # of an earlier start
-    path.write_text(aborted)
-    log = LaunchLog(path)
-    with path.open("a") as file:
-        file.write("srun: error: n2: task 1: Exited with exit code 3\n")
-    assert not log.tells_of_an_abort()
-    with path.open("a") as file:
-        file.write(aborted)
-    assert log.tells_of_an_abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.runtime import checkpoint, devices
+from mgpu_slurm.runtime.checkup import gpus
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import StopFlag
@@ -61,3 +63,12 @@ def test_the_gpus_random_numbers_go_on_where_they_were() -> None:
     first = torch.rand(3, device=device)
     checkpoint.set_random_state(state, device)
     assert torch.equal(torch.rand(3, device=device), first)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_nvml_knows_the_gpus_that_torch_sees() -> None:
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    seen = devices.visible_identities()
+    assert len(list(gpus.handles(nvml, set(seen)))) == len(seen) > 0

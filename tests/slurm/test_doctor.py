@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,18 @@ from mgpu_slurm.observe.doctor.job import requeue_findings
 from tests.slurm.cluster import Cluster
 from tests.support import Project
 
-MEASURED = {"versions", "cores", "limits", "gpus", "names", "ports", "rendezvous", "clocks"}
-MEASURED |= {"shared folder", "file locks", "all-reduce"}
+SOUND = {"versions", "cores", "gpus", "ports", "file locks"}
+TIMED = {
+    "limits": r"GB free on n\d",
+    "names": r"n\[?[12]",
+    "rendezvous": r"2 ranks met, connected in [\d.]+ .?s; a word and its answer take [\d.]+ .?s",
+    "clocks": r"n\[?[12].* [\d.]+ .?s",
+    "shared folder": r"n\[1-2\] see each other's files \(.* [\d.]+ .?s",
+    "all-reduce": r"n\[1-2\].*: 1 MB in [\d.]+ .?s",
+}
+"""What a slow machine may be warned of, with the words that tell that it was measured."""
+
+MEASURED = SOUND | TIMED.keys()
 
 
 def doctor(project: Project, *words: str) -> tuple[int, dict[str, list[dict[str, Any]]], str]:
@@ -46,10 +57,19 @@ def test_a_sound_cluster_is_described_and_measured(slurm_project: Project) -> No
     assert told["flags"][0]["level"] == "ok"
     assert texts(told["requeue"])[-1] == ("ok", "the job may be requeued")
     assert told.keys() >= MEASURED
-    for check in MEASURED:
+    for check in SOUND:
         assert {finding["level"] for finding in told[check]} == {"ok"}, told[check]
-    assert "n[1-2]" in told["all-reduce"][0]["text"]
+    for check, words in TIMED.items():
+        assert "failed" not in {finding["level"] for finding in told[check]}, told[check]
+        assert re.search(words, told[check][0]["text"]), told[check]
     assert "; Ctrl-C cancels it" in said
+    assert list(slurm_project.runs.iterdir()) == []
+
+
+def test_one_node_is_looked_at_alone(slurm_project: Project) -> None:
+    code, told, _ = doctor(slurm_project, "--submit", "--nodes", "1", "--gpus-per-node", "0")
+    assert code == 0, told
+    assert re.match("rendezvous: 1 rank met", told["rendezvous"][0]["text"])
     assert list(slurm_project.runs.iterdir()) == []
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_slurm import records
 from mgpu_slurm.paths import RunFolder
 from tests.slurm.cluster import Cluster
 from tests.support import REPOSITORY, Project, log, processes_of, wait_until
@@ -152,6 +153,44 @@ def test_a_run_is_seen_from_another_shell_from_its_queueing_to_its_end(
     assert datetime.fromisoformat(submitted) < datetime.fromisoformat(started) < datetime.fromisoformat(facts["ended"])
     cluster.until_job(job, "COMPLETED")
     assert log(run, 3) == "rank 3 of 4 on n2\nend\n"
+
+
+ALONE = """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+
+    def train(run, config):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        return {"world": dist.get_world_size()}
+"""
+
+
+def test_a_job_function_of_one_rank_may_make_its_own_process_group(slurm_project: Project) -> None:
+    slurm_project.write("train.py", ALONE)
+    run, facts = slurm_project.run("train", "--gpus-per-node", "0")
+    assert facts["state"] == "COMPLETED", log(run, 0)
+    assert json.loads((run / "result.json").read_text())["result"] == {"world": 1}
+
+
+def test_ranks_that_hang_do_not_keep_the_others_from_being_started_again(
+    slurm_project: Project, cluster: Cluster
+) -> None:
+    """As in NCCL, where one that waits for a rank which has left hears no signal."""
+    hangs = "trap '' TERM USR2; exec sleep 600"
+    script = f"echo here; if [ $MGPU_ATTEMPT = 2 ]; then exit; elif [ $RANK = 1 ]; then {hangs}; fi; exit 75"
+    # half of the lead is for them
+    words = (*TWO_NODES, "--ntasks-per-node", "1", "--time", "10", "--signal", "USR2@20")
+    run = slurm_project.submit(*words, "--", "sh", "-c", script)
+    wait_until(lambda: records.read_state(RunFolder(run))["state"] == "REQUEUED")
+    # nothing of the first attempt is there beside the second
+    ended = [event for event in records.events(RunFolder(run)) if event["event"] == "ended"]
+    assert [event["exit_code"] for event in ended] == [75]
+    wait_until(lambda: processes_of(run) == [], seconds=10)
+    cluster.start_now(records.read_state(RunFolder(run))["job_id"])
+    facts = slurm_project.finish(run)
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
 
 
 # -- failures

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -105,9 +104,7 @@ class TestTheControllerIsDown:
         assert read_until(following.stdout, "begin") == ["-- started on n1", "begin"]
         cluster.stop_controller()
 
-        began = time.monotonic()
         shown = slurm_project.call("status", "--json")
-        assert time.monotonic() - began < 20
         facts = json.loads(shown.stdout)
         assert [one["state"] for one in facts] == ["RUNNING", "RUNNING"]
         assert all(SILENCE in one["reason"] for one in facts)

@@ -61,7 +61,15 @@ def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, n
     if findings.has_failed(told):
         note(f"the run of the checkup stays: {handle.folder}; look with: {program()} logs {handle.name}")
     else:
+        tidy(handle, note)
+
+
+def tidy(handle: runs.Handle, note: Note) -> None:
+    """Deletes the run of a checkup; that it cannot be, as where a node still holds its files open, is no finding."""
+    try:
         handle.delete()
+    except MgpuError as problem:
+        note(f"the run of the checkup, {handle.name}, is not gone: {problem}")
 
 
 def _submit(flags: dict[str, Any], executor: str, cluster: str | None, note: Note) -> submitting.Submission:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,12 @@ def judge_gpus(answers: list[Answer]) -> list[Finding]:
 
 
 def measure_gpu_health(team: Team, place: Place) -> Any:
-    if not team.me.is_leader or place.device.type != "cuda":
+    team.tell(f"gpus/seen/{team.me.rank}", devices.visible_identities())
+    if not team.me.is_leader:
+        return None
+    here = [member.rank for member in team.members if member.node == team.me.node]
+    seen = {gpu for rank in here for gpu in team.hear(f"gpus/seen/{rank}")}
+    if not seen:
         return None
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -55,10 +62,23 @@ def measure_gpu_health(team: Team, place: Place) -> Any:
         return {"gpus": None}
     nvml.nvmlInit()
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return {"gpus": [read_gpu(nvml, handle) for handle in handles]}
+        return {"gpus": [read_gpu(nvml, handle) for handle in handles(nvml, seen)]}
     finally:
         nvml.nvmlShutdown()
+
+
+def handles(nvml: Any, seen: set[str]) -> Iterator[Any]:
+    """Of NVML, which knows all GPUs of a node, for those that the job has.
+
+    Args:
+        seen: their identities as torch tells them.
+    """
+    for index in range(nvml.nvmlDeviceGetCount()):
+        # one that is lost, or kept from this user
+        with suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            if _text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-") in seen:
+                yield handle
 
 
 THROTTLE_REASONS = {
@@ -118,6 +138,10 @@ def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
     if unread:
         text = f"{names(unread)}: the health of the GPUs was not read: nvidia-ml-py is not installed"
         found.append(findings.warning("gpu health", text, "pip install nvidia-ml-py"))
+    strange = [answer.member for answer in answers if answer.value["gpus"] == []]
+    if strange:
+        text = f"{names(strange)}: the health of the GPUs is not known: NVML does not list them (as with MIG)"
+        found.append(findings.ok("gpu health", text))
     for answer in answers:
         gpus = answer.value["gpus"] or []
         ill = [finding for gpu in gpus for finding in _complaints(answer.member.node_name, gpu)]

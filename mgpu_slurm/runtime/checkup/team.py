@@ -81,7 +81,6 @@ class Team:
     def __init__(self, store: Store, facts: RankFacts, patience: float = PATIENCE) -> None:
         self._store = store
         self.patience = patience
-        self._meetings = 0
         self.me = Member(facts.rank, facts.node, facts.node_name, facts.local_rank)
         self.is_first = facts.rank == 0
         self.size = facts.world_size

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
+from typing import NoReturn
 
-from mgpu_slurm.observe.doctor.job import ended_badly
+import pytest
+
+from mgpu_slurm import records
+from mgpu_slurm.launch.runs import Handle
+from mgpu_slurm.observe.doctor.job import ended_badly, tidy
 from mgpu_slurm.paths import RunFolder
 
 LOST = {"state": "FAILED", "reason": "lost"}
@@ -33,3 +40,17 @@ def test_ranks_that_left_a_word_are_to_be_read(tmp_path: Path) -> None:
 def test_a_cancelled_checkup_is_no_fault_of_the_cluster(tmp_path: Path) -> None:
     found = ended_badly(made(tmp_path), {"state": "CANCELLED", "reason": ""}, shown=3)
     assert (found.text, found.mend) == ("the checkup ended as CANCELLED: nobody said why", "try again")
+
+
+def test_a_run_that_cannot_be_deleted_is_named_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(path: Path) -> NoReturn:
+        raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/logs/.nfs0001")
+
+    folder = made(tmp_path)
+    records.update_state(folder, executor="local", state="COMPLETED")
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    notes: list[str] = []
+    tidy(Handle(folder), notes.append)
+    (note,) = notes
+    assert note.startswith("the run of the checkup, doctor-1, is not gone: cannot delete all of ")
+    assert "/logs/.nfs0001" in note

@@ -6,6 +6,7 @@ import importlib
 import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,33 @@ def test_without_the_library_the_health_is_not_read() -> None:
     found = gpus.judge_gpu_health(answered({"gpus": None}, {"gpus": None}))
     words = "n[1-2]: the health of the GPUs was not read: nvidia-ml-py is not installed"
     assert seen(found) == [("warning", words)]
+
+
+def test_gpus_that_nvml_does_not_list_are_not_called_healthy() -> None:
+    found = gpus.judge_gpu_health(answered({"gpus": []}))
+    assert seen(found) == [("ok", "n1: the health of the GPUs is not known: NVML does not list them (as with MIG)")]
+
+
+def test_gpus_of_other_jobs_on_the_node_are_left_alone() -> None:
+    """NVML knows all of a node; here the last is lost, and an older binding gives bytes."""
+
+    class Lost(Exception):
+        pass
+
+    def handle(index: int) -> int:
+        if index == 3:
+            raise Lost
+        return index
+
+    identities = ["GPU-a", b"GPU-b", "GPU-c"]
+    nvml = SimpleNamespace(
+        NVMLError=Lost,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetUUID=lambda index: identities[index],
+    )
+    # torch leaves the prefix out
+    assert list(gpus.handles(nvml, {"b", "c", "of another node"})) == [1, 2]
 
 
 def test_nvml_has_the_names_that_are_used_here() -> None:

@@ -1,0 +1,223 @@
+"""One attempt of a run: opens the rendezvous, starts the ranks, waits for them, and writes down how it ended.
+
+Every executor goes through it: SLURM's batch step (see `batch`), and a process that the supervisor forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import records
+from mgpu_slurm.paths import RunFolder, read_json, write_json
+from mgpu_slurm.processes import RUN_VARIABLE
+from mgpu_slurm.runtime import rendezvous
+from mgpu_slurm.runtime.listening import Offer
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, Spec
+
+StartRanks = Callable[[dict[str, str]], dict[int, str]]
+"""Starts the ranks with these variables added; the names of the processes to wait for, by pid."""
+
+GRACE_AFTER_FAILURE = 1.0
+"""Seconds that the other ranks get to flush their logs once one has failed."""
+
+GRACE_AFTER_REQUEUE = 10.0
+"""Seconds at least that the others get once one has asked to be started again; one of a script's may still save."""
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks for a rank that asks, behind a launcher, to be started again."""
+
+WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP}
+"""SIGTERM is for the ranks, who save and leave: this process stays until they have. SIGHUP: the parent is gone."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt's ranks ended."""
+
+    code: int
+    """Exit code of the first process that failed (128 + signal for a killed one), else 0."""
+    who: str = ""
+    """That process."""
+    told_to_end: bool = False
+    """Whether this process got a SIGTERM meanwhile: SLURM sends one to the batch step when it ends a job."""
+    cut_short: bool = False
+    """Whether those that were left were ended from here."""
+    superseded: bool = False
+    """Whether a later attempt has started meanwhile: SLURM gives a node up that it cannot reach, where all goes on."""
+
+
+def describe_exit(ending: Ending) -> str:
+    if ending.code > 128:
+        with contextlib.suppress(ValueError):
+            return f"{ending.who} was ended by {signal.Signals(ending.code - 128).name}"
+    return f"{ending.who} ended with exit code {ending.code}"
+
+
+def run_attempt(
+    folder: RunFolder,
+    spec: Spec,
+    job_id: str,
+    nodes: list[str],
+    address: str,
+    start_ranks: StartRanks,
+    describe: Callable[[Ending], str] = describe_exit,
+    ports: range | None = None,
+) -> Ending:
+    """One attempt from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
+
+    Args:
+        address: what other nodes call this one; the loopback address where all ranks are on this machine.
+        describe: tells a failure in words where no rank did.
+        ports: on which the ranks reach this machine; None for any.
+    """
+    attempt = records.attempts_started(folder) + 1
+    records.record_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes)
+    records.update_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", **_started(folder))
+    # what the attempt before died of is over
+    folder.failure.unlink(missing_ok=True)
+    # several nodes have to reach the store; one node needs no other interface than loopback
+    listener = rendezvous.bind("127.0.0.1" if address.startswith("127.") else "", ports)
+    variables = rendezvous.exports(address, listener.getsockname()[1])
+    variables |= {ATTEMPT_VARIABLE: str(attempt), RUN_VARIABLE: str(folder.path)}
+    offer = Offer(listener) if _rank_0_serves(spec) else None
+    alive = start_ranks(variables | (offer.variables() if offer else {}))
+    store = _serve_in_background(listener, offer, wanted=spec.resources.ranks > 1)
+    wish = folder.requeue_wish(attempt)
+    # what is left of the lead then is for the requeue
+    ending = _wait(alive, wish, max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2))
+    store.clear()
+    if wish.exists():
+        ending = replace(ending, code=REQUEUE_EXIT_CODE)
+    records.record_event(folder, "ended", attempt=attempt, job_id=job_id, exit_code=ending.code, who=ending.who)
+    if records.attempts_started(folder) > attempt:
+        return replace(ending, superseded=True)
+    if ending.code not in (0, REQUEUE_EXIT_CODE):
+        _write_failure(folder, attempt, ending, describe(ending))
+    return ending
+
+
+def _started(folder: RunFolder) -> dict[str, Any]:
+    return {"started": records.read_state(folder)["started"] or records.now()}
+
+
+def _rank_0_serves(spec: Spec) -> bool:
+    """Whether the rendezvous is better left to rank 0, who imports torch anyway and joins at once.
+
+    A script's ranks expect a store that is served; and a single rank of a job function joins only if it wants to.
+    """
+    return not spec.target.is_command and spec.resources.ranks > 1 and "torch" not in sys.modules
+
+
+def _serve_in_background(listener: socket.socket, offer: Offer | None, wanted: bool) -> list[Any]:
+    """Serves the store from a thread: where torch still has to be imported, ranks must not wait for that to start,
+    and this process must go on watching them.
+
+    Args:
+        offer: lets rank 0 serve it.
+        wanted: whether somebody will surely connect; torch is imported when somebody does otherwise.
+    """
+    holder: list[Any] = []
+
+    def serve() -> None:
+        if offer is not None and offer.is_taken():
+            return
+        if not wanted:
+            select.select([listener], [], [])
+        holder.append(rendezvous.serve(listener))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return holder
+
+
+def _wait(alive: dict[int, str], wish: Path, grace_after_requeue: float) -> Ending:
+    """Until no process is left; the first that fails, or asks to be started again, ends the others after a while.
+
+    Args:
+        wish: what a rank behind a launcher leaves that asks so: an exit code would end the others at once.
+        grace_after_requeue: seconds that the others get then.
+    """
+    ending = Ending(0)
+    deadline: float | None = None
+    while alive:
+        timeout = LOOK_EVERY if deadline is None else max(0.0, deadline - time.monotonic())
+        received = signal.sigtimedwait(WATCHED, timeout)
+        if received is None and deadline is not None:
+            # a launcher is alive as long as any rank is, and takes SIGTERM for an order to end them all at once
+            signal_groups(alive, signal.SIGKILL if ending.code else signal.SIGTERM)
+            ending, deadline = replace(ending, cut_short=True), None
+        elif received is not None and received.si_signo == signal.SIGHUP:
+            signal_groups(alive, signal.SIGKILL)
+        elif received is not None and received.si_signo == signal.SIGTERM:
+            ending = replace(ending, told_to_end=True)
+        for who, code in _ended(alive):
+            if code and not ending.code:
+                ending = replace(ending, code=code, who=who)
+        # who is told to end saves first, and has until SIGKILL comes from whoever told it
+        if deadline is None and not ending.told_to_end and not ending.cut_short:
+            if ending.code == REQUEUE_EXIT_CODE or wish.exists():
+                deadline = time.monotonic() + grace_after_requeue
+            elif ending.code:
+                deadline = time.monotonic() + GRACE_AFTER_FAILURE
+    return ending
+
+
+def signal_groups(alive: dict[int, str], signum: int) -> None:
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signum)
+
+
+def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
+    """The processes that have ended since the last call, taken out of `alive`, with shell-style exit codes.
+
+    Those that a signal ended come first: the others may have failed because of them.
+    """
+    found = []
+    for pid in list(alive):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            found.append((alive.pop(pid), 128 - code if code < 0 else code))
+    return sorted(found, key=lambda ended: -ended[1])
+
+
+def _write_failure(folder: RunFolder, attempt: int, ending: Ending, description: str) -> None:
+    """`failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
+    found = [read_json(path) for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json"))]
+    # of several that failed together the first; under SLURM the process that ended is srun
+    named = re.match(r"ranks? (\d+)", description)
+    who = f"rank {named[1]}" if named else ending.who
+    # what a rank saw of another one's end is no cause, unless it was the first to end
+    causes = [record for record in found if record and (not record["consequence"] or f"rank {record['rank']}" == who)]
+    causes.sort(key=lambda record: (record["consequence"], record["time"]))
+    first = causes[0] if causes else {"message": description}
+    if "error" not in first and "exit code" in description:
+        first["message"] += _last_line(folder, attempt, who)
+    write_json(folder.failure, {"attempt": attempt, "exit_code": ending.code, "who": who, **first})
+
+
+def _last_line(folder: RunFolder, attempt: int, who: str) -> str:
+    """What a rank said last: of a script that raised, its error."""
+    rank = who.removeprefix("rank ")
+    log = folder.rank_log(attempt, int(rank)) if rank.isdigit() else None
+    lines = log.read_text(errors="replace").split("\n") if log is not None and log.exists() else []
+    said = [line.strip() for line in lines if line.strip()]
+    return f": {said[-1][:200]}" if said else ""
+
+
+def own_group() -> None:
+    """In a new child: a session of its own, which signals can name as one, and no signal blocked."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
