@@ -34,7 +34,7 @@ cluster-env:
 	@$(PYTHON) tests/slurm/cluster.py env .cluster/run
 
 cluster-down:
-	@$(PYTHON) tests/slurm/cluster.py down .cluster/run
+	@$(PYTHON) tests/slurm/cluster.py down .cluster/run && echo "The cluster is down."
 
 cluster-deps: $(CLUSTER)
 

@@ -17,6 +17,7 @@ from benchmarks.report import Row, Section
 from tests.slurm.cluster import Cluster
 
 ROUNDS = 12
+ARRAY_ROUNDS = 16
 SUBMITIT_TARGET = 1.1
 TASKS = 1000
 ARRAY_TARGET = 2.0
@@ -32,7 +33,7 @@ def run() -> Section:
         made = replace(plain, more=cluster.environ | {"SUBMITIT_FOLDER": f"{place}/submitit", "PYTHONPATH": "."})
         results = interleave(_to_the_result(made), ROUNDS)
         cluster.reset()
-        arrays = interleave(_arrays(made, cluster), ROUNDS)
+        arrays = interleave(_arrays(made, cluster), ARRAY_ROUNDS)
     return Section("slurm", _ABOUT, [*_result_rows(results), *_array_rows(arrays)], _NOTES)
 
 
@@ -81,6 +82,8 @@ def _timed(made: Project, cluster: Cluster, command: list[str]) -> float:
         return made.wall_time(command)
     finally:
         cluster.reset()
+        # it keeps jobs that have ended for minutes, and has room for 20,000
+        cluster.forget_jobs()
         _forget_runs(made)
 
 

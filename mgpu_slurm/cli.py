@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from mgpu_slurm.calling import program
 from mgpu_slurm.errors import MgpuError, UserError
+from mgpu_slurm.wording import program
 
 if TYPE_CHECKING:
     from mgpu_slurm.launch.runs import Group, Handle
@@ -71,6 +71,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         mend = f": see `{context.command_path} --help`" if context else ""
+        if isinstance(error, click.NoSuchOption) and words[0] == "submit":
+            mend = f" (the job's own values go without dashes: name=value){mend}"
         _fail(error.format_message().rstrip(".") + mend, UserError.exit_code)
     except MgpuError as error:
         if debug:
@@ -190,7 +192,11 @@ def submit(
     if plan.spec.executor != "slurm" if follow is None else follow:
         _follow_to_the_end(plan.spec.run, quiet=as_json)
     else:
-        _print_lines([f"job       {submission.job_id}", f"follow it with: {program()} logs {plan.spec.run} --follow"])
+        _print_lines([f"job       {submission.job_id}", _how_to_follow(plan.spec.run)])
+
+
+def _how_to_follow(name: str) -> str:
+    return f"follow it with: {program()} logs {name} --follow"
 
 
 def _request(
@@ -246,33 +252,39 @@ def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
 def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0) -> None:
     """Shows the run until it ends, then how it ended; the exit code tells the same."""
     from mgpu_slurm.launch import runs
-    from mgpu_slurm.observe.follow import follow, follow_group
 
     found = runs.find(name)
+    _follow(found, quiet=quiet, after_attempt=after_attempt)
+    if found.state != "COMPLETED":
+        sys.exit(1)
+
+
+def _follow(found: Handle | Group, rank: int = 0, quiet: bool = False, after_attempt: int = 0) -> None:
+    from mgpu_slurm.launch import runs
+    from mgpu_slurm.observe.follow import follow, follow_group
+
     is_group = isinstance(found, runs.Group)
     try:
-        for text in follow_group(found.files) if is_group else follow(found.files, after_attempt=after_attempt):
+        for text in follow_group(found.files) if is_group else follow(found.files, rank, after_attempt):
             if not quiet:
                 print(text, end="", flush=True)
     except KeyboardInterrupt:
         print(
-            f"\nno longer following; the run goes on. Cancel it with: {program()} cancel {name}",
+            f"\nno longer following; the run goes on. Cancel it with: {program()} cancel {found.name}",
             file=sys.stderr,
         )
         sys.exit(INTERRUPTED)
     if not quiet:
-        _print_ending(found, shown_rank=0)
-    if found.state != "COMPLETED":
-        sys.exit(1)
+        _print_ending(found, shown_rank=rank)
 
 
 def _print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
     from mgpu_slurm.launch import runs
     from mgpu_slurm.observe import status as statuses
-    from mgpu_slurm.observe.ending import curves_line, ending_lines
+    from mgpu_slurm.observe.ending import curves_lines, ending_lines
 
     if isinstance(found, runs.Group):
-        _print_lines([statuses.table(found.all_facts, whole=True), curves_line(found.folder)])
+        _print_lines([statuses.table(found.all_facts, {found.name}), *curves_lines(found.folder)])
     else:
         _print_lines(ending_lines(found.folder, found.facts, shown_rank))
 
@@ -281,18 +293,24 @@ def _print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
 @click.argument("names", nargs=-1, metavar="[RUN ...]")
 @json_flag
 def status(names: tuple[str, ...], as_json: bool) -> None:
-    """Show how runs stand, newest first."""
+    """Show how runs stand, newest first.
+
+    A line a run, or one a group; those that are named with all that there is to say.
+    """
+    import shutil
+
     from mgpu_slurm.launch import registry
     from mgpu_slurm.observe import status as statuses
 
-    if names:
-        states = [state for _, state in registry.current([registry.find(name) for name in names], _note)]
-    else:
-        states = [state for _, state in registry.all_states(_note)]
+    asked = [registry.find(name) for name in names]
+    # one that is named twice, or with its group, is one
+    states = list(dict(registry.current(asked, _note) if names else registry.all_states(_note)).values())
     if as_json:
         _print_json([statuses.facts(state) for state in states])
+    elif names:
+        print(statuses.table(states, {folder.run for folder in asked}))
     elif states:
-        print(statuses.table(states, whole=bool(names)))
+        print(statuses.overview(states, shutil.get_terminal_size() if sys.stdout.isatty() else None))
     else:
         print(f"no runs yet: start one with `{program()} submit`")
 
@@ -303,7 +321,10 @@ def status(names: tuple[str, ...], as_json: bool) -> None:
 @click.option("--follow", is_flag=True, help="Go on until the run has ended.")
 @click.option("--launch", is_flag=True, help="The log of the batch script or supervisor instead.")
 def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
-    """Print what a rank has printed, over all attempts."""
+    """Print what a rank has printed, over all attempts.
+
+    With --follow until the run has ended, and how; of a group, how its runs begin and end.
+    """
     from mgpu_slurm import records
     from mgpu_slurm.launch import registry, runs
 
@@ -311,16 +332,16 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
         for path in runs.launch_logs(registry.find(name)):
             print(path.read_text(errors="replace"), end="")
         return
+    if follow and isinstance(found := runs.find(name), runs.Group):
+        _follow(found)
+        return
     handle = runs.find_run(name)
     folder = handle.files
     ranks = records.read_state(folder)["ranks"]
     if not 0 <= rank < ranks:
         raise UserError(f"--rank {rank}: run {folder.run} has ranks 0 to {ranks - 1}")
     if follow:
-        from mgpu_slurm.observe.follow import follow as follow_run
-
-        for text in follow_run(folder, rank):
-            print(text, end="", flush=True)
+        _follow(handle, rank)
         return
     from mgpu_slurm.observe.warned import told, warnings
 
@@ -375,6 +396,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 
 @cli.command()
 @click.argument("name", metavar="RUN")
+@click.argument("words", nargs=-1, metavar="")
 @resource_flags
 @click.option(
     "--code",
@@ -385,8 +407,16 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 )
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @json_flag
-def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tuple[str, ...], **flags: Any) -> None:
-    """Start a run that has ended again.
+def resume(
+    name: str,
+    words: tuple[str, ...],
+    code: str,
+    follow: bool | None,
+    as_json: bool,
+    extra: tuple[str, ...],
+    **flags: Any,
+) -> None:
+    """Start again a run that has ended.
 
     It goes on from its newest checkpoint, with other resources where they are given. Of a group, the runs that did not
     complete.
@@ -395,6 +425,8 @@ def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tupl
     from mgpu_slurm.launch.changing import Change
     from mgpu_slurm.spec import read_spec
 
+    if words:
+        raise UserError(f"{words[0]}: a run keeps its config; submit a new one to train with another")
     found = runs.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
     job_id = found.resume(Change(_resources(flags, extra), new_code=code == "new"), _note)
@@ -405,6 +437,8 @@ def resume(name: str, code: str, follow: bool | None, as_json: bool, extra: tupl
     print(f"run {found.name} goes on as job {job_id}", flush=True)
     if executor != "slurm" if follow is None else follow:
         _follow_to_the_end(found.name, after_attempt=attempts)
+    else:
+        print(_how_to_follow(found.name))
 
 
 @cli.command()
@@ -438,6 +472,10 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     from mgpu_slurm.observe.usage import usage_table
 
     handles = [runs.find(name) for name in names] or runs.submitted()
+    for name, handle in zip(names, handles, strict=False):
+        handle.check_deletable()
+        if yes and not checkpoints and handle.name.startswith(name) and handle.name != name:
+            raise UserError(f"--yes: {name!r} is only the beginning of {handle.name}: give the whole name")
     if not handles:
         print("no runs, nothing to clean")
         return
@@ -468,6 +506,8 @@ def doctor(
 
     All flags but --json are for the job of --submit. Exit code 1 when something failed.
     """
+    import shutil
+
     from mgpu_slurm.findings import Finding, has_failed
     from mgpu_slurm.observe import doctor as doctors
     from mgpu_slurm.observe.doctor import job
@@ -477,12 +517,13 @@ def doctor(
     if given and not submits:
         raise UserError(f"{given[0]}: it is for the job of --submit: add that")
     found: list[Finding] = []
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
     def show(findings: Iterable[Finding]) -> None:
         for finding in findings:
             found.append(finding)
             if not as_json:
-                _print_lines(finding.lines())
+                _print_lines(finding.lines(width))
 
     show(doctors.look_here(Path.cwd(), _note, will_be_proven=submits))
     if submits and not any(map(doctors.is_silence, found)):

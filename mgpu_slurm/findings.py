@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,10 +28,20 @@ class Finding:
     def plain(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def lines(self) -> list[str]:
-        """For people; the mend on a line of its own."""
-        shown = [f"{self.level:<{_WIDTH}}{self.text}"]
-        return [*shown, f"{'':<{_WIDTH}}-> {self.mend}"] if self.mend else shown
+    def lines(self, width: int = sys.maxsize) -> list[str]:
+        """For people; the mend begins a line of its own.
+
+        Args:
+            width: of a terminal, in which words stay whole.
+        """
+        return _wrapped(self.text, f"{self.level:<{_WIDTH}}", width) + _wrapped(self.mend, f"{'':<{_WIDTH}}-> ", width)
+
+
+def _wrapped(text: str, before: str, width: int) -> list[str]:
+    after = " " * len(before)
+    return textwrap.wrap(
+        text, width, initial_indent=before, subsequent_indent=after, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def span(seconds: float) -> str:

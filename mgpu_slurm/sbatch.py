@@ -240,7 +240,10 @@ class Start:
 
     @property
     def sentence(self) -> str:
-        when = datetime.fromisoformat(self.at).strftime("%Y-%m-%d %H:%M:%S")
+        at = datetime.fromisoformat(self.at)
+        if at > datetime.now().astimezone() + slurm.FORESEEABLE:
+            return f"SLURM would start it on {self.nodes} of {self.partition}, after jobs that have no time limit"
+        when = at.strftime("%Y-%m-%d %H:%M:%S")
         return f"SLURM would start it at {when} on {self.nodes} in partition {self.partition}, as the queue is now"
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from mgpu_slurm import states
 from mgpu_slurm.errors import ClusterError, UserError
@@ -17,6 +18,9 @@ from mgpu_slurm.hostlist import expand
 
 SQUEUE_TAKES = 10.0
 """Seconds, SLURM's own limit for one answer by default; squeue would go on trying for as many again."""
+
+FORESEEABLE = timedelta(days=300)
+"""A start that SLURM expects later than that is behind jobs without a time limit, which it takes for a year long."""
 
 THREADS_VARIABLE = "MGPU_THREADS"
 """Has the value of `OMP_NUM_THREADS` where that is no wish of the user's but this package's."""

@@ -9,6 +9,11 @@ from mgpu_slurm import findings
 
 def test_the_mend_stands_below_what_was_found() -> None:
     assert findings.ok("clocks", "clocks agree").lines() == ["ok       clocks agree"]
+    assert findings.ok("clocks", "clocks of n[1-2] agree").lines(20) == [
+        "ok       clocks of",
+        "         n[1-2]",
+        "         agree",
+    ]
     assert findings.warning("clocks", "clocks differ", "tell the site").lines() == [
         "warning  clocks differ",
         "         -> tell the site",

@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mgpu_slurm import processes, records, states
-from mgpu_slurm.calling import program
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import allocation
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.slurm import scrubbed_environment
 from mgpu_slurm.spec import Spec
+from mgpu_slurm.wording import program
 
 PATIENCE_WITH_COORDINATOR = 30.0
 """Seconds that a group's coordinator gets to end once nothing is left for it to do; it may be asking SLURM."""

@@ -16,7 +16,6 @@ from typing import Any
 from mgpu_slurm import config as configs
 from mgpu_slurm import records, sbatch, slurm
 from mgpu_slurm import target as targets
-from mgpu_slurm.calling import program
 from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import allocation, dependencies, script, simulated, snapshot
 from mgpu_slurm.launch import cluster as clusters
@@ -35,6 +34,7 @@ from mgpu_slurm.spec import (
     parse_seeds,
     resources_from,
 )
+from mgpu_slurm.wording import counted, program
 
 DEMO_TARGET = "jobs.digits"
 
@@ -91,20 +91,23 @@ class Plan:
         """For people, before the start."""
         spec, resources = self.spec, self.spec.resources
         config = "  ".join(f"{key}={value}" for key, value in spec.config.items())
-        seeds = f"{spec.seeds}, one run each" + (f", at most {spec.at_once} at a time" if spec.at_once else "")
-        ranks = f"{resources.ranks} = {resources.nodes} nodes x {resources.ranks_per_node}"
-        if spec.executor == "local":
-            ranks = ranks.replace("nodes", "simulated nodes")
+        nodes = counted(resources.nodes, "simulated node" if spec.executor == "local" else "node")
+        ranks = f"{resources.ranks} = {nodes} x {resources.ranks_per_node}"
         return [
             f"run       {spec.run}",
             f"target    {spec.target.label}",
             *([f"config    {config}"] if config else []),
-            *([f"seeds     {seeds}"] if spec.seeds else []),
+            *([f"seeds     {self._seeds(spec.seeds)}"] if spec.seeds else []),
             f"ranks     {ranks}",
             *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,
             f"folder    {self.folder.path}",
         ]
+
+    def _seeds(self, runs: int) -> str:
+        first = self.spec.config.get("seed", 0)
+        limit = f", at most {self.spec.at_once} at a time" if self.spec.at_once else ""
+        return f"{first} to {first + runs - 1}, one run each{limit}"
 
 
 def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
@@ -254,6 +257,8 @@ def _target(request: Request, default: str | None, cwd: Path) -> tuple[Target, P
     if request.command:
         if request.target is not None:
             raise UserError(f"both a target ({request.target}) and a command after --: give one of them")
+        if len(request.command) == 1 and " " in request.command[0] and shutil.which(request.command[0]) is None:
+            raise UserError(f"command {request.command[0]!r}: it is one word; leave out the quotes around all of it")
         return Target(command=request.command), snapshot.find_root(cwd)
     if callable(request.target):
         return _function_target(request.target, cwd)
@@ -272,6 +277,8 @@ def _demo_target(cwd: Path) -> str:
 def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
     module, function = targets.split(name)
     if not module.endswith(".py"):
+        if (cwd / module).is_file() or "/" in module or module == ".":
+            raise UserError(f"target {name!r}: it is no Python file and no name of a module; a command goes behind --")
         return Target(function=f"{module}:{function}"), snapshot.find_root(cwd)
     path = Path(os.path.normpath(cwd / Path(module).expanduser()))
     if not path.is_file():
@@ -310,7 +317,7 @@ def _short_name(target: Target) -> str:
         module = targets.split(target.function)[0]
         words = Path(module).stem if module.endswith(".py") else module.rpartition(".")[2]
     else:
-        words = target.pickled or ""
+        words = (target.pickled or "").rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", words).strip("-._")[:60] or "run"
 
 

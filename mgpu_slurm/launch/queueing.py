@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_slurm import paths, records, sbatch, slurm
-from mgpu_slurm.calling import program
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import ranges
 from mgpu_slurm.launch import script
@@ -20,6 +19,7 @@ from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, Patience, quiet, wait_out
 from mgpu_slurm.sbatch import Handover, Start
 from mgpu_slurm.spec import Spec
+from mgpu_slurm.wording import program
 
 
 @dataclass(frozen=True)

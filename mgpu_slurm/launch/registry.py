@@ -23,7 +23,10 @@ _NEVER_ARRIVED: State = {
     "reason": "never arrived in SLURM's queue; `resume` submits it again",
 }
 
-_LOST: State = {"state": states.FAILED, "reason": "lost"}
+_LOST: State = {
+    "state": states.FAILED,
+    "reason": "lost: SLURM does not know its job, and nobody saw it end; `resume` goes on",
+}
 _LOST_SO_FAR: State = {
     "state": states.FAILED,
     "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
@@ -37,6 +40,8 @@ _SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine
 _SILENT = "as it was last seen: SLURM's controller does not answer"
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
+_MADE_UNIQUE = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
+"""What a submission adds to the name of a run."""
 
 
 def _index() -> Path:
@@ -107,13 +112,15 @@ def find(name: str) -> RunFolder:
     if slash and index.isdigit():
         return _task(find(head), int(index))
     known = [folder for root in roots() for folder in folders(root)]
-    exact = [folder for folder in known if folder.run == name]
-    found = exact or [folder for folder in known if folder.run.startswith(name)]
-    if not found and _JOB_ID.fullmatch(name):
-        found = _with_job(name, known)
+    found = (
+        [folder for folder in known if folder.run == name]
+        or [folder for folder in known if _MADE_UNIQUE.sub("", folder.run) == name]
+        or [folder for folder in known if folder.run.startswith(name)]
+        or (_with_job(name, known) if _JOB_ID.fullmatch(name) else [])
+    )
     if len(found) > 1:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
-        raise UserError(f"run {name!r} is not clear: {names}; give more of the name")
+        raise UserError(f"run {name!r} is not clear, it may be {names}: give more of the name")
     if not found:
         _refuse_closed(name)
         raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `mgpu-slurm status`")
@@ -288,21 +295,37 @@ def _of_arrays(forgotten: list[str], known: dict[str, State]) -> dict[str, State
 
 
 def _facts(job: slurm.QueuedJob) -> State:
-    if job.state == states.PENDING and _is_expected(job):
-        assert job.start is not None
-        return {"state": job.state, "reason": f"{job.reason}, expected to start at {job.start.replace('T', ' ')}"}
+    if job.state == states.PENDING:
+        return {"state": job.state, "reason": _why_it_waits(job)}
     if states.is_alive(job.state):
         return {"state": job.state, "reason": job.reason}
     # why it pended is what SLURM goes on to say of a job that was cancelled
-    reason = "cancelled" if job.state == states.CANCELLED else job.reason
+    reason = _CANCELLED_FOR.get(job.reason, "cancelled") if job.state == states.CANCELLED else job.reason
     return {"state": job.state, "reason": reason, **_ended(job.end)}
 
 
-def _is_expected(job: slurm.QueuedJob) -> bool:
-    """Whether the job's start is what SLURM expects, and not left over from before it was held or got its nodes."""
+_CANCELLED_FOR = {"DependencyNeverSatisfied": "what it waited for did not complete"}
+
+_NEVER = {
+    "PartitionConfig": "it asks for more than its partition gives",
+    "PartitionNodeLimit": "it asks for more nodes than its partition gives to a job",
+    "PartitionTimeLimit": "it asks for more time than its partition gives to a job",
+    "BadConstraints": "no node has what it asks for",
+}
+"""Reasons for which a job waits in vain, in words (squeue(1), JOB REASON CODES)."""
+
+
+def _why_it_waits(job: slurm.QueuedJob) -> str:
+    if job.reason in _NEVER:
+        return f"{job.reason}: {_NEVER[job.reason]}"
     if job.start is None or "held" in job.reason.lower():
-        return False
-    return datetime.fromisoformat(job.start) > datetime.now()
+        # its start is from before it was held
+        return job.reason
+    start, now = datetime.fromisoformat(job.start), datetime.now()
+    if start > now + slurm.FORESEEABLE:
+        return f"{job.reason}, after jobs that have no time limit"
+    # one that is over is from before it got its nodes
+    return f"{job.reason}, expected to start at {job.start.replace('T', ' ')}" if start > now else job.reason
 
 
 def _ended(local_time: str | None) -> State:

@@ -7,7 +7,7 @@ import pwd
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records, slurm, states
@@ -20,6 +20,7 @@ from mgpu_slurm.launch.watching import Watch
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
 from mgpu_slurm.spec import read_spec
+from mgpu_slurm.wording import program
 
 
 class _Submitted:
@@ -125,9 +126,7 @@ class _Submitted:
         Raises:
             UserError: it is still alive, or a part of a group, or somebody else's.
         """
-        self._check_is_own("delete")
-        if states.is_alive(self.state):
-            raise UserError(f"run {self.name} is {self.state}: `mgpu-slurm cancel {self.name}` first")
+        self.check_deletable()
         if only_checkpoints:
             for member in registry.members(self.files):
                 cleaning.delete_checkpoints(member)
@@ -135,6 +134,18 @@ class _Submitted:
             raise UserError(f"run {self.name} is a part of group {self.files.group.run}: delete that one")
         else:
             cleaning.delete_run(self.files)
+
+    def check_deletable(self) -> None:
+        """Raises:
+        UserError: it is still alive, or somebody else's.
+        """
+        self._check_is_own("delete")
+        state = self.state
+        if states.is_alive(state):
+            raise UserError(
+                f"run {self.name} is {state}: `{program()} cancel {self.name}` first;"
+                f" where its cluster is gone for good, delete {str(self.folder)!r} by hand"
+            )
 
     def _check_is_own(self, what: str) -> None:
         # in a runs folder that many may write in, it could be renamed all the same
@@ -244,20 +255,19 @@ def launch_logs(folder: RunFolder) -> list[Path]:
     return [path for path in found if path.stem.removeprefix("launch-") in names]
 
 
-@overload
-def submit(
-    target: str | Callable[..., Any] | None = ..., config: Any = ..., *, seeds: None = ..., **options: Any
-) -> Handle: ...
+Target: TypeAlias = str | Callable[..., Any] | Sequence[str] | None
 
 
 @overload
-def submit(
-    target: str | Callable[..., Any] | None = ..., config: Any = ..., *, seeds: int | str, **options: Any
-) -> Group: ...
+def submit(target: Target = ..., config: Any = ..., *, seeds: None = ..., **options: Any) -> Handle: ...
+
+
+@overload
+def submit(target: Target = ..., config: Any = ..., *, seeds: int | str, **options: Any) -> Group: ...
 
 
 def submit(
-    target: str | Callable[..., Any] | None = None,
+    target: Target = None,
     config: Any = None,
     *,
     executor: str = "auto",
@@ -273,7 +283,8 @@ def submit(
     """Submits a job function and returns at once.
 
     Args:
-        target: a function `train(run, config)`, also one of a notebook, or a name such as `jobs.digits:train`.
+        target: a function `train(run, config)`, also one of a notebook, or a name such as `jobs.digits:train`; or the
+            words of a command.
         config: an instance of the function's dataclass, or a mapping of the values that differ from its defaults.
         executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
         seeds: how many runs, one per seed; `"100%10"` for at most 10 at a time. Then a `Group` is returned.
@@ -288,8 +299,12 @@ def submit(
     values = configs.to_plain(config) if config is not None else {}
     if not isinstance(values, dict):
         raise UserError(f"config: expected a dataclass or a mapping, got {type(config).__name__}")
+    command: tuple[str, ...] = ()
+    if isinstance(target, Sequence) and not isinstance(target, str):
+        command, target = tuple(target), None
     request = Request(
         target=target,
+        command=command,
         values=values,
         flags=resources,
         executor=executor,

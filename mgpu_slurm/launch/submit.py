@@ -36,7 +36,7 @@ from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.launch.queueing import Job
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
-from mgpu_slurm.spec import read_spec
+from mgpu_slurm.spec import SEED_PLACE, Spec, read_spec
 
 STALE_STAGING_SECONDS = 3600
 
@@ -166,7 +166,14 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
 
 def _reset_state(folder: RunFolder, job_id: str | None, now_with: dict[str, Any]) -> None:
     records.update_state(
-        folder, state="PENDING", reason="", job_id=job_id, ended=None, submitted=records.now(), **now_with
+        folder,
+        state="PENDING",
+        reason="",
+        job_id=job_id,
+        submitted=records.now(),
+        started=None,
+        ended=None,
+        **now_with,
     )
 
 
@@ -203,9 +210,21 @@ def _remove_stale_staging(runs: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def _check_script(spec: Spec, folder: RunFolder) -> None:
+    """Better now than after a day in the queue."""
+    interpreter, script, *_ = (*(spec.target.command or ()), "", "")
+    is_known = Path(interpreter).name.startswith("python") and script.endswith(".py") and SEED_PLACE not in script
+    if is_known and not (folder.code / spec.workdir / script).exists():
+        raise UserError(
+            f"command {interpreter} {script}: the run's code, as it is taken from {spec.project!r}, has no {script};"
+            " files that git ignores are not in it"
+        )
+
+
 def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path) -> Plan:
     """Takes the snapshot, lets the target complete its config, and writes the run's files."""
     taken = snapshot.take(Path(made.spec.project), staging.code, made.snapshot_limit, skip=paths.runs_root())
+    _check_script(made.spec, staging)
     facts = environment.describe(taken)
     key = checked.key(taken.digest, made.spec.target.label, made.spec.workdir, facts["packages"])
     asks = supervisor if made.spec.seeds is None else None

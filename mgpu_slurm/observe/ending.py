@@ -6,11 +6,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.calling import program, tensorboard
 from mgpu_slurm.observe.status import duration
 from mgpu_slurm.observe.warned import told, warnings
 from mgpu_slurm.paths import RunFolder, read_json
 from mgpu_slurm.states import FAILED, OUT_OF_MEMORY
+from mgpu_slurm.wording import program, tensorboard
 
 SHOWN_LINES = 20
 
@@ -33,18 +33,23 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     result = read_json(folder.result) if state["state"] == "COMPLETED" else None
     if result is not None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
-        lines.append(f"result    {numbers}  ({_short(folder.result)})")
+        if numbers:
+            lines.append(f"result    {numbers}  ({_short(folder.result)})")
     if folder.tensorboard.is_dir():
-        lines.append(curves_line(folder.path.parent))
-    if state["state"] != "COMPLETED":
+        lines.append(_curves_line(folder.path.parent))
+    if state["state"] != "COMPLETED" and any(folder.logs.glob("*")):
         lines.append(f"logs      {_short(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
             lines.append(f"go on     {program()} resume {state['run']}   (its own code, from its newest checkpoint)")
     return lines
 
 
-def curves_line(place: Path) -> str:
-    """How to see the curves of all runs below a folder."""
+def curves_lines(group: Path) -> list[str]:
+    """How to see the curves of a group, where it has any."""
+    return [_curves_line(group)] if any(group.glob("tasks/*/tensorboard")) else []
+
+
+def _curves_line(place: Path) -> str:
     return f"curves    {tensorboard()} --logdir {_short(place)}"
 
 

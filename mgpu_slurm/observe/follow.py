@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,31 +33,61 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
         after_attempt: attempts up to this one are not shown.
     """
     known_events = len(records.events(folder)) if after_attempt else 0
-    tails: dict[Path, _Tail] = {}
-    known_warnings: set[Warned] = set()
-    next_warnings = 0.0
+    shown = _Shown(folder, rank, after_attempt)
+    waits_for = ""
     notes: list[str] = []
     watch = Watch(folder, notes.append)
     ended = False
     while not ended:
         # the state is read before the logs: what was written before the end is shown before the end
-        ended = not states.is_alive(watch.state()["state"])
+        state = watch.state()
+        ended = not states.is_alive(state["state"])
         yield from _said(notes)
+        # what it is expected to be changes all the time
+        reason = state["reason"].partition(", ")[0] if state["state"] == states.PENDING else ""
+        if reason not in ("", waits_for):
+            waits_for = reason
+            yield f"-- {state['state']}: {state['reason']}\n"
         events = records.events(folder)
         for event in events[known_events:]:
+            if event["event"] == "started":
+                # after all that was said before it
+                yield from shown.new(event["attempt"] - 1, look_at_warnings=True)
             yield from _told(event)
         known_events = len(events)
-        for attempt, path in log_files(folder, rank):
-            if attempt > after_attempt:
-                yield from tails.setdefault(path, _Tail(path)).read()
-        if ended or time.monotonic() >= next_warnings:
-            next_warnings = time.monotonic() + LISTING_PAUSE
-            # the rank that is followed says its own in its log
-            of_others = [w for w in warnings(folder) if w.attempt > after_attempt and w.rank != rank]
-            yield from (f"-- warning: {line}\n" for line in told(w for w in of_others if w not in known_warnings))
-            known_warnings.update(of_others)
+        yield from shown.new(look_at_warnings=ended)
         if not ended:
             time.sleep(PAUSE)
+
+
+class _Shown:
+    """Logs and warnings of a run, as far as they were shown."""
+
+    def __init__(self, folder: RunFolder, rank: int, after_attempt: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._after_attempt = after_attempt
+        self._tails: dict[Path, _Tail] = {}
+        self._warnings: set[Warned] = set()
+        self._next_look = 0.0
+
+    def new(self, up_to: float = math.inf, look_at_warnings: bool = False) -> Iterator[str]:
+        """What was added.
+
+        Args:
+            up_to: the last attempt to be shown.
+            look_at_warnings: now, and not once in a while.
+        """
+        for attempt, path in log_files(self._folder, self._rank):
+            if self._after_attempt < attempt <= up_to:
+                yield from self._tails.setdefault(path, _Tail(path)).read()
+        if look_at_warnings or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LISTING_PAUSE
+            # the rank that is followed says its own in its log
+            of_others = {warned for warned in warnings(self._folder) if warned.rank != self._rank}
+            new = {warned for warned in of_others - self._warnings if self._after_attempt < warned.attempt <= up_to}
+            yield from (f"-- warning: {line}\n" for line in told(new))
+            self._warnings |= new
 
 
 def follow_group(folder: RunFolder) -> Iterator[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
+import os
 import statistics
-import sys
 from collections import Counter
+from collections.abc import Collection, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
 from mgpu_slurm.states import is_alive, overall
+from mgpu_slurm.wording import counted, program
 
 FACTS = (
     "run",
@@ -32,34 +33,64 @@ FACTS = (
 )
 """The names that `status --json` gives for each run; programs rely on them."""
 
-HEADER = ["RUN", "STATE", "TRY", "RANKS", "STEP", "DONE", "METRICS", "AGE", "TIME", "REASON"]
+HEADER = ["RUN", "STATE", "TRY", "RANKS", "STEP", "PROGRESS", "AGE", "TIME", "REASON, METRICS"]
 
 
 def facts(state: dict[str, Any]) -> dict[str, Any]:
     return {name: state.get(name) for name in FACTS} | {"group": _group(state["run"])}
 
 
-def table(states: list[dict[str, Any]], width: int | None = None, whole: bool = False) -> str:
-    """One line a run, or one a group, cut to the width of a terminal.
+def overview(states: list[dict[str, Any]], room: os.terminal_size | None = None) -> str:
+    """One line a run, or one a group.
 
     Args:
-        whole: a line for each run of a group too.
+        states: newest first, the runs of a group side by side.
+        room: of a terminal; lines are cut to its width, and those that are left out are of older runs that have ended.
     """
+    entries = []
+    for group, runs in _by_group(states):
+        entries += runs if group is None else [summary(group, runs)]
+    # the header, the line on those that are left out, and the next prompt
+    shown = entries if room is None else _with_room(entries, room.lines - 3)
+    lines = [line[: room.columns] if room else line for line in _lines(shown)]
+    if left := len(entries) - len(shown):
+        lines.append(f"and {left} older ones, which have ended; all of them: {program()} status | less")
+    return "\n".join(lines)
+
+
+def _with_room(entries: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    alive = sum(is_alive(state["state"]) for state in entries)
+    others = max(0, count - alive)
+    shown = []
+    for state in entries:
+        if is_alive(state["state"]):
+            shown.append(state)
+        elif others:
+            shown.append(state)
+            others -= 1
+    return shown
+
+
+def table(states: list[dict[str, Any]], groups: Collection[str] = ()) -> str:
+    """One whole line for each run, and one more for each of these groups behind its runs."""
+    entries = []
+    for group, runs in _by_group(states):
+        entries += runs if group is None or group not in groups else [*runs, summary(group, runs)]
+    return "\n".join(_lines(entries))
+
+
+def _lines(entries: list[dict[str, Any]]) -> list[str]:
     from tabulate import tabulate
 
     now = datetime.now(timezone.utc)
     # as a row among rows: tabulate pads what it knows to be a header
-    rows = [HEADER]
+    text = tabulate([HEADER, *(_row(state, now) for state in entries)], tablefmt="plain", disable_numparse=True)
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def _by_group(states: list[dict[str, Any]]) -> Iterator[tuple[str | None, list[dict[str, Any]]]]:
     for group, members in itertools.groupby(states, key=lambda state: _group(state["run"])):
-        if group is None:
-            rows += [_row(state, now) for state in members]
-        else:
-            runs = list(members)
-            rows += [*(_row(state, now) for state in runs if whole), _row(summary(group, runs), now)]
-    text = tabulate(rows, tablefmt="plain", disable_numparse=True)
-    if width is None and sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-    return "\n".join(line[:width].rstrip() for line in text.splitlines())
+        yield group, list(members)
 
 
 def _group(run: str) -> str | None:
@@ -83,7 +114,7 @@ def summary(group: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "submitted": runs[0]["submitted"],
         "started": min((state["started"] for state in runs if state["started"]), default=None),
         "ended": None if alive else max(ends, default=None),
-        "reason": f"{len(runs)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.items()),
+        "reason": f"{counted(len(runs), 'run')}: " + ", ".join(f"{count} {state}" for state, count in counts.items()),
     }
 
 
@@ -113,12 +144,11 @@ def _row(state: dict[str, Any], now: datetime) -> list[str]:
         state["state"],
         str(state["attempts"]),
         f"{state['nodes']}x{state['ranks'] // state['nodes']}",
-        str(state["step"]),
-        str(state["progress"]),
-        metrics,
+        str(state["step"] or ""),
+        str(state["progress"] or ""),
         duration((now - submitted).total_seconds()) if submitted else "",
         duration(((ended or now) - started).total_seconds()) if started else "",
-        state["reason"],
+        "  ".join(filter(None, [state["reason"], metrics])),
     ]
 
 

@@ -20,18 +20,18 @@ class Warned:
 
 
 def warnings(folder: RunFolder) -> list[Warned]:
-    """All of a run, by attempt and rank."""
+    """All of a run, in no order."""
     found = []
     for path in folder.logs.glob("*.warnings.jsonl"):
         attempt = int(path.name.partition("-")[0])
         found += [Warned(attempt, line["rank"], line["node"], line["text"]) for line in read_jsonl(path)]
-    return sorted(found, key=lambda warned: (warned.attempt, warned.rank))
+    return found
 
 
 def told(found: Iterable[Warned]) -> list[str]:
     """`rank 3 on n2: ...`, one line for all ranks that say the same."""
     by_text: dict[str, list[Warned]] = {}
-    for warned in found:
+    for warned in sorted(found, key=lambda warned: (warned.attempt, warned.rank)):
         by_text.setdefault(warned.text, []).append(warned)
     return [f"{_who(same)}: {text}" for text, same in by_text.items()]
 

@@ -108,7 +108,7 @@ def _run_command(spec: Spec, command: tuple[str, ...]) -> int:
     # programs such as accelerate are found beside the interpreter, also where that environment is not on PATH
     program = shutil.which(name) or shutil.which(name, path=str(Path(spec.python).parent))
     if program is None:
-        print(f"mgpu_slurm: command {name!r} is not on PATH of {os.uname().nodename}", file=sys.stderr, flush=True)
+        print(f"mgpu_slurm: command {name!r} {_why_not_found(name)}", file=sys.stderr, flush=True)
         os._exit(127)
     if spec.executor == "local":
         os.execv(program, [name, *command[1:]])
@@ -116,6 +116,12 @@ def _run_command(spec: Spec, command: tuple[str, ...]) -> int:
     signal.signal(signal.SIGTERM, lambda signum, frame: None)
     code = subprocess.Popen([name, *command[1:]], executable=program).wait()
     return 128 - code if code < 0 else code
+
+
+def _why_not_found(name: str) -> str:
+    if "/" not in name:
+        return f"is not on PATH of {os.uname().nodename}"
+    return "may not be executed: chmod +x, or name its interpreter" if os.path.exists(name) else "is not there"
 
 
 def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, listener: int | None) -> int:

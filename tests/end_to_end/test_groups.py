@@ -38,6 +38,10 @@ def test_each_seed_is_a_run_of_its_own_and_the_group_tells_of_all(project: Proje
     for seed in range(3):
         said = project.call("logs", f"{folder.name}/{seed}").stdout
         assert said == f"seed {seed} of {folder / 'tasks' / str(seed)}\n"
+    followed = project.call("logs", folder.name, "--follow")
+    assert (followed.returncode, followed.stderr) == (0, "")
+    assert f"-- {folder.name}/1  FAILED: " in followed.stdout
+    assert "3 runs: 2 COMPLETED, 1 FAILED" in followed.stdout
     # one line in the list of all runs
     assert [line.split()[0] for line in project.call("status").stdout.splitlines()] == ["RUN", folder.name]
 

@@ -199,3 +199,8 @@ def test_a_function_typed_in_has_no_file_and_runs(tmp_path: Path) -> None:
     name, result = python(project, "-c", textwrap.dedent(code)).split(maxsplit=1)
     assert result.strip() == "{'sum': 3.0, 'ranks': 2.0}"
     assert (project.runs / name / "function.pkl").exists()
+
+
+def test_a_command_is_a_list_of_words(project: Project) -> None:
+    code = "run = submit(['echo', 'a  b'], executor='local'); print(run.wait(), run.logs())"
+    assert python(project, "-c", f"from mgpu_slurm import submit; {code}") == "COMPLETED a  b\n\n"

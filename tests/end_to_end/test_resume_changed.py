@@ -79,6 +79,7 @@ def test_a_change_that_does_not_fit_changes_nothing(project: Project) -> None:
         (["--code", "new"], "config"),
         (["--nodes", "0"], "--nodes 0: expected a whole number of at least 1"),
         (["--time", "soon"], "--time 'soon': expected minutes"),
+        (["width=5"], "width=5: a run keeps its config"),
     ]:
         done = project.call("resume", folder.name, *words)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -325,6 +325,11 @@ def test_status_shows_the_newest_first_and_clean_shows_and_deletes(project: Proj
     assert "nothing was deleted" in shown
     assert project.call("clean", middle.name, stdin=subprocess.DEVNULL).returncode != 0
     assert middle.exists()
+    # the beginning of a name is enough to look, what `--name` gave is, and neither is to delete without a question
+    assert project.json("status", "midd")[0]["run"] == project.json("status", "middle")[0]["run"] == middle.name
+    done = project.call("clean", "--yes", "middle")
+    assert (done.returncode, middle.exists()) == (2, True)
+    assert f"'middle' is only the beginning of {middle.name}: give the whole name" in done.stderr
     assert project.call("clean", "--yes", middle.name).returncode == 0
     assert {path.name for path in project.runs.iterdir()} == {old.name, new.name}
     assert project.call("logs", middle.name).returncode == 2
@@ -334,7 +339,7 @@ def test_a_run_that_is_alive_is_not_deleted(project: Project) -> None:
     folder = project.submit("--", "sh", "-c", "until [ -e $MGPU_RUN_FOLDER/go ]; do sleep 0.02; done")
     done = project.call("clean", "--yes", folder.name)
     assert (done.returncode, folder.exists()) == (2, True)
-    assert f"mgpu-slurm cancel {folder.name}" in done.stderr
+    assert f"mgpu_slurm cancel {folder.name}` first" in done.stderr
     (folder / "go").touch()
     assert project.finish(folder)["state"] == "COMPLETED"
 

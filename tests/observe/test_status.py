@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from mgpu_slurm import records
@@ -27,3 +29,32 @@ def test_a_groups_metrics_are_mean_and_spread(losses: list[float], told: str) ->
     line = status.table(runs).splitlines()[1]
     assert line.split()[0] == "group"
     assert f"loss={told} " in line
+
+
+def facts(run: str, state: str, **more: object) -> dict[str, object]:
+    return records.FIRST_STATE | {"run": run, "state": state} | more
+
+
+def test_a_small_terminal_shows_what_is_alive_and_the_newest_of_the_rest() -> None:
+    runs = [facts(f"run-{place}", "RUNNING" if place in (3, 18) else "COMPLETED") for place in range(20)]
+    lines = status.overview(runs, os.terminal_size((40, 10))).splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-18"]
+    assert lines[-1].startswith("and 13 older ones, which have ended")
+    assert max(map(len, lines[:-1])) <= 40
+    assert len(status.overview(runs).splitlines()) == 21
+
+
+def test_a_reason_comes_before_the_metrics_and_zeros_are_not_shown() -> None:
+    run = facts("run", "FAILED", reason="rank 1 on n2: ValueError", metrics={"loss": 0.5}, step=3)
+    _, line = status.table([run]).splitlines()
+    assert line.split(maxsplit=5) == ["run", "FAILED", "0", "1x1", "3", "rank 1 on n2: ValueError  loss=0.5"]
+
+
+def test_a_part_of_a_group_is_not_summed_up() -> None:
+    runs = [facts(f"group/{place}", "RUNNING") for place in range(2)]
+    assert [line.split()[0] for line in status.table(runs[:1]).splitlines()] == ["RUN", "group/0"]
+    assert [line.split()[0] for line in status.table(runs, {"group"}).splitlines()[1:]] == [
+        "group/0",
+        "group/1",
+        "group",
+    ]

@@ -622,7 +622,7 @@ def main(verb: str, folder: Path) -> None:
         cluster = Cluster.up(folder, detached=True)
     if verb == "up":
         print("A SLURM of four nodes is up: n1 to n4, partitions main and high. For a shell that is to use it:")
-        print('    eval "$(make -s cluster-env)"')
+        print('    eval "$(make -s cluster-env)"     # and when you are done: make cluster-down')
     elif verb == "env":
         print(f"export PATH={shlex.quote(str(cluster.folder / 'bin'))}:$PATH")
     else:

@@ -145,7 +145,7 @@ def test_it_runs_at_once_on_all_that_is_held_again_and_again(
     auto = shell.call("submit", "--dry-run", "--", "true")
     assert f"executor  slurm: sbatch is on PATH; --executor allocation would use job {shell.job_id}" in auto.stdout
     planned = shell.call(*SUBMIT, "--dry-run", "--nodes", "1", "--gpus-per-node", "1", "--", "true")
-    assert "ranks     1 = 1 nodes x 1" in planned.stdout
+    assert "ranks     1 = 1 node x 1" in planned.stdout
     assert len(list(slurm_project.runs.iterdir())) == 2
 
 

@@ -138,12 +138,15 @@ def test_a_run_is_seen_from_another_shell_from_its_queueing_to_its_end(
     expected |= {"state": "RUNNING", "attempts": 1, "started": started, "reason": ""}
     assert facts == expected
     assert following.stdout is not None
+    assert following.stdout.readline() == "-- PENDING: JobHeldUser\n"
     assert following.stdout.readline() == "-- started on n[1-2]\n"
     assert following.stdout.readline() == "rank 0 of 4 on n1\n"
     assert (following.poll(), waiting.poll()) == (None, None)
 
     gate.touch()
-    assert following.communicate(timeout=60) == ("end\n", "")
+    rest, errors = following.communicate(timeout=60)
+    assert (rest.splitlines()[0], errors) == ("end", "")
+    assert rest.splitlines()[1].startswith(f"COMPLETED  {run.name}  in ")
     said, _ = waiting.communicate(timeout=60)
     assert said.startswith(f"COMPLETED  {run.name}  in ")
     assert (following.returncode, waiting.returncode) == (0, 0)

@@ -421,7 +421,7 @@ def test_auto_is_slurm_and_asks_once_for_the_gpus_of_a_node(slurm_project: Proje
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "executor  slurm: sbatch is on PATH\n" in done.stdout
-    assert "ranks     2 = 1 nodes x 2\n" in done.stdout
+    assert "ranks     2 = 1 node x 2\n" in done.stdout
     assert "gpus      2 per node, all that the nodes of partition high have\n" in done.stdout
     assert [line.split()[0] for line in asked.read_text().splitlines()[:2]] == ["sinfo", "sbatch"]
     run = only_run(slurm_project)
@@ -481,4 +481,7 @@ def test_what_slurm_takes_and_cannot_start_says_why(slurm_project: Project) -> N
     run = submit(slurm_project, "--nodes", "20", "--", "true")
     wait_until(lambda: slurm_project.json("status", run.name)[0]["reason"] not in ("", "None"))
     (facts,) = slurm_project.json("status", run.name)
-    assert (facts["state"], facts["reason"]) == ("PENDING", "PartitionConfig")
+    assert (facts["state"], facts["reason"]) == (
+        "PENDING",
+        "PartitionConfig: it asks for more than its partition gives",
+    )

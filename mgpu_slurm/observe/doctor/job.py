@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import findings, slurm, states
-from mgpu_slurm.calling import program
 from mgpu_slurm.errors import ClusterError, MgpuError
 from mgpu_slurm.findings import Finding
 from mgpu_slurm.launch import runs, site
@@ -20,6 +19,7 @@ from mgpu_slurm.launch.plan import Request
 from mgpu_slurm.launch.watching import Watch
 from mgpu_slurm.paths import RunFolder, read_jsonl
 from mgpu_slurm.patience import Note
+from mgpu_slurm.wording import program
 
 TARGET = "mgpu_slurm.runtime.checkup:checkup"
 NODES = 2

@@ -1,4 +1,4 @@
-"""How commands are spelled on the screen: the way this program was called, so that they can be pasted."""
+"""How things are spelled on the screen; commands the way this program was called, so that they can be pasted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def program() -> str:
 
 def tensorboard() -> str:
     return f"{_python()} -m tensorboard.main" if _is_module_call() else "tensorboard"
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _is_module_call() -> bool:
