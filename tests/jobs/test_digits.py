@@ -12,6 +12,8 @@ import torch
 from jobs import digits
 from mgpu_slurm.config import fill
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.runtime.run import Run
+from tests.runtime.ranks import run_ranks
 from tests.support import Project
 
 
@@ -103,7 +105,13 @@ def test_two_ranks_with_the_defaults_reach_98_percent(project: Project) -> None:
     assert accuracy >= 0.98
 
 
-def test_the_seed_decides_every_number_of_a_run(project: Project) -> None:
-    first, again, other = (run_on_two_nodes(project, "epochs=2", f"seed={seed}")[0] for seed in (5, 5, 6))
+def metrics_with(run: Run, seed: int) -> dict[str, float]:
+    digits.train(run, digits.Config(epochs=2, width=8, seed=seed))
+    return dict(run.last_metrics)
+
+
+def test_the_seed_decides_every_number_of_a_run() -> None:
+    first, again, other = (run_ranks(metrics_with, 2, seed) for seed in (5, 5, 6))
+    assert set(first[0]) == {"accuracy", "loss"}
     assert first == again
     assert first != other

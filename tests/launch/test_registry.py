@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -119,8 +120,12 @@ def test_the_job_id_is_known_before_the_job_has_started(
     folder = make_run("queued", None, "PENDING")
     records.record_event(folder, "submitting", token="mgpu-1")
     records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
+    start = (datetime.now() + timedelta(days=1)).isoformat(timespec="seconds")
+    answers("squeue", f"77|PENDING|{start}|N/A|Resources|\n")
+    assert registry.state(folder)["reason"] == f"Resources, expected to start at {start.replace('T', ' ')}"
+    # a limit of a year is none
     answers("squeue", "77|PENDING|2999-05-01T12:00:00|N/A|Resources|\n")
-    assert registry.state(folder)["reason"] == "Resources, expected to start at 2999-05-01 12:00:00"
+    assert registry.state(folder)["reason"] == "Resources, after jobs that have no time limit"
     assert registry.find("77").run == "queued"
 
 

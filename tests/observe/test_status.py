@@ -26,9 +26,9 @@ def test_a_groups_metrics_are_mean_and_spread(losses: list[float], told: str) ->
         records.FIRST_STATE | {"run": f"group/{place}", "state": "COMPLETED", "metrics": {"loss": loss}}
         for place, loss in enumerate(losses)
     ]
-    line = status.table(runs).splitlines()[1]
+    line = status.overview(runs).splitlines()[1]
     assert line.split()[0] == "group"
-    assert f"loss={told} " in line
+    assert line.endswith(f" COMPLETED  loss={told}")
 
 
 def facts(run: str, state: str, **more: object) -> dict[str, object]:

@@ -128,6 +128,8 @@ def test_a_run_is_seen_from_another_shell_from_its_queueing_to_its_end(
     assert cluster.job(job)["JobName"] == run.name
     following = elsewhere.start("logs", run.name, "--follow")
     waiting = elsewhere.start("wait", job)
+    assert following.stdout is not None
+    assert following.stdout.readline() == "-- PENDING: JobHeldUser\n"
 
     cluster.run("scontrol", "release", job)
     last = RunFolder(run).rank_log(1, 3)
@@ -137,8 +139,6 @@ def test_a_run_is_seen_from_another_shell_from_its_queueing_to_its_end(
     started = facts["started"]
     expected |= {"state": "RUNNING", "attempts": 1, "started": started, "reason": ""}
     assert facts == expected
-    assert following.stdout is not None
-    assert following.stdout.readline() == "-- PENDING: JobHeldUser\n"
     assert following.stdout.readline() == "-- started on n[1-2]\n"
     assert following.stdout.readline() == "rank 0 of 4 on n1\n"
     assert (following.poll(), waiting.poll()) == (None, None)
