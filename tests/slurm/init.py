@@ -57,6 +57,8 @@ MARIADB = [
     "--skip-networking",
     "--skip-grant-tables",
     f"--socket={SOCKET}",
+    # those of several clusters have one process id, each in its own namespace, and name their files in /tmp by it
+    f"--tmpdir={SOCKET.parent}",
     "--pid-file=/run/mysqld/mysqld.pid",
     "--innodb-buffer-pool-size=64M",
     "--innodb-flush-log-at-trx-commit=0",
