@@ -83,9 +83,12 @@ def _lines(entries: list[dict[str, Any]]) -> list[str]:
     from tabulate import tabulate
 
     now = datetime.now(timezone.utc)
+    rows = [_row(state, now) for state in entries]
+    # plain commands have neither steps nor progress, and a narrow terminal better uses for the room
+    filled = [any(row[place] for row in rows) for place in range(len(HEADER))]
     # as a row among rows: tabulate pads what it knows to be a header
-    text = tabulate([HEADER, *(_row(state, now) for state in entries)], tablefmt="plain", disable_numparse=True)
-    return [line.rstrip() for line in text.splitlines()]
+    shown = [list(itertools.compress(row, filled)) for row in (HEADER, *rows)]
+    return [line.rstrip() for line in tabulate(shown, tablefmt="plain", disable_numparse=True).splitlines()]
 
 
 def _by_group(states: list[dict[str, Any]]) -> Iterator[tuple[str | None, list[dict[str, Any]]]]:
