@@ -269,7 +269,7 @@ def test_at_its_time_limit_a_training_starts_again_and_what_ignores_it_ends(
         cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+45seconds")
         cluster.run("scontrol", "update", f"JobId={facts_of(deaf)['job_id']}", "EndTime=now+1seconds")
         cluster.until_job(job, "PENDING")
-        assert standing(run) == HELD_BACK
+        wait_until(lambda: standing(run) == HELD_BACK, pause=LOOK_EVERY)
         step = kept(run)
         cluster.start_now(job)
         facts = finish(run)
@@ -312,7 +312,7 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     job = facts_of(run)["job_id"]
     with seen(run) as states_seen:
         taker = cluster.preempt(["n1", "n2", "n3", "n4"])
-        assert standing(run) == HELD_BACK
+        wait_until(lambda: standing(run) == HELD_BACK, pause=LOOK_EVERY)
         step = kept(run)
         cluster.start_now(job)
         assert facts_of(run)["state"] == "PENDING"
@@ -330,7 +330,7 @@ def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: P
     done, failed = (running(project, script.format(code)) for code in (0, 1))
     with seen(done) as states_of_done, seen(failed) as states_of_failed:
         taker = cluster.preempt(["n1", "n2", "n3", "n4"])
-        assert standing(done) == standing(failed) == HELD_BACK
+        wait_until(lambda: standing(done) == standing(failed) == HELD_BACK, pause=LOOK_EVERY)
         cluster.release(taker)
         for run in (done, failed):
             cluster.start_now(facts_of(run)["job_id"])
@@ -346,7 +346,7 @@ def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluste
     with seen(run) as states_seen:
         cluster.node_down("n2")
         cluster.until_job(job, "PENDING")
-        assert standing(run) == HELD_BACK
+        wait_until(lambda: standing(run) == HELD_BACK, pause=LOOK_EVERY)
         cluster.start_now(job)
         wait_until(lambda: RunFolder(run).rank_log(2, 1).exists())
         assert facts_of(run)["state"] == "RUNNING"
@@ -367,7 +367,7 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
     with seen(run) as states_seen:
         cluster.cut("n1")
         cluster.until_job(job, "PENDING")
-        assert standing(run) == HELD_BACK
+        wait_until(lambda: standing(run) == HELD_BACK, pause=LOOK_EVERY)
         cluster.start_now(job)
         wait_until(lambda: RunFolder(run).rank_log(2, 0).exists())
         # the first attempt comes to a bad end, of which srun would tell only after 20 s of looking for the controller
