@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from mgpu_slurm.errors import MgpuError, UserError
-from mgpu_slurm.wording import program
+from mgpu_slurm.wording import counted, program
 
 if TYPE_CHECKING:
     from mgpu_slurm.launch.runs import Group, Handle
@@ -297,8 +298,6 @@ def status(names: tuple[str, ...], as_json: bool) -> None:
 
     A line a run, or one a group; those that are named with all that there is to say.
     """
-    import shutil
-
     from mgpu_slurm.launch import registry
     from mgpu_slurm.observe import status as statuses
 
@@ -310,7 +309,7 @@ def status(names: tuple[str, ...], as_json: bool) -> None:
     elif names:
         print(statuses.table(states, {folder.run for folder in asked}))
     elif states:
-        print(statuses.overview(states, shutil.get_terminal_size() if sys.stdout.isatty() else None))
+        print(statuses.overview(states, _terminal()))
     else:
         print(f"no runs yet: start one with `{program()} submit`")
 
@@ -332,10 +331,10 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
         for path in runs.launch_logs(registry.find(name)):
             print(path.read_text(errors="replace"), end="")
         return
-    if follow and isinstance(found := runs.find(name), runs.Group):
-        _follow(found)
+    handle = runs.find(name) if follow else runs.find_run(name)
+    if isinstance(handle, runs.Group):
+        _follow(handle)
         return
-    handle = runs.find_run(name)
     folder = handle.files
     ranks = records.read_state(folder)["ranks"]
     if not 0 <= rank < ranks:
@@ -450,8 +449,6 @@ def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:
 
     Or run one command there, such as nvidia-smi, py-spy or df.
     """
-    import os
-
     from mgpu_slurm import slurm
     from mgpu_slurm.launch import runs
     from mgpu_slurm.launch import shell as shells
@@ -484,7 +481,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
         print(f"\nnothing was deleted; name runs to delete them: {program()} clean RUN ...")
         return
     what = "the checkpoints of " if checkpoints else ""
-    if not yes and not click.confirm(f"delete {what}{len(handles)} run{'s' if len(handles) > 1 else ''}?"):
+    if not yes and not click.confirm(f"delete {what}{counted(len(handles), 'run')}?"):
         return
     for handle in handles:
         handle.delete(only_checkpoints=checkpoints)
@@ -506,8 +503,6 @@ def doctor(
 
     All flags but --json are for the job of --submit. Exit code 1 when something failed.
     """
-    import shutil
-
     from mgpu_slurm.findings import Finding, has_failed
     from mgpu_slurm.observe import doctor as doctors
     from mgpu_slurm.observe.doctor import job
@@ -517,7 +512,8 @@ def doctor(
     if given and not submits:
         raise UserError(f"{given[0]}: it is for the job of --submit: add that")
     found: list[Finding] = []
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    terminal = _terminal()
+    width = terminal.columns if terminal else sys.maxsize
 
     def show(findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -544,6 +540,13 @@ def init(folder: Path) -> None:
         print(f"wrote {path}")
     where = "" if folder == Path() else f"cd {folder} && "
     print(f"try it: {where}{program()} submit --nodes 2")
+
+
+def _terminal() -> os.terminal_size | None:
+    """The room there is where somebody reads the output."""
+    import shutil
+
+    return shutil.get_terminal_size() if sys.stdout.isatty() else None
 
 
 def _note(text: str) -> None:

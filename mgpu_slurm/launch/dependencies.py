@@ -33,6 +33,12 @@ def named(after: Iterable[str], after_any: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{kind}:{registry.find(name).run}" for kind, name in pairs)
 
 
+def left(folder: RunFolder, after: Sequence[str]) -> Sequence[str]:
+    """What a run or group still has to wait for, of what its spec names: once one has started, all has been."""
+    has_started = after and any(records.attempts_started(member) for member in registry.members(folder.group))
+    return () if has_started else after
+
+
 def standing(after: Iterable[str]) -> Standing:
     """Looks at the runs that a spec's `after` names.
 
@@ -62,9 +68,7 @@ def wait(folder: RunFolder, after: Sequence[str]) -> str:
 
     Expects SIGTERM blocked: it means a cancel.
     """
-    # what has started once had all that it waited for
-    if not after or any(records.attempts_started(member) for member in registry.members(folder.group)):
-        return ""
+    after = left(folder, after)
     pause, longest = 0.5, 1.0
     while True:
         try:

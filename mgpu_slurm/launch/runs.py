@@ -136,8 +136,10 @@ class _Submitted:
             cleaning.delete_run(self.files)
 
     def check_deletable(self) -> None:
-        """Raises:
-        UserError: it is still alive, or somebody else's.
+        """Refuses what may not be deleted.
+
+        Raises:
+            UserError: it is still alive, or somebody else's.
         """
         self._check_is_own("delete")
         state = self.state
@@ -199,7 +201,8 @@ class Handle(_Submitted):
 
     def logs(self, rank: int = 0) -> str:
         """All that a rank has printed, over all attempts."""
-        return "".join(path.read_text(errors="replace") for _, path in log_files(self.files, rank))
+        attempts = range(1, records.attempts_started(self.files) + 1)
+        return "".join(path.read_text(errors="replace") for path in log_files(self.files, rank, attempts))
 
 
 class Group(_Submitted):
@@ -237,10 +240,9 @@ def _is_waiting(folder: RunFolder, facts: dict[str, Any]) -> bool:
     return folder.task is not None and facts["job_id"] is None
 
 
-def log_files(folder: RunFolder, rank: int) -> list[tuple[int, Path]]:
-    """Attempt and file of each log of a rank, in order."""
-    found = [(attempt, folder.rank_log(attempt, rank)) for attempt in range(1, records.attempts_started(folder) + 1)]
-    return [(attempt, path) for attempt, path in found if path.exists()]
+def log_files(folder: RunFolder, rank: int, attempts: range) -> list[Path]:
+    """The logs of a rank in these attempts, as far as they are there."""
+    return [path for path in (folder.rank_log(attempt, rank) for attempt in attempts) if path.exists()]
 
 
 def launch_logs(folder: RunFolder) -> list[Path]:
@@ -249,7 +251,7 @@ def launch_logs(folder: RunFolder) -> list[Path]:
     if folder.task is None:
         return found
     # a job may have failed before it came to the run
-    jobs = {state["job_id"] for _, state in registry.current([folder])}
+    jobs = {submission.job_of(folder.task) for submission in records.submissions_of(folder)}
     jobs |= {event.get("job_id") for event in records.events(folder)}
     names = jobs | {local.log_name(records.read_state(folder)["executor"], folder)}
     return [path for path in found if path.stem.removeprefix("launch-") in names]

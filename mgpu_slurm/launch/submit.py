@@ -150,9 +150,7 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
             supervisor.go(asked)
             return job_id
         tasks = [folder.task for folder in folders if folder.task is not None]
-        # those that have started once had all that they wait for
-        have_waited = any(records.attempts_started(folder) for folder in registry.members(asked.group))
-        dependency = "" if have_waited else dependencies.sbatch_option(spec.after)
+        dependency = dependencies.sbatch_option(dependencies.left(asked, spec.after))
         jobs += queueing.announce(asked.group, tasks or None, note)
         try:
             return queueing.submit(asked.group, read_spec(asked.group), jobs, dependency, note)

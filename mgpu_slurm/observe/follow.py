@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +54,8 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
                 yield from shown.new(event["attempt"] - 1, look_at_warnings=True)
             yield from _told(event)
         known_events = len(events)
-        yield from shown.new(look_at_warnings=ended)
+        attempts = [event["attempt"] for event in events if event["event"] == "started"]
+        yield from shown.new(max(attempts, default=0), look_at_warnings=ended)
         if not ended:
             time.sleep(PAUSE)
 
@@ -71,16 +71,15 @@ class _Shown:
         self._warnings: set[Warned] = set()
         self._next_look = 0.0
 
-    def new(self, up_to: float = math.inf, look_at_warnings: bool = False) -> Iterator[str]:
+    def new(self, up_to: int, look_at_warnings: bool) -> Iterator[str]:
         """What was added.
 
         Args:
             up_to: the last attempt to be shown.
             look_at_warnings: now, and not once in a while.
         """
-        for attempt, path in log_files(self._folder, self._rank):
-            if self._after_attempt < attempt <= up_to:
-                yield from self._tails.setdefault(path, _Tail(path)).read()
+        for path in log_files(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
+            yield from self._tails.setdefault(path, _Tail(path)).read()
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE
             # the rank that is followed says its own in its log

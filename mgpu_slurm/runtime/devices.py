@@ -46,7 +46,8 @@ def visible_identities() -> list[str]:
     """Of all GPUs that torch can use in this process."""
     import torch
 
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(visible_gpus())]
+    found = (identity(torch.device("cuda", index)) for index in range(visible_gpus()))
+    return [gpu for gpu in found if gpu is not None]
 
 
 def limit_threads(ranks_on_node: int) -> None:

@@ -15,6 +15,7 @@ from mgpu_slurm import installed
 from mgpu_slurm.hostlist import ranges
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_json
 from mgpu_slurm.processes import cores
+from mgpu_slurm.wording import counted
 
 if TYPE_CHECKING:
     from mgpu_slurm.runtime.facts import RankFacts
@@ -90,7 +91,7 @@ def missing_gpus_warning(asked: int | None, visible: int) -> str | None:
     """
     if not asked or visible:
         return None
-    return f"asked for {asked} GPU{'s' if asked > 1 else ''} on each node, and torch sees none: it computes on the CPU"
+    return f"asked for {counted(asked, 'GPU')} on each node, and torch sees none: it computes on the CPU"
 
 
 def shared_gpu_warnings(gpus: Sequence[RankGpu]) -> dict[int, str]:

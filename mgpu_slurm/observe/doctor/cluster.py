@@ -16,6 +16,7 @@ from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.findings import Finding, span
 from mgpu_slurm.launch import site
 from mgpu_slurm.launch.site import Association, Partition
+from mgpu_slurm.wording import counted
 
 OLDEST_SLURM = (20, 11)
 """srun --overlap; everything else that is used is older."""
@@ -93,7 +94,7 @@ def partition_finding(partition: Partition) -> Finding:
     name = f"partition {partition.name}{' (default)' if partition.is_default else ''}"
     total = sum(partition.nodes.values())
     unusable = [f"{count} {state}" for state, count in sorted(partition.nodes.items()) if site.is_unusable(state)]
-    nodes = f"{total} node{'s' if total != 1 else ''}{' (' + ', '.join(unusable) + ')' if unusable else ''}"
+    nodes = f"{counted(total, 'node')}{' (' + ', '.join(unusable) + ')' if unusable else ''}"
     text = f"{name}: {nodes}, {_gpus(partition)}, {_time_limit(partition)}"
     if partition.max_nodes is not None:
         text += f", at most {partition.max_nodes} nodes a job"
@@ -110,7 +111,7 @@ def _gpus(partition: Partition) -> str:
     if not any(counts):
         return "no GPUs"
     if len(counts) == 1:
-        return f"{counts[0]} GPU{'s' if counts[0] != 1 else ''} each"
+        return f"{counted(counts[0], 'GPU')} each"
     return f"{', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs each"
 
 

@@ -18,6 +18,7 @@ from mgpu_slurm import findings
 from mgpu_slurm.findings import Finding, span
 from mgpu_slurm.runtime import rendezvous
 from mgpu_slurm.runtime.checkup.team import Answer, Place, Team, names, who
+from mgpu_slurm.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +175,7 @@ def judge_store(answers: list[Answer]) -> list[Finding]:
     connecting = max(answer.value["connecting"] for answer in answers)
     farthest = max(answers, key=lambda answer: float(answer.value["round_trip"]))
     trip = farthest.value["round_trip"]
-    ranks = f"{len(answers)} rank{'s' if len(answers) > 1 else ''}"
+    ranks = counted(len(answers), "rank")
     text = f"rendezvous: {ranks} met, connected in {span(connecting)}; a word and its answer take {span(trip)}"
     if trip > SLOW_RENDEZVOUS:
         return [findings.warning("rendezvous", f"{text} for {farthest.member.words}", "look at the nodes' network")]
