@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PROGRAM = "mgpu-slurm"
 INTERRUPTED = 130
+STILL_ALIVE = 124
+"""That of timeout(1)."""
 
 _RESOURCE_FLAGS = [
     click.option("--nodes", type=int, metavar="N", help="Nodes."),
@@ -58,8 +60,8 @@ json_flag = click.option(
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the program and exits: 0 done, 1 the run failed, 2 the call or a file was wrong, 3 the cluster refused, 130
-    interrupted."""
+    """Runs the program and exits: 0 done, 1 the run failed, 2 the call or a file was wrong, 3 the cluster refused, 124
+    waited for too long, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     words, command = _split_command(words)
     debug = "--debug" in words
@@ -371,7 +373,7 @@ def cancel(names: tuple[str, ...]) -> None:
 def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     """Block until runs have ended.
 
-    Exit code 1 unless all of them completed.
+    Exit code 1 unless all of them completed, 124 where --timeout came first.
     """
     from mgpu_slurm import states
     from mgpu_slurm.launch import runs
@@ -383,7 +385,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
         ended = [each.wait(None if give_up is None else give_up - time.monotonic(), _note) for each in found]
     except TimeoutError:
         alive = [each.name for each in found if states.is_alive(each.state)]
-        raise MgpuError(f"--timeout {timeout:g}: {', '.join(alive)} still alive after {timeout:g} s") from None
+        _fail(f"--timeout {timeout:g}: still alive: {', '.join(alive)}: wait longer, or cancel", STILL_ALIVE)
     if as_json:
         _print_json([statuses.facts(facts) for each in found for facts in each.all_facts])
     else:

@@ -79,6 +79,9 @@ class Nodes(Protocol):
     def told_by_others(self) -> bool:
         """Whether the ranks of an attempt that failed had been told to end, by somebody else than the supervisor."""
 
+    def ran_out_of_memory(self) -> bool:
+        """Whether an attempt that failed did so for that."""
+
     def lost(self) -> tuple[str, str] | None:
         """State and reason of a run whose nodes were taken away; None while they are there."""
 
@@ -155,6 +158,10 @@ class SimulatedNodes:
         processes.end_all(str(self._folder.path), keep)
 
     def told_by_others(self) -> bool:
+        return False
+
+    def ran_out_of_memory(self) -> bool:
+        # the kernel kills whichever process it likes best, and tells nobody why
         return False
 
     def lost(self) -> tuple[str, str] | None:
@@ -234,6 +241,9 @@ class HeldNodes:
     def told_by_others(self) -> bool:
         # a cancel on another machine reaches the ranks by scancel, and the supervisor maybe later by the shared folder
         return self._log.begins_with_sigterm()
+
+    def ran_out_of_memory(self) -> bool:
+        return self._log.tells_of_too_little_memory()
 
     def lost(self) -> tuple[str, str] | None:
         return allocation.lost(self.job_id)

@@ -124,8 +124,8 @@ class RunFolder:
 
     @property
     def cancel_wish(self) -> Path:
-        """There once somebody has asked a run, or all of a group, to end where its supervisor may not hear a signal: on
-        another machine, or not started yet."""
+        """There once somebody has asked a run, or all of a group, to end where a signal may not reach what it is meant
+        for: a supervisor on another machine or not started yet, or the job that goes on with the run."""
         return self.path / "cancel"
 
     @property

@@ -33,12 +33,14 @@ FIRST_STATE: dict[str, Any] = {
     "ended": None,
     "reason": "",
     "executor": "",
+    "slurm_cluster": None,
     "tasks": None,
 }
-"""Every name of a state, as it stands before anything has happened; `tasks` is how many runs a group has."""
+"""Every name of a state, as it stands before anything has happened; `tasks` is how many runs a group has, and
+`slurm_cluster` the name of the cluster whose SLURM has its job, where that is known."""
 
 
-INHERITED = ("executor", "nodes", "ranks", "submitted", "supervisor", "host")
+INHERITED = ("executor", "slurm_cluster", "nodes", "ranks", "submitted", "supervisor", "host")
 """What a run of a group has from the group."""
 
 SUBMISSION_TAKES = timedelta(minutes=2)

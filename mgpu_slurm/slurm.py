@@ -5,6 +5,7 @@ Only named fields are asked for (`-o`, `-O`, `-P`): the forms of `--json` change
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -35,6 +36,10 @@ _UNCUT = {"SLURM_BITSTR_LEN": "0"}
 _QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "Reason")
 _ACCOUNTING_FIELDS = ("JobID", "State", "Submit", "Start", "End")
 _NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
+_CONFIGURATION = "/etc/slurm/slurm.conf"
+"""Where it is unless `SLURM_CONF` names another; a site without such files is asked."""
+
+_CLUSTER_NAME = re.compile(r"^\s*ClusterName\s*=\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
 LOST, UNREACHED, BUSY = "lost", "unreached", "busy"
@@ -441,6 +446,31 @@ def parse_config(output: str) -> dict[str, str]:
     """SLURM's own settings by name, such as `MaxArraySize`."""
     pairs = (line.partition("=") for line in output.splitlines() if "=" in line)
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def cluster_name() -> str | None:
+    """The cluster that SLURM's commands speak to here; None where that is not to be found out.
+
+    By its configuration file, as long as there is one: this is asked at each look at runs.
+    """
+    return _cluster_name(os.environ.get("SLURM_CONF", _CONFIGURATION))
+
+
+@functools.cache
+def _cluster_name(configuration: str) -> str | None:
+    try:
+        with open(configuration, encoding="utf-8", errors="replace") as file:
+            found = _CLUSTER_NAME.search(file.read())
+        return found[1] if found else _asked_cluster_name()
+    except OSError:
+        return _asked_cluster_name()
+
+
+def _asked_cluster_name() -> str | None:
+    try:
+        return parse_config(run(config_command(), SQUEUE_TAKES)).get("ClusterName")
+    except ClusterError:
+        return None
 
 
 def max_array_size() -> int:

@@ -158,7 +158,8 @@ class Supervisor:
             return states.TIMEOUT, f"did not end {self._limit.words}"
         if self._cancelled or (code == TERMINATED_EXIT_CODE and self._nodes.told_by_others()):
             return states.CANCELLED, "cancelled"
-        return states.FAILED, records.failure_line(self._folder)
+        state = states.OUT_OF_MEMORY if self._nodes.ran_out_of_memory() else states.FAILED
+        return state, records.failure_line(self._folder)
 
     def _attempt(self, restarts: int) -> int:
         """One attempt in a process of its own; its exit code."""

@@ -298,3 +298,23 @@ def test_who_waits_for_an_array_waits_for_the_successor_of_each_task() -> None:
 def test_the_ports_that_a_site_leaves_open_for_srun(text: str, ports: list[int] | None) -> None:
     found = slurm.parse_ports(text)
     assert (None if found is None else list(found)) == ports
+
+
+def test_the_cluster_is_known_by_its_configuration_file_or_by_asking(
+    fake_command: FakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_command("scontrol", 'echo "ClusterName             = asked"')
+    files = {
+        "alpha": "ControlMachine=x\n  clustername = alpha # ours\n",
+        "included": "Include more.conf\n#ClusterName=no\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = {}
+    for name in (*files, "not-there"):
+        monkeypatch.setenv("SLURM_CONF", str(tmp_path / name))
+        found[name] = slurm.cluster_name()
+    assert found == {"alpha": "alpha", "included": "asked", "not-there": "asked"}
+    fake_command("scontrol", "exit 1")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "not-there-either"))
+    assert slurm.cluster_name() is None

@@ -90,13 +90,15 @@ def sbatch_option(after: Iterable[str]) -> str:
     """What sbatch's --dependency takes; empty where nothing is left to wait for.
 
     Raises:
-        UserError: a run had to complete and did not, or is no job of this cluster.
+        UserError: a run had to complete and did not, or is no job.
+        ClusterError: it is one of another cluster.
     """
     found = standing(after)
     if found.broken:
         raise UserError(f"{found.broken}: use --after-any to start all the same, or `resume` that one first")
     jobs: dict[str, list[str]] = {}
     for kind, state in found.waiting_for:
+        registry.check_is_of_this_cluster(state)
         if state["executor"] != "slurm" or state["job_id"] is None:
             raise UserError(f"run {state['run']} is no job in SLURM's queue: only such a one can be waited for")
         job = state["job_id"].partition("_")[0] if _is_whole(after, state) else state["job_id"]

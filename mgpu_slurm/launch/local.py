@@ -123,7 +123,7 @@ def supervisor_again(spec: Spec, run: RunFolder) -> Iterator[Supervisor | None]:
         allocation.check(allocation.held(os.environ), spec.resources)
     if spec.executor != "slurm":
         _await_coordinator(run.group)
-        _forget_wishes(run)
+    _forget_wishes(run)
     with supervisor(spec, run, run) as started:
         yield started
 

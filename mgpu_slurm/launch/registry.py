@@ -15,6 +15,7 @@ from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import allocation, cleaning, last_words, local
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
 from mgpu_slurm.patience import Note, quiet
+from mgpu_slurm.wording import program
 
 State = dict[str, Any]
 
@@ -37,6 +38,7 @@ _DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it sta
 _NO_WORD = (_LOST, _LOST_SO_FAR, _DROPPED)
 
 _SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
+_ELSEWHERE = "as it was last seen: its job is on cluster {}, and this is {}"
 _SILENT = "as it was last seen: SLURM's controller does not answer"
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
@@ -123,7 +125,7 @@ def find(name: str) -> RunFolder:
         raise UserError(f"run {name!r} is not clear, it may be {names}: give more of the name")
     if not found:
         _refuse_closed(name)
-        raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `mgpu-slurm status`")
+        raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `{program()} status`")
     return found[0]
 
 
@@ -199,9 +201,32 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
 
 def _is_slurms_to_tell(state: State) -> bool:
     """Of a run inside an allocation only where its supervisor does not vouch for it."""
+    if is_elsewhere(state):
+        return False
     if state["executor"] == "allocation":
         return not (local.is_here(state) and local.is_supervised(state))
     return bool(state["executor"] == "slurm")
+
+
+def is_elsewhere(state: State) -> bool:
+    """Whether its job is another cluster's, which shares this one's files: here its id is nobody's, or another job's.
+
+    A cluster whose name is not to be found out is taken for this one.
+    """
+    return state["slurm_cluster"] is not None and slurm.cluster_name() not in (None, state["slurm_cluster"])
+
+
+def check_is_of_this_cluster(state: State) -> None:
+    """Refuses what asks SLURM for something, where that is another one.
+
+    Raises:
+        ClusterError: it is.
+    """
+    if is_elsewhere(state):
+        raise ClusterError(
+            f"run {state['run']} has its job on cluster {state['slurm_cluster']}, and this is {slurm.cluster_name()}:"
+            " call this on a login node there"
+        )
 
 
 def _recorded(folder: RunFolder) -> list[tuple[RunFolder, State]]:
@@ -236,8 +261,8 @@ def look_for_jobs(folder: RunFolder) -> None:
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
     """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
-    if not _is_own(folder):
-        # the jobs of others are not looked through
+    if not _is_own(folder) or is_elsewhere(records.read_state(folder)):
+        # the jobs of others are not looked through, and those of another cluster cannot be
         return None, True
     try:
         job_id = sbatch.find(folder, submission.token)
@@ -341,6 +366,8 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> St
         return state
     if state["executor"] == "local":
         return _true_local(folder, state)
+    if is_elsewhere(state):
+        return state | {"reason": state["reason"] or _ELSEWHERE.format(state["slurm_cluster"], slurm.cluster_name())}
     if state["executor"] == "allocation":
         return _true_held(folder, state, known)
     if known is None:

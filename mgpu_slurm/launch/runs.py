@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import time
@@ -82,13 +83,13 @@ class _Submitted:
         alive = self._alive()
         if not alive:
             return False
+        for _, facts in alive:
+            registry.check_is_of_this_cluster(facts)
         if alive[0][1]["executor"] == "slurm":
             if any(facts["job_id"] is None for _, facts in alive):
                 registry.look_for_jobs(self.files.group)
                 alive = self._alive()
-            self._cancel_jobs([facts for _, facts in alive])
-            # what has not started ends at once, and nothing but SLURM tells of that, for some minutes
-            registry.current([self.files])
+            self._cancel_jobs(alive)
             return True
         self._check_is_own("cancel")
         if self.files.task is None and any(_is_waiting(folder, facts) for folder, facts in alive):
@@ -154,7 +155,20 @@ class _Submitted:
         if not os.access(self.files.group.path, os.W_OK):
             raise UserError(f"run {self.name} is {self._owner}'s: only they can {what} it")
 
-    def _cancel_jobs(self, alive: list[dict[str, Any]]) -> None:
+    def _cancel_jobs(self, alive: list[tuple[RunFolder, dict[str, Any]]]) -> None:
+        for folder, facts in alive:
+            if facts["attempts"]:
+                # its job may be about to hand the run on to another one
+                with contextlib.suppress(OSError):
+                    folder.cancel_wish.touch()
+        self._scancel([facts for _, facts in alive])
+        # what has not started ends at once, and nothing but SLURM tells of that, for some minutes
+        told = {facts["job_id"] for _, facts in alive}
+        successors = [facts for _, facts in self._alive() if facts["job_id"] not in told]
+        if successors:
+            self._scancel(successors)
+
+    def _scancel(self, alive: list[dict[str, Any]]) -> None:
         known = [facts["job_id"] for facts in alive if facts["job_id"] is not None]
         # one request for all of an array: each costs the controller one
         jobs = known if self.files.task is not None else slurm.whole_jobs(known)

@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_slurm import records, slurm, states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.hostlist import compress
-from mgpu_slurm.launch import local
+from mgpu_slurm.launch import local, registry
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import read_spec
 
@@ -28,12 +28,13 @@ def words(
 
     Raises:
         UserError: the run is not running, or not on that node, or not on this machine.
-        ClusterError: SLURM does not answer.
+        ClusterError: SLURM does not answer, or it is another cluster's that has the run.
     """
     if facts["state"] != states.RUNNING:
         raise UserError(f"run {folder.run} is {facts['state']}: there is nothing to be beside until it runs")
     if facts["executor"] == "local" and not local.is_here(facts):
         raise UserError(f"run {folder.run} is a local run of {facts['host']}: call this there")
+    registry.check_is_of_this_cluster(facts)
     job_id, nodes = _place(folder, facts)
     if node is not None and node not in nodes:
         raise UserError(f"--node {node}: run {folder.run} has {compress(nodes)}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import paths, records, states
+from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import (
     changing,
@@ -142,6 +142,7 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
         job_id = None if supervisor is None else supervisor.claim(asked)
         # those of a group are the coordinator's until they have a supervisor of their own
         now_with = {name: records.read_state(asked).get(name) for name in ("supervisor", "host")}
+        now_with["slurm_cluster"] = _slurm_cluster(spec)
         for folder in folders:
             folder.create_task()
             _reset_state(folder, job_id if folder == asked else None, now_with)
@@ -173,6 +174,10 @@ def _reset_state(folder: RunFolder, job_id: str | None, now_with: dict[str, Any]
         ended=None,
         **now_with,
     )
+
+
+def _slurm_cluster(spec: Spec) -> str | None:
+    return None if spec.executor == "local" else slurm.cluster_name()
 
 
 @contextmanager
@@ -236,6 +241,7 @@ def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: loca
         staging,
         run=made.spec.run,
         executor=made.spec.executor,
+        slurm_cluster=_slurm_cluster(made.spec),
         nodes=resources.nodes,
         ranks=resources.ranks,
         submitted=made.spec.submitted,

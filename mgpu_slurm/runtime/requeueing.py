@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 
 from mgpu_slurm import records, sbatch, slurm
@@ -50,7 +51,8 @@ def start_again(folder: RunFolder, spec: Spec, job: Job) -> int:
     records.record_event(folder, "requeued", job_id=job.id, token=job.token)
     records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
     refused = _requeue(job)
-    if refused is None:
+    if refused is None or signal.SIGTERM in signal.sigpending():
+        # SLURM goes on from here: it starts the job again, or has just ended it
         return REQUEUE_EXIT_CODE
     print(f"mgpu_slurm: job {job.id} is not requeued ({refused}): submitting another one behind it", flush=True)
     try:
@@ -58,6 +60,10 @@ def start_again(folder: RunFolder, spec: Spec, job: Job) -> int:
     except ClusterError as also:
         raise ClusterError(f"{refused}; nor is another job known to be in the queue: {also}") from None
     records.update_state(folder, job_id=successor, reason=f"goes on as job {successor}: {refused}")
+    if folder.cancel_wish.exists():
+        # it reached this job only, which had handed the run on by then
+        slurm.run(slurm.scancel_command([successor]), SCONTROL_TAKES)
+        return REQUEUE_EXIT_CODE
     # those that wait for this job to complete would never start otherwise
     return 0 if _pass_on(job.id, successor) else REQUEUE_EXIT_CODE
 

@@ -165,6 +165,14 @@ def test_a_cancel_right_behind_a_resume_is_a_cancel(project: Project) -> None:
     assert project.json("status", folder.name)[0]["reason"] == "cancelled"
 
 
+def test_who_waited_long_enough_is_told_so_by_an_exit_code_of_its_own(project: Project) -> None:
+    folder = project.submit("--", "sleep", "600")
+    waited = project.call("wait", folder.name, "--timeout", "0.1")
+    assert waited.returncode == 124
+    assert waited.stderr == f"mgpu-slurm: --timeout 0.1: still alive: {folder.name}: wait longer, or cancel\n"
+    project.call("cancel", folder.name)
+
+
 def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing: Project) -> None:
     failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
     failing.write("stubborn.py", STUBBORN)

@@ -128,6 +128,19 @@ def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
     assert state["reason"].endswith("`resume` goes on")
 
 
+def test_a_job_that_was_cancelled_on_its_way_into_the_queue_is_followed_by_no_other(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path
+) -> None:
+    scontrol.write_text("#!/bin/sh\nkill -TERM $PPID; echo 'Job/step already completing or completed' >&2; exit 1\n")
+    sbatch = scontrol.with_name("sbatch")
+    sbatch.write_text(f"#!/bin/sh\ntouch {sbatch}.called\n")
+    sbatch.chmod(0o755)
+    assert start_batch(shell("exit 75")).wait() == 75
+    assert not Path(f"{sbatch}.called").exists()
+    # how it ended is SLURM's to tell
+    assert records.read_state(folder)["ended"] is None
+
+
 def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFolder, start_batch: StartBatch) -> None:
     claims.take(folder, "mgpu-1", "8")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}

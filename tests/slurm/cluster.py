@@ -129,7 +129,11 @@ class Cluster:
     @property
     def environ(self) -> dict[str, str]:
         """What a process on the host needs to use this cluster as from its login node."""
-        return {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
+        # the file as the host sees it: SLURM's own commands see what is inside
+        return {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "SLURM_CONF": str(self.folder / "etc/slurm.conf"),
+        }
 
     def home(self, user: str) -> Path:
         """An ordinary user's home folder as named inside; on the host it is `folder / "home" / user`."""
@@ -625,6 +629,7 @@ def main(verb: str, folder: Path) -> None:
         print('    eval "$(make -s cluster-env)"     # and when you are done: make cluster-down')
     elif verb == "env":
         print(f"export PATH={shlex.quote(str(cluster.folder / 'bin'))}:$PATH")
+        print(f"export SLURM_CONF={shlex.quote(cluster.environ['SLURM_CONF'])}")
     else:
         cluster.down()
         shutil.rmtree(folder)

@@ -294,6 +294,20 @@ def test_a_run_may_start_again_in_its_allocation(hold: Callable[..., Shell], slu
     assert (ended["state"], ended["attempts"]) == ("COMPLETED", 2)
 
 
+def test_a_rank_that_takes_too_much_memory_is_called_that(
+    hold: Callable[..., Shell], slurm_project: Project, tmp_path: Path
+) -> None:
+    """In the words of an srun whose SLURM confines memory, which takes cgroups of its own."""
+    shell = hold("--nodes=1")
+    srun = tmp_path / "confined" / "srun"
+    srun.parent.mkdir()
+    srun.write_text("#!/bin/sh\necho 'srun: error: n1: task 0: Out Of Memory' >&2\nexit 137\n")
+    srun.chmod(0o755)
+    shell.say(f"export PATH={srun.parent}:$PATH; echo")
+    found = slurm_project.finish(shell.submit("--", "true"))
+    assert (found["state"], found["reason"]) == ("OUT_OF_MEMORY", "rank 0 on n1: Out Of Memory")
+
+
 def test_runs_side_by_side_take_nodes_of_their_own(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=2")
     # a step that overlaps with none

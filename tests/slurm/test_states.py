@@ -185,6 +185,41 @@ class TestWithoutAccounting:
         assert slurm_project.call("logs", run.name).stdout == "back\n"
 
 
+def test_a_run_of_another_cluster_that_shares_its_files_is_left_alone(
+    slurm_project: Project, asked: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Here its job's id may be another job's; and what SLURM does not know is not lost there."""
+    run, waits = start(slurm_project, *SLEEP), submit(slurm_project, "--sbatch", "hold", *SLEEP)
+    group = submit(slurm_project, "--seeds", "2", "--sbatch", "hold", "--", "echo", "{seed}")
+    elsewhere = tmp_path / "slurm.conf"
+    elsewhere.write_text("# of the other one\nclustername = neighbour\n")
+    there = slurm_project.environ["SLURM_CONF"]
+    slurm_project.environ["SLURM_CONF"] = str(elsewhere)
+    commands(asked)
+    found = slurm_project.json("status")
+    seen = "as it was last seen: its job is on cluster testbed, and this is neighbour"
+    assert sorted((facts["state"], facts["reason"]) for facts in found) == [("PENDING", seen)] * 3 + [("RUNNING", seen)]
+    assert {facts["job_id"] for facts in found} >= {job_of(run), job_of(waits), f"{job_of(group)}_1"}
+    refused = f"run {run.name} has its job on cluster testbed, and this is neighbour: call this on a login node there"
+    for words in (
+        ("cancel", run.name),
+        ("shell", run.name, "--", "true"),
+        ("submit", "--after", run.name, "--", "true"),
+    ):
+        done = slurm_project.call(*words)
+        assert (done.returncode, done.stderr) == (3, f"mgpu-slurm: {refused}\n"), words
+    assert "is RUNNING: " in slurm_project.call("resume", run.name).stderr
+    assert set(commands(asked)) <= {"sinfo"}
+    assert cluster.job(job_of(run))["JobState"] == "RUNNING"
+
+    slurm_project.environ["SLURM_CONF"] = there
+    slurm_project.call("cancel", *(each.name for each in (run, waits, group)))
+    assert slurm_project.finish(run)["state"] == "CANCELLED"
+    # what has ended there has ended everywhere
+    slurm_project.environ["SLURM_CONF"] = str(elsewhere)
+    assert states(slurm_project, run, waits, group) == ["CANCELLED"] * 4
+
+
 def test_a_database_that_is_down_takes_no_certainty_for_good(slurm_project: Project, cluster: Cluster) -> None:
     cancelled, vanished = start(slurm_project, *SLEEP), start(slurm_project, *SLEEP)
     cluster.run("scancel", job_of(cancelled))

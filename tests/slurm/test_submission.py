@@ -133,6 +133,23 @@ def test_where_a_requeue_is_refused_another_job_goes_on(slurm_project: Project, 
     assert facts["job_id"] != first
 
 
+def test_a_cancel_finds_the_job_that_is_just_being_queued_to_go_on(
+    slurm_project: Project, cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.forbid_requeue()
+    sbatch = wrap(tmp_path / "inside", Path("/usr/bin/sbatch"))
+    sbatch.plan("wait-and-take")
+    setup = f"export PATH={sbatch.state / 'bin'}:$PATH"
+    slurm_project.write("mgpu.yaml", f"clusters: {{testbed: {{setup: ['{setup}']}}}}\n")
+    folder = submit(slurm_project, "--max-requeues", "9", "--", "sh", "-c", "exit 75")
+    wait_until(lambda: sbatch.is_waiting)
+    assert slurm_project.call("cancel", folder.run).returncode == 0
+    sbatch.go()
+    wait_for(slurm_project, folder, "CANCELLED")
+    wait_until(lambda: not cluster.run("squeue", "--noheader").stdout)
+    assert records.attempts_started(folder) == 1
+
+
 def test_requeues_are_counted_over_all_jobs_of_a_run(slurm_project: Project, cluster: Cluster) -> None:
     cluster.forbid_requeue()
     folder = submit(slurm_project, "--max-requeues", "1", "--", "sh", "-c", "exit 75")
