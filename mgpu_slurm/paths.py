@@ -21,6 +21,7 @@ from mgpu_slurm.errors import UserError
 
 LONGEST_NAME = 100
 RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
+RUNS_VARIABLE = "MGPU_RUNS"
 STAGING_PREFIX = ".staging-"
 TASKS = "tasks"
 FOLDER_MODE = {"owner": 0o700, "group": 0o750}
@@ -165,7 +166,7 @@ class RunFolder:
 
 def runs_root() -> Path:
     """`$MGPU_RUNS`, else `runs/` of the working directory; absolute."""
-    return Path(os.environ.get("MGPU_RUNS") or "runs").absolute()
+    return Path(os.environ.get(RUNS_VARIABLE) or "runs").absolute()
 
 
 def state_home() -> Path:

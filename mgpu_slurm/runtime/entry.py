@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm import config as configs
 from mgpu_slurm.errors import MgpuError, RunStopped, UserError
-from mgpu_slurm.paths import RunFolder, open_to, write_json
+from mgpu_slurm.paths import RUNS_VARIABLE, RunFolder, open_to, write_json
 from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime import listening, surroundings
@@ -82,6 +82,8 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
     os.environ.update(facts.torchrun_variables())
     os.environ.update(spec.environment)
     os.environ[RUN_VARIABLE] = str(folder.path)
+    # what is submitted from inside a run lies beside it, not in its code, which ends with it
+    os.environ.setdefault(RUNS_VARIABLE, str(folder.group.path.parent))
     os.environ[PROJECT_VARIABLE] = spec.project
     os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
     os.environ["PYTHONUNBUFFERED"] = "1"

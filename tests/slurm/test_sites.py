@@ -50,7 +50,7 @@ def test_a_run_that_is_submitted_from_inside_a_run_begins_afresh(slurm_project: 
     slurm_project.write(
         "again.sh",
         f"""\
-        export MGPU_RUNS={shlex.quote(str(slurm_project.runs))} MINE="kept as it is"
+        export MINE="kept as it is"
         export SLURM_CPU_BIND=quiet,mask_cpu:0x1 SLURM_CPU_BIND_TYPE=mask_cpu: SLURM_CPU_BIND_LIST=0x1
         export PMI_RANK=0 PMI_FD=11 PMIX_RANK=0 PMIX_NAMESPACE=outer OMPI_COMM_WORLD_RANK=0 TORCHELASTIC_RUN_ID=outer
         env -0 > $MGPU_RUN_FOLDER/outer
