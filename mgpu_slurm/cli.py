@@ -384,8 +384,10 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     try:
         ended = [each.wait(None if give_up is None else give_up - time.monotonic(), _note) for each in found]
     except TimeoutError:
-        alive = [each.name for each in found if states.is_alive(each.state)]
-        _fail(f"--timeout {timeout:g}: still alive: {', '.join(alive)}: wait longer, or cancel", STILL_ALIVE)
+        ended = [each.state for each in found]
+        alive = [each.name for each, state in zip(found, ended, strict=True) if states.is_alive(state)]
+        if alive:
+            _fail(f"--timeout {timeout:g}: still alive: {', '.join(alive)}: wait longer, or cancel", STILL_ALIVE)
     if as_json:
         _print_json([statuses.facts(facts) for each in found for facts in each.all_facts])
     else:

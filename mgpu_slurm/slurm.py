@@ -5,6 +5,7 @@ Only named fields are asked for (`-o`, `-O`, `-P`): the forms of `--json` change
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -36,10 +37,10 @@ _UNCUT = {"SLURM_BITSTR_LEN": "0"}
 _QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "Reason")
 _ACCOUNTING_FIELDS = ("JobID", "State", "Submit", "Start", "End")
 _NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
-_CONFIGURATION = "/etc/slurm/slurm.conf"
-"""Where it is unless `SLURM_CONF` names another; a site without such files is asked."""
+_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
+"""Where it is unless `SLURM_CONF` names another; a site that has it elsewhere is asked."""
 
-_CLUSTER_NAME = re.compile(r"^\s*ClusterName\s*=\s*(\S+)", re.IGNORECASE | re.MULTILINE)
+_CLUSTER_NAME = re.compile(r"""^\s*ClusterName\s*=\s*["']?([^\s#"']+)""", re.IGNORECASE | re.MULTILINE)
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
 LOST, UNREACHED, BUSY = "lost", "unreached", "busy"
@@ -451,26 +452,24 @@ def parse_config(output: str) -> dict[str, str]:
 def cluster_name() -> str | None:
     """The cluster that SLURM's commands speak to here; None where that is not to be found out.
 
-    By its configuration file, as long as there is one: this is asked at each look at runs.
+    By its configuration file, where there is one: this is asked at each look at runs.
     """
-    return _cluster_name(os.environ.get("SLURM_CONF", _CONFIGURATION))
+    named = os.environ.get("SLURM_CONF")
+    try:
+        return _cluster_name((named,) if named else _CONFIGURATIONS)
+    except ClusterError:
+        return None
 
 
 @functools.cache
-def _cluster_name(configuration: str) -> str | None:
-    try:
-        with open(configuration, encoding="utf-8", errors="replace") as file:
-            found = _CLUSTER_NAME.search(file.read())
-        return found[1] if found else _asked_cluster_name()
-    except OSError:
-        return _asked_cluster_name()
-
-
-def _asked_cluster_name() -> str | None:
-    try:
-        return parse_config(run(config_command(), SQUEUE_TAKES)).get("ClusterName")
-    except ClusterError:
-        return None
+def _cluster_name(configurations: Sequence[str]) -> str | None:
+    """Where nothing answers, the next call asks again."""
+    for path in configurations:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            if found := _CLUSTER_NAME.search(file.read()):
+                # as SLURM itself reads it
+                return found[1].lower()
+    return parse_config(run(config_command(), SQUEUE_TAKES)).get("ClusterName")
 
 
 def max_array_size() -> int:

@@ -37,7 +37,10 @@ case $plan in
     wait-and-fail)
         touch "$state/here"; until [ -e "$state/go" ]; do sleep 0.01; done
         fail 'Unable to contact slurm controller (connect failure)' ;;
-    wait-and-take) touch "$state/here"; until [ -e "$state/go" ]; do sleep 0.01; done; exec "$real" "$@" ;;
+    # the end of its job is not its end
+    wait-and-take)
+        trap '' TERM; touch "$state/here"; until [ -e "$state/go" ]; do sleep 0.01; done
+        exec "$real" "$@" ;;
     take-and-wait) "$real" "$@"; touch "$state/here"; until [ -e "$state/go" ]; do sleep 0.01; done ;;
     *) exec "$real" "$@" ;;
 esac
@@ -117,6 +120,10 @@ class StandIn(Sbatch):
     """A SLURM whose jobs pend for ever."""
 
     @property
+    def environ(self) -> dict[str, str]:
+        return super().environ | {"SLURM_CONF": str(self.state / "slurm.conf")}
+
+    @property
     def queue(self) -> list[str]:
         """Job id and comment, such as `42|mgpu-0123`."""
         return (self.state / "queue").read_text().splitlines()
@@ -139,6 +146,7 @@ def wrap(state: Path, real: Path) -> Sbatch:
 
 def stand_in(state: Path) -> StandIn:
     slurm = StandIn(wrap(state, state / "bin" / "real-sbatch").state)
+    (state / "slurm.conf").write_text("ClusterName=stand-in\n")
     (state / "queue").touch()
     (state / "jobs").touch()
     controller = CONTROLLER.format(state=state)

@@ -305,7 +305,7 @@ def test_the_cluster_is_known_by_its_configuration_file_or_by_asking(
 ) -> None:
     fake_command("scontrol", 'echo "ClusterName             = asked"')
     files = {
-        "alpha": "ControlMachine=x\n  clustername = alpha # ours\n",
+        "alpha": 'ControlMachine=x\n  clustername = "Alpha"# ours\n',
         "included": "Include more.conf\n#ClusterName=no\n",
     }
     for name, text in files.items():

@@ -123,7 +123,6 @@ def supervisor_again(spec: Spec, run: RunFolder) -> Iterator[Supervisor | None]:
         allocation.check(allocation.held(os.environ), spec.resources)
     if spec.executor != "slurm":
         _await_coordinator(run.group)
-    _forget_wishes(run)
     with supervisor(spec, run, run) as started:
         yield started
 
@@ -145,14 +144,6 @@ def _await_coordinator(group: RunFolder) -> None:
         # its last run has ended a moment before; or all were cancelled one by one, and it still waits for other runs
         cancel(group, state)
         time.sleep(0.02)
-
-
-def _forget_wishes(run: RunFolder) -> None:
-    """Those to cancel an attempt before."""
-    run.cancel_wish.unlink(missing_ok=True)
-    for member, state in records.read_states(run):
-        if not states.is_alive(state["state"]):
-            member.cancel_wish.unlink(missing_ok=True)
 
 
 def _program(spec: Spec) -> list[str]:

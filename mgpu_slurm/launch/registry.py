@@ -190,41 +190,46 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
     One squeue serves all of them, and one sacct those that it has forgotten.
 
     Args:
-        note: hears that the cluster does not answer.
+        note: hears that the cluster does not answer, or is not the one to ask.
     """
     found = [pair for folder in asked for pair in _recorded(folder)]
-    known = _queue([state for _, state in found if states.is_alive(state["state"]) and _is_slurms_to_tell(state)])
-    if known is None:
-        note("SLURM's controller does not answer: runs are shown as they were last seen")
-    return [(folder, _true(folder, state, known)) for folder, state in found]
+    asks = [state for _, state in found if states.is_alive(state["state"]) and _is_slurms_to_tell(state)]
+    here = slurm.cluster_name() if any(state["slurm_cluster"] for state in asks) else None
+    away = sorted({state["slurm_cluster"] for state in asks if _is_elsewhere(state, here)})
+    known = _queue([state for state in asks if not _is_elsewhere(state, here)])
+    if known is None or (away and here is None):
+        note("SLURM's controller does not answer: runs are taken as they were last seen")
+    elif away:
+        note(f"this is cluster {here}: runs of {', '.join(away)} are taken as they were last seen")
+    return [(folder, _true(folder, state, known, here)) for folder, state in found]
 
 
 def _is_slurms_to_tell(state: State) -> bool:
     """Of a run inside an allocation only where its supervisor does not vouch for it."""
-    if is_elsewhere(state):
-        return False
     if state["executor"] == "allocation":
         return not (local.is_here(state) and local.is_supervised(state))
     return bool(state["executor"] == "slurm")
 
 
-def is_elsewhere(state: State) -> bool:
+def _is_elsewhere(state: State, here: str | None) -> bool:
     """Whether its job is another cluster's, which shares this one's files: here its id is nobody's, or another job's.
 
-    A cluster whose name is not to be found out is taken for this one.
+    Args:
+        here: this cluster; None where that is not to be found out.
     """
-    return state["slurm_cluster"] is not None and slurm.cluster_name() not in (None, state["slurm_cluster"])
+    return state["slurm_cluster"] not in (None, here)
 
 
 def check_is_of_this_cluster(state: State) -> None:
-    """Refuses what asks SLURM for something, where that is another one.
+    """Refuses what SLURM is to be asked for, where that is another one.
 
     Raises:
         ClusterError: it is.
     """
-    if is_elsewhere(state):
+    here = slurm.cluster_name()
+    if here is not None and _is_elsewhere(state, here):
         raise ClusterError(
-            f"run {state['run']} has its job on cluster {state['slurm_cluster']}, and this is {slurm.cluster_name()}:"
+            f"run {state['run']} has its job on cluster {state['slurm_cluster']}, and this is {here}:"
             " call this on a login node there"
         )
 
@@ -261,7 +266,7 @@ def look_for_jobs(folder: RunFolder) -> None:
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
     """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
-    if not _is_own(folder) or is_elsewhere(records.read_state(folder)):
+    if not _is_own(folder) or _is_elsewhere(records.read_state(folder), slurm.cluster_name()):
         # the jobs of others are not looked through, and those of another cluster cannot be
         return None, True
     try:
@@ -361,13 +366,14 @@ def _with_zone(local_time: str) -> str:
     return datetime.fromisoformat(local_time).astimezone().isoformat()
 
 
-def _true(folder: RunFolder, state: State, known: dict[str, State] | None) -> State:
+def _true(folder: RunFolder, state: State, known: dict[str, State] | None, here: str | None) -> State:
     if not states.is_alive(state["state"]):
         return state
     if state["executor"] == "local":
         return _true_local(folder, state)
-    if is_elsewhere(state):
-        return state | {"reason": state["reason"] or _ELSEWHERE.format(state["slurm_cluster"], slurm.cluster_name())}
+    if _is_slurms_to_tell(state) and _is_elsewhere(state, here):
+        seen = _SILENT if here is None else _ELSEWHERE.format(state["slurm_cluster"], here)
+        return state | {"reason": state["reason"] or seen}
     if state["executor"] == "allocation":
         return _true_held(folder, state, known)
     if known is None:
@@ -418,9 +424,9 @@ def _true_held(folder: RunFolder, state: State, known: dict[str, State] | None) 
 
 def _ended_unseen(folder: RunFolder, facts: State) -> State:
     """Writes down how a run ended where its job or supervisor did not: SLURM forgets."""
-    # it may have written its last word between the two looks
+    # it may have written its last word between the two looks, or have gone on as another job
     again = records.read_state(folder)
-    if not states.is_alive(again["state"]):
+    if not states.is_alive(again["state"]) or again["job_id"] not in (None, facts.get("job_id", again["job_id"])):
         return again
     facts = {"ended": records.now()} | facts
     # a run of somebody else's stays as it is on disk

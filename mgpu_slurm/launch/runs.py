@@ -156,22 +156,29 @@ class _Submitted:
             raise UserError(f"run {self.name} is {self._owner}'s: only they can {what} it")
 
     def _cancel_jobs(self, alive: list[tuple[RunFolder, dict[str, Any]]]) -> None:
-        for folder, facts in alive:
-            if facts["attempts"]:
-                # its job may be about to hand the run on to another one
-                with contextlib.suppress(OSError):
-                    folder.cancel_wish.touch()
-        self._scancel([facts for _, facts in alive])
+        started = [folder for folder, facts in alive if facts["attempts"]]
+        # their jobs may be about to hand them on; an operator who cancels them need not be able to write there
+        with contextlib.suppress(OSError):
+            for folder in started:
+                folder.cancel_wish.touch()
+        told = {facts["job_id"] for _, facts in alive if facts["job_id"] is not None}
+        try:
+            self._scancel(told)
+        except ClusterError:
+            with contextlib.suppress(OSError):
+                for folder in started:
+                    folder.cancel_wish.unlink(missing_ok=True)
+            raise
         # what has not started ends at once, and nothing but SLURM tells of that, for some minutes
-        told = {facts["job_id"] for _, facts in alive}
-        successors = [facts for _, facts in self._alive() if facts["job_id"] not in told]
-        if successors:
-            self._scancel(successors)
+        left = self._alive()
+        self._scancel({facts["job_id"] for _, facts in left if facts["job_id"] is not None} - told)
+        unknown = [facts["run"] for _, facts in left if facts["job_id"] is None]
+        if unknown:
+            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
 
-    def _scancel(self, alive: list[dict[str, Any]]) -> None:
-        known = [facts["job_id"] for facts in alive if facts["job_id"] is not None]
+    def _scancel(self, job_ids: set[str]) -> None:
         # one request for all of an array: each costs the controller one
-        jobs = known if self.files.task is not None else slurm.whole_jobs(known)
+        jobs = sorted(job_ids) if self.files.task is not None else slurm.whole_jobs(sorted(job_ids))
         try:
             if jobs:
                 slurm.run(slurm.scancel_command(jobs))
@@ -179,9 +186,6 @@ class _Submitted:
             if "permission denied" not in str(error):
                 raise
             raise ClusterError(f"run {self.name} is {self._owner}'s, and SLURM does not let you cancel it") from None
-        unknown = [facts["run"] for facts in alive if facts["job_id"] is None]
-        if unknown:
-            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
 
     @property
     def _owner(self) -> str:

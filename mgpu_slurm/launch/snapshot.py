@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.sizes import human_size
-from mgpu_slurm.paths import set_mode
+from mgpu_slurm.paths import RunFolder, set_mode
 
 MAX_FILES = 50_000
 """Above this a project folder is mistaken for a data folder, and every submission would crawl."""
@@ -59,12 +59,16 @@ class _Entry:
 def find_root(anchor: Path) -> Path:
     """The folder to snapshot for a submission from the folder `anchor`: its git top level, else the folder itself.
 
-    A folder that its repository ignores (a project below a home folder kept in git) stands for itself.
+    A folder that its repository ignores (a project below a home folder kept in git) stands for itself, and so does the
+    code of a run, from inside of which another one is submitted.
 
     Raises:
         UserError: where git refuses the repository, for example because another user owns it.
     """
     anchor = anchor.absolute()
+    for folder in (anchor, *anchor.parents):
+        if RunFolder(folder.parent).code == folder and RunFolder(folder.parent).spec.exists():
+            return folder
     output = _git(anchor, "rev-parse", "--show-toplevel")
     if output is None:
         return anchor

@@ -114,6 +114,7 @@ def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_
                 raise UserError(f"run {folder.run} is being resumed by somebody else")
         if change:
             _check_shares_with_none_alive(asked, now)
+        _check_has_none_elsewhere(asked.group)
         jobs: list[Job] = []
         try:
             return _start_again(asked, folders, change, jobs, note)
@@ -136,6 +137,16 @@ def _check_shares_with_none_alive(asked: RunFolder, now: dict[RunFolder, dict[st
         )
 
 
+def _check_has_none_elsewhere(group: RunFolder) -> None:
+    """A group has its jobs on one cluster at a time."""
+    cluster = records.read_state(group)["slurm_cluster"]
+    if cluster is None or cluster == slurm.cluster_name():
+        return
+    for _, state in records.read_states(group):
+        if states.is_alive(state["state"]):
+            registry.check_is_of_this_cluster(state)
+
+
 def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change, jobs: list[Job], note: Note) -> str:
     """Fills in the jobs that SLURM is asked for."""
     with changing.applied(asked, change) as spec, local.supervisor_again(spec, asked) as supervisor:
@@ -143,6 +154,11 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
         # those of a group are the coordinator's until they have a supervisor of their own
         now_with = {name: records.read_state(asked).get(name) for name in ("supervisor", "host")}
         now_with["slurm_cluster"] = _slurm_cluster(spec)
+        if asked.group not in folders:
+            records.update_state(asked.group, slurm_cluster=now_with["slurm_cluster"])
+        for folder in {asked, *folders}:
+            # to end what was before
+            folder.cancel_wish.unlink(missing_ok=True)
         for folder in folders:
             folder.create_task()
             _reset_state(folder, job_id if folder == asked else None, now_with)

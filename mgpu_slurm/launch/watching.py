@@ -25,7 +25,7 @@ class Watch:
     def __init__(self, folder: RunFolder, note: Note = quiet) -> None:
         """
         Args:
-            note: hears, once each time, that the cluster does not answer.
+            note: hears, once each time, that the cluster does not answer, or is not the one to ask.
         """
         self._folder = folder
         self._note = note
@@ -33,7 +33,7 @@ class Watch:
         self._question: _Question | None = None
         self._next_question = 0.0
         self._pause = 0.5
-        self._is_silent = False
+        self._said: list[str] = []
 
     def state(self) -> State:
         """Of a run, or of the first one of a group."""
@@ -57,9 +57,9 @@ class Watch:
         found = self._question.answer()
         if found is None:
             return None
-        if self._question.silence and not self._is_silent:
-            self._note("SLURM's controller does not answer; going on, and asking again")
-        self._is_silent = bool(self._question.silence)
+        if self._question.notes and self._question.notes != self._said:
+            self._note(f"{self._question.notes[0]}; asking again")
+        self._said = self._question.notes
         self._question = None
         executor = records.read_state(alive[0])["executor"] if alive else ""
         self._pause = min(2 * self._pause, ASK_EVERY.get(executor, 1.0))
@@ -72,7 +72,7 @@ class _Question(threading.Thread):
 
     def __init__(self, folders: list[RunFolder]) -> None:
         super().__init__(daemon=True)
-        self.silence: list[str] = []
+        self.notes: list[str] = []
         """What there is to say where the executor did not answer."""
         self._folders = folders
         self._found: list[tuple[RunFolder, State]] | None = None
@@ -81,7 +81,7 @@ class _Question(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._found = registry.current(self._folders, self.silence.append)
+            self._found = registry.current(self._folders, self.notes.append)
         except BaseException as error:
             self._error = error
 

@@ -19,7 +19,7 @@ from mgpu_slurm.processes import allow_many_files
 from mgpu_slurm.runtime.attempt import WATCHED, Ending, StartRanks, own_group, run_attempt
 from mgpu_slurm.runtime.launch_log import LaunchLog
 from mgpu_slurm.runtime.requeueing import Job, requeues, start_again
-from mgpu_slurm.spec import REQUEUE_EXIT_CODE, Spec, read_spec
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
 PATIENCE_FOR_SIGTERM = 1.0
 """Seconds."""
@@ -37,6 +37,9 @@ def main(arguments: list[str]) -> int:
     if holder != job.id:
         print(f"mgpu_slurm: run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
         return 0
+    if folder.cancel_wish.exists():
+        records.cancel_unstarted(folder, "cancelled")
+        return TERMINATED_EXIT_CODE
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     allow_many_files()
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])

@@ -83,7 +83,8 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
     os.environ.update(spec.environment)
     os.environ[RUN_VARIABLE] = str(folder.path)
     # what is submitted from inside a run lies beside it, not in its code, which ends with it
-    os.environ.setdefault(RUNS_VARIABLE, str(folder.group.path.parent))
+    if RUNS_VARIABLE not in spec.environment:
+        os.environ[RUNS_VARIABLE] = str(folder.group.path.parent)
     os.environ[PROJECT_VARIABLE] = spec.project
     os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
     os.environ["PYTHONUNBUFFERED"] = "1"

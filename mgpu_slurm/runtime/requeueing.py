@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 from dataclasses import dataclass
 
 from mgpu_slurm import records, sbatch, slurm
@@ -51,8 +51,8 @@ def start_again(folder: RunFolder, spec: Spec, job: Job) -> int:
     records.record_event(folder, "requeued", job_id=job.id, token=job.token)
     records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
     refused = _requeue(job)
-    if refused is None or signal.SIGTERM in signal.sigpending():
-        # SLURM goes on from here: it starts the job again, or has just ended it
+    if refused is None:
+        _cancel_if_wished(folder, job.id)
         return REQUEUE_EXIT_CODE
     print(f"mgpu_slurm: job {job.id} is not requeued ({refused}): submitting another one behind it", flush=True)
     try:
@@ -60,12 +60,20 @@ def start_again(folder: RunFolder, spec: Spec, job: Job) -> int:
     except ClusterError as also:
         raise ClusterError(f"{refused}; nor is another job known to be in the queue: {also}") from None
     records.update_state(folder, job_id=successor, reason=f"goes on as job {successor}: {refused}")
-    if folder.cancel_wish.exists():
-        # it reached this job only, which had handed the run on by then
-        slurm.run(slurm.scancel_command([successor]), SCONTROL_TAKES)
+    if _cancel_if_wished(folder, successor):
         return REQUEUE_EXIT_CODE
     # those that wait for this job to complete would never start otherwise
     return 0 if _pass_on(job.id, successor) else REQUEUE_EXIT_CODE
+
+
+def _cancel_if_wished(folder: RunFolder, job_id: str) -> bool:
+    """A cancel that came meanwhile has reached what was before; SLURM also requeues a job that was just cancelled."""
+    if not folder.cancel_wish.exists():
+        return False
+    # where this fails the job finds the wish when it starts
+    with contextlib.suppress(ClusterError):
+        slurm.run(slurm.scancel_command([job_id]), SCONTROL_TAKES)
+    return True
 
 
 def _requeue(job: Job) -> ClusterError | None:

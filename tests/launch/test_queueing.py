@@ -32,7 +32,8 @@ QUICKLY = "from mgpu_slurm import patience; patience.PAUSES = (0.05,)\nfrom mgpu
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     slurm = stand_in(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", slurm.environ["PATH"])
+    for name, value in slurm.environ.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("MGPU_RUNS", raising=False)

@@ -74,7 +74,7 @@ def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[st
         wait_until(lambda: watch.state()["state"] == "RUNNING" and calls() > before + 1)
 
     ask_again()
-    assert notes == ["SLURM's controller does not answer; going on, and asking again"]
+    assert notes == ["SLURM's controller does not answer: runs are taken as they were last seen; asking again"]
     (tmp_path / "up").touch()
     ask_again()
     (tmp_path / "up").unlink()

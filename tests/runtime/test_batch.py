@@ -128,17 +128,18 @@ def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
     assert state["reason"].endswith("`resume` goes on")
 
 
-def test_a_job_that_was_cancelled_on_its_way_into_the_queue_is_followed_by_no_other(
-    folder: RunFolder, start_batch: StartBatch, scontrol: Path
-) -> None:
-    scontrol.write_text("#!/bin/sh\nkill -TERM $PPID; echo 'Job/step already completing or completed' >&2; exit 1\n")
-    sbatch = scontrol.with_name("sbatch")
-    sbatch.write_text(f"#!/bin/sh\ntouch {sbatch}.called\n")
-    sbatch.chmod(0o755)
+def test_a_cancel_while_the_job_is_requeued_ends_it(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
+    """SLURM requeues one that was cancelled a moment before."""
+    scontrol.write_text(f"#!/bin/sh\ntouch {folder.cancel_wish}\n")
+    scancel = scontrol.with_name("scancel")
+    scancel.write_text(f'#!/bin/sh\necho "$@" >> {scancel}.calls\nexit 1\n')
+    scancel.chmod(0o755)
     assert start_batch(shell("exit 75")).wait() == 75
-    assert not Path(f"{sbatch}.called").exists()
-    # how it ended is SLURM's to tell
-    assert records.read_state(folder)["ended"] is None
+    assert Path(f"{scancel}.calls").read_text() == "9\n"
+    # it could not be cancelled, and starts once more
+    assert start_batch(shell("echo here")).wait() == 143
+    state = records.read_state(folder)
+    assert (state["state"], state["reason"], state["attempts"]) == ("CANCELLED", "cancelled", 1)
 
 
 def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFolder, start_batch: StartBatch) -> None:

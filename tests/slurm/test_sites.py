@@ -46,7 +46,12 @@ def environment_in(text: str) -> dict[str, str]:
 
 
 def test_a_run_that_is_submitted_from_inside_a_run_begins_afresh(slurm_project: Project) -> None:
-    """The outer one is a task of an array, with its cores bound by srun and started by a PMI."""
+    """The outer one is a task of an array, with its cores bound by srun and started by a PMI.
+
+    Its code lies inside of the repository, which does not ignore its runs.
+    """
+    subprocess.run(["git", "init", "--quiet", slurm_project.folder], check=True)
+    slurm_project.environ["MGPU_RUNS"] = "runs"
     slurm_project.write(
         "again.sh",
         f"""\

@@ -108,11 +108,11 @@ class TestTheControllerIsDown:
         facts = json.loads(shown.stdout)
         assert [one["state"] for one in facts] == ["RUNNING", "RUNNING"]
         assert all(SILENCE in one["reason"] for one in facts)
-        assert shown.stderr == f"mgpu-slurm: {SILENCE}: runs are shown as they were last seen\n"
+        assert shown.stderr == f"mgpu-slurm: {SILENCE}: runs are taken as they were last seen\n"
         assert slurm_project.call("logs", run.name).stdout == "begin\n"
         assert [process.poll() for process in (submitting, waiting, for_long, following)] == [None] * 4
 
-        told = f"{SILENCE}; going on, and asking again"
+        told = f"{SILENCE}: runs are taken as they were last seen; asking again"
         assert read_until(waiting.stderr, SILENCE) == [f"mgpu-slurm: {told}"]
         assert read_until(for_long.stderr, SILENCE) == [f"mgpu-slurm: {told}"]
         assert read_until(following.stdout, SILENCE) == [f"-- {told}"]

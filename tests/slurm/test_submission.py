@@ -147,7 +147,7 @@ def test_a_cancel_finds_the_job_that_is_just_being_queued_to_go_on(
     sbatch.go()
     wait_for(slurm_project, folder, "CANCELLED")
     wait_until(lambda: not cluster.run("squeue", "--noheader").stdout)
-    assert records.attempts_started(folder) == 1
+    assert (len(jobs_of(cluster, folder)), records.attempts_started(folder)) == (2, 1)
 
 
 def test_requeues_are_counted_over_all_jobs_of_a_run(slurm_project: Project, cluster: Cluster) -> None:
