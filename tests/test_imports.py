@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "launch": {"top", "launch"},
     "runtime": {"top", "runtime"},
     "observe": {"top", "launch", "observe"},
+    "sweep": {"top", "sweep"},
     "supervisor": {"top", "launch", "runtime", "supervisor"},
     "cli": {"top", "launch", "runtime", "observe", "cli"},
 }
