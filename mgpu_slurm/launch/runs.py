@@ -66,17 +66,17 @@ class _Submitted:
         Raises:
             TimeoutError: it has not ended in that time.
         """
-        give_up = None if timeout is None else time.monotonic() + timeout
-        pause = 0.05
+        begun = time.monotonic()
         watch = Watch(self.files, note)
         while True:
             state = states.overall(watch.states())
             if not states.is_alive(state):
                 return state
-            if give_up is not None and time.monotonic() >= give_up:
+            waited = time.monotonic() - begun
+            if timeout is not None and waited >= timeout:
                 raise TimeoutError(f"run {self.name} is still {state} after {timeout} s")
-            time.sleep(pause)
-            pause = min(1.0, pause * 1.2)
+            # an end is seen late by a fiftieth of the time that it took to come, and by a second at most
+            time.sleep(min(1.0, max(0.05, waited / 50)))
 
     def cancel(self) -> bool:
         """Asks what is alive to save and end; False where all had ended already."""
