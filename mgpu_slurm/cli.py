@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         context = getattr(error, "ctx", None)
         mend = f": see `{context.command_path} --help`" if context else ""
         if isinstance(error, click.NoSuchOption) and words[0] == "submit":
-            mend = f" (the job's own values go without dashes: name=value){mend}"
+            mend = f" (the job's own values go without dashes, name=value; a command goes behind --){mend}"
         _fail(error.format_message().rstrip(".") + mend, UserError.exit_code)
     except MgpuError as error:
         if debug:
@@ -339,7 +339,8 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
         return
     folder = handle.files
     ranks = records.read_state(folder)["ranks"]
-    if not 0 <= rank < ranks:
+    # a resumed run may have had more
+    if not 0 <= rank < ranks and not handle.logs(rank):
         raise UserError(f"--rank {rank}: run {folder.run} has ranks 0 to {ranks - 1}")
     if follow:
         _follow(handle, rank)
@@ -348,7 +349,8 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
 
     print(handle.logs(rank), end="")
     # beside the log, which stays what the rank has printed
-    for line in told(warned for warned in warnings(folder) if warned.rank != rank):
+    newest = records.attempts_started(folder)
+    for line in told(warned for warned in warnings(folder) if warned.rank != rank and warned.attempt == newest):
         print(f"-- warning: {line}", file=sys.stderr)
 
 
@@ -475,7 +477,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     handles = [runs.find(name) for name in names] or runs.submitted()
     for name, handle in zip(names, handles, strict=False):
         handle.check_deletable()
-        if yes and not checkpoints and handle.name.startswith(name) and handle.name != name:
+        if yes and handle.name.startswith(name) and handle.name != name:
             raise UserError(f"--yes: {name!r} is only the beginning of {handle.name}: give the whole name")
     if not handles:
         print("no runs, nothing to clean")

@@ -79,6 +79,9 @@ class Nodes(Protocol):
     def told_by_others(self) -> bool:
         """Whether the ranks of an attempt that failed had been told to end, by somebody else than the supervisor."""
 
+    def aborted(self) -> bool:
+        """Whether the ranks of an attempt were ended from outside, whatever its exit code."""
+
     def ran_out_of_memory(self) -> bool:
         """Whether an attempt that failed did so for that."""
 
@@ -158,6 +161,9 @@ class SimulatedNodes:
         processes.end_all(str(self._folder.path), keep)
 
     def told_by_others(self) -> bool:
+        return False
+
+    def aborted(self) -> bool:
         return False
 
     def ran_out_of_memory(self) -> bool:
@@ -241,6 +247,9 @@ class HeldNodes:
     def told_by_others(self) -> bool:
         # a cancel on another machine reaches the ranks by scancel, and the supervisor maybe later by the shared folder
         return self._log.begins_with_sigterm()
+
+    def aborted(self) -> bool:
+        return self._log.tells_of_an_abort()
 
     def ran_out_of_memory(self) -> bool:
         return self._log.tells_of_too_little_memory()

@@ -242,7 +242,10 @@ class Start:
     def sentence(self) -> str:
         at = datetime.fromisoformat(self.at)
         if at > datetime.now().astimezone() + slurm.FORESEEABLE:
-            return f"SLURM would start it on {self.nodes} of {self.partition}, after jobs that have no time limit"
+            return (
+                f"SLURM would start it on {self.nodes} of {self.partition}, and cannot say when: before it are jobs"
+                " that have no time limit, or that never start"
+            )
         when = at.strftime("%Y-%m-%d %H:%M:%S")
         return f"SLURM would start it at {when} on {self.nodes} in partition {self.partition}, as the queue is now"
 

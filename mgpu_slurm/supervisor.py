@@ -148,7 +148,7 @@ class Supervisor:
         return self._nodes.used_up(self._spec.lead)
 
     def _conclusion(self, code: int) -> tuple[str, str]:
-        if code == 0:
+        if code == 0 and not self._nodes.aborted():
             return states.COMPLETED, ""
         lost = self._nodes.lost()
         if lost is not None:

@@ -63,7 +63,9 @@ def load(name: str, workdir: Path) -> JobFunction:
     function = getattr(module, function_name, None)
     if function is None:
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise UserError(f"target {name!r}: {module_name} has no {function_name!r}{nearest(function_name, known)}")
+        as_script = f"; a script runs as a command: -- python {module_name}" if module_name.endswith(".py") else ""
+        hint = nearest(function_name, known)
+        raise UserError(f"target {name!r}: {module_name} has no {function_name!r}{hint}{as_script}")
     check_callable(function, name)
     return typing.cast(JobFunction, function)
 

@@ -93,7 +93,7 @@ def _new_code(folder: RunFolder, spec: Spec) -> Iterator[Spec]:
     old = folder.path / f"code-{records.read_state(folder)['attempts']}"
     facts_before = paths.read_json(folder.environment)
     try:
-        taken = snapshot.take(Path(spec.project), staging.code, limit, skip=folder.path.parent)
+        taken = snapshot.take(Path(spec.project), staging.code, limit, folder.path.parent, spec.workdir)
         facts = environment.describe(taken)
         spec = replace(spec, python=sys.executable)
         key = checked.key(taken.digest, spec.target.label, spec.workdir, facts["packages"])

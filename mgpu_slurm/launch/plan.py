@@ -90,7 +90,9 @@ class Plan:
     def lines(self) -> list[str]:
         """For people, before the start."""
         spec, resources = self.spec, self.spec.resources
-        config = "  ".join(f"{key}={value}" for key, value in spec.config.items())
+        # the seed of a group stands on a line of its own
+        shown = {key: value for key, value in spec.config.items() if key != "seed" or spec.seeds is None}
+        config = "  ".join(f"{key}={value}" for key, value in shown.items())
         nodes = counted(resources.nodes, "simulated node" if spec.executor == "local" else "node")
         ranks = f"{resources.ranks} = {nodes} x {resources.ranks_per_node}"
         return [

@@ -337,10 +337,10 @@ def _facts(job: slurm.QueuedJob) -> State:
 _CANCELLED_FOR = {"DependencyNeverSatisfied": "what it waited for did not complete"}
 
 _NEVER = {
-    "PartitionConfig": "it asks for more than its partition gives",
-    "PartitionNodeLimit": "it asks for more nodes than its partition gives to a job",
-    "PartitionTimeLimit": "it asks for more time than its partition gives to a job",
-    "BadConstraints": "no node has what it asks for",
+    "PartitionConfig": "it never starts, for it asks for more than its partition gives",
+    "PartitionNodeLimit": "it never starts, for it asks for more nodes than its partition gives to a job",
+    "PartitionTimeLimit": "it never starts, for it asks for more time than its partition gives to a job",
+    "BadConstraints": "it never starts, for no node has what it asks for",
 }
 """Reasons for which a job waits in vain, in words (squeue(1), JOB REASON CODES)."""
 

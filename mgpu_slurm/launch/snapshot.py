@@ -79,7 +79,7 @@ def find_root(anchor: Path) -> Path:
     return anchor if is_foreign else top
 
 
-def take(root: Path, destination: Path, limit: int, skip: Path) -> Snapshot:
+def take(root: Path, destination: Path, limit: int, skip: Path, workdir: str = ".") -> Snapshot:
     """Copies the project to `destination`, a folder that does not exist yet.
 
     Args:
@@ -87,6 +87,7 @@ def take(root: Path, destination: Path, limit: int, skip: Path) -> Snapshot:
         destination: becomes the copy; its parent has to exist.
         limit: the most bytes that all files may have together.
         skip: a folder that never belongs to the code: where the runs live.
+        workdir: where the job will stand, relative to the root; made where no file of the code lies in it.
 
     Raises:
         UserError: over the limit, over `MAX_FILES`, or where a file cannot be read; nothing is left behind then.
@@ -105,6 +106,7 @@ def take(root: Path, destination: Path, limit: int, skip: Path) -> Snapshot:
     destination.mkdir()
     try:
         files, size, digest = _copy(root, destination, entries)
+        (destination / workdir).mkdir(parents=True, exist_ok=True)
     except BaseException:
         shutil.rmtree(destination, ignore_errors=True)
         raise

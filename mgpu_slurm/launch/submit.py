@@ -242,7 +242,9 @@ def _check_script(spec: Spec, folder: RunFolder) -> None:
 
 def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path) -> Plan:
     """Takes the snapshot, lets the target complete its config, and writes the run's files."""
-    taken = snapshot.take(Path(made.spec.project), staging.code, made.snapshot_limit, skip=paths.runs_root())
+    taken = snapshot.take(
+        Path(made.spec.project), staging.code, made.snapshot_limit, paths.runs_root(), made.spec.workdir
+    )
     _check_script(made.spec, staging)
     facts = environment.describe(taken)
     key = checked.key(taken.digest, made.spec.target.label, made.spec.workdir, facts["packages"])

@@ -29,7 +29,8 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     elif failure and failure["who"].startswith("rank ") and failure["who"] != f"rank {shown_rank}":
         lines += _end_of_log(folder, failure["attempt"], failure["who"])
     lines.append(_headline(state))
-    lines += [f"warning   {line}" for line in told(warnings(folder))]
+    # an attempt with other resources may have none
+    lines += [f"warning   {line}" for line in told(w for w in warnings(folder) if w.attempt == state["attempts"])]
     result = read_json(folder.result) if state["state"] == "COMPLETED" else None
     if result is not None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())

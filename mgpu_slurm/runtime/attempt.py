@@ -84,7 +84,8 @@ def run_attempt(
     """
     attempt = records.attempts_started(folder) + 1
     records.record_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes)
-    records.update_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", **_started(folder))
+    began = records.read_state(folder)["started"] or records.now()
+    records.update_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
     # what the attempt before died of is over
     folder.failure.unlink(missing_ok=True)
     # several nodes have to reach the store; one node needs no other interface than loopback
@@ -106,10 +107,6 @@ def run_attempt(
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         _write_failure(folder, attempt, ending, describe(ending))
     return ending
-
-
-def _started(folder: RunFolder) -> dict[str, Any]:
-    return {"started": records.read_state(folder)["started"] or records.now()}
 
 
 def _rank_0_serves(spec: Spec) -> bool:

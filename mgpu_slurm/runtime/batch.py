@@ -71,8 +71,9 @@ def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: Laun
     if ending.superseded:
         # neither its end nor its wish to be started again is the run's
         return ending.code
-    # a job function that has returned is done; with what code a command ends when it is told to tells nothing
-    if (ending.code or spec.target.is_command) and _is_slurms_doing(ending, log):
+    # a job function that has returned is done. With what code a command ends when it is told to tells nothing, and
+    # srun's own is 0 where a node has failed
+    if (ending.code or not folder.result.exists()) and _is_slurms_doing(ending, log):
         # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
         return ending.code
     if ending.code == REQUEUE_EXIT_CODE and requeues(folder, job) < spec.max_requeues:

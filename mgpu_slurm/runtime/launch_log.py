@@ -13,7 +13,7 @@ _TASK_FAILURE = re.compile(
 )
 
 # of srun's source: it says so of a step that SLURM ends, and of one that it could not start as a whole
-_ABORT = re.compile(r"^srun: Job step aborted", re.MULTILINE)
+_ABORT = re.compile(r"^srun: (?:Job step aborted|error: Node failure on)", re.MULTILINE)
 _NO_LAUNCH = re.compile(
     r"^srun: error: (?:Application launch|Task launch for|timeout waiting for task launch)", re.MULTILINE
 )

@@ -164,6 +164,8 @@ BAD = {
         "submit --executor slurm train", "no sbatch", "--executor local", code=3, environ={"PATH": "/no-such-folder"}
     ),
     "unknown flag": local("train --nodez 2", "--nodez", "--nodes"),
+    "command without its dashes": local("python train.py --lr 0.1", "'--lr'", "a command goes behind --"),
+    "script that is no job": local("script.py", "no 'train'", "-- python script.py", files={"script.py": b"x = 1"}),
     # the folders
     "runs folder below a file": local(
         "train", "train.py/runs'", "Not a directory", "set MGPU_RUNS", environ={"MGPU_RUNS": "train.py/runs"}

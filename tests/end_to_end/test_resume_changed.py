@@ -112,3 +112,15 @@ def test_a_change_waits_for_all_that_share_it(project: Project) -> None:
     assert done.returncode == 0, done.stderr
     assert project.call("wait", folder.name).returncode == 1
     assert [facts["attempts"] for facts in project.json("status", folder.name)] == [2, 2]
+
+
+def test_of_attempts_with_other_resources_logs_stay_and_warnings_go(project: Project) -> None:
+    words = ("--nodes", "2", "--cpus-per-task", "999", "--", "sh", "-c", "echo attempt $MGPU_ATTEMPT; exit 1")
+    folder, _ = project.run(*words)
+    assert "asked for 999 cores" in project.call("wait", folder.name).stdout
+    done = project.call("resume", folder.name, "--nodes", "1", "--cpus-per-task", "1", "--follow")
+    assert done.returncode == 1
+    assert "warning" not in done.stdout
+    assert "attempt 1\n" in project.call("logs", folder.name, "--rank", "1").stdout
+    assert project.call("logs", folder.name).stderr == ""
+    assert "has ranks 0 to 0" in project.call("logs", folder.name, "--rank", "2").stderr

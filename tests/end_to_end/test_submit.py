@@ -29,6 +29,17 @@ STEPS = 45
 """Of an epoch of the digits job."""
 
 
+def test_a_run_stands_where_its_submission_stood_also_where_git_has_nothing(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    project.write("where.py", "from pathlib import Path\ndef train(run, config):\n    print(Path.cwd().name)\n")
+    subprocess.run(["git", "init", "--quiet", project.folder], check=True)
+    below = Project(project.folder / "empty", project.environ)
+    below.folder.mkdir()
+    for words in (("--", "sh", "-c", "basename $PWD"), ("../where.py",)):
+        folder, facts = below.run(*words)
+        assert (facts["state"], log(folder, 0)) == ("COMPLETED", "empty\n")
+
+
 def digits_project(base: Path) -> Project:
     project = make_project(base)
     shutil.copytree(REPOSITORY / "jobs", project.folder / "jobs", ignore=shutil.ignore_patterns("__pycache__"))

@@ -215,6 +215,10 @@ class Cluster:
         if noticed:
             self._tell_down(node)
 
+    def node_given_up(self, node: str) -> None:
+        """An operator says that the node is down, which works as before: SLURM ends what runs there."""
+        self._tell_down(node)
+
     def node_up(self, node: str) -> None:
         """The node boots again, after `node_down`."""
         self._link(node, "up")

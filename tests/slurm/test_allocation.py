@@ -308,6 +308,19 @@ def test_a_rank_that_takes_too_much_memory_is_called_that(
     assert (found["state"], found["reason"]) == ("OUT_OF_MEMORY", "rank 0 on n1: Out Of Memory")
 
 
+def test_a_node_that_is_given_up_is_the_end_whatever_srun_says(
+    hold: Callable[..., Shell], slurm_project: Project, cluster: Cluster
+) -> None:
+    """The ranks leave in good order, and srun ends with 0 where a node has failed."""
+    shell = hold("--nodes=1", "--nodelist=n1")
+    folder = shell.submit("--", "sh", "-c", "trap 'exit 0' TERM; echo ready; sleep 100 & wait")
+    wait_until(lambda: ready(folder))
+    cluster.node_given_up("n1")
+    found = slurm_project.finish(folder)
+    told = f"its allocation {shell.job_id} lost a node; `resume` inside a new one goes on"
+    assert (found["state"], found["reason"]) == ("NODE_FAIL", told)
+
+
 def test_runs_side_by_side_take_nodes_of_their_own(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=2")
     # a step that overlaps with none

@@ -358,6 +358,42 @@ def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluste
     assert ends(states_seen) == ["COMPLETED"]
 
 
+SAVES = """
+    import time
+    from pathlib import Path
+
+    def train(run, config):
+        for epoch in run.restore().epochs(1000):
+            Path("{place}", f"{{run.attempt}}").touch()
+            if Path("{place}", "gate").exists():
+                return {{"value": 1.0}}
+            time.sleep(0.05)
+"""
+
+
+def test_a_job_function_whose_node_is_given_up_is_not_done_whatever_srun_says(
+    project: Project, cluster: Cluster
+) -> None:
+    """It saves and leaves, and srun ends with 0 where a node has failed."""
+    project.write("saves.py", SAVES.format(place=project.folder))
+    run = project.submit("--gpus-per-node", "0", "--nodelist", "n1", "saves.py")
+    wait_until((project.folder / "1").exists)
+    job = facts_of(run)["job_id"]
+    with seen(run) as states_seen:
+        cluster.node_given_up("n1")
+        cluster.until_job(job, "PENDING")
+        wait_until(lambda: standing(run)[0] == "PENDING", pause=LOOK_EVERY)
+        cluster.node_up("n1")
+        cluster.start_now(job)
+        wait_until((project.folder / "2").exists)
+        running_again = json.loads((run / "state.json").read_text())
+        (project.folder / "gate").touch()
+        facts = finish(run)
+    assert (running_again["state"], running_again["ended"]) == ("RUNNING", None)
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
+    assert ends(states_seen) == ["COMPLETED"]
+
+
 def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(project: Project, cluster: Cluster) -> None:
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate))
