@@ -18,6 +18,9 @@ Readers = Literal["owner", "group"]
 ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
 """The number of the attempt, from 1, in the environment of every rank."""
 
+SETUP_FAILED_VARIABLE = "MGPU_SETUP_FAILED"
+"""The first line of a cluster's `setup` that failed, in the environment of every rank; not set where none did."""
+
 REQUEUE_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: a rank that exits with it asks to be started again as the next attempt."""
 

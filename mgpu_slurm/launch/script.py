@@ -11,7 +11,7 @@ from mgpu_slurm import sbatch
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.spec import RESOURCE_FLAGS, Spec
+from mgpu_slurm.spec import RESOURCE_FLAGS, SETUP_FAILED_VARIABLE, Spec
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]{}&|*~^-]+")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
@@ -35,6 +35,11 @@ _TAKEN = {
     "wrap": "the script is made here",
 }
 """Options of sbatch that are decided here, and what to do instead."""
+
+
+# a `module load` that fails would leave ranks on the CPU, and nobody would hear of it. What fails inside of a file that
+# a line sources, or of a function, is that one's own business; a line that has to succeed wants `set -e` before it
+_TRAP = f"""trap '(( ${{#BASH_SOURCE[@]}} > 1 )) || : ${{{SETUP_FAILED_VARIABLE}:="$BASH_COMMAND"}}' ERR"""
 
 
 def render(spec: Spec, folder: RunFolder, token: str, array: Array | None = None, dependency: str = "") -> str:
@@ -147,7 +152,10 @@ def _body(spec: Spec, folder: RunFolder, token: str, array: Array | None) -> Ite
 
 def preparation(spec: Spec) -> Iterator[str]:
     """The lines of the shell that come before srun."""
-    yield from spec.setup
+    if spec.setup:
+        yield _TRAP
+        yield from spec.setup
+        yield f"trap - ERR; export {SETUP_FAILED_VARIABLE}"
     for name, value in spec.environment.items():
         if not _VARIABLE.fullmatch(name):
             raise UserError(f"environment {name!r}: expected the name of a variable, such as NCCL_DEBUG")

@@ -15,6 +15,7 @@ from mgpu_slurm import installed
 from mgpu_slurm.hostlist import ranges
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_json
 from mgpu_slurm.processes import cores
+from mgpu_slurm.spec import SETUP_FAILED_VARIABLE
 from mgpu_slurm.wording import counted
 
 if TYPE_CHECKING:
@@ -29,15 +30,16 @@ RankGpu = tuple[str, str | None]
 
 def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankFacts) -> list[str]:
     """What can be said before torch is imported; versions are one rank's work on each node."""
-    found = []
+    failed = os.environ.get(SETUP_FAILED_VARIABLE)
+    found = [f"this line of the cluster's setup failed: {failed}"] if failed and facts.rank == 0 else []
     if spec.executor != "local" and facts.local_rank == 0:
         # a local rank is a fork of the very process that the submission started
-        found.append(version_warning(read_json(folder.environment), installed.facts()))
+        found += filter(None, [version_warning(read_json(folder.environment), installed.facts())])
     asked = spec.resources.cpus_per_task
     if asked is not None:
         ranks = facts.world_size if spec.executor == "local" else facts.local_world_size
-        found.append(cores_warning(asked, ranks, cores(), os.cpu_count() or 1))
-    return [warning for warning in found if warning is not None]
+        found += filter(None, [cores_warning(asked, ranks, cores(), os.cpu_count() or 1)])
+    return found
 
 
 def version_warning(submitted: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:

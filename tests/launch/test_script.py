@@ -57,8 +57,10 @@ EVERYTHING = """\
 mgpu_token=${1:-mgpu-0123}
 set --
 export SRUN_CPUS_PER_TASK=8
+trap '(( ${#BASH_SOURCE[@]} > 1 )) || : ${MGPU_SETUP_FAILED:="$BASH_COMMAND"}' ERR
 module load cuda
 ulimit -n 4096
+trap - ERR; export MGPU_SETUP_FAILED
 export NCCL_DEBUG=WARN
 export MESSAGE='it'"'"'s $HOME'
 run=/runs/digits-20240501-100000-ab12

@@ -433,6 +433,21 @@ def test_auto_is_slurm_and_asks_once_for_the_gpus_of_a_node(slurm_project: Proje
     assert [log(run, rank) for rank in range(2)] == ["0,1\n"] * 2
 
 
+def test_a_line_of_setup_that_fails_is_a_warning_at_the_end_of_the_run(slurm_project: Project) -> None:
+    slurm_project.write("site.sh", "false\n")
+    lines = ["test -e /nowhere || true", f". {slurm_project.folder}/site.sh", "load_modules 'cu da'", "false"]
+    # a file whose last command fails has failed
+    (slurm_project.folder / "site.sh").write_text("false\ntrue\n")
+    slurm_project.write("mgpu.yaml", f"clusters: {{here: {{setup: {json.dumps(lines)}}}}}\n")
+    for executor in ((), ("--executor", "local")):
+        done = slurm_project.call("submit", *NO_GPUS, *executor, "--nodes", "2", "--follow", "--", "true")
+        assert done.returncode == 0, done.stderr
+        told = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
+        failed = "rank 0 on n1: this line of the cluster's setup failed: load_modules 'cu da'"
+        # on this machine no setup is needed
+        assert told == ([] if executor else [f"warning   {failed}"])
+
+
 def test_a_setup_that_fails_is_told_with_its_words(slurm_project: Project) -> None:
     slurm_project.write("mgpu.yaml", "clusters: {here: {setup: ['set -e', 'load_modules cuda']}}\n")
     run = submit(slurm_project, "--", "true")
