@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support import Project, make_project
 
 LONGEST = ("tests/slurm/", "tests/end_to_end/", "tests/jobs/")
 """They train, on real SLURMs and supervisors."""
+
+# other tests run at the same time, and an example that takes long says nothing of the code
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
