@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import stat
@@ -234,6 +235,15 @@ def sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any, sync: bool = True) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n", sync)
+
+
+def without_nan(value: Any) -> Any:
+    """The value with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    return [without_nan(item) for item in value] if isinstance(value, list) else value
 
 
 def read_json(path: Path) -> Any:
