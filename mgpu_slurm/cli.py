@@ -6,7 +6,6 @@ What a command needs is imported inside it, so that `--help` and `status` start 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -495,6 +494,77 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
 
 
 @cli.command()
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|PATH ...]")
+@click.option("--by", metavar="KEY[,KEY]", help="Group runs by these config values only.  [default: all but seeds]")
+@click.option(
+    "--on", type=click.Choice(["step", "progress"]), default="step", show_default=True, help="What runs are aligned by."
+)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="[default: aggregate-NAME]")
+@click.option("--parquet/--no-parquet", default=None, help="Write Parquet too.  [default: where pyarrow is installed]")
+@json_flag
+def aggregate(
+    words: tuple[str, ...], by: str | None, on: Any, out: Path | None, parquet: bool | None, as_json: bool
+) -> None:
+    """Take the curves of several runs together.
+
+    Mean, standard deviation, min, max, median and a 95% interval of the mean, step by step, over runs that differ in
+    their seed only: as CSV, Parquet and runs for TensorBoard. PATH is a folder: each one below it with event files is a
+    run, such as those of Lightning. Without any, the newest group.
+
+    \b
+      mgpu-slurm aggregate                        # the newest group
+      mgpu-slurm aggregate GROUP GROUP --by lr    # one curve for each lr
+      mgpu-slurm aggregate lightning_logs
+    """
+    from mgpu_slurm.observe import aggregate as aggregates
+    from mgpu_slurm.observe import aggregate_files
+
+    aggregate_files.check(out, parquet)
+    keys = [key for key in (by or "").split(",") if key]
+    if by is not None and not keys:
+        raise UserError("--by: it takes names of config values, such as --by lr,width")
+    found = aggregates.aggregate(words, on, keys, _note)
+    out = out or aggregate_files.default_folder(found)
+    written = aggregate_files.write(found, out, parquet)
+    if as_json:
+        _print_json({"folder": str(out.absolute()), "files": written, **found.facts})
+        return
+    print(aggregates.table(found))
+    for note in found.notes:
+        print(f"note      {note}")
+    print(f"written   {out}/: {' '.join(written)}")
+    if parquet is None and not aggregate_files.has_parquet():
+        print(f"          no Parquet: {aggregate_files.NO_PARQUET}")
+    print(f"curves    {program()} tensorboard {out}")
+
+
+@cli.command()
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|PATH ...]")
+@click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="[default: a free one]")
+@json_flag
+def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None:
+    """Show runs in TensorBoard, until Ctrl-C.
+
+    Exactly those that are named, or the newest 20 runs and groups; those of a named group appear as they start. It
+    listens on this machine only, where everybody who is logged in can reach it.
+    """
+    from mgpu_slurm.observe import serving
+
+    chosen = serving.choose(words, _note)
+
+    def say(server: serving.Server) -> None:
+        if as_json:
+            runs = [source.name for source in chosen.sources]
+            _print_json({"address": server.address, "port": server.port, "tunnel": server.tunnel, "runs": runs})
+        else:
+            _print_lines(serving.lines(server))
+
+    if not as_json:
+        _print_lines([f"runs      {serving.described(chosen)}", "-- starting TensorBoard"])
+    serving.serve(chosen, port, say)
+
+
+@cli.command()
 @click.option("--submit", "submits", is_flag=True, help="Look at nodes too, by a job of two nodes and ten minutes.")
 @resource_flags
 @click.option("--executor", default="auto", metavar="NAME", help="As for submit.  [default: auto]")
@@ -561,16 +631,9 @@ def _note(text: str) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(_without_nan(value), indent=2), flush=True)
+    from mgpu_slurm.paths import without_nan
 
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return [_without_nan(item) for item in value] if isinstance(value, list) else value
+    print(json.dumps(without_nan(value), indent=2), flush=True)
 
 
 def _print_lines(lines: list[str]) -> None:

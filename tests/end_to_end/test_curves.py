@@ -1,0 +1,117 @@
+"""From real runs to one curve: `aggregate`, as a person calls it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import Project
+
+JOB = """
+    import os
+    from dataclasses import dataclass
+    from pathlib import Path
+
+    import torch
+
+    from mgpu_slurm import Run
+
+
+    @dataclass
+    class Config:
+        lr: float = 0.1
+        epochs: int = 4
+        seed: int = 0
+        fails_after: int = 0
+        fails_for: int = -1
+
+
+    def train(run: Run, config: Config):
+        model = run.wrap(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
+        first = int(os.environ["MGPU_ATTEMPT"]) == 1
+        state = run.restore(model=model, optimizer=optimizer)
+        for epoch in range(1, config.epochs + 1):
+            run.backward(model(torch.ones(1, 1)).sum())
+            run.update(optimizer)
+            # what an attempt reports tells it from the others
+            run.report(epoch, loss=config.lr * epoch + config.seed, first=float(first))
+            if first and epoch == config.fails_after and config.seed == config.fails_for:
+                raise RuntimeError("as asked")
+"""
+
+
+@pytest.fixture
+def trained(project: Project) -> Project:
+    project.write("train.py", JOB)
+    return project
+
+
+def test_a_group_becomes_one_curve_and_what_an_attempt_repeats_counts_once(trained: Project) -> None:
+    folder = trained.submit("--seeds", "3", "train.py", "fails_after=3", "fails_for=1")
+    assert trained.call("wait", folder.name).returncode == 1
+    facts = trained.json("aggregate")
+    assert Path(facts["folder"]) == trained.folder / f"aggregate-{folder.name}"
+    assert facts["files"] == ["curves.csv", "curves.parquet", "tensorboard/"]
+    assert facts["notes"] == [f"loss, first: 1 of 3 runs end before step 4: {folder.name}/1 (FAILED) at 3"]
+    (group,) = facts["groups"]
+    assert [run["state"] for run in group["runs"]] == ["COMPLETED", "FAILED", "COMPLETED"]
+    assert (group["metrics"]["loss"]["step"], group["metrics"]["loss"]["count"]) == (4, 2)
+    # it starts again from its first step, and says all of that again
+    assert trained.call("resume", folder.name, "--no-follow").returncode == 0
+    assert trained.call("wait", folder.name).returncode == 0
+    assert trained.json("aggregate", folder.name, "--on", "progress")["notes"] == []
+    text = (trained.folder / f"aggregate-{folder.name}" / "curves.csv").read_text()
+    rows = list(csv.DictReader(text.splitlines()))
+    loss = [row for row in rows if row["metric"] == "loss"]
+    assert [(int(row["progress"]), int(row["count"])) for row in loss] == [(epoch, 3) for epoch in range(1, 5)]
+    for epoch, row in enumerate(loss, start=1):
+        values = [0.1 * epoch + seed for seed in range(3)]
+        assert float(row["mean"]) == pytest.approx(statistics.fmean(values))
+        assert float(row["std"]) == pytest.approx(statistics.stdev(values))
+    # of the run that was resumed only the second attempt is left
+    assert [float(row["mean"]) for row in rows if row["metric"] == "first"] == pytest.approx([2 / 3] * 4)
+
+
+def test_groups_are_told_apart_by_their_config_and_shown_in_a_table(trained: Project) -> None:
+    for lr in ("0.1", "0.5"):
+        folder = trained.submit("--seeds", "2", "train.py", f"lr={lr}")
+        assert trained.call("wait", folder.name).returncode == 0
+    done = trained.call("aggregate", "runs", "--out", "both")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split()[:3] for line in lines[1:5]] == [
+        [f"lr={lr}", "2", metric] for lr in ("0.1", "0.5") for metric in ("loss", "first")
+    ]
+    assert lines[-2:] == [
+        "written   both/: curves.csv curves.parquet tensorboard/",
+        f"curves    {sys.executable} -m mgpu_slurm tensorboard both",
+    ]
+    assert len(trained.json("aggregate", "runs", "--by", "epochs")["groups"]) == 1
+    # a folder of results is none of runs
+    assert (
+        trained.json("aggregate", ".", "--out", "all")["groups"]
+        == json.loads((trained.folder / "both" / "aggregate.json").read_text())["groups"]
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    return done.stderr
+
+
+def test_calls_that_are_wrong_are_told_in_one_line(project: Project) -> None:
+    assert "there is no group of runs: name runs" in refused(project.call("aggregate"))
+    assert "there is no run 'nothing'" in refused(project.call("aggregate", "nothing"))
+    assert "holds no run and no event files" in refused(project.call("aggregate", "."))
+    project.write("mine/notes.txt", "")
+    assert "it is there and no result" in refused(project.call("aggregate", "--out", "mine"))
+    assert "--by: it takes names of config values" in refused(project.call("aggregate", "--by", ","))
+    folder, _ = project.run("--", "true")
+    assert f"no metrics yet of {folder.name}: see" in refused(project.call("aggregate", folder.name))
