@@ -97,14 +97,26 @@ def parse_overrides(items: typing.Sequence[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
             raise UserError(f"{item!r} is no key=value: write the key, nested ones with dots, before the =")
-        *parents, last = key.split(".")
-        place = values
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise UserError(f"{item!r} sets a key inside {parent!r}, which another key=value sets whole")
-        place[last] = _parse_value(item, text)
+        put(values, key, _parse_value(item, text), item)
     return values
+
+
+def put(values: dict[str, Any], key: str, value: Any, what: str) -> None:
+    """Sets a value by its dotted name: `model.width` inside of `model`.
+
+    Args:
+        what: names the value in errors.
+
+    Raises:
+        UserError: what it lies in has been set whole.
+    """
+    *parents, last = key.split(".")
+    place = values
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise UserError(f"{what!r} sets a key inside {parent!r}, which another key=value sets whole")
+    place[last] = value
 
 
 def _parse_value(item: str, text: str) -> Any:

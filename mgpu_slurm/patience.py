@@ -1,9 +1,11 @@
-"""Waiting for a SLURM that does not answer, and saying so once."""
+"""Waiting, and saying so once: for a SLURM that does not answer, or for what others hold up."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from mgpu_slurm import slurm
@@ -23,6 +25,18 @@ Answer = TypeVar("Answer")
 
 def quiet(_: str) -> None:
     """The note of a caller who wants none."""
+
+
+@contextmanager
+def saying_so_after(seconds: float, say: Callable[[], None]) -> Iterator[None]:
+    """Calls `say`, from a thread of its own, where the block takes longer than that."""
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Patience:

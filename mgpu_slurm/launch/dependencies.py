@@ -97,8 +97,8 @@ def sbatch_option(after: Iterable[str]) -> str:
     if found.broken:
         raise UserError(f"{found.broken}: use --after-any to start all the same, or `resume` that one first")
     jobs: dict[str, list[str]] = {}
+    registry.check_are_of_this_cluster(state for _, state in found.waiting_for)
     for kind, state in found.waiting_for:
-        registry.check_is_of_this_cluster(state)
         if state["executor"] != "slurm" or state["job_id"] is None:
             raise UserError(f"run {state['run']} is no job in SLURM's queue: only such a one can be waited for")
         job = state["job_id"].partition("_")[0] if _is_whole(after, state) else state["job_id"]

@@ -78,6 +78,11 @@ def folders(root: Path) -> list[RunFolder]:
     ]
 
 
+def all_groups(note: Note = quiet) -> list[RunFolder]:
+    """Every group, and every run of its own, newest first; `note` is as for `current`."""
+    return list(dict.fromkeys(folder.group for folder, _ in all_states(note)))
+
+
 def all_states(note: Note = quiet) -> list[tuple[RunFolder, State]]:
     """Every run and how it stands, newest first, the runs of a group in their order; `note` is as for `current`."""
     found = current([folder for root in roots() for folder in folders(root)], note)
@@ -220,18 +225,20 @@ def _is_elsewhere(state: State, here: str | None) -> bool:
     return state["slurm_cluster"] not in (None, here)
 
 
-def check_is_of_this_cluster(state: State) -> None:
-    """Refuses what SLURM is to be asked for, where that is another one.
+def check_are_of_this_cluster(found: Iterable[State]) -> None:
+    """Refuses what SLURM is to be asked for these runs, where one has its job on another cluster.
 
     Raises:
-        ClusterError: it is.
+        ClusterError: one has.
     """
-    here = slurm.cluster_name()
-    if here is not None and _is_elsewhere(state, here):
-        raise ClusterError(
-            f"run {state['run']} has its job on cluster {state['slurm_cluster']}, and this is {here}:"
-            " call this on a login node there"
-        )
+    named = [state for state in found if state["slurm_cluster"]]
+    here = slurm.cluster_name() if named else None
+    for state in named:
+        if here is not None and _is_elsewhere(state, here):
+            raise ClusterError(
+                f"run {state['run']} has its job on cluster {state['slurm_cluster']}, and this is {here}:"
+                " call this on a login node there"
+            )
 
 
 def _recorded(folder: RunFolder) -> list[tuple[RunFolder, State]]:

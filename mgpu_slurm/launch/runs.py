@@ -83,8 +83,7 @@ class _Submitted:
         alive = self._alive()
         if not alive:
             return False
-        for _, facts in alive:
-            registry.check_is_of_this_cluster(facts)
+        registry.check_are_of_this_cluster(facts for _, facts in alive)
         if alive[0][1]["executor"] == "slurm":
             if any(facts["job_id"] is None for _, facts in alive):
                 registry.look_for_jobs(self.files.group)
@@ -350,7 +349,7 @@ def runs() -> list[Handle]:
 
 def submitted() -> list[Handle | Group]:
     """All runs and groups of this user, newest first."""
-    return [_seen(folder) for folder in dict.fromkeys(folder.group for folder, _ in registry.all_states())]
+    return [_seen(folder) for folder in registry.all_groups()]
 
 
 def find(name: str) -> Handle | Group:

@@ -34,7 +34,7 @@ def words(
         raise UserError(f"run {folder.run} is {facts['state']}: there is nothing to be beside until it runs")
     if facts["executor"] == "local" and not local.is_here(facts):
         raise UserError(f"run {folder.run} is a local run of {facts['host']}: call this there")
-    registry.check_is_of_this_cluster(facts)
+    registry.check_are_of_this_cluster([facts])
     job_id, nodes = _place(folder, facts)
     if node is not None and node not in nodes:
         raise UserError(f"--node {node}: run {folder.run} has {compress(nodes)}")

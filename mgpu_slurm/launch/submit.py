@@ -142,9 +142,8 @@ def _check_has_none_elsewhere(group: RunFolder) -> None:
     cluster = records.read_state(group)["slurm_cluster"]
     if cluster is None or cluster == slurm.cluster_name():
         return
-    for _, state in records.read_states(group):
-        if states.is_alive(state["state"]):
-            registry.check_is_of_this_cluster(state)
+    found = [state for _, state in records.read_states(group)]
+    registry.check_are_of_this_cluster(state for state in found if states.is_alive(state["state"]))
 
 
 def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change, jobs: list[Job], note: Note) -> str:

@@ -6,6 +6,7 @@ earlier ones said of that step and of those after it: they are of a past that th
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import json
 import math
@@ -131,7 +132,7 @@ def _below(folder: Path, made_here: bool) -> Iterator[Source]:
             subfolders.clear()
         elif MADE_HERE in files and not made_here:
             subfolders.clear()
-        elif any("tfevents" in file for file in files):
+        elif fnmatch.filter(files, EVENT_FILES):
             name = os.path.relpath(path, folder).removeprefix("tensorboard/")
             yield Source(folder.absolute().name if name == os.curdir else name, str(folder), Path(path))
 

@@ -69,7 +69,7 @@ def choose(words: Sequence[str], note: Note = quiet) -> Choice:
     """
     if words:
         return Choice(sources(words, made_here=True), 0)
-    groups = list(dict.fromkeys(folder.group for folder, _ in registry.all_states(note)))
+    groups = registry.all_groups(note)
     if not groups:
         raise UserError("there are no runs yet: submit one, or name a folder with event files")
     newest = sources([str(folder.path) for folder in groups[:NEWEST]])

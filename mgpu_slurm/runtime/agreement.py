@@ -7,7 +7,6 @@ which rank called what, where other tools hang until the time-out.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_slurm.errors import CollectiveMismatch
+from mgpu_slurm.patience import saying_so_after
 from mgpu_slurm.runtime.stopping import Stop
 
 if TYPE_CHECKING:
@@ -97,13 +97,8 @@ class Agreement:
             return wish
         before = self._collect()
         self._send(call, wish)
-        patience = threading.Timer(SLOW_CALL_SECONDS, self._say_who_waits, [call])
-        patience.daemon = True
-        patience.start()
-        try:
+        with saying_so_after(SLOW_CALL_SECONDS, lambda: self._say_who_waits(call)):
             agreed = self._collect()
-        finally:
-            patience.cancel()
         return Agreed(
             stop=max(before.stop, agreed.stop), save=before.save or agreed.save, failed=before.failed or agreed.failed
         )

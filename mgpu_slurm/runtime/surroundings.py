@@ -30,16 +30,22 @@ RankGpu = tuple[str, str | None]
 
 def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankFacts) -> list[str]:
     """What can be said before torch is imported; versions are one rank's work on each node."""
-    failed = os.environ.get(SETUP_FAILED_VARIABLE)
-    found = [f"this line of the cluster's setup failed: {failed}"] if failed and facts.rank == 0 else []
+    found = []
+    if facts.rank == 0:
+        found.append(setup_warning(os.environ.get(SETUP_FAILED_VARIABLE)))
     if spec.executor != "local" and facts.local_rank == 0:
         # a local rank is a fork of the very process that the submission started
-        found += filter(None, [version_warning(read_json(folder.environment), installed.facts())])
+        found.append(version_warning(read_json(folder.environment), installed.facts()))
     asked = spec.resources.cpus_per_task
     if asked is not None:
         ranks = facts.world_size if spec.executor == "local" else facts.local_world_size
-        found += filter(None, [cores_warning(asked, ranks, cores(), os.cpu_count() or 1)])
-    return found
+        found.append(cores_warning(asked, ranks, cores(), os.cpu_count() or 1))
+    return [warning for warning in found if warning is not None]
+
+
+def setup_warning(failed: str | None) -> str | None:
+    """Says that a line of the cluster's `setup` failed, where one has: without it ranks may compute elsewhere."""
+    return f"this line of the cluster's setup failed: {failed}" if failed else None
 
 
 def version_warning(submitted: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:

@@ -115,8 +115,6 @@ class Sweep:
     budget: Budget
     resources: Resources
     """Of one worker."""
-    flags: dict[str, Any]
-    """The same, as the file says it."""
     fixed: dict[str, Any]
     """Values of the job's config that all trials share, by name."""
     space: Space | str
@@ -207,7 +205,6 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         workers=keys.workers,
         budget=keys.budget,
         resources=resources_from(keys.resources, "resources"),
-        flags=keys.resources,
         fixed=keys.fixed,
         space=space,
         storage=keys.storage,

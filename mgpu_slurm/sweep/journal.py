@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from optuna.storages.journal import BaseJournalBackend
 
 from mgpu_slurm.errors import MgpuError
+from mgpu_slurm.patience import saying_so_after
 
 SLOW_LOCK_SECONDS = 30.0
 """After which who waits for the lock says so: a file system that hangs looks like that."""
@@ -108,13 +108,8 @@ class JournalFile(BaseJournalBackend):
             os.close(descriptor)
 
     def _wait_for_lock(self, descriptor: int) -> None:
-        patience = threading.Timer(SLOW_LOCK_SECONDS, self._say_who_waits)
-        patience.daemon = True
-        patience.start()
-        try:
+        with saying_so_after(SLOW_LOCK_SECONDS, self._say_who_waits):
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
-        finally:
-            patience.cancel()
 
     def _say_who_waits(self) -> None:
         print(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from mgpu_slurm import config as configs
 from mgpu_slurm.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -22,32 +24,32 @@ Values: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Parameter(ABC):
     """One parameter. It is there where each of those that its condition names has one of these values."""
 
     name: str
     when: Mapping[str, tuple[Any, ...]]
 
+    @abstractmethod
     def suggest(self, trial: BaseTrial) -> Any:
         """A value by the study's sampler."""
-        raise NotImplementedError
 
+    @abstractmethod
     def points(self) -> Sequence[Any]:
         """All values, for a grid.
 
         Raises:
             UserError: there is no end of them.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def ends(self) -> Sequence[Any]:
         """Values that the job's config has to take, if it takes any."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def words(self) -> str:
         """The range, for people."""
-        raise NotImplementedError
 
     def is_active(self, values: Values) -> bool:
         return all(name in values and values[name] in allowed for name, allowed in self.when.items())
@@ -306,11 +308,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """`{"model.width": 32}` as `{"model": {"width": 32}}`, the form of a config."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        *parents, last = name.split(".")
-        place = found
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+        configs.put(found, name, value, name)
     return found
 
 
