@@ -1,4 +1,4 @@
-.PHONY: demo test check bench clean cluster cluster-deps cluster-env cluster-down
+.PHONY: demo demo-sweep test check bench clean cluster cluster-deps cluster-env cluster-down
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -13,9 +13,13 @@ CLUSTER := .cluster/ready
 demo: $(READY)
 	.venv/bin/python -m mgpu_slurm submit --nodes 2
 
+# about a minute; the job's defaults are the first of its trials
+demo-sweep: $(READY)
+	.venv/bin/python -m mgpu_slurm sweep sweeps/digits_hyperband.yaml --executor local study=demo trials=16 workers=2
+
 # where a cluster cannot be had, its tests are skipped and say so
 test: $(READY)
-	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || echo 'The tests of SLURM are skipped.'
+	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || echo 'The tests of SLURM and PostgreSQL are skipped.'
 	.venv/bin/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
 
 check: $(READY)
@@ -40,7 +44,7 @@ cluster-deps: $(CLUSTER)
 
 # touched last, as below
 $(CLUSTER): tests/slurm/packages.py
-	@echo "Unpacking Debian's packages of SLURM into .cluster (about 30 MB to load; nothing is installed)"
+	@echo "Unpacking Debian's packages of SLURM and PostgreSQL into .cluster (about 75 MB to load; nothing is installed)"
 	@$(PYTHON) tests/slurm/packages.py .cluster
 	@touch $@
 
@@ -52,5 +56,5 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./runs -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,8 +1,9 @@
-"""Gets the programs of a real SLURM without installing them: `make cluster-deps`.
+"""Gets the programs of a real SLURM, and of a real PostgreSQL, without installing them: `make cluster-deps`.
 
 With sbatch in /usr/bin, `--executor auto` would mean another thing on this machine, and Debian would start its
 services. So the packages are only unpacked, into a folder that `init.py` lays over /usr in a namespace of its own.
-Packages that the machine has are used from there. The standard library alone is used, as no environment is needed.
+Packages that the machine has are used from there. PostgreSQL needs no namespace: it finds its files from where its
+program lies. The standard library alone is used, as no environment is needed.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ["slurm-wlm", "slurm-client", "slurmdbd", "munge", "mariadb-server", "iproute2"]
+NAMES = ["slurm-wlm", "slurm-client", "slurmdbd", "munge", "mariadb-server", "iproute2", "postgresql"]
+
+POSTGRESQL_PASSWORD = "known to all tests"
+"""Of the user postgres; who may not open a server's folder does not reach the server."""
 
 
 def prepare(folder: Path) -> None:
-    """Makes folder/packages and folder/database, whatever an interrupted attempt left there.
+    """Makes folder/packages, folder/database and folder/postgresql, whatever an interrupted attempt left there.
 
     Raises SystemExit with one line where this machine cannot do it.
     """
@@ -25,13 +29,14 @@ def prepare(folder: Path) -> None:
         raise SystemExit("a cluster needs root (namespaces and mounts): try sudo make cluster-deps")
     if shutil.which("apt-get") is None:
         raise SystemExit("a cluster needs Debian's packages, and there is no apt-get on this machine")
-    for name in ("packages", "database", "archives"):
+    for name in ("packages", "database", "postgresql", "archives"):
         shutil.rmtree(folder / name, ignore_errors=True)
     archives = folder / "archives"
     (archives / "partial").mkdir(parents=True)
     download(archives)
     unpack(archives, folder / "packages")
     make_database(folder / "packages", folder / "database")
+    make_postgresql(folder / "packages", folder / "postgresql")
     shutil.rmtree(archives)
 
 
@@ -76,6 +81,34 @@ def make_database(packages: Path, database: Path) -> None:
     done = quiet(["unshare", "--mount", "--net", "sh", "-c", script, "sh", str(packages), str(database)])
     if done.returncode != 0:
         raise SystemExit(f"no database can be made: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+
+
+def make_postgresql(packages: Path, data: Path) -> None:
+    """A PostgreSQL without anything in it, which every start of one copies."""
+    secret = data.with_name("postgresql.password")
+    secret.touch(0o600)
+    secret.write_text(POSTGRESQL_PASSWORD)
+    words = ["initdb", f"--pgdata={data}", f"--pwfile={secret}", "--username=postgres", "--auth=scram-sha-256"]
+    done = quiet([*postgresql(packages, *words, "--encoding=UTF8", "--locale=C", "--no-sync")])
+    secret.unlink()
+    if done.returncode != 0:
+        raise SystemExit(f"no PostgreSQL can be made: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+
+
+def postgresql(packages: Path, program: str, *options: str) -> list[str]:
+    """The command that runs one of PostgreSQL's programs, unpacked or the machine's own.
+
+    As root, which PostgreSQL refuses to be, it is an ordinary user in a namespace of its own; on the machine, where
+    files are concerned, it stays who it is.
+    """
+    usr = packages / "usr"
+    found = [path for root in (usr, Path("/usr")) for path in root.glob(f"lib/postgresql/*/bin/{program}")]
+    if not found:
+        raise SystemExit(f"Debian's packages hold no {program}")
+    libraries = ":".join(str(path) for path in usr.glob("lib/*-linux-gnu*"))
+    # it ends with the process that started it, however that ends
+    words = ["env", f"LD_LIBRARY_PATH={libraries}", "setpriv", "--pdeathsig", "QUIT", str(found[0]), *options]
+    return words if os.geteuid() else ["unshare", "--map-user=1000", "--map-group=1000", *words]
 
 
 if __name__ == "__main__":
