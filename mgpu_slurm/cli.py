@@ -251,23 +251,25 @@ def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
         print(f"\n{found}")
 
 
-def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0) -> None:
+def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0, without: Iterable[int] = ()) -> None:
     """Shows the run until it ends, then how it ended; the exit code tells the same."""
     from mgpu_slurm.launch import runs
 
     found = runs.find(name)
-    _follow(found, quiet=quiet, after_attempt=after_attempt)
+    _follow(found, quiet=quiet, after_attempt=after_attempt, without=without)
     if found.state != "COMPLETED":
         sys.exit(1)
 
 
-def _follow(found: Handle | Group, rank: int = 0, quiet: bool = False, after_attempt: int = 0) -> None:
+def _follow(
+    found: Handle | Group, rank: int = 0, quiet: bool = False, after_attempt: int = 0, without: Iterable[int] = ()
+) -> None:
     from mgpu_slurm.launch import runs
     from mgpu_slurm.observe.follow import follow, follow_group
 
     is_group = isinstance(found, runs.Group)
     try:
-        for text in follow_group(found.files) if is_group else follow(found.files, rank, after_attempt):
+        for text in follow_group(found.files, without) if is_group else follow(found.files, rank, after_attempt):
             if not quiet:
                 print(text, end="", flush=True)
     except KeyboardInterrupt:
@@ -283,9 +285,12 @@ def _follow(found: Handle | Group, rank: int = 0, quiet: bool = False, after_att
 def _print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
     from mgpu_slurm.launch import runs
     from mgpu_slurm.observe import status as statuses
+    from mgpu_slurm.observe import sweeps
     from mgpu_slurm.observe.ending import curves_lines, ending_lines
 
-    if isinstance(found, runs.Group):
+    if isinstance(found, runs.Study):
+        _print_lines(sweeps.ending_lines(found.files, found.all_facts))
+    elif isinstance(found, runs.Group):
         _print_lines([statuses.table(found.all_facts, {found.name}), *curves_lines(found.folder)])
     else:
         _print_lines(ending_lines(found.folder, found.facts, shown_rank))
@@ -293,26 +298,28 @@ def _print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
 
 @cli.command()
 @click.argument("names", nargs=-1, metavar="[RUN ...]")
+@click.option("--watch", is_flag=True, help="Show it again and again, until all have ended.")
 @json_flag
-def status(names: tuple[str, ...], as_json: bool) -> None:
+def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
     """Show how runs stand, newest first.
 
-    A line a run, or one a group; those that are named with all that there is to say.
+    A line a run, a group or a sweep; those that are named with all that there is to say.
     """
     from mgpu_slurm.launch import registry
     from mgpu_slurm.observe import status as statuses
+    from mgpu_slurm.observe import watched
 
     asked = [registry.find(name) for name in names]
-    # one that is named twice, or with its group, is one
-    states = list(dict(registry.current(asked, _note) if names else registry.all_states(_note)).values())
+    if watch:
+        if as_json:
+            raise UserError("--watch: it is for people; programs call `status --json` again, or `wait`")
+        watched.show(asked, _note)
+        return
+    found = registry.current(asked, _note) if names else registry.all_states(_note)
     if as_json:
-        _print_json([statuses.facts(state) for state in states])
-    elif names:
-        print(statuses.table(states, {folder.run for folder in asked}))
-    elif states:
-        print(statuses.overview(states, _terminal()))
+        _print_json([statuses.facts(state) for state in watched.as_one(found, asked)])
     else:
-        print(f"no runs yet: start one with `{program()} submit`")
+        _print_lines(watched.lines(found, asked, _terminal()))
 
 
 @cli.command()
@@ -377,8 +384,9 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     Exit code 1 unless all of them completed, 124 where --timeout came first.
     """
     from mgpu_slurm import states
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm.launch import registry, runs
     from mgpu_slurm.observe import status as statuses
+    from mgpu_slurm.observe import watched
 
     found = [runs.find(name) for name in names]
     give_up = None if timeout is None else time.monotonic() + timeout
@@ -390,12 +398,64 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
         if alive:
             _fail(f"--timeout {timeout:g}: still alive: {', '.join(alive)}: wait longer, or cancel", STILL_ALIVE)
     if as_json:
-        _print_json([statuses.facts(facts) for each in found for facts in each.all_facts])
+        pairs = [pair for each in found for pair in registry.current([each.files])]
+        _print_json([statuses.facts(state) for state in watched.as_one(pairs, [each.files for each in found])])
     else:
         for each in found:
             _print_ending(each)
     if any(state != "COMPLETED" for state in ended):
         sys.exit(1)
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("words", nargs=-1, metavar="[key=value ...]")
+@click.option("--executor", default="auto", metavar="NAME", help="As for submit.  [default: auto]")
+@click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
+@click.option("--around", metavar="STUDY", help="Search a grid around the best trials of an earlier study.")
+@click.option("--follow/--no-follow", default=None, help="Show trials as they end.  [default: not on slurm]")
+@click.option("--dry-run", is_flag=True, help="Print what would be searched and submitted, and start nothing.")
+@json_flag
+def sweep(
+    file: Path,
+    words: tuple[str, ...],
+    executor: str,
+    cluster: str | None,
+    around: str | None,
+    follow: bool | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Search for a job's best parameters, as FILE says.
+
+    Workers, a job array on SLURM, take one trial after the other out of one study. Called again with the same FILE it
+    adds what FILE has more: trials, workers, budget. key=value changes FILE's values: trials=100, budget.hours=4.
+    """
+    from mgpu_slurm.launch import runs
+    from mgpu_slurm.sweep import file as files
+    from mgpu_slurm.sweep import launching
+
+    values = files.read(file, words)
+    started = launching.start(values, str(file), launching.Options(executor, cluster, dry_run, around), _note)
+    name, place = started.folder.run, str(started.folder.path)
+    if as_json:
+        facts = {"run": name, "folder": str(started.folder.path), "job_id": started.job_id}
+        _print_json(facts | {"executor": started.executor})
+        if not follow:
+            return
+    else:
+        _print_lines(started.lines)
+    if dry_run:
+        return
+    if not started.is_alive:
+        if not as_json:
+            _print_ending(runs.find(place))
+        return
+    if started.executor != "slurm" if follow is None else follow:
+        _follow_to_the_end(place, quiet=as_json, without=started.ended)
+    elif not as_json:
+        _print_lines([f"job       {started.job_id}"] if started.job_id is not None else [])
+        print(f"look at it with: {program()} status {name} --watch")
 
 
 @cli.command()
@@ -432,6 +492,10 @@ def resume(
     if words:
         raise UserError(f"{words[0]}: a run keeps its config; submit a new one to train with another")
     found = runs.find(name)
+    if isinstance(found, runs.Study):
+        from mgpu_slurm.sweep import launching
+
+        launching.reopen(found.files)
     attempts = max(facts["attempts"] for facts in found.all_facts)
     job_id = found.resume(Change(_resources(flags, extra), new_code=code == "new"), _note)
     executor = read_spec(found.files).executor
@@ -443,6 +507,27 @@ def resume(
         _follow_to_the_end(found.name, after_attempt=attempts)
     else:
         print(_how_to_follow(found.name))
+
+
+@cli.command()
+@click.argument("name", metavar="STUDY")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print its whole config, as `submit --config` takes it.")
+@json_flag
+def best(name: str, as_yaml: bool, as_json: bool) -> None:
+    """Show the best trial of a sweep, and how to train it again."""
+    from dataclasses import asdict
+
+    from mgpu_slurm import config as configs
+    from mgpu_slurm.launch import registry
+    from mgpu_slurm.sweep import results
+
+    found = results.best(registry.find(name))
+    if as_json:
+        _print_json(asdict(found))
+    elif as_yaml:
+        print(configs.dump_yaml(found.config), end="")
+    else:
+        _print_lines(found.lines())
 
 
 @cli.command()
@@ -489,12 +574,16 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     if not yes and not click.confirm(f"delete {what}{counted(len(handles), 'run')}?"):
         return
     for handle in handles:
+        if isinstance(handle, runs.Study) and not checkpoints:
+            from mgpu_slurm.sweep import launching
+
+            launching.forget(handle.files)
         handle.delete(only_checkpoints=checkpoints)
         print(f"deleted {what}{handle.name}")
 
 
 @cli.command()
-@click.argument("words", nargs=-1, metavar="[RUN|GROUP|PATH ...]")
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
 @click.option("--by", metavar="KEY[,KEY]", help="Group runs by these config values only.  [default: all but seeds]")
 @click.option(
     "--on", type=click.Choice(["step", "progress"]), default="step", show_default=True, help="What runs are aligned by."
@@ -539,14 +628,14 @@ def aggregate(
 
 
 @cli.command()
-@click.argument("words", nargs=-1, metavar="[RUN|GROUP|PATH ...]")
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
 @click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="[default: a free one]")
 @json_flag
 def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None:
     """Show runs in TensorBoard, until Ctrl-C.
 
-    Exactly those that are named, or the newest 20 runs and groups; those of a named group appear as they start. It
-    listens on this machine only, where everybody who is logged in can reach it.
+    Exactly those that are named, or the newest 20 runs and groups; those of a group and the trials of a sweep appear as
+    they start. It listens on this machine only, where everybody who is logged in can reach it.
     """
     from mgpu_slurm.observe import serving
 
@@ -554,7 +643,7 @@ def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None
 
     def say(server: serving.Server) -> None:
         if as_json:
-            runs = [source.name for source in chosen.sources]
+            runs = [source.name for source in chosen.runs]
             _print_json({"address": server.address, "port": server.port, "tunnel": server.tunnel, "runs": runs})
         else:
             _print_lines(serving.lines(server))
@@ -609,13 +698,14 @@ def doctor(
 @cli.command()
 @click.argument("folder", default=".", type=click.Path(path_type=Path, file_okay=False))
 def init(folder: Path) -> None:
-    """Write a starter project: a job, and a commented cluster file."""
+    """Write a starter project: a job, a sweep, and a commented cluster file."""
     from mgpu_slurm.launch import init as starter
 
     for path in starter.write(folder):
         print(f"wrote {path}")
     where = "" if folder == Path() else f"cd {folder} && "
     print(f"try it: {where}{program()} submit --nodes 2")
+    print(f"then:   {program()} sweep sweep.yaml")
 
 
 def _terminal() -> os.terminal_size | None:

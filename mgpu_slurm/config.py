@@ -138,6 +138,14 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def only(values: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that are wanted: the keys of `wanted`, in nested mappings too."""
+    return {
+        key: only(values[key], inner) if isinstance(inner, dict) and isinstance(values[key], dict) else values[key]
+        for key, inner in wanted.items()
+    }
+
+
 def fill(cls: type[T], values: dict[str, Any], what: str) -> T:
     """An instance of the dataclass from plain values, all names and types checked.
 

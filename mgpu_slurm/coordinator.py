@@ -112,9 +112,9 @@ def shares(spec: Spec) -> list[dict[str, str]]:
         return [{}] * (spec.at_once or 1)
     resources = spec.resources
     gpus = simulated.visible_gpus() if resources.gpus_per_node else []
-    each = resources.nodes * (resources.gpus_per_node or 0)
+    each = resources.gpus
     places = len(gpus) // each if each else spec.at_once or processes.cores() // resources.ranks
-    places = max(1, min(places, spec.at_once or places, spec.seeds or 1))
+    places = max(1, min(places, spec.at_once or places, spec.tasks or 1))
     threads = max(1, processes.cores() // (places * resources.ranks))
     return [
         {"OMP_NUM_THREADS": str(threads)}

@@ -49,6 +49,17 @@ class RunStopped(SystemExit):
         self.reason = reason
 
 
+class TrialPruned(SystemExit):
+    """Raised by `run.report` on all ranks alike, where the study has given the trial up.
+
+    Like `RunStopped` it passes a job's own `except Exception`, and ends a script that called `attach()`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+
 def nearest(word: str, known: list[str]) -> str:
     """` (did you mean 'lr'?)` where one of the known words is close, else the list of them."""
     import difflib

@@ -5,6 +5,7 @@ What differs is how ranks are started and called, how signals reach them, and ho
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import signal
@@ -126,7 +127,7 @@ class SimulatedNodes:
         variables = simulated.rank_variables(self._spec, rank, self._gpus)
         parent = os.getpid()
         if not self._ranks_can_be_forked:
-            command = [sys.executable, "-m", "mgpu_slurm.runtime.entry", str(self._folder.path)]
+            command = [sys.executable, "-m", self._spec.rank_module, str(self._folder.path)]
             process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=attempt.own_group)
             # a dropped Popen is collected by the next one, and its exit code with it
             self._processes.append(process)
@@ -138,7 +139,7 @@ class SimulatedNodes:
                 processes.die_with_parent(signal.SIGKILL, parent)
                 attempt.own_group()
                 os.environ.update(variables)
-                code = entry.run_rank(self._folder)
+                code = importlib.import_module(self._spec.rank_module).run_rank(self._folder)
             except BaseException:
                 # the way out below would swallow it
                 traceback.print_exc()

@@ -25,6 +25,7 @@ RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 RUNS_VARIABLE = "MGPU_RUNS"
 STAGING_PREFIX = ".staging-"
 TASKS = "tasks"
+TRIALS = "trials"
 FOLDER_MODE = {"owner": 0o700, "group": 0o750}
 
 
@@ -32,7 +33,8 @@ FOLDER_MODE = {"owner": 0o700, "group": 0o750}
 class RunFolder:
     """Every file of one run, by name, or of a group: runs that were submitted together, as one job array.
 
-    A run of a group lies in `tasks/<index>/` of the group's folder, and shares its spec, code and launch logs.
+    A run of a group lies in `tasks/<index>/` of the group's folder, and shares its spec, code and launch logs. A sweep
+    is a group too: its workers lie there, and its trials in `trials/<number>/`.
     """
 
     path: Path
@@ -44,8 +46,8 @@ class RunFolder:
 
     @property
     def group(self) -> RunFolder:
-        """The group of a run that has one; else the folder itself."""
-        return RunFolder(self.path.parent.parent) if self.task is not None else self
+        """The group of a run that has one, the sweep of a trial; else the folder itself."""
+        return RunFolder(self.path.parent.parent) if self.path.parent.name in (TASKS, TRIALS) else self
 
     @property
     def tasks(self) -> Path:
@@ -55,9 +57,58 @@ class RunFolder:
         return RunFolder(self.tasks / str(task))
 
     @property
+    def trials(self) -> Path:
+        return self.path / TRIALS
+
+    def of_trial(self, number: int) -> RunFolder:
+        return RunFolder(self.trials / str(number))
+
+    @property
     def run(self) -> str:
-        """`<name>`, or `<group>/<index>`."""
-        return self.path.name if self.task is None else f"{self.group.path.name}/{self.path.name}"
+        """`<name>`, `<group>/<index>`, or `<sweep>/trials/<number>`."""
+        if self.task is not None:
+            return f"{self.group.path.name}/{self.path.name}"
+        return self.path.name if self.group == self else f"{self.group.path.name}/{TRIALS}/{self.path.name}"
+
+    @property
+    def sweep(self) -> Path:
+        """What a sweep's file says, with what was laid on top."""
+        return self.group.path / "sweep.yaml"
+
+    @property
+    def journal(self) -> Path:
+        """A sweep's study, where it is not kept in a database."""
+        return self.group.path / "study.journal"
+
+    @property
+    def trials_lock(self) -> Path:
+        """Held by who takes a trial away from a worker."""
+        return self.group.path / "trials.lock"
+
+    @property
+    def looks(self) -> Path:
+        """How often somebody has looked for a sweep's dead workers."""
+        return self.group.path / "looks"
+
+    @property
+    def sweep_lock(self) -> Path:
+        """Held by who adds to a sweep."""
+        return self.group.path / "sweep.lock"
+
+    @property
+    def summary(self) -> Path:
+        """How a sweep stands, for `status`; workers write it, and it is made anew from the study when it is lost."""
+        return self.group.path / "summary.json"
+
+    @property
+    def summary_lock(self) -> Path:
+        """Held from the look at the study until that is written, so that no older look is written over a newer one."""
+        return self.group.path / "summary.lock"
+
+    @property
+    def config(self) -> Path:
+        """A trial's whole config."""
+        return self.path / "config.yaml"
 
     @property
     def spec(self) -> Path:
@@ -119,6 +170,10 @@ class RunFolder:
     def requeue_wish(self, attempt: int) -> Path:
         """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"
+
+    def unfinished(self, attempt: int) -> Path:
+        """There while a sweep's worker has a trial: where its ranks fail then, they start again in their place."""
+        return self.logs / f"{attempt}.unfinished"
 
     def launch_log(self, name: str) -> Path:
         """Of the batch script of a job, or of the local supervisor; it has to have its folder before the job starts."""
@@ -192,6 +247,10 @@ def open_to(readable_by: str) -> None:
 
 def make_writable(folder: Path) -> None:
     """Creates a folder for runs, or says in one line why nothing can be written there."""
+    if folder.name in (TASKS, TRIALS):
+        raise UserError(
+            f"runs folder {str(folder)!r}: {folder.name!r} is what parts of a run lie in: call it otherwise"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -202,15 +261,16 @@ def make_writable(folder: Path) -> None:
         ) from None
 
 
-def write_whole(path: Path, text: str, sync: bool = True) -> None:
+def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
     """Writes the file whole or not at all.
 
     `sync=False` skips the wait for the disk, for files that are rewritten every second and rebuilt when lost.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # a name without the file's own: TensorBoard reads whatever has "tfevents" in it
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             if sync:
                 os.fsync(file.fileno())

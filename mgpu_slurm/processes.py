@@ -16,6 +16,9 @@ from pathlib import Path
 RUN_VARIABLE = "MGPU_RUN_FOLDER"
 """Every process of a run carries it, so that one which left its family is still found."""
 
+TRIAL_VARIABLE = "MGPU_TRIAL_FOLDER"
+"""Every process of a trial's command carries it, besides that of the worker."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -16,6 +16,7 @@ from typing import Any
 from mgpu_slurm import states
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_json, read_jsonl, write_json
+from mgpu_slurm.wording import first_line
 
 FIRST_STATE: dict[str, Any] = {
     "run": "",
@@ -92,7 +93,8 @@ def _first_state(folder: RunFolder, group: dict[str, Any] | None) -> dict[str, A
     if folder.task is None:
         return {}
     known = read_state(folder.group) if group is None else group
-    return {name: known[name] for name in INHERITED if name in known}
+    inherited = {name: known[name] for name in INHERITED if name in known}
+    return inherited | ({"kind": "worker"} if known["kind"] == "sweep" else {})
 
 
 def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dict[str, Any]:
@@ -184,14 +186,42 @@ def submissions_of(run: RunFolder) -> list[Submission]:
     return found
 
 
+def spans(folder: RunFolder) -> list[tuple[datetime, datetime | None]]:
+    """When each attempt began and ended; None for one that goes on."""
+    found: list[tuple[datetime, datetime | None]] = []
+    for event in events(folder):
+        time = datetime.fromisoformat(event["time"])
+        if event["event"] == "started":
+            if found and found[-1][1] is None:
+                # nobody saw it end, but it had by then
+                found[-1] = (found[-1][0], time)
+            found.append((time, None))
+        elif event["event"] == "ended" and found:
+            found[-1] = (found[-1][0], time)
+    if found and found[-1][1] is None and (ended := read_state(folder)["ended"]):
+        # nobody was there to write it down
+        found[-1] = (found[-1][0], datetime.fromisoformat(ended))
+    return found
+
+
+def hours(folder: RunFolder) -> float:
+    """For how long all attempts together have had their nodes."""
+    now = datetime.now(timezone.utc)
+    return sum(((ended or now) - begun).total_seconds() for begun, ended in spans(folder)) / 3600
+
+
 def attempts_started(folder: RunFolder) -> int:
     return sum(event["event"] == "started" for event in events(folder))
 
 
 def failure_line(folder: RunFolder) -> str:
     """The first cause of a failed run in one line, for `status`."""
-    failure = read_json(folder.failure) or {}
-    message = (str(failure.get("message", "")).splitlines() or [""])[0]
+    return line_of(read_json(folder.failure) or {})
+
+
+def line_of(failure: dict[str, Any]) -> str:
+    """What a `failure.json` says, in one line."""
+    message = first_line(str(failure.get("message", "")))
     if "error" not in failure:
         return message or "failed before a rank could say why; look at the launch log"
     return f"rank {failure['rank']} on {failure['node']}: {failure['error']}: {message}"

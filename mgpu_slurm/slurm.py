@@ -358,6 +358,11 @@ def _array_tasks(job_id: str) -> list[str]:
         return [job_id]
 
 
+def scancel_waiting_command(job_ids: Sequence[str]) -> list[str]:
+    """Only what has not started of these jobs and arrays."""
+    return ["scancel", "--quiet", "--state=PENDING", *job_ids]
+
+
 def scancel_command(job_ids: Sequence[str]) -> list[str]:
     assert job_ids
     return ["scancel", *job_ids]

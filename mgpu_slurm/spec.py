@@ -13,6 +13,7 @@ from mgpu_slurm.errors import UserError, nearest
 from mgpu_slurm.paths import LONGEST_NAME, RUN_NAME, RunFolder, write_whole
 
 ExecutorName = Literal["slurm", "allocation", "local"]
+Kind = Literal["run", "sweep"]
 Readers = Literal["owner", "group"]
 
 ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
@@ -130,6 +131,11 @@ class Resources:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def gpus(self) -> int:
+        """Of all nodes together; 0 also where nothing is said of them."""
+        return self.nodes * (self.gpus_per_node or 0)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -169,8 +175,10 @@ class Spec:
     signal: str = "USR2"
     lead: int | None = None
     """Seconds between the signal and the time limit; None without a time limit."""
-    seeds: int | None = None
-    """How many runs this is, one per seed, as one job array; None for a run of its own."""
+    kind: Kind = "run"
+    tasks: int | None = None
+    """Of how many tasks its job array is: runs, one per seed, or a sweep's workers; None for a run of its own, and for
+    one of those."""
     at_once: int | None = None
     """How many of them may run at the same time; None for as many as there is room for."""
     after: tuple[str, ...] = ()
@@ -198,10 +206,17 @@ class Spec:
         if self.max_requeues < 0:
             raise UserError(f"--max-requeues {self.max_requeues}: expected 0 or more")
 
+    @property
+    def rank_module(self) -> str:
+        """What every rank starts as; it has `run_rank`."""
+        return "mgpu_slurm.sweep.worker" if self.kind == "sweep" else "mgpu_slurm.runtime.entry"
+
     def of_task(self, task: int) -> Spec:
-        """One run of a group, with its own name and seed, as a run of its own."""
-        assert self.seeds is not None
-        one = replace(self, run=f"{self.run}/{task}", seeds=None, at_once=None)
+        """One run of a group with its own name and seed, or one worker of a sweep, as a run of its own."""
+        assert self.tasks is not None
+        one = replace(self, run=f"{self.run}/{task}", tasks=None, at_once=None)
+        if self.kind == "sweep":
+            return one
         if self.target.command is None:
             return replace(one, config=self.config | {"seed": self.config["seed"] + task})
         command = tuple(word.replace(SEED_PLACE, str(task)) for word in self.target.command)
@@ -209,17 +224,17 @@ class Spec:
 
     def check_seeds(self) -> None:
         """Raises UserError where the seeds would reach nothing."""
-        if self.seeds is None:
+        if self.tasks is None:
             return
         if self.target.command is not None:
             if not any(SEED_PLACE in word for word in self.target.command):
                 raise UserError(
-                    f"--seeds {self.seeds}: nothing in the command takes the seed; write {SEED_PLACE} where it belongs,"
+                    f"--seeds {self.tasks}: nothing in the command takes the seed; write {SEED_PLACE} where it belongs,"
                     f" for example --seed {SEED_PLACE}"
                 )
         elif type(self.config.get("seed")) is not int:
             raise UserError(
-                f"--seeds {self.seeds}: the config of {self.target.label} has no whole number `seed`;"
+                f"--seeds {self.tasks}: the config of {self.target.label} has no whole number `seed`;"
                 " add `seed: int = 0` and use it"
             )
 

@@ -112,6 +112,8 @@ class Supervisor:
         self._spec = spec
         self._nodes = nodes
         self._limit: Limit | None = None
+        self._limit_ends: float | None = None
+        """By the monotonic clock, of ranks that start again in their place: they have what is left."""
         self._cancelled = False
         self._timed_out = False
 
@@ -128,6 +130,9 @@ class Supervisor:
         restarts = 0
         while True:
             code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(restarts)
+            if self._goes_on_in_place(code):
+                continue
+            self._limit_ends = None
             if code != REQUEUE_EXIT_CODE or self._cancelled:
                 return self._conclusion(code)
             problem = self._why_no_restart(restarts)
@@ -136,6 +141,10 @@ class Supervisor:
             restarts += 1
             records.record_event(self._folder, "requeued", job_id=self._nodes.job_id)
             records.update_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
+
+    def _goes_on_in_place(self, code: int) -> bool:
+        is_wanted = attempt.goes_on_in_place(self._folder, self._spec, code)
+        return is_wanted and not (self._cancelled or self._timed_out or self._nodes.lost())
 
     def _is_cancelled_already(self) -> bool:
         """Whether a cancel came while no attempt was there to hear of it."""
@@ -164,6 +173,8 @@ class Supervisor:
     def _attempt(self, restarts: int) -> int:
         """One attempt in a process of its own; its exit code."""
         self._limit = self._nodes.prepare()
+        if self._limit is not None:
+            self._limit_ends = self._limit_ends or time.monotonic() + self._limit.seconds
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -231,9 +242,9 @@ class Supervisor:
 
     def _time_limit_signals(self) -> Due:
         """When to send what: the lead signal, SIGTERM at the limit, SIGKILL after the kill wait, as SLURM does."""
-        if self._limit is None:
+        if self._limit is None or self._limit_ends is None:
             return deque()
-        end = time.monotonic() + self._limit.seconds
+        end = self._limit_ends
         due = deque([(end, signal.SIGTERM), (end + self._spec.kill_wait, signal.SIGKILL)])
         if self._spec.lead is not None:
             # of a run that is resumed there may be less left than its lead

@@ -16,6 +16,7 @@ from typing import Any
 
 from mgpu_slurm.config import field_types
 from mgpu_slurm.errors import UserError, nearest
+from mgpu_slurm.wording import first_line
 
 DEFAULT_FUNCTION = "train"
 
@@ -68,6 +69,20 @@ def load(name: str, workdir: Path) -> JobFunction:
         raise UserError(f"target {name!r}: {module_name} has no {function_name!r}{hint}{as_script}")
     check_callable(function, name)
     return typing.cast(JobFunction, function)
+
+
+def attribute(name: str, workdir: Path) -> Any:
+    """What `package.module:name` or `path/to/file.py:name` is.
+
+    Raises:
+        UserError: there is no such module or name, or the import fails.
+    """
+    module_name, attribute_name = split(name)
+    module = _import(module_name, workdir)
+    if not hasattr(module, attribute_name):
+        known = [key for key in vars(module) if not key.startswith("_")]
+        raise UserError(f"{name!r}: {module_name} has no {attribute_name!r}{nearest(attribute_name, known)}")
+    return getattr(module, attribute_name)
 
 
 def check_callable(function: Any, name: str) -> None:
@@ -158,16 +173,16 @@ def import_failure(error: BaseException, shown: str, folder: Path) -> UserError:
 
 def in_own_words(error: BaseException, shown: str, folder: Path) -> str:
     """`file:line: Error: message` of the innermost code below `folder` that an error passed through."""
-    first_line = (str(error).splitlines() or [""])[0]
+    said = first_line(str(error))
     if isinstance(error, SyntaxError) and error.filename:
-        first_line = error.msg
+        said = error.msg
         place = f"{_relative(error.filename, folder)}:{error.lineno}"
     else:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
         frame = own[-1] if own else None
         place = f"{_relative(frame.filename, folder)}:{frame.lineno}" if frame else shown
-    return f"{place}: {type(error).__name__}: {first_line}"
+    return f"{place}: {type(error).__name__}: {said}"
 
 
 def _relative(filename: str, folder: Path) -> str:

@@ -20,6 +20,17 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
+def first_line(text: str) -> str:
+    """Of what may be many lines, or none."""
+    return (text.splitlines() or [""])[0]
+
+
+def short_path(path: Path) -> str:
+    """Relative to the working directory where it lies below, for pasting."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 def _is_module_call() -> bool:
     return Path(sys.argv[0]).name == "__main__.py"
 

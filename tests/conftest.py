@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import postgresql as databases
 from tests.support import Project, make_project
 
 LONGEST = ("tests/slurm/", "tests/end_to_end/", "tests/jobs/")
@@ -25,3 +27,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     return make_project(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[databases.Server]:
+    """One server for all tests of a process, each with databases of its own; nobody stops it."""
+    if not databases.is_there():
+        pytest.skip(databases.MISSING)
+    with databases.server(tmp_path_factory.mktemp("postgresql") / "server") as server:
+        yield server
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says it once, also where pytest is not asked for the reasons of skips."""
+    skipped = [
+        report for report in terminalreporter.stats.get("skipped", []) if databases.MISSING in str(report.longrepr)
+    ]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests are skipped: {databases.MISSING}", yellow=True)

@@ -22,10 +22,10 @@ MAY_IMPORT = {
     "top": {"top"},
     "launch": {"top", "launch"},
     "runtime": {"top", "runtime"},
-    "observe": {"top", "launch", "observe"},
-    "sweep": {"top", "sweep"},
+    "observe": {"top", "launch", "observe", "sweep"},
+    "sweep": {"top", "launch", "runtime", "sweep"},
     "supervisor": {"top", "launch", "runtime", "supervisor"},
-    "cli": {"top", "launch", "runtime", "observe", "cli"},
+    "cli": {"top", "launch", "runtime", "sweep", "observe", "cli"},
 }
 """The houses of the package and whom they know. The local executor's supervisor is where both sides meet."""
 

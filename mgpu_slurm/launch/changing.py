@@ -86,6 +86,8 @@ def _new_code(folder: RunFolder, spec: Spec) -> Iterator[Spec]:
     """Puts a new snapshot in the place of the code, and keeps the code before as `code-<attempts>`."""
     if spec.target.pickled is not None:
         raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by a name: submit it anew")
+    if spec.kind == "sweep":
+        raise UserError(f"--code new: trials of study {folder.run} would not compare: start a study of another name")
     staging = RunFolder(folder.path / f"{paths.STAGING_PREFIX}code")
     shutil.rmtree(staging.path, ignore_errors=True)
     staging.create(spec.readable_by)
@@ -97,7 +99,7 @@ def _new_code(folder: RunFolder, spec: Spec) -> Iterator[Spec]:
         facts = environment.describe(taken)
         spec = replace(spec, python=sys.executable)
         key = checked.key(taken.digest, spec.target.label, spec.workdir, facts["packages"])
-        config = configuring.complete(spec, spec.config, staging, Path(spec.project), key)
+        config = configuring.complete(spec, [spec.config], staging, Path(spec.project), key)
         shutil.rmtree(old, ignore_errors=True)
         os.rename(folder.code, old)
         os.rename(staging.code, folder.code)

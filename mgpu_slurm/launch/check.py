@@ -28,14 +28,14 @@ class Question:
     """The folder in the snapshot where the job will stand."""
     original: str
     """The folder from which paths in the config are meant."""
-    values: dict[str, Any]
-    """What `--config` and `key=value` give."""
+    values: list[dict[str, Any]]
+    """What `--config` and `key=value` give; or several sets of values, each of which has to fit."""
 
 
 @dataclass(frozen=True)
 class Answer:
     config: dict[str, Any]
-    """The whole config as plain values, defaults filled in and paths absolute."""
+    """The whole config as plain values, defaults filled in and paths absolute; of several the first."""
     description: Any = None
     """Of the config's class, where one can be given; see `signature`."""
     error: str | None = None
@@ -48,8 +48,8 @@ def ask(question: Question) -> Answer:
     sys.dont_write_bytecode = True
     try:
         cls = target.config_class(target.load(question.target, Path(question.workdir)))
-        config = resolve_config(cls, question.target, question.values, Path(question.original))
-        return Answer(config, None if cls is None else signature.describe(cls, Path(question.code)))
+        found = [resolve_config(cls, question.target, values, Path(question.original)) for values in question.values]
+        return Answer(found[0], None if cls is None else signature.describe(cls, Path(question.code)))
     except UserError as error:
         return Answer({}, error=str(error))
     except Exception as error:

@@ -34,12 +34,13 @@ class Usage:
 
 
 def usage(folder: RunFolder) -> Usage:
-    """What a run takes, or a group with all its runs; files that vanish meanwhile count nothing.
+    """What a run takes, or a group with all its runs, or a sweep with all its trials; files that vanish meanwhile count
+    nothing.
 
     Raises:
         UserError: where a folder may not be read.
     """
-    parts = [folder, *(RunFolder(path) for path in _listed(folder.tasks))]
+    parts = [folder, *(RunFolder(path) for path in [*_listed(folder.tasks), *_listed(folder.trials)])]
     places = {
         "checkpoints": [part.checkpoints for part in parts],
         "logs": [part.logs for part in parts],

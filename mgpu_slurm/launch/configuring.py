@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mgpu_slurm.spec import Spec
 
 def complete(
     spec: Spec,
-    values: dict[str, Any],
+    values: Sequence[dict[str, Any]],
     folder: RunFolder,
     cwd: Path,
     key: str,
@@ -31,7 +31,8 @@ def complete(
     """The job's whole config as plain values.
 
     Args:
-        values: those that differ from the job's defaults.
+        values: those that differ from the job's defaults; where there are several sets of them, each has to fit, and
+            the config is that of the first.
         folder: holds the snapshot; a function that no module holds is pickled there.
         cwd: what relative paths among the values are relative to.
         key: names the code, which is not imported again where it was checked before.
@@ -43,11 +44,11 @@ def complete(
     """
     target = spec.target
     if target.is_command:
-        if values:
-            raise UserError(f"key=value {next(iter(values))!r}: a command has no config; put it behind --")
+        if any(values):
+            raise UserError(f"key=value {next(iter(values[0]))!r}: a command has no config; put it behind --")
         return {}
     if function is not None:
-        config = fill_config(targets.config_class(function), target.label, values, cwd)
+        config = fill_config(targets.config_class(function), target.label, values[0], cwd)
         if target.pickled is not None:
             _pickle(function, config, folder)
         plain: dict[str, Any] = configs.to_plain(config)
@@ -55,9 +56,11 @@ def complete(
     assert target.function is not None
     known = checked.recall(key)
     if known is not None:
-        return resolve_config(signature.rebuild(known), target.function, values, cwd)
+        cls = signature.rebuild(known)
+        found = [resolve_config(cls, target.function, each, cwd) for each in values]
+        return found[0]
     workdir = folder.code / spec.workdir
-    answer = _ask(Question(target.function, str(folder.code), str(workdir), str(cwd), values), supervisor)
+    answer = _ask(Question(target.function, str(folder.code), str(workdir), str(cwd), list(values)), supervisor)
     if answer.error is not None:
         raise UserError(answer.error)
     if answer.description is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mgpu_slurm.errors import UserError
 
-STARTER_FILES = ("train.py", "mgpu.yaml")
+STARTER_FILES = ("train.py", "sweep.yaml", "mgpu.yaml")
 
 
 def write(folder: Path) -> list[Path]:

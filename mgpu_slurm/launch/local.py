@@ -147,7 +147,7 @@ def _await_coordinator(group: RunFolder) -> None:
 
 
 def _program(spec: Spec) -> list[str]:
-    if spec.seeds is not None:
+    if spec.tasks is not None:
         return ["mgpu_slurm.coordinator"]
     ranks_of_function = 0 if spec.target.is_command else spec.resources.ranks
     return ["mgpu_slurm.supervisor", spec.executor, str(ranks_of_function)]

@@ -38,6 +38,9 @@ from mgpu_slurm.wording import counted, program
 
 DEMO_TARGET = "jobs.digits"
 
+WORKER_REQUEUES = 1000
+"""How often a sweep's worker may start again at its time limit."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -57,6 +60,10 @@ class Request:
     max_requeues: int | None = None
     seeds: str | None = None
     """`5`, or with a limit at a time `100%10`."""
+    workers: int | None = None
+    """Of a sweep: how many; its study is called by the name as it stands."""
+    probes: tuple[dict[str, Any], ...] = ()
+    """Of a sweep: values that trials may give the job's config beside the others; it has to take each of them."""
     after: tuple[str, ...] = ()
     """Runs that have to complete before."""
     after_any: tuple[str, ...] = ()
@@ -77,29 +84,34 @@ class Plan:
     """What was decided for the user, in words."""
     snapshot_limit: int
     """Bytes."""
+    whole_config: dict[str, Any] = field(default_factory=dict)
+    """The job's config with all of its defaults, once the target has completed it; of a sweep, that of one trial."""
 
     @property
     def script(self) -> str:
         """The script that sbatch gets, exact but for the mark of the submission and the ids of jobs to wait for."""
-        array = None if self.spec.seeds is None else Array(0, tuple(range(self.spec.seeds)))
+        array = None if self.spec.tasks is None else Array(0, tuple(range(self.spec.tasks)))
         return script.render(self.spec, self.folder, sbatch.new_token(), array, ",".join(self.spec.after))
 
     def with_config(self, config: dict[str, Any]) -> Plan:
-        return replace(self, spec=replace(self.spec, config=config))
+        """With the config as the target has completed it; trials of a sweep share only what was given."""
+        shared = configs.only(config, self.spec.config) if self.spec.kind == "sweep" else config
+        return replace(self, spec=replace(self.spec, config=shared), whole_config=config)
 
     def lines(self) -> list[str]:
         """For people, before the start."""
         spec, resources = self.spec, self.spec.resources
         # the seed of a group stands on a line of its own
-        shown = {key: value for key, value in spec.config.items() if key != "seed" or spec.seeds is None}
+        is_seeded = spec.tasks is not None and spec.kind == "run"
+        shown = {key: value for key, value in spec.config.items() if key != "seed" or not is_seeded}
         config = "  ".join(f"{key}={value}" for key, value in shown.items())
         nodes = counted(resources.nodes, "simulated node" if spec.executor == "local" else "node")
         ranks = f"{resources.ranks} = {nodes} x {resources.ranks_per_node}"
         return [
-            f"run       {spec.run}",
+            f"{'study' if spec.kind == 'sweep' else 'run':<9} {spec.run}",
             f"target    {spec.target.label}",
             *([f"config    {config}"] if config else []),
-            *([f"seeds     {self._seeds(spec.seeds)}"] if spec.seeds else []),
+            *([f"seeds     {self._seeds(spec.tasks)}"] if spec.tasks is not None and is_seeded else []),
             f"ranks     {ranks}",
             *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,
@@ -130,7 +142,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     if held is None:
         profile = slurm.flags_of_profile(os.environ) if executor == "slurm" else {}
         asked = resources_from(profile | configs.merge(chosen.flags, given), "the call")
-        resources, shares = _with_gpus(asked, executor, request.dry_run, note)
+        resources, shares = _with_gpus(asked, executor, request, note)
         limit = resources.time_limit
     else:
         resources, shares = _with_share(held, given)
@@ -139,19 +151,20 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     target, root = _target(request, file.job, cwd)
     root = request.project or root
     signal, lead = announcement(request.signal or _site_signal(chosen, limit), limit, executor)
-    seeds, at_once = (None, None) if request.seeds is None else parse_seeds(request.seeds)
+    tasks, at_once = _tasks(request, executor)
     spec = Spec(
-        run=_run_name(_short_name(target) if request.name is None else request.name),
+        run=_name(request, target),
         target=target,
         executor=executor,
         resources=resources,
         config=request.values,
         signal=signal,
         lead=lead,
-        seeds=seeds,
+        kind="run" if request.workers is None else "sweep",
+        tasks=tasks,
         at_once=at_once,
         after=dependencies.named(request.after, request.after_any),
-        max_requeues=chosen.max_requeues if request.max_requeues is None else request.max_requeues,
+        max_requeues=_max_requeues(request, chosen),
         kill_wait=chosen.kill_wait,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),
@@ -165,6 +178,28 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     )
     notes = (f"executor  {executor}: {why}", *shares)
     return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit)
+
+
+def _name(request: Request, target: Target) -> str:
+    if request.workers is not None:
+        assert request.name is not None
+        return request.name
+    return _run_name(_short_name(target) if request.name is None else request.name)
+
+
+def _tasks(request: Request, executor: ExecutorName) -> tuple[int | None, int | None]:
+    """How many tasks a job array has, and how many of them may run at the same time."""
+    if request.workers is not None:
+        # all share one machine, or what is held of a cluster; in a queue each starts when there is room for it
+        return request.workers, None if executor == "slurm" else request.workers
+    return (None, None) if request.seeds is None else parse_seeds(request.seeds)
+
+
+def _max_requeues(request: Request, chosen: Cluster) -> int:
+    if request.workers is not None:
+        # a worker comes back for as long as there are trials
+        return WORKER_REQUEUES
+    return chosen.max_requeues if request.max_requeues is None else request.max_requeues
 
 
 def _executor(request: Request) -> tuple[ExecutorName, str]:
@@ -215,19 +250,21 @@ def _with_share(held: Allocation, given: dict[str, Any]) -> tuple[Resources, lis
     return resources, notes
 
 
-def _with_gpus(resources: Resources, executor: ExecutorName, dry_run: bool, note: Note) -> tuple[Resources, list[str]]:
+def _with_gpus(
+    resources: Resources, executor: ExecutorName, request: Request, note: Note
+) -> tuple[Resources, list[str]]:
     """The resources with the GPUs per node decided, and how that came."""
-    decided, how = _gpus_decided(resources, executor, dry_run, note)
+    decided, how = _gpus_decided(resources, executor, request, note)
     return decided, [f"gpus      {how}"]
 
 
-def _gpus_decided(resources: Resources, executor: ExecutorName, dry_run: bool, note: Note) -> tuple[Resources, str]:
+def _gpus_decided(resources: Resources, executor: ExecutorName, request: Request, note: Note) -> tuple[Resources, str]:
     asked = resources.gpus_per_node
     if executor == "local":
-        return _with_local_gpus(resources)
+        return _with_local_gpus(resources, request.workers or 1)
     if asked is not None:
         return resources, f"{asked} per node, as asked"
-    if dry_run and shutil.which("sinfo") is None:
+    if request.dry_run and shutil.which("sinfo") is None:
         return resources, "not known here: there is no sinfo to ask; give --gpus-per-node"
     found = wait_out(lambda: slurm.gpus_per_node(resources.partition), note)
     where = f"partition {resources.partition}" if resources.partition else "the default partition"
@@ -236,7 +273,11 @@ def _gpus_decided(resources: Resources, executor: ExecutorName, dry_run: bool, n
     return replace(resources, gpus_per_node=found), f"{found} per node, all that the nodes of {where} have"
 
 
-def _with_local_gpus(resources: Resources) -> tuple[Resources, str]:
+def _with_local_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
+    """
+    Args:
+        workers: that share the machine; where there are too few GPUs for all, some wait for others to end.
+    """
     available = len(simulated.visible_gpus())
     asked = resources.gpus_per_node
     if asked is not None:
@@ -246,7 +287,7 @@ def _with_local_gpus(resources: Resources) -> tuple[Resources, str]:
                 f" and this machine shows {available}: lower one of them, or use 0 for none"
             )
         return resources, f"{asked} per simulated node, as asked"
-    share = available // resources.nodes
+    share = max(available // (resources.nodes * workers), min(1, available // resources.nodes))
     if share == 0:
         few = f"{available} for {resources.nodes} nodes" if available else "this machine shows none"
         # said to the ranks too, who would otherwise all take the same GPU

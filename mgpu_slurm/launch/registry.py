@@ -125,6 +125,13 @@ def find(name: str) -> RunFolder:
         or [folder for folder in known if folder.run.startswith(name)]
         or (_with_job(name, known) if _JOB_ID.fullmatch(name) else [])
     )
+    here = [folder for folder in found if folder.path.parent == paths.runs_root().resolve()]
+    if len(here) == 1:
+        # one of another project may have the same name
+        return here[0]
+    if len(found) > 1 and len({folder.run for folder in found}) == 1:
+        places = ", ".join(str(folder.path) for folder in found[-5:])
+        raise UserError(f"run {name!r} is there more than once: name one by its folder: {places}")
     if len(found) > 1:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
         raise UserError(f"run {name!r} is not clear, it may be {names}: give more of the name")

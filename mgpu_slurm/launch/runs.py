@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, overload
 from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import ClusterError, RunFailed, UserError
-from mgpu_slurm.launch import cleaning, local, registry
+from mgpu_slurm.launch import cleaning, local, registry, sweeps
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.changing import NO_CHANGE, Change
 from mgpu_slurm.launch.plan import Request
@@ -49,7 +49,11 @@ class _Submitted:
     @property
     def state(self) -> str:
         """Of several runs: of one that is alive, else of one that did not complete, where there is such a one."""
-        return states.overall(self.all_facts)
+        return self._as_one(self.all_facts)
+
+    def _as_one(self, facts: list[dict[str, Any]]) -> str:
+        """One state for all."""
+        return states.overall(facts)
 
     @property
     def is_command(self) -> bool:
@@ -69,7 +73,7 @@ class _Submitted:
         begun = time.monotonic()
         watch = Watch(self.files, note)
         while True:
-            state = states.overall(watch.states())
+            state = self._as_one(watch.states())
             if not states.is_alive(state):
                 return state
             waited = time.monotonic() - begun
@@ -128,8 +132,8 @@ class _Submitted:
         """
         self.check_deletable()
         if only_checkpoints:
-            for member in registry.members(self.files):
-                cleaning.delete_checkpoints(member)
+            for part in [*registry.members(self.files), *sweeps.trials(self.files)]:
+                cleaning.delete_checkpoints(part)
         elif self.files.task is not None:
             raise UserError(f"run {self.name} is a part of group {self.files.group.run}: delete that one")
         else:
@@ -239,6 +243,25 @@ class Group(_Submitted):
         return [run.result() for run in self.runs]
 
 
+class Study(Group):
+    """A sweep: its workers, and what they have found."""
+
+    def _as_one(self, facts: list[dict[str, Any]]) -> str:
+        return sweeps.overall(facts, sweeps.summary_of(self.files))
+
+    @property
+    def trials(self) -> dict[str, int]:
+        """How many trials are in each of Optuna's states."""
+        found: dict[str, int] = sweeps.summary_of(self.files)["trials"]
+        return found
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best trial so far: its `number`, `value` and `params` among others; None before the first is complete."""
+        found: dict[str, Any] | None = sweeps.summary_of(self.files)["best"]
+        return found
+
+
 def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
     """Ends the run; of a group also one that still waits for its turn."""
     if _is_waiting(folder, facts):
@@ -339,6 +362,8 @@ def submit(
 
 
 def _seen(folder: RunFolder) -> Handle | Group:
+    if sweeps.is_sweep(folder):
+        return Study(folder)
     return Group(folder) if registry.is_group(folder) else Handle(folder)
 
 

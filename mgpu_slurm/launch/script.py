@@ -179,4 +179,4 @@ def ranks_command(spec: Spec, options: Sequence[str] = ()) -> list[str]:
     # ALL: a site may set --export=NONE. kill: the other ranks would hang in their collectives until the time limit
     srun = ["srun", *options, "--export=ALL", "--kill-on-bad-exit=1"]
     srun += [f"--nodes={spec.resources.nodes}", f"--ntasks-per-node={spec.resources.ranks_per_node}", "--unbuffered"]
-    return [*srun, spec.python, "-m", "mgpu_slurm.runtime.entry"]
+    return [*srun, spec.python, "-m", spec.rank_module]

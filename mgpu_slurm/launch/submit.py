@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import (
@@ -41,6 +43,14 @@ from mgpu_slurm.spec import SEED_PLACE, Spec, read_spec
 STALE_STAGING_SECONDS = 3600
 
 
+Addition: TypeAlias = Callable[[Plan, RunFolder], None]
+"""Puts more into the folder of a run that is being made; the plan is complete."""
+
+
+def nothing(made: Plan, staging: RunFolder) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Submission:
     """What was submitted, and as what."""
@@ -49,11 +59,12 @@ class Submission:
     job_id: str
 
 
-def submit(request: Request, note: Note = quiet) -> Submission:
+def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Submission:
     """Submits a run and returns as soon as its executor has taken it.
 
     Args:
         note: hears that a cluster which does not answer is waited for.
+        add: puts more into the folder, before anybody sees it.
 
     Raises:
         UserError: something in the call or a file is wrong; no run folder is left.
@@ -67,28 +78,41 @@ def submit(request: Request, note: Note = quiet) -> Submission:
     dependency = dependencies.sbatch_option(made.spec.after) if made.spec.executor == "slurm" else ""
     with _staged(made, runs) as staging, local.supervisor(made.spec, made.folder, staging) as supervisor:
         made = _complete(made, request, staging, supervisor, cwd)
+        add(made, staging)
         registry.remember_root(runs)
         if supervisor is None:
             # before the run can be seen: one that was never asked for would pend for ever
-            jobs = queueing.announce(staging, None if made.spec.seeds is None else range(made.spec.seeds), note)
-            staging.path.rename(made.folder.path)
+            jobs = queueing.announce(staging, None if made.spec.tasks is None else range(made.spec.tasks), note)
+            _show(staging, made)
             try:
                 return Submission(made, queueing.submit(made.folder, made.spec, jobs, dependency, note))
             finally:
                 if not queueing.may_have_arrived(made.folder, jobs):
                     shutil.rmtree(made.folder.path, ignore_errors=True)
         job_id = supervisor.claim(staging)
-        staging.path.rename(made.folder.path)
+        _show(staging, made)
         supervisor.go(made.folder)
         return Submission(made, job_id)
 
 
-def rehearse(request: Request, note: Note = quiet) -> Plan:
+def _show(staging: RunFolder, made: Plan) -> None:
+    """Gives the folder its name, under which it can be seen."""
+    try:
+        staging.path.rename(made.folder.path)
+    except OSError:
+        if not made.folder.path.exists():
+            raise
+        raise UserError(f"{made.spec.run!r} was made by somebody else at the same moment: try again") from None
+
+
+def rehearse(request: Request, note: Note = quiet, add: Addition = nothing) -> Plan:
     """The plan of a submission, complete and checked, with nothing started and nothing left behind."""
     cwd, runs = Path.cwd(), paths.runs_root()
     made = plan.make(request, cwd, runs, note)
     with tempfile.TemporaryDirectory(prefix="mgpu-") as folder, _staged(made, Path(folder)) as staging:
-        return _complete(made, request, staging, None, cwd)
+        made = _complete(made, request, staging, None, cwd)
+        add(made, staging)
+        return made
 
 
 def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_CHANGE, note: Note = quiet) -> str:
@@ -211,7 +235,8 @@ def _locked(folder: RunFolder) -> Iterator[None]:
 def _staged(made: Plan, runs: Path) -> Iterator[RunFolder]:
     """A hidden folder beside the runs; it is gone afterwards unless it was renamed into a run."""
     paths.open_to(made.spec.readable_by)
-    staging = RunFolder(runs / f"{paths.STAGING_PREFIX}{made.spec.run}")
+    # two may make a sweep of one name at the same moment
+    staging = RunFolder(runs / f"{paths.STAGING_PREFIX}{made.spec.run}-{secrets.token_hex(4)}")
     staging.create(made.spec.readable_by)
     try:
         yield staging
@@ -247,21 +272,24 @@ def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: loca
     _check_script(made.spec, staging)
     facts = environment.describe(taken)
     key = checked.key(taken.digest, made.spec.target.label, made.spec.workdir, facts["packages"])
-    asks = supervisor if made.spec.seeds is None else None
+    asks = supervisor if made.spec.tasks is None else None
     given = request.target if callable(request.target) else None
-    made = made.with_config(configuring.complete(made.spec, request.values, staging, cwd, key, asks, given))
-    made.spec.check_seeds()
+    values = [configs.merge(request.values, probe) for probe in request.probes] or [request.values]
+    made = made.with_config(configuring.complete(made.spec, values, staging, cwd, key, asks, given))
+    if made.spec.kind == "run":
+        made.spec.check_seeds()
     made.spec.write(staging)
     paths.write_json(staging.environment, facts)
     resources = made.spec.resources
     records.update_state(
         staging,
         run=made.spec.run,
+        kind=made.spec.kind,
         executor=made.spec.executor,
         slurm_cluster=_slurm_cluster(made.spec),
         nodes=resources.nodes,
         ranks=resources.ranks,
         submitted=made.spec.submitted,
-        tasks=made.spec.seeds,
+        tasks=made.spec.tasks,
     )
     return made

@@ -40,13 +40,16 @@ class Watch:
         return self.states()[0]
 
     def states(self) -> list[State]:
+        return [state for _, state in self.pairs()]
+
+    def pairs(self) -> list[tuple[RunFolder, State]]:
         if not self._folder.group.path.exists():
             raise UserError(f"run {self._folder.run} was deleted meanwhile")
         recorded = records.read_states(self._folder, without=self._ended)
         found = self._asked([folder for folder, _ in recorded]) or recorded
         newest = dict(found) | self._ended
         self._ended |= {folder: state for folder, state in found if not states.is_alive(state["state"])}
-        return [state for _, state in sorted(newest.items(), key=lambda pair: pair[0].task or 0)]
+        return sorted(newest.items(), key=lambda pair: pair[0].task or 0)
 
     def _asked(self, alive: list[RunFolder]) -> list[tuple[RunFolder, State]] | None:
         """What the executor says; None until the next question, and while an answer is not there."""

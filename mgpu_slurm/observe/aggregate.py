@@ -69,7 +69,7 @@ def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), not
     """Statistics of runs, grouped by their config without its seeds.
 
     Args:
-        words: runs, groups, or folders with event files below; none for the newest group.
+        words: runs, groups, sweeps, or folders with event files below; none for the newest group.
         on: what runs are aligned by.
         by: names of config values to group by instead.
         note: hears that a cluster does not answer.
@@ -230,7 +230,8 @@ def _notes(group: Group, on: On, several: bool) -> list[str]:
     prefix = f"{group.name}: " if several else ""
     of_all = f"of {counted(len(group.runs), 'run')}"
     found = []
-    alive = [run for run in group.runs if run.state and states.is_alive(run.state) and run.curves]
+    ended = ("", histories.PRUNED)
+    alive = [run for run in group.runs if run.state not in ended and states.is_alive(run.state) and run.curves]
     if alive:
         found.append(f"{len(alive)} {of_all} still at work: {_names(alive)}")
     silent = [run for run in group.runs if not run.curves]

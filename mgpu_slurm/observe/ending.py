@@ -6,11 +6,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.observe.status import duration
+from mgpu_slurm.observe.times import duration
 from mgpu_slurm.observe.warned import told, warnings
 from mgpu_slurm.paths import RunFolder, read_json
 from mgpu_slurm.states import FAILED, OUT_OF_MEMORY
-from mgpu_slurm.wording import program, tensorboard
+from mgpu_slurm.wording import program, short_path, tensorboard
 
 SHOWN_LINES = 20
 
@@ -35,11 +35,11 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     if result is not None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
         if numbers:
-            lines.append(f"result    {numbers}  ({_short(folder.result)})")
+            lines.append(f"result    {numbers}  ({short_path(folder.result)})")
     if folder.tensorboard.is_dir():
         lines.append(_curves_line(folder.path.parent))
     if state["state"] != "COMPLETED" and any(folder.logs.glob("*")):
-        lines.append(f"logs      {_short(folder.logs)}/")
+        lines.append(f"logs      {short_path(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
             lines.append(f"go on     {program()} resume {state['run']}   (its own code, from its newest checkpoint)")
     return lines
@@ -51,7 +51,7 @@ def curves_lines(group: Path) -> list[str]:
 
 
 def _curves_line(place: Path) -> str:
-    return f"curves    {tensorboard()} --logdir {_short(place)}"
+    return f"curves    {tensorboard()} --logdir {short_path(place)}"
 
 
 def _end_of_log(folder: RunFolder, attempt: int, who: str) -> list[str]:
@@ -69,9 +69,3 @@ def _headline(state: dict[str, Any]) -> str:
     if state["attempts"] > 1:
         words += f", {state['attempts']} attempts"
     return words + (f": {state['reason']}" if state["reason"] else "")
-
-
-def _short(path: Path) -> str:
-    """Relative to the working directory where it lies below, for pasting."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -49,11 +49,11 @@ def find_records(data: bytes) -> Records:
         if length is not None:
             start = place + HEADER
             stop = start + length
-            if stop + FOOTER > end:
+            if stop + FOOTER > end and _next_header(data, place + 1) == end:
                 break
             crc = checksum_of(data[start:stop])
             # as in masked_checksum: a call for each record takes half as long again
-            if ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == stored_at(data, stop)[0]:
+            if stop + FOOTER <= end and ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == stored_at(data, stop)[0]:
                 found.starts.append(start)
                 found.lengths.append(length)
                 place = stop + FOOTER

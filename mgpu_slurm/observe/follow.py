@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import records, states
 from mgpu_slurm.hostlist import compress
 from mgpu_slurm.launch.runs import log_files
+from mgpu_slurm.launch.sweeps import summary_of
 from mgpu_slurm.launch.watching import Watch
+from mgpu_slurm.observe.sweeps import new_lines
 from mgpu_slurm.observe.warned import Warned, told, warnings
 from mgpu_slurm.paths import RunFolder
 
@@ -89,14 +91,20 @@ class _Shown:
             self._warnings |= new
 
 
-def follow_group(folder: RunFolder) -> Iterator[str]:
-    """Yields a line whenever a run of the group starts or ends, and ends with the last one."""
+def follow_group(folder: RunFolder, without: Iterable[int] = ()) -> Iterator[str]:
+    """Yields a line whenever a run of the group starts or ends, or a trial of the sweep ends; ends with the last one.
+
+    Args:
+        without: trials that are not told of.
+    """
     notes: list[str] = []
     watch = Watch(folder, notes.append)
     shown: dict[str, str] = {}
+    shown_trials = set(without)
     while True:
         found = watch.states()
         yield from _said(notes)
+        yield from (f"{line}\n" for line in new_lines(summary_of(folder), shown_trials))
         for state in found:
             if state["state"] not in (shown.get(state["run"]), states.PENDING):
                 shown[state["run"]] = state["state"]

@@ -20,19 +20,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_slurm import config as configs
+from mgpu_slurm import records, states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import registry
 from mgpu_slurm.observe.events import EventFile, Floats, Integers, read_files
-from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.paths import TRIALS, RunFolder, read_json
 from mgpu_slurm.patience import Note, quiet
 from mgpu_slurm.spec import Spec, read_spec
-from mgpu_slurm.wording import counted
+from mgpu_slurm.sweep import hparams
+from mgpu_slurm.wording import counted, program
 
 On = Literal["step", "progress"]
 
 EVENT_FILES = "*tfevents*"
 MADE_HERE = "aggregate.json"
 """A folder with this file holds curves of several runs, and is no run itself."""
+
+PRUNED = "PRUNED"
+"""The state of a trial that its study gave up."""
+_STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, PRUNED: PRUNED, "FAIL": states.FAILED}
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Source:
     place: str
     path: Path
     own: RunFolder | None = None
+    is_study: bool = False
+    """Whether it stands for all trials of a sweep, also those that are to come."""
 
     @property
     def curves(self) -> Path:
@@ -76,7 +84,9 @@ class Source:
 
 
 def sources(words: Sequence[str], made_here: bool = False) -> list[Source]:
-    """The runs that words name: runs, groups, or folders with event files somewhere below.
+    """The runs that words name: runs, groups, sweeps, or folders with event files somewhere below.
+
+    A sweep is one of them as a whole; see `trials_of`.
 
     Args:
         made_here: whether curves that `aggregate` wrote are runs too.
@@ -100,6 +110,10 @@ def _below_its_place(source: Source) -> str:
 
 
 def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
+    head, slash, number = word.rpartition(f"/{TRIALS}/")
+    if slash and number.isdigit():
+        yield _one_trial(registry.find(head), int(number))
+        return
     folder = Path(word)
     if folder.is_dir() and not (folder / "spec.yaml").exists():
         below = list(_below(folder, made_here))
@@ -111,7 +125,34 @@ def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
     yield from _members(registry.find(word))
 
 
+def trials_of(found: Sequence[Source]) -> list[Source]:
+    """The runs, with the trials that have begun in the place of each sweep."""
+    return [run for source in found for run in (_trials(source) if source.is_study else [source])]
+
+
+def _trials(study: Source) -> Iterator[Source]:
+    assert study.own is not None
+    names = os.listdir(study.own.trials) if study.own.trials.is_dir() else []
+    for number in sorted(int(name) for name in names if name.isdigit()):
+        yield _trial(study.own.of_trial(number))
+
+
+def _one_trial(study: RunFolder, number: int) -> Source:
+    found = _trial(study.of_trial(number))
+    if not found.path.is_dir():
+        raise UserError(f"there is no trial {number} in {study.run}, or it has not begun: see `{program()} status`")
+    return found
+
+
+def _trial(folder: RunFolder) -> Source:
+    return Source(folder.run, folder.group.run, folder.path, folder)
+
+
 def _members(folder: RunFolder) -> Iterator[Source]:
+    if records.read_state(folder)["kind"] == "sweep":
+        # its tasks are workers, which train one trial after another and have no curves themselves
+        yield Source(folder.run, folder.run, folder.path, folder, is_study=True)
+        return
     for member in registry.members(folder):
         yield Source(member.run, member.group.run, member.path, member)
 
@@ -144,9 +185,10 @@ def read(found: Sequence[Source], on: On, note: Note = quiet) -> list[History]:
         on: by what its points are numbered; a run that has no such numbers says so in its notes.
         note: hears that a cluster does not answer.
     """
+    found = trials_of(found)
     # of all runs together: what is alike is read side by side
     events = _event_files([source.curves for source in found if not _has_metrics(source)])
-    states = _states([source.own for source in found if source.own is not None], note)
+    states_by_run = _states([source.own for source in found if source.own is not None], note)
     specs: dict[RunFolder, Spec] = {}
     histories = []
     for source in found:
@@ -157,7 +199,7 @@ def read(found: Sequence[Source], on: On, note: Note = quiet) -> list[History]:
             # the YAML of a large group is parsed once
             specs[source.own.group] = read_spec(source.own.group)
         history = _own(source, source.own, specs[source.own.group], events.get(source.curves), on)
-        history.state = states[source.own]
+        history.state = states_by_run[source.own]
         histories.append(history)
     return histories
 
@@ -179,9 +221,25 @@ def _age(file: EventFile) -> tuple[float, str]:
 
 
 def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
+    trials = {folder: _state_of_trial(folder) for folder in folders if _is_trial(folder)}
     # a group as a whole: its history is read once
-    groups = dict.fromkeys(folder.group for folder in folders)
-    return {folder: state["state"] for folder, state in registry.current(groups, note)} if groups else {}
+    groups = dict.fromkeys(folder.group for folder in folders if folder not in trials)
+    if not groups:
+        return trials
+    return trials | {folder: state["state"] for folder, state in registry.current(groups, note)}
+
+
+def _is_trial(folder: RunFolder) -> bool:
+    return folder.path.parent.name == TRIALS
+
+
+def _state_of_trial(folder: RunFolder) -> str:
+    """As its outcome says; one without is at work, or goes on later."""
+    for outcome in (folder.result, folder.failure):
+        told = read_json(outcome)
+        if told is not None:
+            return _STATES_OF_TRIALS.get(told.get("state"), states.UNKNOWN)
+    return states.UNKNOWN
 
 
 # -- runs of ours
@@ -196,7 +254,16 @@ def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] |
         _read_metrics(folder.metrics, on, history)
     else:
         _read_events(files, on, history)
+    if _is_trial(folder):
+        history.config |= _config_of_trial(folder)
     return history
+
+
+def _config_of_trial(folder: RunFolder) -> dict[str, Any]:
+    """All of it, or of one without a config of its own, such as a command, its parameters."""
+    if folder.config.exists():
+        return flattened(configs.read_yaml(folder.config))
+    return hparams.parameters_of(folder)
 
 
 def _identity(spec: Spec) -> tuple[str, dict[str, Any]]:

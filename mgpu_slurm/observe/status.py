@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
+from mgpu_slurm.observe.times import duration, time_of
 from mgpu_slurm.states import is_alive, overall
 from mgpu_slurm.wording import counted, program
 
@@ -37,7 +38,11 @@ HEADER = ["RUN", "STATE", "TRY", "RANKS", "STEP", "PROGRESS", "AGE", "TIME", "RE
 
 
 def facts(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: state.get(name) for name in FACTS} | {"group": _group(state["run"])}
+    """For programs; of a sweep also its trials, its best one and its workers."""
+    found = {name: state.get(name) for name in FACTS} | {"group": _group(state["run"])}
+    if state["kind"] == "sweep":
+        found |= {"trials": state["trials"], "best": state["best"], "workers": list(map(facts, state["workers"]))}
+    return found
 
 
 def overview(states: list[dict[str, Any]], room: os.terminal_size | None = None) -> str:
@@ -140,8 +145,8 @@ def _mean_and_deviation(values: list[float]) -> str:
 
 def _row(state: dict[str, Any], now: datetime) -> list[str]:
     metrics = " ".join(f"{name}={_short(value)}" for name, value in (state.get("metrics") or {}).items())
-    submitted = _time(state["submitted"])
-    started, ended = _time(state.get("started")), _time(state.get("ended"))
+    submitted = time_of(state["submitted"])
+    started, ended = time_of(state.get("started")), time_of(state.get("ended"))
     return [
         state["run"],
         state["state"],
@@ -157,19 +162,3 @@ def _row(state: dict[str, Any], now: datetime) -> list[str]:
 
 def _short(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
-
-
-def _time(text: str | None) -> datetime | None:
-    return datetime.fromisoformat(text) if text else None
-
-
-def duration(seconds: float) -> str:
-    """A length of time in two letters' precision: `42s`, `3m10s`, `5h02m`, `3d04h`."""
-    seconds = int(max(0, seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    if seconds < 86400:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"

@@ -7,19 +7,23 @@ which rank called what, where other tools hang until the time-out.
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from mgpu_slurm.errors import CollectiveMismatch
+from mgpu_slurm.errors import CollectiveMismatch, MgpuError
 from mgpu_slurm.patience import saying_so_after
 from mgpu_slurm.runtime.stopping import Stop
 
 if TYPE_CHECKING:
     from mgpu_slurm.runtime.facts import RankFacts
+
+T = TypeVar("T")
 
 SLOW_CALL_SECONDS = 60
 
@@ -35,6 +39,7 @@ class Call(IntEnum):
     SAVE = 5
     SHARD = 6
     FINISH = 7
+    TRIAL = 8
 
     @property
     def words(self) -> str:
@@ -47,6 +52,7 @@ class Call(IntEnum):
             Call.SAVE: "writing a checkpoint",
             Call.SHARD: "the start of a pass over run.shard()",
             Call.FINISH: "the end of the job function",
+            Call.TRIAL: "the next trial",
         }[self]
 
 
@@ -111,6 +117,25 @@ class Agreement:
         dist.all_reduce(tensor, group=self._group)
         return [float(value) for value in tensor]
 
+    def told(self, find: Callable[[], T]) -> T:
+        """What rank 0 finds out, on every rank; where that fails, the error.
+
+        It travels pickled, so that numbers stay what they are; comes after `together`.
+        """
+        if self._group is None:
+            return find()
+        answer: list[Any] = [None, None]
+        if self._facts.rank == 0:
+            try:
+                answer[0] = find()
+            except (Exception, SystemExit) as error:
+                answer[1] = _portable(error)
+        dist.broadcast_object_list(answer, src=0, group=self._group, device=torch.device("cpu"))
+        found, failure = answer
+        if failure is not None:
+            raise failure
+        return cast(T, found)
+
     def _send(self, call: Call, wish: Agreed) -> None:
         message = [int(wish.stop), int(wish.save), int(wish.failed)] + [_NOBODY] * (2 * len(Call))
         message[_CALLS + 2 * call] = self._facts.rank
@@ -137,6 +162,15 @@ class Agreement:
             " every rank has to make that call",
             flush=True,
         )
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or what it says where it cannot be sent to other processes."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return MgpuError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _check_same_call(answer: list[int]) -> None:

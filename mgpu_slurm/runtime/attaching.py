@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from mgpu_slurm import paths
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.processes import RUN_VARIABLE
-from mgpu_slurm.runtime import devices, rendezvous, surroundings
+from mgpu_slurm.processes import RUN_VARIABLE, TRIAL_VARIABLE
+from mgpu_slurm.runtime import devices, rendezvous, reporting, surroundings
 from mgpu_slurm.runtime.facts import from_environment
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import StopFlag
@@ -30,8 +30,9 @@ _attached: list[Run] = []
 def attach() -> Run:
     """This process's run; the same object at each call.
 
-    Submitted as a command, it is the submitted run. Under a plain torchrun or srun, or alone, it is a new one in
-    `runs/<script>-attached-<time>` of the working directory. A process group that the script has made is used and left
+    Submitted as a command, it is the submitted run; in a sweep it is a trial, and `report` does not return where the
+    study gives that up. Under a plain torchrun or srun, or alone, it is a new one in `runs/<script>-attached-<time>` of
+    the working directory. A process group that the script has made is used and left
     to it; else one is made, and destroyed at the end of the process.
     """
     if not _attached:
@@ -49,15 +50,18 @@ def _make() -> Run:
     if facts.world_size > 1 and not dist.is_initialized():
         shared = rendezvous.join(facts, device)
         atexit.register(_destroy_group)
-    run = Run(facts, _folder(facts), device, attempt, stop)
+    desk = os.environ.get(reporting.VARIABLE)
+    judge = None if desk is None else reporting.Caller(desk)
+    run = Run(facts, _folder(facts), device, attempt, stop, judge=judge)
     surroundings.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
     atexit.register(run.close)
     return run
 
 
 def _folder(facts: RankFacts) -> Path:
-    if RUN_VARIABLE in os.environ:
-        return Path(os.environ[RUN_VARIABLE])
+    for variable in (TRIAL_VARIABLE, RUN_VARIABLE):
+        if variable in os.environ:
+            return Path(os.environ[variable])
     script = Path(sys.argv[0]).stem or "python"
     name = f"{script}-attached-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     if facts.world_size > 1:

@@ -24,7 +24,7 @@ from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.runtime import rendezvous
 from mgpu_slurm.runtime.listening import Offer
-from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, Spec
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 
 StartRanks = Callable[[dict[str, str]], dict[int, str]]
 """Starts the ranks with these variables added; the names of the processes to wait for, by pid."""
@@ -101,12 +101,33 @@ def run_attempt(
     store.clear()
     if wish.exists():
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
-    records.record_event(folder, "ended", attempt=attempt, job_id=job_id, exit_code=ending.code, who=ending.who)
+    failure = _first_cause(folder, attempt, ending, describe) if ending.code not in (0, REQUEUE_EXIT_CODE) else {}
+    facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}
+    if failure:
+        facts |= {"error": failure.get("error"), "message": failure["message"]}
+    records.record_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
     if records.attempts_started(folder) > attempt:
         return replace(ending, superseded=True)
-    if ending.code not in (0, REQUEUE_EXIT_CODE):
-        _write_failure(folder, attempt, ending, describe(ending))
+    if failure:
+        write_json(folder.failure, failure)
     return ending
+
+
+def goes_on_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
+    """Whether the ranks of a sweep's worker are to start again where they are: they failed in a trial, or want to.
+
+    It is so once: an attempt that comes to no trial starts no other one.
+
+    Args:
+        code: with which the newest attempt has ended.
+    """
+    if spec.kind == "run" or code in (REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE):
+        return False
+    try:
+        folder.unfinished(records.attempts_started(folder)).unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _rank_0_serves(spec: Spec) -> bool:
@@ -190,8 +211,9 @@ def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda ended: -ended[1])
 
 
-def _write_failure(folder: RunFolder, attempt: int, ending: Ending, description: str) -> None:
-    """`failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
+def _first_cause(folder: RunFolder, attempt: int, ending: Ending, describe: Callable[[Ending], str]) -> dict[str, Any]:
+    """For `failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
+    description = describe(ending)
     found = [read_json(path) for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json"))]
     # of several that failed together the first; under SLURM the process that ended is srun
     named = re.match(r"ranks? (\d+)", description)
@@ -202,7 +224,7 @@ def _write_failure(folder: RunFolder, attempt: int, ending: Ending, description:
     first = causes[0] if causes else {"message": description}
     if "error" not in first and "exit code" in description:
         first["message"] += _last_line(folder, attempt, who)
-    write_json(folder.failure, {"attempt": attempt, "exit_code": ending.code, "who": who, **first})
+    return {"attempt": attempt, "exit_code": ending.code, "who": who, **first}
 
 
 def _last_line(folder: RunFolder, attempt: int, who: str) -> str:

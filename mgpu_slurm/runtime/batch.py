@@ -16,7 +16,7 @@ from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.processes import allow_many_files
-from mgpu_slurm.runtime.attempt import WATCHED, Ending, StartRanks, own_group, run_attempt
+from mgpu_slurm.runtime.attempt import WATCHED, Ending, StartRanks, goes_on_in_place, own_group, run_attempt
 from mgpu_slurm.runtime.launch_log import LaunchLog
 from mgpu_slurm.runtime.requeueing import Job, requeues, start_again
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
@@ -44,9 +44,13 @@ def main(arguments: list[str]) -> int:
     allow_many_files()
     nodes = expand(os.environ["SLURM_JOB_NODELIST"])
     address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
-    log = LaunchLog(folder.launch_log(job.id))
-    ending = run_attempt(folder, spec, job.id, nodes, address, _by_launcher(command), log.describe)
-    return _conclude(folder, spec, job, ending, log)
+    while True:
+        log = LaunchLog(folder.launch_log(job.id))
+        ending = run_attempt(folder, spec, job.id, nodes, address, _by_launcher(command), log.describe)
+        if ending.superseded or not goes_on_in_place(folder, spec, ending.code):
+            return _conclude(folder, spec, job, ending, log)
+        if _is_slurms_doing(ending, log):
+            return ending.code
 
 
 def _job_id() -> str:

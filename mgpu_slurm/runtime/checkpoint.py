@@ -20,6 +20,7 @@ import torch
 
 from mgpu_slurm.errors import MgpuError, UserError
 from mgpu_slurm.paths import RunFolder, sync_folder
+from mgpu_slurm.wording import first_line
 
 KEPT = 2
 """How many checkpoints stay: the newest, and the one before."""
@@ -129,9 +130,8 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
         raise MgpuError(
-            f"checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {first_line}: "
+            f"checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {first_line(str(error))}: "
             f"delete {str(path.parent)!r} to go back to the checkpoint before"
         ) from error
     return state

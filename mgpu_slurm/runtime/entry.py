@@ -14,8 +14,11 @@ import subprocess
 import sys
 import threading
 import traceback
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm import config as configs
@@ -30,27 +33,41 @@ from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag, ignore_s
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, Spec, read_spec
 
 if TYPE_CHECKING:
+    import torch
+
     from mgpu_slurm.runtime.run import Run
 
 PROJECT_VARIABLE = "MGPU_PROJECT"
 
 
-def main(folder: RunFolder) -> int:
+@dataclass(frozen=True)
+class Rank:
+    """What a rank knows of itself, once its output goes to its own log."""
+
+    spec: Spec
+    folder: RunFolder
+    facts: RankFacts
+    attempt: int
+    listener: int | None
+    """The bound socket on which this rank is to serve the rendezvous; see `listening`."""
+
+
+Work = Callable[[Rank], int]
+"""What a rank does; its exit code."""
+
+
+def main(folder: RunFolder, work: Work) -> int:
     """Runs this rank and returns its exit code; a command of the local executor replaces the process instead."""
     allow_many_files()
     facts = from_slurm()
     attempt = int(os.environ[ATTEMPT_VARIABLE])
     spec = read_spec(folder)
     open_to(spec.readable_by)
-    _send_output_to(folder.rank_log(attempt, facts.rank))
+    send_output_to(folder.rank_log(attempt, facts.rank))
     _check_world(spec, facts)
     _export(spec, folder, facts)
     surroundings.warn(surroundings.warnings_at_start(spec, folder, facts), folder, attempt, facts)
-    if spec.target.command is not None:
-        os.chdir(folder.code / spec.workdir)
-        code = _run_command(spec, spec.target.command)
-    else:
-        code = _guarded(spec, folder, facts, attempt, listening.take(facts.rank))
+    code = work(Rank(spec, folder, facts, attempt, listening.take(facts.rank)))
     # an interpreter that ends gives handled signals back their default, which is to kill it
     ignore_stop_signals()
     if code == REQUEUE_EXIT_CODE and spec.executor != "local":
@@ -60,7 +77,16 @@ def main(folder: RunFolder) -> int:
     return code
 
 
-def _send_output_to(log: Path) -> None:
+def run_target(rank: Rank) -> int:
+    """The command or the job function of the run."""
+    if rank.spec.target.command is not None:
+        os.chdir(rank.folder.code / rank.spec.workdir)
+        return _run_command(rank.spec, rank.spec.target.command)
+    stop = StopFlag()
+    return guarded(rank, stop, lambda: _train(rank, stop))
+
+
+def send_output_to(log: Path) -> None:
     """From here on this rank writes to its own file; srun's --output cannot hold the number of the attempt."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     os.dup2(descriptor, 1)
@@ -103,45 +129,50 @@ def _run_command(spec: Spec, command: tuple[str, ...]) -> int:
     code can be read here first; it gets the signals of the step itself.
     """
     signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
-    name = command[0]
+    program, words = program_of(spec, command)
+    if program is None:
+        print(f"mgpu_slurm: command {words[0]!r} {why_not_found(words[0])}", file=sys.stderr, flush=True)
+        os._exit(127)
+    if spec.executor == "local":
+        os.execv(program, words)
+    # a handler, which a child does not inherit, as it would an ignored signal
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    code = subprocess.Popen(words, executable=program).wait()
+    return 128 - code if code < 0 else code
+
+
+def program_of(spec: Spec, command: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The program that a command names, None where there is none, and the words to start it with."""
+    name, *arguments = command
     if name in ("python", "python3"):
         # the interpreter of the submission, not the one a node's PATH finds first; by its path, from which it
         # finds its environment
         name = spec.python
     # programs such as accelerate are found beside the interpreter, also where that environment is not on PATH
-    program = shutil.which(name) or shutil.which(name, path=str(Path(spec.python).parent))
-    if program is None:
-        print(f"mgpu_slurm: command {name!r} {_why_not_found(name)}", file=sys.stderr, flush=True)
-        os._exit(127)
-    if spec.executor == "local":
-        os.execv(program, [name, *command[1:]])
-    # a handler, which a child does not inherit, as it would an ignored signal
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)
-    code = subprocess.Popen([name, *command[1:]], executable=program).wait()
-    return 128 - code if code < 0 else code
+    return shutil.which(name) or shutil.which(name, path=str(Path(spec.python).parent)), [name, *arguments]
 
 
-def _why_not_found(name: str) -> str:
+def why_not_found(name: str) -> str:
     if "/" not in name:
         return f"is not on PATH of {os.uname().nodename}"
     return "may not be executed: chmod +x, or name its interpreter" if os.path.exists(name) else "is not there"
 
 
-def _guarded(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, listener: int | None) -> int:
-    """Calls the job function; what goes wrong is printed and recorded, so that the first cause can be found later."""
-    stop = StopFlag()
+def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
+    """Calls user code; what goes wrong is printed and recorded, so that the first cause can be found later."""
     stop.listen()
     try:
-        _train(spec, folder, facts, attempt, stop, listener)
+        action()
         return 0
     except RunStopped as stopped:
         return stopped.exit_code
     except BaseException as error:
-        shown = _traceback(error)
+        shown = own_traceback(error)
         print(shown, end="", file=sys.stderr, flush=True)
         code = _exit_code(error)
         if code:
-            write_json(folder.rank_failure(attempt, facts.rank), _failure(error, shown, facts))
+            record = failure_record(error, shown, rank.facts)
+            write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
         return code
 
 
@@ -152,40 +183,68 @@ def _exit_code(error: BaseException) -> int:
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
-def _train(spec: Spec, folder: RunFolder, facts: RankFacts, attempt: int, stop: StopFlag, listener: int | None) -> None:
+def _train(rank: Rank, stop: StopFlag) -> None:
+    from mgpu_slurm.runtime.run import Run
+
+    function, config = _function_and_config(rank.spec, rank.folder)
+    with joined(rank) as device, closing(Run(rank.facts, rank.folder.path, device, rank.attempt, stop)) as run:
+        result = function(run, config)
+        run.finish()
+        if run.is_main:
+            _write_result(rank.folder, run, result)
+
+
+@contextmanager
+def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.device]:
+    """Is in the process group of all ranks meanwhile.
+
+    Args:
+        device: on which this rank computes; None for the one that is its share.
+    """
     import torch.distributed as dist
 
     from mgpu_slurm.runtime import devices, rendezvous
-    from mgpu_slurm.runtime.run import Run
 
-    function, config = _function_and_config(spec, folder)
-    device = devices.choose(facts)
-    missing = surroundings.missing_gpus_warning(spec.resources.gpus_per_node, devices.visible_gpus())
-    shared = rendezvous.join(facts, device, listener=listener) if facts.world_size > 1 else None
-    surroundings.warn([text for text in (missing, shared) if text is not None], folder, attempt, facts)
+    facts = rank.facts
+    missing = None
+    if device is None:
+        device = devices.choose(facts)
+        missing = surroundings.missing_gpus_warning(rank.spec.resources.gpus_per_node, devices.visible_gpus())
+    shared = rendezvous.join(facts, device, listener=rank.listener) if facts.world_size > 1 else None
+    surroundings.warn([text for text in (missing, shared) if text is not None], rank.folder, rank.attempt, facts)
     try:
-        with closing(Run(facts, folder.path, device, attempt, stop)) as run:
-            result = function(run, config)
-            run.finish()
-            if run.is_main:
-                _write_result(folder, run, result)
+        yield device
     finally:
         # an undestroyed group aborts at exit
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _function_and_config(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
+def job_function(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
+    """The run's job function from its own code, and the class of its config; None for one that takes a mapping."""
+    from mgpu_slurm import target
+
+    assert spec.target.function is not None
+    function = target.load(spec.target.function, _stand_in(spec, folder))
+    return function, target.config_class(function)
+
+
+def _stand_in(spec: Spec, folder: RunFolder) -> Path:
+    """Makes this process one of the run's code; where it stands in it."""
     from mgpu_slurm import target
 
     workdir = folder.code / spec.workdir
     target.stand_in(workdir)
     sys.argv = [spec.target.label]
+    return workdir
+
+
+def _function_and_config(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
     if spec.target.function is not None:
-        function = target.load(spec.target.function, workdir)
-        cls = target.config_class(function)
+        function, cls = job_function(spec, folder)
         config = spec.config if cls is None else configs.fill(cls, spec.config, f"config of {spec.target.label}")
         return function, config
+    _stand_in(spec, folder)
     import cloudpickle  # type: ignore[import-untyped]
 
     with open(folder.function, "rb") as file:
@@ -194,27 +253,26 @@ def _function_and_config(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
 
 
 def _write_result(folder: RunFolder, run: Run, returned: Any) -> None:
-    from mgpu_slurm.runtime.metrics import as_numbers
+    from mgpu_slurm.runtime.metrics import result_of
 
-    if returned is None:
-        result = run.last_metrics
-    elif isinstance(returned, dict):
-        result = as_numbers(returned)
-    else:
-        result = as_numbers({"value": returned})
+    result = result_of(returned, run.last_metrics)
     record = {"run": folder.run, "result": result, "step": run.step, "progress": run.progress, "ended": now()}
     write_json(folder.result, record)
 
 
-def _traceback(error: BaseException) -> str:
-    """The traceback from the user's function on: the frames of this module tell nobody anything."""
+def own_traceback(error: BaseException) -> str:
+    """The traceback from the user's function on: the frames that led there tell nobody anything."""
     start = error.__traceback__
-    while start is not None and start.tb_frame.f_code.co_filename == __file__:
+    while start is not None and start.tb_next is not None and _is_of_this_package(start):
         start = start.tb_next
     return "".join(traceback.format_exception(type(error), error, start))
 
 
-def _failure(error: BaseException, shown: str, facts: RankFacts) -> dict[str, Any]:
+def _is_of_this_package(frame: TracebackType) -> bool:
+    return Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+
+
+def failure_record(error: BaseException, shown: str, facts: RankFacts) -> dict[str, Any]:
     return {
         "rank": facts.rank,
         "node": facts.node_name,
@@ -248,10 +306,10 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run_rank(folder: RunFolder) -> int:
+def run_rank(folder: RunFolder, work: Work = run_target) -> int:
     """`main`, with an error before the rank has its log shown where the launcher writes."""
     try:
-        return main(folder)
+        return main(folder, work)
     except MgpuError as error:
         print(f"mgpu_slurm: {error}", file=sys.stderr, flush=True)
         return error.exit_code

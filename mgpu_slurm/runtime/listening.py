@@ -47,12 +47,17 @@ class Offer:
         """Hands the socket to a process of this user; the names of the abstract namespace are open to all."""
         asking, _ = self._door.accept()
         with asking:
-            credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            _, user, _ = _CREDENTIALS.unpack(credentials)
-            if user != os.getuid():
+            if user_of(asking) != os.getuid():
                 return False
             socket.send_fds(asking, [b"."], [self._listener.fileno()])
             return True
+
+
+def user_of(caller: socket.socket) -> int:
+    """Whose process is at the other end of a Unix socket."""
+    credentials = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)
 
 
 def take(rank: int) -> int | None:

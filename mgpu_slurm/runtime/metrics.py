@@ -32,6 +32,13 @@ def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def result_of(returned: Any, last_metrics: dict[str, float]) -> dict[str, float]:
+    """What a job function has returned, as numbers by name: the last metrics for nothing, `value` for a number."""
+    if returned is None:
+        return last_metrics
+    return as_numbers(returned if isinstance(returned, dict) else {"value": returned})
+
+
 def as_text(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
@@ -94,7 +101,8 @@ class Reporter:
             # costs 0.1 s to import, so only the rank that reports pays, and only when it does
             from torch.utils.tensorboard import SummaryWriter
 
-            # an attempt that died after its last checkpoint left later steps behind: TensorBoard drops them
-            purge = None if self.restored_step is None else self.restored_step + 1
+            # an attempt that died after its last checkpoint left later steps behind: TensorBoard drops them. The first
+            # attempt says so too: of a run's restarts, TensorBoard's own reader takes the first for its start
+            purge = 0 if self.restored_step is None else self.restored_step + 1
             self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=purge)
         return self._writer

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from mgpu_slurm.errors import RunStopped, UserError, nearest
+from mgpu_slurm.errors import RunStopped, TrialPruned, UserError, nearest
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import checkpoint
 from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
@@ -26,6 +26,9 @@ from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 
 Batch = TypeVar("Batch")
+
+Judge = Callable[[int, dict[str, float]], str | None]
+"""Hears the progress and its metrics on rank 0; answers why the training is to end, or None where it goes on."""
 
 # torch 2.13 renamed the option and warns about the old name
 _NO_BUFFER_SYNC: dict[str, Any] = (
@@ -62,7 +65,21 @@ class State:
 class Run:
     """One rank's handle on a submitted training."""
 
-    def __init__(self, facts: RankFacts, folder: Path, device: torch.device, attempt: int, stop: StopFlag) -> None:
+    def __init__(
+        self,
+        facts: RankFacts,
+        folder: Path,
+        device: torch.device,
+        attempt: int,
+        stop: StopFlag,
+        agreement: Agreement | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        """
+        Args:
+            agreement: that of the run before, where this process has had one.
+            judge: decides on each report whether the training goes on.
+        """
         self.rank = facts.rank
         self.world_size = facts.world_size
         self.local_rank = facts.local_rank
@@ -76,7 +93,8 @@ class Run:
         self.progress = 0
         self.last_metrics: dict[str, float] = {}
         self._files = RunFolder(folder)
-        self._agreement = Agreement(facts)
+        self._agreement = agreement or Agreement(facts)
+        self._judge = judge
         self._reporter = Reporter(self._files, attempt) if self.is_main else None
         self._stop = stop
         self._seed = 0
@@ -239,7 +257,8 @@ class Run:
     def report(self, progress: int, **metrics: Any) -> None:
         """Reports metrics to TensorBoard, `metrics.jsonl`, the screen and `status`.
 
-        Collective: every rank calls it; rank 0's values count.
+        Collective: every rank calls it; rank 0's values count. In a sweep it does not return where the study gives the
+        trial up.
 
         Args:
             progress: finished units of the job's own (epochs, mostly), from 1, strictly rising.
@@ -254,6 +273,18 @@ class Run:
         self.last_metrics = as_numbers(metrics)
         if self._reporter is not None:
             self._reporter.report(progress, self.step, self.last_metrics)
+        if self._judge is not None:
+            self._listen_to(self._judge)
+        if not self._restored:
+            # a loop of one's own may have no other boundary, and there is nothing to save
+            self._act(active=None, save=False)
+
+    def _listen_to(self, judge: Judge) -> None:
+        """Rank 0 asks, and all ranks end alike where the answer is no."""
+        given_up = self._agreement.told(lambda: judge(self.progress, self.last_metrics))
+        if given_up is not None:
+            print(f"mgpu_slurm: {given_up}: stopped at progress {self.progress}", flush=True)
+            raise TrialPruned(given_up)
 
     # -- keeping the work
 
@@ -346,7 +377,7 @@ class Run:
             self._random_to_restore = None
 
     def _wish(self) -> Agreed:
-        return Agreed(stop=self._stop.asked, save=self._save_wanted)
+        return Agreed(stop=self._stop.due, save=self._save_wanted)
 
     def _remember(self, agreed: Agreed) -> None:
         self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
@@ -365,7 +396,7 @@ class Run:
             self._write_checkpoint(active)
         self._agreed = replace(self._agreed, save=False)
         # a run that keeps nothing would start at nothing, again and again
-        if self._agreed.stop is Stop.REQUEUE and self._restored:
+        if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self._restored):
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {self.step}")
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")

@@ -22,6 +22,8 @@ from mgpu_slurm.sweep.space import Space
 SAMPLERS = ["tpe", "random", "grid", "gp", "cmaes"]
 
 _DATABASE = re.compile(r"(postgresql|mysql|mariadb)(\+\w+)?://")
+_VARIABLE = re.compile(r"\$\{\w+\}")
+_PASSWORD_OPTION = re.compile(r"[?&](?:password|passwd)=([^&]*)")
 
 # the variable of a shell is no parameter
 _PLACE = re.compile(r"(?<!\$)\{([A-Za-z_][\w.-]*)\}")
@@ -45,6 +47,12 @@ class Sampler:
                 f"sampler {self.name!r}: expected {', '.join(SAMPLERS)}, or package.module.Class"
                 f"{nearest(self.name, SAMPLERS)}"
             )
+
+    @property
+    def words(self) -> str:
+        options = {"seed": self.seed} if self.seed is not None else {}
+        told = ", ".join(f"{key} {value}" for key, value in (options | self.options).items())
+        return f"{self.name} ({told})" if told else self.name
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,14 @@ class Pruner:
                 f"pruner: max_resource {self.max_resource}: expected more than min_resource {self.min_resource}"
             )
 
+    @property
+    def words(self) -> str:
+        if self.name == "none":
+            return "none: every trial comes to its end"
+        if self.name == "median":
+            return f"median, from progress {self.min_resource} on, after {self.startup_trials} whole trials"
+        return f"hyperband, progress {self.min_resource} to {self.max_resource}, factor {self.reduction_factor}"
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -94,6 +110,15 @@ class Budget:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"budget: {name} {value}: expected more than 0")
+
+    def words(self, metric: str) -> str:
+        told = [
+            f"{self.hours:g} hours" if self.hours is not None else "",
+            f"{self.gpu_hours:g} GPU-hours" if self.gpu_hours is not None else "",
+            f"until {metric} is {self.target:g}" if self.target is not None else "",
+            f"until {self.patience} trials bring nothing better" if self.patience is not None else "",
+        ]
+        return ", ".join(filter(None, told))
 
 
 @dataclass(frozen=True)
@@ -123,11 +148,34 @@ class Sweep:
     """A database by its URL, `${VARIABLE}` as it stands; None for the study's own journal."""
     max_retries: int
     """How often a trial goes on whose worker has died."""
+    enqueue: tuple[dict[str, Any], ...] = ()
+    """Points that are known to be good: the first trials have these values."""
+    warm_start: str | None = None
+    """An earlier study, whose trials the sampler knows from the start."""
+
+    def lines(self) -> list[str]:
+        """What is searched and how, for people."""
+        space = self.space.lines() if isinstance(self.space, Space) else [f"by {self.space}"]
+        trials = "as many as the budget holds" if self.trials is None else str(self.trials)
+        return [
+            *_under("space", space),
+            f"metric    {self.metric}, to {self.direction}",
+            f"sampler   {self.sampler.words}",
+            f"pruner    {self.pruner.words}",
+            f"trials    {trials}{f', {len(self.enqueue)} of them at known points' if self.enqueue else ''}",
+            *([f"knows     the trials of study {self.warm_start}"] if self.warm_start else []),
+            f"workers   {self.workers}",
+            *([f"budget    {words}"] if (words := self.budget.words(self.metric)) else []),
+        ]
 
     @property
     def target(self) -> Target:
         """What a trial runs, the places of its parameters still open."""
         return Target(command=self.command) if self.command else Target(function=self.job)
+
+
+def _under(title: str, lines: list[str]) -> list[str]:
+    return [f"{title if not place else '':<9} {line}" for place, line in enumerate(lines)]
 
 
 @dataclass(frozen=True)
@@ -148,6 +196,8 @@ class _Keys:
     fixed: dict[str, Any] = field(default_factory=dict)
     storage: str | None = None
     max_retries: int = 2
+    enqueue: list[dict[str, Any]] = field(default_factory=list)
+    warm_start: str | None = None
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -172,6 +222,11 @@ def parse(values: Mapping[str, Any], source: str) -> Sweep:
         raise UserError(told if told.startswith(source) else f"{source}: {told}") from None
 
 
+def load(path: Path) -> Sweep:
+    """The sweep that the file at this place says."""
+    return parse(read(path), str(path))
+
+
 def _with_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """`sampler: tpe` is short for its name."""
     short = {key: {"name": values[key]} for key in ("sampler", "pruner") if isinstance(values.get(key), str)}
@@ -185,12 +240,8 @@ def _checked(keys: _Keys, source: str) -> Sweep:
             raise UserError(f"{name} {number}: expected at least 1")
     if keys.max_retries < 0:
         raise UserError(f"max_retries {keys.max_retries}: expected 0 or more")
-    if keys.storage is not None and not _DATABASE.match(keys.storage):
-        scheme = keys.storage.partition(":")[0]
-        raise UserError(
-            f"storage {scheme!r}: expected the URL of a PostgreSQL or MySQL; without one the study keeps a journal of"
-            " its own, which bears what SQLite does not: several workers"
-        )
+    if keys.storage is not None:
+        _check_storage(keys.storage)
     command = _command(keys.job)
     space = keys.space if isinstance(keys.space, str) else spaces.parse(keys.space, source)
     made = Sweep(
@@ -209,10 +260,31 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         space=space,
         storage=keys.storage,
         max_retries=keys.max_retries,
+        enqueue=tuple(keys.enqueue),
+        warm_start=keys.warm_start,
     )
     _check_names(made)
     _check_resource(made)
+    _check_points(made)
     return made
+
+
+def _check_storage(url: str) -> None:
+    """Says nothing of what may be a password."""
+    if not _DATABASE.match(url):
+        scheme = url.partition(":")[0]
+        raise UserError(
+            f"storage {scheme!r}: expected the URL of a PostgreSQL or MySQL; without one the study keeps a journal of"
+            " its own, which bears what SQLite does not: several workers"
+        )
+    scheme, _, rest = url.partition("://")
+    password = rest.rpartition("@")[0].partition(":")[2]
+    for word in (password, *_PASSWORD_OPTION.findall(url)):
+        if word and not _VARIABLE.fullmatch(word):
+            raise UserError(
+                f"storage {scheme}://...: there is a password in it, which everybody could read who reads the file:"
+                " write ${VARIABLE} in its place, and export that"
+            )
 
 
 def _command(job: str | dict[str, Any]) -> tuple[str, ...]:
@@ -261,6 +333,21 @@ def _check_resource(made: Sweep) -> None:
     epochs, most = made.fixed.get("epochs"), made.pruner.max_resource
     if isinstance(epochs, int) and most is not None and most > epochs:
         raise UserError(f"pruner: max_resource {most}: a trial ends at {epochs} (fixed: epochs): use that")
+
+
+def _check_points(made: Sweep) -> None:
+    """That known points lie in the space."""
+    if made.enqueue and made.sampler.name == "grid":
+        raise UserError("enqueue: a grid has all of its points already: leave it out")
+    if made.trials is not None and len(made.enqueue) > made.trials:
+        raise UserError(f"trials {made.trials}: enqueue has {len(made.enqueue)} points: raise trials")
+    known = {each.name: each for each in made.space.parameters} if isinstance(made.space, Space) else {}
+    for point in made.enqueue if known else ():
+        for name, value in point.items():
+            if name not in known:
+                raise UserError(f"enqueue {point}: {name!r} is no parameter{nearest(name, list(known))}")
+            if not known[name].takes(value):
+                raise UserError(f"enqueue {point}: {name} is {known[name].words}, and never {value!r}")
 
 
 def words_of(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,22 +9,20 @@ back.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from optuna.storages.journal import BaseJournalBackend
 
 from mgpu_slurm.errors import MgpuError
-from mgpu_slurm.patience import saying_so_after
+from mgpu_slurm.sweep import waiting
+from mgpu_slurm.sweep.locks import locked
+from mgpu_slurm.sweep.waiting import Waiting
 
-SLOW_LOCK_SECONDS = 30.0
-"""After which who waits for the lock says so: a file system that hangs looks like that."""
+T = TypeVar("T")
 
 _BLOCK = 1 << 16
 
@@ -32,39 +30,48 @@ _BLOCK = 1 << 16
 class JournalFile(BaseJournalBackend):
     """A backend of `optuna.storages.JournalStorage`. One is for one process; its calls come one at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_new: bool = False) -> None:
         """
         Args:
-            path: absolute; made where it is not there.
+            path: absolute.
+            is_new: makes it where it is not there, and does not wait for a file system that is away.
         """
         assert path.is_absolute(), path
         self._path = path
-        # never the journal itself: closing any descriptor of a file gives up all locks that its process has on it
+        self._seconds = 0.0 if is_new else waiting.SECONDS
         self._lock_path = path.with_name(f"{path.name}.lock")
         self._read_up_to = 0
         """Offset of the first line that has not been read."""
         self._lines_read = 0
-        os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o666))
+        if is_new:
+            os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o640))
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
         """Yields records from this one on; a line that is still being written is none yet.
 
         Raises:
             MgpuError: the file is damaged, and where.
+            OSError: it cannot be read, and could not for long.
         """
+        yield from self._patiently(lambda: self._read(log_number_from))
+
+    def _read(self, log_number_from: int) -> list[dict[str, Any]]:
         if log_number_from < self._lines_read:
             self._read_up_to = self._lines_read = 0
+        place, number = self._read_up_to, self._lines_read
+        found = []
         # opened each time: a network file system shows what others wrote to those who open the file after that
         with open(self._path, "rb") as file:
-            file.seek(self._read_up_to)
+            file.seek(place)
             for line in file:
                 if not line.endswith(b"\n"):
-                    return
-                number, place = self._lines_read, self._read_up_to
-                self._read_up_to += len(line)
-                self._lines_read += 1
+                    break
                 if number >= log_number_from:
-                    yield self._record(line, place)
+                    found.append(self._record(line, place))
+                place += len(line)
+                number += 1
+        self._read_up_to, self._lines_read = place, number
+        return found
 
     def _record(self, line: bytes, place: int) -> dict[str, Any]:
         try:
@@ -81,43 +88,39 @@ class JournalFile(BaseJournalBackend):
         """Appends all of these records or none.
 
         Raises:
-            OSError: the file system does not take them; what it had taken is gone again.
+            OSError: the file system does not take them, and did not for long; what it had taken is gone again.
         """
         data = "".join(f"{json.dumps(log, separators=(',', ':'))}\n" for log in logs).encode()
+        self._patiently(lambda: self._append(data))
+
+    def _append(self, data: bytes) -> None:
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
         try:
-            with self._locked():
+            with locked(self._lock_path):
                 _cut_torn_tail(descriptor)
                 _write_whole(descriptor, data)
             # outside of the lock, so that those who wait share one trip to the disk
-            os.fsync(descriptor)
+            self._sync(descriptor)
         finally:
             os.close(descriptor)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """By fcntl: the system queues those who wait, and frees the lock of a process, or node, that is gone."""
-        descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+    def _sync(self, descriptor: int) -> None:
+        """What others can read by now is not taken back, nor written twice, where it may not be on the disk yet."""
         try:
+            os.fsync(descriptor)
+        except OSError as error:
+            print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """The answer, also of a file system that is away for a while, or full."""
+        patience = Waiting(f"the study's journal {str(self._path)!r} is not to be had", self._seconds)
+        while True:
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._wait_for_lock(descriptor)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _wait_for_lock(self, descriptor: int) -> None:
-        with saying_so_after(SLOW_LOCK_SECONDS, self._say_who_waits):
-            fcntl.lockf(descriptor, fcntl.LOCK_EX)
-
-    def _say_who_waits(self) -> None:
-        print(
-            f"mgpu_slurm: waiting for the lock {str(self._lock_path)!r} for {SLOW_LOCK_SECONDS:g} s:"
-            " another worker has it, or the file system hangs",
-            file=sys.stderr,
-            flush=True,
-        )
+                return ask()
+            except OSError as error:
+                if patience.is_over():
+                    raise
+                patience.pause(str(error))
 
 
 def _cut_torn_tail(descriptor: int) -> None:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mgpu_slurm import config as configs
@@ -33,6 +34,14 @@ class Parameter(ABC):
     @abstractmethod
     def suggest(self, trial: BaseTrial) -> Any:
         """A value by the study's sampler."""
+
+    @abstractmethod
+    def takes(self, value: Any) -> bool:
+        """Whether it may have this value."""
+
+    def restored(self, kept: Any) -> Any:
+        """The value, from what the study keeps of it."""
+        return kept
 
     @abstractmethod
     def points(self) -> Sequence[Any]:
@@ -78,6 +87,9 @@ class Float(Parameter):
     def ends(self) -> Sequence[float]:
         return (float(self.low), float(self.high))
 
+    def takes(self, value: Any) -> bool:
+        return _is_number(value, (int, float)) and self.low <= value <= self.high
+
     @property
     def words(self) -> str:
         return f"float {self.low:g} to {self.high:g}{_how(self.log, self.step)}"
@@ -101,6 +113,9 @@ class Int(Parameter):
     def ends(self) -> Sequence[int]:
         return (self.low, self.high)
 
+    def takes(self, value: Any) -> bool:
+        return _is_number(value, int) and self.low <= value <= self.high and (value - self.low) % self.step == 0
+
     @property
     def words(self) -> str:
         return f"int {self.low} to {self.high}{_how(self.log, self.step if self.step > 1 else None)}"
@@ -113,14 +128,19 @@ class Choice(Parameter):
     values: tuple[Any, ...]
 
     def suggest(self, trial: BaseTrial) -> Any:
-        by_label = {label(value): value for value in self.values}
-        return by_label[trial.suggest_categorical(self.name, list(by_label))]
+        return self.restored(trial.suggest_categorical(self.name, [label(value) for value in self.values]))
+
+    def restored(self, kept: Any) -> Any:
+        return next(value for value in self.values if label(value) == kept)
 
     def points(self) -> Sequence[Any]:
         return self.values
 
     def ends(self) -> Sequence[Any]:
         return self.values
+
+    def takes(self, value: Any) -> bool:
+        return value in self.values
 
     @property
     def words(self) -> str:
@@ -159,12 +179,31 @@ class Space:
                 values[parameter.name] = parameter.suggest(trial)
         return values
 
+    def takes(self, values: Values) -> bool:
+        """Whether a whole trial may have these values, and no others."""
+        active: Values = {}
+        for parameter in self.parameters:
+            if parameter.is_active(active):
+                if parameter.name not in values or not parameter.takes(values[parameter.name]):
+                    return False
+                active[parameter.name] = values[parameter.name]
+        return active.keys() == values.keys()
+
+    def restored(self, params: Mapping[str, Any]) -> Values:
+        """A trial's parameters as the job gets them, from what the study keeps of them."""
+        return {parameter.name: parameter.restored(params[parameter.name]) for parameter in self.parameters
+                if parameter.name in params}  # fmt: skip
+
     def grid(self) -> list[Values]:
         """Every combination, once; the last parameter changes fastest.
 
         Raises:
             UserError: a range without an end of values, or more combinations than a study holds.
         """
+        return self._combinations
+
+    @cached_property
+    def _combinations(self) -> list[Values]:
         found: list[Values] = [{}]
         for parameter in self.parameters:
             chosen: list[Values] = [{parameter.name: point} for point in parameter.points()]
@@ -176,10 +215,28 @@ class Space:
             found = grown
         return found
 
-    def ends(self) -> Iterator[tuple[str, Any]]:
-        """The values that the job's config is asked for, one at a time."""
+    def probes(self) -> list[Values]:
+        """Values of whole trials in which every end of every parameter is met, for the job's config to be asked."""
+        found = []
         for parameter in self.parameters:
-            yield from ((parameter.name, value) for value in parameter.ends())
+            found += [self._with(parameter, value) for value in parameter.ends()]
+        return found
+
+    def _with(self, wanted: Parameter, value: Any) -> Values:
+        """A trial in which the parameter is there, with this value."""
+        named = {parameter.name: parameter for parameter in self.parameters}
+        forced: Values = {wanted.name: value}
+        waiting = [wanted]
+        while waiting:
+            for name, allowed in waiting.pop().when.items():
+                if name not in forced:
+                    forced[name] = allowed[0]
+                    waiting.append(named[name])
+        values: Values = {}
+        for parameter in self.parameters:
+            if parameter.is_active(values):
+                values[parameter.name] = forced.get(parameter.name, parameter.ends()[0])
+        return values
 
     def lines(self) -> list[str]:
         """For people."""

@@ -83,7 +83,7 @@ def test_a_killed_rank_ends_the_others_within_seconds(failing: Project) -> None:
     folder, facts = failing.run("fails:killed", "--nodes", "2")
     assert facts["state"] == "FAILED"
     assert facts["reason"] == "rank 1 was ended by SIGKILL"
-    wait_until(lambda: processes_of(folder) == [], seconds=5)
+    wait_until(lambda: processes_of(folder) == [], seconds=20)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_cancel_ends_ranks_that_do_not_listen_and_their_children(failing: Projec
     wait_until(lambda: (folder / "asleep-0").exists() and (folder / "asleep-1").exists())
     assert failing.call("cancel", folder.name).returncode == 0
     assert failing.finish(folder)["state"] == "CANCELLED"
-    wait_until(lambda: processes_of(folder) == [], seconds=5)
+    wait_until(lambda: processes_of(folder) == [], seconds=20)
     assert "had ended already" in failing.call("cancel", folder.name).stdout
 
 
@@ -181,7 +181,7 @@ def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing:
     assert "time limit of 4 s" in facts["reason"]
     assert log(folder, 0).split() == ["ready", "SIGUSR2", "SIGTERM"]
     assert json.loads((folder / "failure.json").read_text())["message"] == "rank 0 was ended by SIGKILL"
-    wait_until(lambda: processes_of(folder) == [], seconds=5)
+    wait_until(lambda: processes_of(folder) == [], seconds=20)
 
 
 def test_a_command_asks_for_another_start_with_exit_code_75(project: Project) -> None:

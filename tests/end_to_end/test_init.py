@@ -15,7 +15,7 @@ def test_the_starter_runs_as_written_in_an_empty_folder(project: Project) -> Non
     project.environ["PATH"] = "/no-such-folder"
     written = project.call("init")
     assert (written.returncode, written.stderr) == (0, "")
-    assert {path.name for path in project.folder.iterdir()} == {"train.py", "mgpu.yaml"}
+    assert {path.name for path in project.folder.iterdir()} == {"train.py", "sweep.yaml", "mgpu.yaml"}
     # what it tells to try next is what is done next
     assert re.search(r"submit --nodes 2$", written.stdout, flags=re.MULTILINE)
     done = project.call("submit", "--nodes", "2")
@@ -33,4 +33,4 @@ def test_init_in_a_new_folder_says_how_to_go_there(project: Project) -> None:
     assert "cd first/project && " in written.stdout
     again = project.call("init", "first/project")
     assert (again.returncode, again.stdout) == (2, "")
-    assert "train.py, mgpu.yaml in 'first/project' would be overwritten" in again.stderr
+    assert "train.py, sweep.yaml, mgpu.yaml in 'first/project' would be overwritten" in again.stderr

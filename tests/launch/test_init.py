@@ -19,8 +19,8 @@ def no_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_starter_s_files_are_written(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "project"
-    assert init.write(folder) == [folder / "train.py", folder / "mgpu.yaml"]
-    assert sorted(path.name for path in folder.iterdir()) == ["mgpu.yaml", "train.py"]
+    assert init.write(folder) == [folder / "train.py", folder / "sweep.yaml", folder / "mgpu.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["mgpu.yaml", "sweep.yaml", "train.py"]
 
 
 def test_the_starter_s_cluster_file_breaks_no_laptop(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_plain_run_sends_only_what_was_asked_for() -> None:
 
 
 def test_an_array_of_runs() -> None:
-    spec = make(seeds=2000, at_once=2)
+    spec = make(tasks=2000, at_once=2)
     array = Array(1001, (1001, 1002, 1003, 1008))
     assert render(spec, RunFolder(Path("/runs") / spec.run), "mgpu-0123", array, "afterok:41") == ARRAY
 

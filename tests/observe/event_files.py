@@ -62,7 +62,7 @@ def ended_run(folder: Path, tasks: int | None = None, **spec: Any) -> Path:
     """The folder of a local run that has ended, or of a group of as many."""
     folder.mkdir(parents=True)
     run = folder.name
-    whole = {"run": run, "executor": "local", "resources": {}, "target": {"function": "train:train"}, "seeds": tasks}
+    whole = {"run": run, "executor": "local", "resources": {}, "target": {"function": "train:train"}, "tasks": tasks}
     (folder / "spec.yaml").write_text(
         json.dumps({key: value for key, value in (whole | spec).items() if value is not None})
     )

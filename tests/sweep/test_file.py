@@ -177,3 +177,33 @@ def test_what_cannot_be_is_refused_in_a_line_that_names_it(given: dict[str, Any]
     assert told.startswith(f"{FILE}: ")
     assert said in told
     assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hunter2@db/optuna",
+        "postgresql://me:hunter2${PASSWORD}@db/optuna",
+        "postgresql+psycopg://me:hun/ter2@hunter2@db:5432/optuna",
+        "mysql://:hunter2@db/optuna",
+        "postgresql://db/optuna?user=me&password=hunter2",
+    ],
+)
+def test_a_password_in_the_file_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UserError, match=r"there is a password in it, .*: write \$\{VARIABLE\} in its place") as refused:
+        parse(LEAST, storage=url)
+    assert "ter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:${PASSWORD}@db:5432/optuna",
+        "postgresql://${USER}:${PASSWORD}@${HOST}/optuna",
+        "postgresql://me@db/optuna",
+        "postgresql:///optuna?host=/run/postgresql",
+        "mysql://db:3306/optuna?passwd=${PASSWORD}",
+    ],
+)
+def test_a_database_without_one_is_taken(url: str) -> None:
+    assert parse(LEAST, storage=url).storage == url

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from mgpu_slurm.errors import MgpuError
-from mgpu_slurm.sweep import journal
+from mgpu_slurm.sweep import locks, waiting
 from mgpu_slurm.sweep.journal import JournalFile
+from mgpu_slurm.sweep.locks import locked
 from tests.support import wait_until
 
 FORK = multiprocessing.get_context("fork")
@@ -29,7 +31,9 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "study.journal"
+    made = tmp_path / "study.journal"
+    JournalFile(made, is_new=True)
+    return made
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -89,7 +93,7 @@ class TestWritersThatDie:
 
     def test_who_is_killed_with_the_lock_keeps_nobody_waiting(self, path: Path, tmp_path: Path) -> None:
         def hold(_: int) -> None:
-            with JournalFile(path)._locked():
+            with locked(path.with_name(f"{path.name}.lock")):
                 (tmp_path / "held").touch()
                 signal.pause()
 
@@ -133,7 +137,8 @@ class TestWritersThatDie:
 
 
 def test_what_a_full_disk_does_not_take_is_taken_back(path: Path) -> None:
-    own = JournalFile(path)
+    # who makes it does not wait until there is room
+    own = JournalFile(path, is_new=True)
     own.append_logs([{"n": 0}])
     before = path.read_bytes()
     # the system's own limit on the size of a file takes a part of the line, as a full disk does
@@ -151,6 +156,38 @@ def test_what_a_full_disk_does_not_take_is_taken_back(path: Path) -> None:
     assert list(own.read_logs(0)) == [{"n": 0}, {"n": 1}]
 
 
+class TestFileSystemsThatAreAway:
+    def test_one_that_comes_back_is_waited_for_and_told(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(waiting, "SLOW_SECONDS", 0.0)
+        own, away, found = JournalFile(path), path.with_name("away"), []
+        own.append_logs([{"n": 0}])
+        path.rename(away)
+        reader = threading.Thread(target=lambda: found.extend(own.read_logs(0)))
+        reader.start()
+        said = ""
+        while "; trying again until " not in said:
+            said += capfd.readouterr().err
+        assert f"mgpu_slurm: the study's journal {str(path)!r} is not to be had (" in said
+        assert found == []
+        away.rename(path)
+        reader.join(20)
+        assert found == [{"n": 0}]
+
+    def test_one_that_does_not_is_an_error_and_no_other_journal(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(waiting, "SECONDS", 0.0)
+        own = JournalFile(path)
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            list(own.read_logs(0))
+        with pytest.raises(FileNotFoundError):
+            own.append_logs([{"n": 0}])
+        assert not path.exists()
+
+
 @pytest.mark.parametrize("line", [b"not json\n", b"[1]\n", b"\xff\xfe\n"])
 def test_a_damaged_line_in_the_middle_is_named_each_time(path: Path, line: bytes) -> None:
     path.write_bytes(b'{"n":0}\n' + line + b'{"n":2}\n')
@@ -163,7 +200,7 @@ def test_a_damaged_line_in_the_middle_is_named_each_time(path: Path, line: bytes
 def test_who_waits_long_for_the_lock_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(journal, "SLOW_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "SLOW_LOCK_SECONDS", 0.05)
     own = JournalFile(path)
     with open(f"{path}.lock", "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
@@ -178,7 +215,7 @@ def test_who_waits_long_for_the_lock_says_so(
 
 @given(some.lists(some.dictionaries(some.text(), some.floats(allow_nan=True) | some.text() | some.none()), max_size=9))
 def test_any_record_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, made: list[dict[str, Any]]) -> None:
-    own = JournalFile(tmp_path_factory.mktemp("any") / "study.journal")
+    own = JournalFile(tmp_path_factory.mktemp("any") / "study.journal", is_new=True)
     for record in made:
         own.append_logs([record])
     # as text, because NaN is not itself

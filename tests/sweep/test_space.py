@@ -94,12 +94,30 @@ class TestGrid:
             parse("\n".join(f"p{number}: {{int: [1, 100]}}" for number in range(40))).grid()
 
 
-def test_the_ends_are_what_a_config_has_to_take() -> None:
+def test_every_end_of_every_parameter_is_in_a_trial_that_a_config_is_asked_for() -> None:
     made = parse("lr: {float: [1, 2]}\nwidth: {int: [16, 100], step: 16}\nact: {choice: [relu, null]}")
-    found = list(made.ends())
-    assert found == [("lr", 1.0), ("lr", 2.0), ("width", 16), ("width", 96), ("act", "relu"), ("act", None)]
+    found = made.probes()
+    assert {(probe["lr"], probe["width"], probe["act"]) for probe in found} == {
+        (1.0, 16, "relu"),
+        (2.0, 16, "relu"),
+        (1.0, 96, "relu"),
+        (1.0, 16, None),
+    }
     # the kind counts too: 1 is no float
-    assert [type(value) for _, value in found[:4]] == [float, float, int, int]
+    assert {type(probe["lr"]) for probe in found} == {float}
+
+
+def test_a_parameter_is_asked_for_where_its_condition_holds_and_left_out_elsewhere() -> None:
+    made = parse("""
+        optimizer: {choice: [adam, sgd]}
+        momentum: {float: [0, 1], when: {optimizer: sgd}}
+        nesterov: {choice: [true], when: {momentum_kind: [heavy]}}
+        momentum_kind: {choice: [light, heavy], when: {optimizer: sgd}}
+    """)
+    found = made.probes()
+    assert {"optimizer": "adam"} in found
+    assert {"optimizer": "sgd", "momentum": 1.0, "momentum_kind": "light"} in found
+    assert {"optimizer": "sgd", "momentum": 0.0, "momentum_kind": "heavy", "nesterov": True} in found
 
 
 def test_dots_are_parts_of_a_config() -> None:

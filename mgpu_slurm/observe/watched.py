@@ -1,0 +1,66 @@
+"""`status`: what is shown of runs, groups and sweeps, once or again and again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+
+from mgpu_slurm import states
+from mgpu_slurm.launch import registry, sweeps
+from mgpu_slurm.launch.registry import State
+from mgpu_slurm.launch.watching import Watch
+from mgpu_slurm.observe import status
+from mgpu_slurm.observe import sweeps as studies
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import Note, quiet
+from mgpu_slurm.wording import program
+
+Found = Sequence[tuple[RunFolder, State]]
+
+WATCH_PAUSE = 2.0
+"""Seconds between two looks."""
+
+_HOME_AND_CLEAR = "\x1b[H\x1b[J"
+
+
+def as_one(found: Found, asked: Sequence[RunFolder] = ()) -> list[State]:
+    """States of runs, each once, with the workers of a sweep as one, unless it was a worker that was asked for."""
+    single = [folder.group for folder in asked if folder.task is not None]
+    return sweeps.as_one(list(dict(found).items()), without=single)
+
+
+def lines(found: Found, asked: Sequence[RunFolder], room: os.terminal_size | None) -> list[str]:
+    """For people.
+
+    Args:
+        asked: what was named; nothing for an overview of all.
+        room: of a terminal.
+    """
+    if not asked:
+        shown = as_one(found)
+        return [status.overview(shown, room)] if shown else [f"no runs yet: start one with `{program()} submit`"]
+    told: list[str] = []
+    named = [folder for folder in dict.fromkeys(asked) if sweeps.is_sweep(folder)]
+    for folder in named:
+        workers = [state for member, state in dict(found).items() if member.group == folder]
+        told += [*studies.lines(folder, workers, room.columns if room else None), ""]
+    others = [state for folder, state in dict(found).items() if folder.group not in named]
+    if others:
+        told.append(status.table(others, {folder.run for folder in asked}))
+    return told if others else told[:-1]
+
+
+def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
+    """Shows runs, all of them where none is named, until they have ended."""
+    watches = {folder: Watch(folder, note) for folder in asked or registry.all_groups(note)}
+    while True:
+        found = [pair for watch in watches.values() for pair in watch.pairs()]
+        room = shutil.get_terminal_size() if sys.stdout.isatty() else None
+        told = "\n".join(lines(found, asked, room))
+        print(f"{_HOME_AND_CLEAR}{told}" if room else told, flush=True)
+        if not any(states.is_alive(state["state"]) for _, state in found):
+            return
+        time.sleep(WATCH_PAUSE)

@@ -1,0 +1,48 @@
+"""Waiting for a study's storage, and saying so once: for a server that restarts, or a file system that is away."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+
+SECONDS = 300.0
+"""For so long a worker waits for one answer."""
+
+SLOW_SECONDS = 5.0
+"""After which who waits says so."""
+
+LONGEST_PAUSE_SECONDS = 2.0
+
+
+class Waiting:
+    """For the answer to one call."""
+
+    def __init__(self, problem: str, seconds: float) -> None:
+        """
+        Args:
+            problem: what does not answer, to go on from `mgpu_slurm: `.
+            seconds: after which it has been too long.
+        """
+        self._problem = problem
+        self._seconds = seconds
+        self._began: float | None = None
+        self._pause = 0.02
+        self._has_told = False
+
+    def is_over(self) -> bool:
+        """Whether it has been too long; the time begins with the first question."""
+        self._began = self._began or time.monotonic()
+        return time.monotonic() - self._began >= self._seconds
+
+    def pause(self, why: str) -> None:
+        """Sleeps a little longer each time, no two processes equally long."""
+        assert self._began is not None
+        waited = time.monotonic() - self._began
+        if waited >= SLOW_SECONDS and not self._has_told:
+            self._has_told = True
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._seconds - waited))
+            said = f"{self._problem} ({why}); trying again until {until}"
+            print(f"mgpu_slurm: {said}", file=sys.stderr, flush=True)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        time.sleep(self._pause * random.uniform(0.5, 1.0))

@@ -1,0 +1,130 @@
+"""Sweeps of commands: each trial starts a script on every rank, which may know nothing of it, or report by attach()."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import Project
+
+SCRIPT = """
+    import argparse
+    import json
+    import os
+    import signal
+    import sys
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--x", type=float)
+    parser.add_argument("--kind")
+    parser.add_argument("--more", type=int)
+    given = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    print(given, flush=True)
+
+    if given.kind == "plain":
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        ranks = torch.ones(1)
+        dist.all_reduce(ranks)
+        dist.destroy_process_group()
+        print(json.dumps({"score": given.x * float(ranks), "kind": "text"}))
+    elif given.kind == "fails" and rank == 1:
+        sys.exit("no data on this node")
+    elif given.kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif given.kind == "fails":
+        signal.pause()
+    else:
+        import mgpu_slurm
+
+        run = mgpu_slurm.attach()
+        try:
+            for epoch in range(1, 4):
+                run.report(epoch, score=float("nan") if given.kind == "diverges" and epoch == 2 else given.x * epoch)
+        except Exception:
+            print("swallowed")
+        print("done")
+"""
+SWEEP = """
+    study: scripts
+    job: {command: "python script.py --x {x} --kind {kind} --more {more}"}
+    metric: score
+    sampler: grid
+    max_retries: 1
+    resources: {nodes: 2}
+    fixed: {x: 0.30000000000000004}
+    space:
+      kind: {choice: [plain, reports, fails, killed, diverges]}
+      more: {choice: [7], when: {kind: [plain]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    from tests.support import make_project
+
+    project = make_project(tmp_path_factory.mktemp("commands"))
+    project.write("script.py", SCRIPT)
+    project.write("sweep.yaml", SWEEP)
+    done = project.call("sweep", "sweep.yaml", "--executor", "local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return project
+
+
+def trial(project: Project, number: int) -> Path:
+    return project.runs / "scripts" / "trials" / str(number)
+
+
+def log(project: Project, number: int, rank: int = 0, attempt: int = 1) -> str:
+    return (trial(project, number) / "logs" / f"{attempt}-{rank}.log").read_text()
+
+
+def test_a_script_that_knows_nothing_prints_its_result(swept: Project) -> None:
+    # each trial has a rendezvous of its own, at which both ranks meet
+    result = json.loads((trial(swept, 0) / "result.json").read_text())
+    assert (result["state"], result["value"]) == ("COMPLETE", 2 * 0.30000000000000004)
+    assert "more=7" in log(swept, 0)
+
+
+def test_a_script_that_attaches_reports_to_the_study(swept: Project) -> None:
+    result = json.loads((trial(swept, 1) / "result.json").read_text())
+    assert (result["value"], result["progress"]) == (0.30000000000000004 * 3, 3)
+    metrics = [json.loads(line) for line in (trial(swept, 1) / "metrics.jsonl").read_text().splitlines()]
+    assert [record["progress"] for record in metrics] == [1, 2, 3]
+    # a parameter that is not there takes its option away
+    assert "more=None" in log(swept, 1)
+
+
+def test_a_rank_that_fails_ends_the_trial_and_is_told_by_its_words(swept: Project) -> None:
+    failure = json.loads((trial(swept, 2) / "failure.json").read_text())
+    assert failure["message"] == "its command ended with exit code 1: no data on this node"
+
+
+def test_one_that_is_killed_is_tried_again(swept: Project) -> None:
+    failure = json.loads((trial(swept, 3) / "failure.json").read_text())
+    assert failure["message"] == "its command was ended by SIGKILL (2 of 2 times)"
+    assert "kind='killed'" in log(swept, 3, attempt=2)
+    assert not (trial(swept, 3) / "logs" / "3-0.log").exists()
+
+
+def test_a_trial_that_is_given_up_ends_on_all_ranks_past_except_exception(swept: Project) -> None:
+    result = json.loads((trial(swept, 4) / "result.json").read_text())
+    assert (result["state"], result["reason"]) == ("PRUNED", "score is nan")
+    for rank in range(2):
+        said = log(swept, 4, rank)
+        assert "stopped at progress 2" in said
+        assert "swallowed" not in said
+        assert "done" not in said
+
+
+def test_best_is_a_command_line(swept: Project) -> None:
+    best = swept.json("best", "scripts")
+    assert best["number"] == 1
+    assert best["command"].endswith("submit --nodes 2 -- python script.py --x 0.30000000000000004 --kind reports")
+    yaml = swept.call("best", "scripts", "--yaml").stdout
+    assert yaml == "x: 0.30000000000000004\nkind: reports\n"

@@ -1,0 +1,350 @@
+"""Sweeps on the local executor, by real workers: what becomes of trials, whatever happens to who trains them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import yaml
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial
+
+from tests.support import Project, make_project, processes_of, wait_until
+from tests.sweep_job import JOB, epochs, pids, seen
+
+GRID = {"sampler": "grid", "space": {"x": {"choice": [0.25, 0.1 + 0.2, 0.75]}}}
+
+
+def write_sweep(project: Project, **values: Any) -> Path:
+    project.write("job.py", JOB)
+    base = {"study": "study", "job": "job.py", "metric": "score"}
+    return project.write("sweep.yaml", yaml.safe_dump(base | values))
+
+
+def start(project: Project, **values: Any) -> Path:
+    """A sweep of one worker that has been started, unless more are asked for; its folder."""
+    write_sweep(project, **values)
+    done = project.call("sweep", "sweep.yaml", "--executor", "local", "--no-follow")
+    assert done.returncode == 0, done.stderr
+    return project.runs / "study"
+
+
+def wait(project: Project) -> subprocess.CompletedProcess[str]:
+    done = project.call("wait", "study", "--timeout", "90")
+    assert done.returncode in (0, 1), done.stderr
+    return done
+
+
+def facts_of(project: Project) -> dict[str, Any]:
+    (facts,) = project.json("status", "study")
+    return dict(facts)
+
+
+def trials_of(folder: Path) -> list[FrozenTrial]:
+    """As Optuna itself reads the journal."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = JournalStorage(JournalFileBackend(str(folder / "study.journal")))
+    return optuna.load_study(storage=storage, study_name="study").trials
+
+
+def states(folder: Path) -> list[str]:
+    return [trial.state.name for trial in trials_of(folder)]
+
+
+def ends(folder: Path, number: int) -> dict[str, Any]:
+    """What is written down of a trial's end, which it has had once."""
+    trial = folder / "trials" / str(number)
+    (end,) = [path for path in (trial / "result.json", trial / "failure.json") if path.exists()]
+    return dict(json.loads(end.read_text()))
+
+
+def test_two_ranks_train_trial_after_trial_and_what_goes_wrong_ends_one_alone(project: Project) -> None:
+    folder = start(
+        project,
+        trials=9,
+        space="job.py:choose",
+        sampler="random",
+        pruner={"name": "median", "startup_trials": 1},
+        max_retries=1,
+        resources={"nodes": 2},
+    )
+    done = wait(project)
+    assert done.returncode == 0, done.stdout
+    plain, hopeless, nan, leaks, fails_on_0, fails_on_1, killed_once, killed, last = (
+        folder / "trials" / str(number) for number in range(9)
+    )
+    assert " ".join(states(folder)) == "COMPLETE PRUNED PRUNED COMPLETE FAIL FAIL COMPLETE FAIL COMPLETE"
+    assert [ends(folder, number)["state"] for number in range(9)] == states(folder)
+
+    # every rank has got what the study has
+    for number, trial in enumerate(trials_of(folder)):
+        for rank in range(2):
+            begun = seen(folder / "trials" / str(number), rank)[0]
+            assert float.fromhex(begun["x"]) == trial.params["x"]
+            given = {name: begun["config"][name] for name in ("whole", "text", "sizes")}
+            assert given == {"whole": 2**53 + 1, "text": 'it\'s "ü"', "sizes": [3, 2**40]}
+    assert [ends(folder, 0)["value"], trials_of(folder)[8].value] == [
+        pytest.approx(trials_of(folder)[number].params["x"]) for number in (0, 8)
+    ]
+
+    # a trial that is given up ends on all ranks at the same step, whatever its code catches
+    for trial in (hopeless, nan):
+        assert [epochs(trial, rank) for rank in range(2)] == [{1: [1]}] * 2
+        assert not any("swallowed" in line for line in seen(trial))
+    assert ends(folder, 2)["reason"] == "score is nan"
+    assert ends(folder, 4)["message"] == "ValueError: broken on 0"
+    assert ends(folder, 5)["message"] == "ValueError: broken on 1"
+
+    # one that loses a rank goes on from its checkpoint, but not for ever
+    assert epochs(killed_once) == {1: [1, 2], 2: [2, 3]}
+    assert [line["restored"] for line in seen(killed_once, rank=1) if "restored" in line] == [0, 1]
+    assert epochs(killed) == {1: [1, 2], 2: [2]}
+    assert ends(folder, 7)["message"] == "its ranks died: rank 1 was ended by SIGKILL (2 of 2 times)"
+
+    # all of that in the same processes, but where ranks may be out of step or hold too much
+    for rank in range(2):
+        assert len({pids(trial, rank)[0] for trial in (plain, hopeless, nan, leaks)}) == 1
+    assert pids(leaks) != pids(fails_on_0) != pids(fails_on_1) != pids(killed_once)[:1]
+    assert pids(killed)[-1:] != pids(last)
+    assert "trials have left 120 open files: starting the ranks again" in (folder / "tasks/0/logs/1-0.log").read_text()
+    facts = facts_of(project)
+    assert (facts["state"], facts["reason"]) == ("COMPLETED", "9 of 9 trials")
+
+
+def test_a_killed_workers_trial_goes_on_elsewhere_and_a_sweep_grows_while_it_runs_and_after(project: Project) -> None:
+    folder = start(
+        project,
+        trials=5,
+        workers=2,
+        sampler={"name": "random", "seed": 1},
+        space={"x": {"float": [0.0, 1.0]}},
+        fixed={"does": "waits", "place": str(project.folder)},
+    )
+    written = (folder / "sweep.yaml").read_text()
+    wait_until(lambda: [epochs(trial) for trial in (folder / "trials").iterdir()].count({1: [1, 2]}) == 2)
+    facts = facts_of(project)
+    assert (facts["kind"], facts["state"]) == ("sweep", "RUNNING")
+    assert facts["reason"] == "0 of 5 trials, 2 of 2 workers running"
+    assert (facts["trials"]["RUNNING"], facts["trials"]["WAITING"], facts["best"]) == (2, 3, None)
+    assert [worker["run"] for worker in facts["workers"]] == ["study/0", "study/1"]
+
+    # what makes it another study is refused, with the difference
+    for words, said in [
+        (["metric=loss", "direction=minimize"], "metric was score and is loss; direction was maximize and is minimize"),
+        (["space.x.float=[0, 2]"], "space: x was float 0 to 1 and is float 0 to 2"),
+        (["fixed.epochs=4"], "fixed was "),
+        (["job=other.py"], "job was job.py and is other.py"),
+    ]:
+        done = project.call("sweep", "sweep.yaml", *words)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert said in done.stderr
+    assert (folder / "sweep.yaml").read_text() == written
+
+    more = project.call("sweep", "sweep.yaml", "trials=6", "--no-follow")
+    assert more.returncode == 0, more.stderr
+    assert "2 workers at work\ntrials    6; it was 5\n" in more.stdout
+    follow, watch = project.start("logs", "study", "--follow"), project.start("status", "study", "--watch")
+    killed, other = (json.loads((folder / "tasks" / number / "state.json").read_text()) for number in ("0", "1"))
+    os.kill(killed["supervisor"][0], signal.SIGKILL)
+    wait_until(lambda: processes_of(folder / "tasks" / "0") == [])
+    (project.folder / "gate").touch()
+    assert wait(project).returncode == 0
+    facts = facts_of(project)
+    assert (facts["state"], facts["trials"]["COMPLETE"]) == ("COMPLETED", 6)
+    assert [worker["state"] for worker in facts["workers"]] == ["FAILED", "COMPLETED"]
+    assert "its supervisor process" in facts["workers"][0]["reason"]
+    lost, kept = folder / "trials" / str(killed["trial"]), folder / "trials" / str(other["trial"])
+    assert (epochs(lost), epochs(kept)) == ({1: [1, 2], 2: [2, 3]}, {1: [1, 2, 3]})
+    out, _ = follow.communicate(timeout=60)
+    assert follow.returncode == 0
+    assert [f"-- trial   {number}  complete" in out for number in range(6)] == [True] * 6
+    assert "study     study  COMPLETED" in out
+    assert "-- study/0  FAILED: " in out
+    shown, _ = watch.communicate(timeout=60)
+    assert (watch.returncode, "trials    6: 6 complete" in shown) == (0, True)
+
+    # one worker is left as it was, which the next trials start again, and a new one
+    again = project.call("sweep", "sweep.yaml", "trials=9", "workers=3", "--executor", "local")
+    assert again.returncode == 0, again.stderr
+    assert "starts    3 workers\n" in again.stdout
+    assert states(folder) == ["COMPLETE"] * 9
+    assert [ends(folder, number)["state"] for number in range(9)] == ["COMPLETE"] * 9
+    assert len({trial.params["x"] for trial in trials_of(folder)}) == 9
+    assert [worker["attempts"] for worker in facts_of(project)["workers"]] == [2, 2, 1]
+    assert "starts  " not in project.call("sweep", "sweep.yaml", "trials=9", "workers=3").stdout
+
+
+def test_a_trial_outlives_the_time_limit_of_its_worker_and_a_cancel(project: Project) -> None:
+    folder = start(
+        project,
+        trials=2,
+        space={"x": {"float": [0.0, 1.0]}},
+        fixed={"does": "goes on until told", "epochs": 100000, "pause": 0.01, "place": str(project.folder)},
+    )
+    trial = folder / "trials" / "0"
+    wait_until(lambda: len(epochs(trial).get(1, [])) > 3)
+    # as the supervisor sends it some time before the limit
+    os.kill(pids(trial)[0], signal.SIGUSR2)
+    wait_until(lambda: len(epochs(trial).get(2, [])) > 3)
+    assert "asked to save and end" in project.call("cancel", "study").stdout
+    assert wait(project).returncode == 1
+    assert (facts_of(project)["state"], states(folder)) == ("CANCELLED", ["WAITING"])
+    assert "2 unfinished: cancelled; `" in project.call("status", "study").stdout.splitlines()[0]
+    (project.folder / "gate").touch()
+    done = project.call("resume", "study")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert states(folder) == ["COMPLETE", "COMPLETE"]
+    found = epochs(trial)
+    assert list(found) == [1, 2, 3]
+    # no epoch twice, and none left out
+    assert list(itertools.chain(*found.values())) == list(range(1, found[3][-1] + 1))
+    assert facts_of(project)["attempts"] == 3
+
+
+def test_an_error_that_all_workers_meet_first_stops_the_sweep_with_it(project: Project) -> None:
+    write_sweep(project, trials=50, workers=2, space={"x": {"float": [0.0, 1.0]}}, fixed={"does": "fails"})
+    done = project.call("sweep", "sweep.yaml", "--executor", "local")
+    assert done.returncode == 1
+    assert "failed alike: ValueError: broken on 0" in done.stdout
+    assert wait(project).returncode == 1
+    facts = facts_of(project)
+    assert facts["state"] == "FAILED"
+    assert facts["reason"].endswith("failed alike: ValueError: broken on 0")
+    assert facts["trials"]["RUNNING"] == 0
+    assert 2 <= facts["trials"]["FAIL"] <= 4
+    done = project.call("best", "study")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no trial is complete yet" in done.stderr
+
+
+def test_a_metric_that_is_never_there_stops_the_sweep_with_the_first_trial(project: Project) -> None:
+    write_sweep(project, trials=50, space={"x": {"float": [0.0, 1.0]}}, fixed={"metric": "scores"})
+    done = project.call("sweep", "sweep.yaml", "--executor", "local")
+    assert done.returncode == 1
+    facts = facts_of(project)
+    assert (facts["state"], facts["trials"]["FAIL"], facts["trials"]["WAITING"]) == ("FAILED", 1, 49)
+    said = "the job neither reports nor returns the metric 'score' (did you mean 'scores'?)"
+    assert facts["reason"] == f"1 of 50 trials: {said}"
+    assert said in done.stdout
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """Where a sweep has ended."""
+    made = make_project(tmp_path_factory.mktemp("ended"))
+    start(made, **GRID, trials=2, fixed={"epochs": 2})
+    # more of a grid are the points that are left
+    done = made.call("sweep", "sweep.yaml", "trials=3", "--no-follow")
+    assert "trials    3; it was 2\n" in done.stdout, done.stderr
+    assert wait(made).returncode == 0
+    return made
+
+
+class TestOneThatHasEnded:
+    @pytest.fixture
+    def project(self, ended: Project) -> Project:
+        return ended
+
+    def test_the_best_is_told_and_its_command_finds_it_again(self, project: Project) -> None:
+        best = project.json("best", "study")
+        assert (best["number"], best["value"], best["params"]) == (2, 0.75, {"x": 0.75})
+        told = project.call("best", "study").stdout
+        assert "best      score 0.75, trial 2 of study study\n" in told
+        config = project.call("best", "study", "--yaml").stdout
+        assert (yaml.safe_load(config)["x"], yaml.safe_load(config)["epochs"]) == (0.75, 2)
+        assert yaml.safe_load(config) == best["config"]
+        # as a person pastes it
+        command = f"{best['command']} --executor local"
+        environ = os.environ | project.environ
+        done = subprocess.run(["sh", "-c", command], cwd=project.folder, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "result    score 0.75  " in done.stdout
+        assert shlex.split(best["command"])[-2:] == ["--config", "runs/study/trials/2/config.yaml"]
+
+    def test_optuna_reads_the_same_out_of_its_journal(self, project: Project) -> None:
+        folder = project.runs / "study"
+        values = {trial.number: (trial.params["x"], trial.value) for trial in trials_of(folder)}
+        assert {x for x, _ in values.values()} == {0.25, 0.1 + 0.2, 0.75}
+        assert values == {
+            number: (seen(folder / "trials" / str(number))[0]["config"]["x"], ends(folder, number)["value"])
+            for number in range(3)
+        }
+        assert [trial.intermediate_values for trial in trials_of(folder)] == [{1: 1.0, 2: 1.0}] * 3
+
+    def test_it_stands_among_runs_as_one(self, project: Project) -> None:
+        (line,) = [line for line in project.call("status").stdout.splitlines() if line.startswith("study")]
+        assert "COMPLETED" in line
+        facts = facts_of(project)
+        assert (facts["run"], facts["kind"], facts["trials"]["COMPLETE"], facts["best"]["value"]) == (
+            *("study", "sweep", 3),
+            0.75,
+        )
+        # a worker is a run too
+        assert project.json("status", "study/0")[0]["state"] == "COMPLETED"
+        assert "-- trial 1: x=0.3\n" in project.call("logs", "study/0").stdout
+
+    def test_a_rehearsal_changes_nothing(self, project: Project) -> None:
+        before = sorted(path for path in project.runs.rglob("*"))
+        write_sweep(project, **GRID, fixed={"epochs": 2}, workers=2)
+        for study in ("study", "another"):
+            done = project.call("sweep", "sweep.yaml", f"study={study}", "--dry-run", "--executor", "local")
+            assert done.returncode == 0, done.stderr
+            assert "nothing was started (--dry-run)" in done.stdout
+        assert sorted(path for path in project.runs.rglob("*")) == before
+
+    @pytest.mark.parametrize("words", [["status"], ["status", "study"], ["best", "study"], ["wait", "study"]])
+    def test_who_looks_at_it_loads_nothing_heavy(self, project: Project, words: list[str]) -> None:
+        code = (
+            "import sys; from mgpu_slurm.cli import main\n"
+            f"try: main({words})\nexcept SystemExit as ended: assert not ended.code\n"
+            "print([name for name in ('torch', 'optuna', 'numpy', 'tensorboard') if name in sys.modules])"
+        )
+        environ = os.environ | project.environ
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, cwd=project.folder, env=environ, capture_output=True, text=True)
+        assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
+
+    def test_a_run_is_no_study_and_its_name_is_taken(self, project: Project) -> None:
+        run, _ = project.run("--", "true")
+        for words in (["best", run.name], ["sweep", "sweep.yaml", f"study={run.name}"]):
+            done = project.call(*words)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert "no sweep" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"space": {"lr": {"float": [0.1, 1.0]}}}, "unknown key 'lr' (known: x, whole, "),
+        ({"space": {"epoch": {"int": [1, 3]}}}, "(did you mean 'epochs'?)"),
+        ({"space": {"epochs": {"float": [0.5, 1.0]}}}, "epochs"),
+        ({"fixed": {"x": "big"}, "space": {"whole": {"int": [0, 1]}}}, "x"),
+        ({"space": {"x": {"float": [1.0, 0.1]}}}, "space x: float [1, 0.1]: nothing lies between them: swap them"),
+        (
+            {"pruner": {"name": "hyperband", "max_resource": 27}},
+            "max_resource 27: a trial ends at 3 (epochs of the job's config)",
+        ),
+        ({"sampler": {"name": "tpe", "options": {"sed": 1}}}, "sampler tpe: "),
+        ({"job": "jobb.py"}, "jobb.py"),
+        ({"trial": 3}, "(did you mean 'trials'?)"),
+    ],
+    ids=["unknown", "near", "type", "fixed", "empty range", "max_resource", "sampler", "job", "key"],
+)
+def test_a_file_that_cannot_work_is_refused_and_nothing_is_left(
+    project: Project, values: dict[str, Any], said: str
+) -> None:
+    write_sweep(project, **{"trials": 3, "space": {"x": {"float": [0.0, 1.0]}}} | values)
+    done = project.call("sweep", "sweep.yaml", "--executor", "local")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stdout + done.stderr
+    assert said in done.stderr
+    assert not project.runs.exists() or list(project.runs.iterdir()) == []
