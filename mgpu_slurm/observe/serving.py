@@ -2,7 +2,7 @@
 
 The links are named as in `status`. They lie in the user's state home, so that TensorBoard sees exactly those runs, and
 links to what a run has not written yet lead there once it has. `--logdir_spec` would name runs as well, but
-TensorBoard's fast data server does not take it.
+TensorBoard's fast data server does not take it. The trials of sweeps are linked as they begin.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from types import FrameType
 from mgpu_slurm import paths, processes
 from mgpu_slurm.errors import MgpuError, UserError
 from mgpu_slurm.launch import registry
-from mgpu_slurm.observe.histories import EVENT_FILES, Source, sources
+from mgpu_slurm.observe.histories import EVENT_FILES, Source, sources, trials_of
+from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
+from mgpu_slurm.sweep import hparams
 from mgpu_slurm.wording import counted
 
 NEWEST = 20
@@ -54,8 +56,18 @@ class Choice:
     """The runs to be shown."""
 
     sources: list[Source]
+    """Each sweep is one of them as a whole."""
     left_out: int
     """Older runs and groups that nobody has named."""
+
+    @property
+    def runs(self) -> list[Source]:
+        """One by one, the trials of sweeps as far as they have begun."""
+        return trials_of(self.sources)
+
+    @property
+    def studies(self) -> list[RunFolder]:
+        return [source.own for source in self.sources if source.own is not None and source.is_study]
 
 
 def choose(words: Sequence[str], note: Note = quiet) -> Choice:
@@ -77,16 +89,17 @@ def choose(words: Sequence[str], note: Note = quiet) -> Choice:
 
 
 @contextlib.contextmanager
-def linked(chosen: Choice) -> Iterator[Path]:
+def linked(chosen: Choice) -> Iterator[Links]:
     """A folder with a link to each run, for as long as it is needed."""
     base = paths.state_home() / "tensorboard"
     with contextlib.suppress(OSError):
         _remove_left_over(base)
     folder = base / f"{socket.gethostname()}-{os.getpid()}-{processes.started_at(os.getpid())}"
-    links = folder / "runs"
+    runs = folder / "runs"
     try:
-        links.mkdir(parents=True)
-        _link(links, chosen.sources)
+        runs.mkdir(parents=True)
+        _link(runs, [source for source in chosen.sources if not source.is_study])
+        links = Links(runs, chosen.studies)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
@@ -120,6 +133,52 @@ def _free_link(folder: Path, name: str) -> Path:
     return link
 
 
+class Links:
+    """A folder of runs for TensorBoard, in which sweeps grow."""
+
+    def __init__(self, folder: Path, studies: Sequence[RunFolder]) -> None:
+        """
+        Args:
+            folder: with the links of all other runs.
+        """
+        self.folder = folder
+        self._studies: dict[RunFolder, Path] = {}
+        for study in studies:
+            self._studies[study] = _free_link(folder, study.run)
+            (self._studies[study] / paths.TRIALS).mkdir(parents=True)
+        self._experiment: Path | None = None
+        self._experiments = 0
+        self._written: list[tuple[int, int]] = []
+        """By which the experiments in `_experiment` are told from later ones."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Links trials that have begun since the last time, and takes up parameters that they have brought."""
+        for study, place in self._studies.items():
+            linked = set(os.listdir(place / paths.TRIALS))
+            begun = os.listdir(study.trials) if study.trials.is_dir() else []
+            for number in begun:
+                if number.isdigit() and number not in linked:
+                    (place / paths.TRIALS / number).symlink_to(study.of_trial(int(number)).tensorboard)
+        self._write_experiment()
+
+    def _write_experiment(self) -> None:
+        """TensorBoard takes one experiment, whichever it meets first, and never reads it again: this is one of all
+        sweeps, and whenever it changes, another run."""
+        files = [hparams.experiment_file(study) for study in self._studies]
+        found = [file.stat() for file in files if file.exists()]
+        written = [(stat.st_mtime_ns, stat.st_ino) for stat in found]
+        if written == self._written:
+            return
+        self._experiments += 1
+        number = f"-{self._experiments}" if self._experiments > 1 else ""
+        old, self._experiment = self._experiment, _free_link(self.folder, f"hparams{number}")
+        hparams.write_merged(self._studies, self._experiment)
+        self._written = written
+        if old is not None:
+            shutil.rmtree(old)
+
+
 def _remove_left_over(base: Path) -> None:
     """Of servers of this machine that were killed."""
     for folder in base.glob(f"{socket.gethostname()}-*-*"):
@@ -130,9 +189,11 @@ def _remove_left_over(base: Path) -> None:
 
 def described(chosen: Choice) -> str:
     """What is to be seen, in words."""
-    runs = counted(len(chosen.sources), "run")
-    silent = sum(not any(source.curves.glob(EVENT_FILES)) for source in chosen.sources)
-    words = [runs if len(chosen.sources) > 1 else chosen.sources[0].name]
+    runs = chosen.runs
+    silent = sum(not any(source.curves.glob(EVENT_FILES)) for source in runs)
+    words = [runs[0].name if len(chosen.sources) == len(runs) == 1 else counted(len(runs), "run")]
+    if chosen.studies:
+        words.append(f"trials of {', '.join(study.run for study in chosen.studies)} appear as they begin")
     if chosen.left_out:
         words.append(f"the newest {NEWEST} of {NEWEST + chosen.left_out} runs and groups, name others to see them")
     if silent:
@@ -194,13 +255,21 @@ class Server:
         user = pwd.getpwuid(os.getuid()).pw_name
         return f"ssh -N -L {self.port}:{HOST}:{self.port} {user}@{socket.gethostname()}"
 
-    def wait(self) -> None:
+    def wait(self, meanwhile: Callable[[], None]) -> None:
         """Until it ends by itself, which is an error, or somebody ends this process.
+
+        Args:
+            meanwhile: called now and then, as often as the server looks for news.
 
         Raises:
             MgpuError: it has ended.
         """
-        self._process.wait()
+        while self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(RELOAD_SECONDS)
+            # a file system that fails for a moment costs news, not the server
+            with contextlib.suppress(OSError):
+                meanwhile()
         raise MgpuError(f"TensorBoard has ended with exit code {self._process.returncode}: {self._last_words()}")
 
     def stop(self) -> None:
@@ -287,11 +356,11 @@ def serve(chosen: Choice, port: int | None, say: Callable[[Server], None]) -> No
     heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, _interrupt) for number in heard}
     try:
-        with linked(chosen) as folder:
-            server = Server(folder, port)
+        with linked(chosen) as links:
+            server = Server(links.folder, port)
             try:
                 say(server)
-                server.wait()
+                server.wait(links.refresh)
             finally:
                 server.stop()
     except KeyboardInterrupt:

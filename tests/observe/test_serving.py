@@ -231,8 +231,8 @@ def test_no_runs_and_unknown_runs_are_errors(project: Project) -> None:
 def linked_in(project: Project, sources: list[Source]) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", project.environ["XDG_STATE_HOME"])
-        with linked(Choice(sources, 0)) as folder:
-            yield folder
+        with linked(Choice(sources, 0)) as links:
+            yield links.folder
 
 
 def test_names_that_clash_are_kept_apart_and_nothing_is_written_into_runs(project: Project) -> None:
