@@ -1,4 +1,4 @@
-"""`python -m benchmarks [startup] [launch] [step] [slurm] [curves]`: runs those or all, keeps tables in results.md.
+"""`python -m benchmarks [NAME ...]`: runs those or all, keeps tables in results.md.
 
 A target that is missed is reported like one that is met; it is no error.
 """
@@ -8,9 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks import curves, launch, report, slurm, startup, step
+from benchmarks import curves, launch, report, slurm, startup, step, storage, sweep
 
-BENCHMARKS = {"startup": startup.run, "launch": launch.run, "step": step.run, "slurm": slurm.run, "curves": curves.run}
+BENCHMARKS = {
+    "startup": startup.run,
+    "launch": launch.run,
+    "step": step.run,
+    "slurm": slurm.run,
+    "curves": curves.run,
+    "storage": storage.run,
+    "sweep": sweep.run,
+}
 RESULTS = Path(__file__).parent / "results.md"
 PREFACE = """# Speed
 

@@ -72,10 +72,16 @@ class Project:
 
 
 @contextmanager
-def project() -> Iterator[Project]:
+def project(*packages: str) -> Iterator[Project]:
+    """
+    Args:
+        packages: what is in it beside this one.
+    """
     with tempfile.TemporaryDirectory(prefix="mgpu-bench-") as base:
         made = Project(Path(base))
-        package = Path(__file__).parent
-        shutil.copytree(package, made.folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+        own = Path(__file__).parent
+        for package in (own.name, *packages):
+            source = own.parent / package
+            shutil.copytree(source, made.folder / package, ignore=shutil.ignore_patterns("__pycache__"))
         made.call(["git", "init", "--quiet"])
         yield made
