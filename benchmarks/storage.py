@@ -24,10 +24,10 @@ from optuna.trial import Trial, TrialState
 
 from benchmarks.measure import Estimate, interleave, median, ratio
 from benchmarks.report import Row, Section
-from mgpu_slurm.sweep import file as files
-from mgpu_slurm.sweep import study as studies
-from mgpu_slurm.sweep.file import Sweep
-from mgpu_slurm.sweep.study import Worker
+from mgpu_slurm.sweeping import file as files
+from mgpu_slurm.sweeping import study as studies
+from mgpu_slurm.sweeping.file import Sweep
+from mgpu_slurm.sweeping.study import Worker
 from tests.postgresql import Server, server
 from tests.slurm.packages import POSTGRESQL_PASSWORD
 

@@ -5,6 +5,7 @@
     run = submit(train, Config(lr=0.1), nodes=2)
     run.wait()
     run.result()
+    study = sweep("sweeps/digits.yaml", trials=100)
 
 A job function is `train(run: Run, config: Config)`. Importing this package loads neither torch nor optuna.
 """
@@ -16,21 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mgpu_slurm.errors import UserError
-    from mgpu_slurm.launch.runs import Handle, runs, submit
+    from mgpu_slurm.launch.runs import Handle, find, runs, submit
     from mgpu_slurm.runtime.attaching import attach
     from mgpu_slurm.runtime.run import Run
     from mgpu_slurm.runtime.vision import import_torchvision
+    from mgpu_slurm.sweeping.launching import sweep
 
-__all__ = ["Handle", "Run", "UserError", "attach", "import_torchvision", "runs", "submit"]
+__all__ = ["Handle", "Run", "UserError", "attach", "find", "import_torchvision", "runs", "submit", "sweep"]
 
 _HOMES = {
     "Handle": "mgpu_slurm.launch.runs",
     "Run": "mgpu_slurm.runtime.run",
     "UserError": "mgpu_slurm.errors",
     "attach": "mgpu_slurm.runtime.attaching",
+    "find": "mgpu_slurm.launch.runs",
     "import_torchvision": "mgpu_slurm.runtime.vision",
     "runs": "mgpu_slurm.launch.runs",
     "submit": "mgpu_slurm.launch.runs",
+    "sweep": "mgpu_slurm.sweeping.launching",
 }
 
 

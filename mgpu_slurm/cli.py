@@ -432,8 +432,8 @@ def sweep(
     adds what FILE has more: trials, workers, budget. key=value changes FILE's values: trials=100, budget.hours=4.
     """
     from mgpu_slurm.launch import runs
-    from mgpu_slurm.sweep import file as files
-    from mgpu_slurm.sweep import launching
+    from mgpu_slurm.sweeping import file as files
+    from mgpu_slurm.sweeping import launching
 
     values = files.read(file, words)
     started = launching.start(values, str(file), launching.Options(executor, cluster, dry_run, around), _note)
@@ -493,7 +493,7 @@ def resume(
         raise UserError(f"{words[0]}: a run keeps its config; submit a new one to train with another")
     found = runs.find(name)
     if isinstance(found, runs.Study):
-        from mgpu_slurm.sweep import launching
+        from mgpu_slurm.sweeping import launching
 
         launching.reopen(found.files)
     attempts = max(facts["attempts"] for facts in found.all_facts)
@@ -519,7 +519,7 @@ def best(name: str, as_yaml: bool, as_json: bool) -> None:
 
     from mgpu_slurm import config as configs
     from mgpu_slurm.launch import registry
-    from mgpu_slurm.sweep import results
+    from mgpu_slurm.sweeping import results
 
     found = results.best(registry.find(name))
     if as_json:
@@ -575,7 +575,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
         return
     for handle in handles:
         if isinstance(handle, runs.Study) and not checkpoints:
-            from mgpu_slurm.sweep import launching
+            from mgpu_slurm.sweeping import launching
 
             launching.forget(handle.files)
         handle.delete(only_checkpoints=checkpoints)

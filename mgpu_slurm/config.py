@@ -208,6 +208,30 @@ def field_types(cls: Any) -> dict[str, Any] | None:
     return None
 
 
+def types_in(config: Any) -> dict[type, dict[str, Any]]:
+    """The types of the fields of a dataclass and of those in it, for `settle_classes` in another process."""
+    found = {}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        found[type(config)] = typing.get_type_hints(type(config), include_extras=True)
+        for field in dataclasses.fields(config):
+            found |= types_in(getattr(config, field.name))
+    return found
+
+
+def settle_classes(types_of_fields: dict[type, dict[str, Any]]) -> None:
+    """Mends dataclasses that came pickled from another process.
+
+    They lack their types, whose names may mean nothing in this one, and the sentinel of what has no default.
+    """
+    for cls, hints in types_of_fields.items():
+        cls.__annotations__ = {name: hints[name] for name in cls.__annotations__}
+        for field in dataclasses.fields(cls):
+            field.type = hints[field.name]
+            for default in ("default", "default_factory"):
+                if isinstance(getattr(field, default), type(dataclasses.MISSING)):
+                    setattr(field, default, dataclasses.MISSING)
+
+
 def _dataclass_in(annotation: Any) -> Any:
     """The dataclass that an annotation such as `Model` or `Model | None` names, or None."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):

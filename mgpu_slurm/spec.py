@@ -209,7 +209,7 @@ class Spec:
     @property
     def rank_module(self) -> str:
         """What every rank starts as; it has `run_rank`."""
-        return "mgpu_slurm.sweep.worker" if self.kind == "sweep" else "mgpu_slurm.runtime.entry"
+        return "mgpu_slurm.sweeping.worker" if self.kind == "sweep" else "mgpu_slurm.runtime.entry"
 
     def of_task(self, task: int) -> Spec:
         """One run of a group with its own name and seed, or one worker of a sweep, as a run of its own."""

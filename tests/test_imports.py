@@ -22,10 +22,10 @@ MAY_IMPORT = {
     "top": {"top"},
     "launch": {"top", "launch"},
     "runtime": {"top", "runtime"},
-    "observe": {"top", "launch", "observe", "sweep"},
-    "sweep": {"top", "launch", "runtime", "sweep"},
+    "observe": {"top", "launch", "observe", "sweeping"},
+    "sweeping": {"top", "launch", "runtime", "sweeping"},
     "supervisor": {"top", "launch", "runtime", "supervisor"},
-    "cli": {"top", "launch", "runtime", "sweep", "observe", "cli"},
+    "cli": {"top", "launch", "runtime", "sweeping", "observe", "cli"},
 }
 """The houses of the package and whom they know. The local executor's supervisor is where both sides meet."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,13 @@ def fill_config(cls: Any, name: str, values: dict[str, Any], base: Path) -> Any:
     return configs.absolute_paths(configs.fill(cls, values, f"config of {name}"), base)
 
 
-def main() -> None:
+def reply(make: Callable[[], Any]) -> None:
+    """Prints as JSON what `make` gives; what the user's code prints meanwhile belongs to no answer."""
     answers = os.fdopen(os.dup(1), "w")
-    # what the user's module prints on import belongs to no answer
     os.dup2(2, 1)
-    answers.write(json.dumps(asdict(ask(Question(**json.loads(sys.stdin.read()))))) + "\n")
+    answers.write(json.dumps(make()) + "\n")
     answers.close()
 
 
 if __name__ == "__main__":
-    main()
+    reply(lambda: asdict(ask(Question(**json.loads(sys.stdin.read())))))

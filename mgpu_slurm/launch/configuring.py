@@ -48,7 +48,8 @@ def complete(
             raise UserError(f"key=value {next(iter(values[0]))!r}: a command has no config; put it behind --")
         return {}
     if function is not None:
-        config = fill_config(targets.config_class(function), target.label, values[0], cwd)
+        cls = targets.config_class(function)
+        config, *_ = [fill_config(cls, target.label, each, cwd) for each in values]
         if target.pickled is not None:
             _pickle(function, config, folder)
         plain: dict[str, Any] = configs.to_plain(config)
@@ -69,10 +70,10 @@ def complete(
 
 
 def _pickle(function: Any, config: Any, folder: RunFolder) -> None:
-    """The config travels with the function: the names in its annotations mean nothing in another process."""
+    """The config travels with the function, and the types of its fields: their names may mean nothing elsewhere."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    folder.function.write_bytes(cloudpickle.dumps((function, config)))
+    folder.function.write_bytes(cloudpickle.dumps((function, config, configs.types_in(config))))
 
 
 def _ask(question: Question, supervisor: local.Supervisor | None) -> Answer:

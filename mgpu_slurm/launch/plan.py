@@ -304,7 +304,7 @@ def _target(request: Request, default: str | None, cwd: Path) -> tuple[Target, P
             raise UserError(f"command {request.command[0]!r}: it is one word; leave out the quotes around all of it")
         return Target(command=request.command), snapshot.find_root(cwd)
     if callable(request.target):
-        return _function_target(request.target, cwd)
+        return function_target(request.target), snapshot.find_root(cwd)
     name = request.target or default or _demo_target(cwd)
     return _named_target(name, cwd)
 
@@ -334,16 +334,16 @@ def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
     return Target(function=f"{os.path.relpath(path, root / _workdir(cwd, root))}:{function}"), root
 
 
-def _function_target(function: Callable[..., Any], cwd: Path) -> tuple[Target, Path]:
+def function_target(function: Callable[..., Any]) -> Target:
     """A function of a module is named, so that the snapshot's code runs; one of a notebook or script is pickled."""
     name = getattr(function, "__qualname__", type(function).__name__)
     targets.check_callable(function, name)
     module = sys.modules.get(getattr(function, "__module__", ""))
     is_named = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is function
     if not is_named:
-        return Target(pickled=name), snapshot.find_root(cwd)
+        return Target(pickled=name)
     assert module is not None
-    return Target(function=f"{module.__name__}:{name}"), snapshot.find_root(cwd)
+    return Target(function=f"{module.__name__}:{name}")
 
 
 def _workdir(cwd: Path, root: Path) -> str:

@@ -27,7 +27,7 @@ from mgpu_slurm.observe.events import EventFile, Floats, Integers, read_files
 from mgpu_slurm.paths import TRIALS, RunFolder, read_json
 from mgpu_slurm.patience import Note, quiet
 from mgpu_slurm.spec import Spec, read_spec
-from mgpu_slurm.sweep import hparams
+from mgpu_slurm.sweeping import hparams
 from mgpu_slurm.wording import counted, program
 
 On = Literal["step", "progress"]

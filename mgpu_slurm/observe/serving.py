@@ -27,7 +27,7 @@ from mgpu_slurm.launch import registry
 from mgpu_slurm.observe.histories import EVENT_FILES, Source, sources, trials_of
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
-from mgpu_slurm.sweep import hparams
+from mgpu_slurm.sweeping import hparams
 from mgpu_slurm.wording import counted
 
 NEWEST = 20

@@ -224,7 +224,9 @@ def job_function(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
     """The run's job function from its own code, and the class of its config; None for one that takes a mapping."""
     from mgpu_slurm import target
 
-    assert spec.target.function is not None
+    if spec.target.function is None:
+        function, config = _unpickled(spec, folder)
+        return function, None if isinstance(config, dict) else type(config)
     function = target.load(spec.target.function, _stand_in(spec, folder))
     return function, target.config_class(function)
 
@@ -240,15 +242,20 @@ def _stand_in(spec: Spec, folder: RunFolder) -> Path:
 
 
 def _function_and_config(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
-    if spec.target.function is not None:
-        function, cls = job_function(spec, folder)
-        config = spec.config if cls is None else configs.fill(cls, spec.config, f"config of {spec.target.label}")
-        return function, config
+    if spec.target.function is None:
+        return _unpickled(spec, folder)
+    function, cls = job_function(spec, folder)
+    config = spec.config if cls is None else configs.fill(cls, spec.config, f"config of {spec.target.label}")
+    return function, config
+
+
+def _unpickled(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
     _stand_in(spec, folder)
     import cloudpickle  # type: ignore[import-untyped]
 
     with open(folder.function, "rb") as file:
-        function, config = cloudpickle.load(file)
+        function, config, types_of_fields = cloudpickle.load(file)
+    configs.settle_classes(types_of_fields)
     return function, config
 
 

@@ -201,6 +201,59 @@ def test_a_function_typed_in_has_no_file_and_runs(tmp_path: Path) -> None:
     assert (project.runs / name / "function.pkl").exists()
 
 
+def test_a_sweep_of_a_function_typed_in_goes_on_and_is_found_again(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    code = """
+        from __future__ import annotations
+        from dataclasses import dataclass, field
+        from mgpu_slurm import UserError, find, sweep
+        SHIFT = 1
+
+        @dataclass
+        class Inner:
+            x: float = 0.0
+
+        @dataclass
+        class Config:
+            inner: Inner = field(default_factory=Inner)
+
+        def train(run, config: Config):
+            return {"score": config.inner.x + SHIFT}
+        space = {"inner.x": {"choice": [0.25, 0.5, 0.75]}}
+        values = {"study": "typed", "job": train, "metric": "score", "sampler": "random", "space": space}
+        try:
+            sweep(values, executor="local")
+        except UserError as error:
+            print(error)
+        try:
+            sweep(values, executor="local", trials=2, space={"inner.x": {"choice": [0.5, "wide"]}})
+        except UserError as error:
+            print(error)
+        study = sweep(values, executor="local", trials=2, enqueue=[{"inner.x": 0.25}, {"inner.x": 0.5}])
+        print(study, study.wait(), study.best["params"], study.trials["COMPLETE"])
+        values = {**values, "trials": 3, "enqueue": [{"inner.x": x} for x in (0.25, 0.5, 0.75)]}
+        print(sweep(values).wait(), find("typed").best["params"], study.trials["COMPLETE"])
+    """
+    refused, wrong, first, second = python(project, "-c", textwrap.dedent(code)).splitlines()
+    assert refused.startswith("the sweep: it says nothing of when to end: add `trials:`")
+    assert wrong == "config of train: inner.x='wide': expected a valid number, unable to parse string as a number"
+    assert first.startswith("<Study typed ")
+    assert first.endswith("> COMPLETED {'inner.x': 0.5} 2")
+    assert second == "COMPLETED {'inner.x': 0.75} 3"
+    assert (project.runs / "typed" / "function.pkl").exists()
+    assert project.json("best", "typed")["command"] == "submit(train, {'inner': {'x': 0.75}})"
+
+
+def test_a_sweep_file_takes_other_values(project: Project) -> None:
+    project.write("sweep.yaml", "{study: filed, job: work, metric: loss, trials: 9, space: {lr: {float: [0, 1]}}}")
+    code = """
+        from mgpu_slurm import sweep
+        study = sweep("sweep.yaml", executor="local", trials=1, space={"lr": {"float": [2.0, 3.0]}})
+        print(study.wait(), study.trials["COMPLETE"], study.best["value"] >= 2, study.name)
+    """
+    assert python(project, "-c", textwrap.dedent(code)) == "COMPLETED 1 True filed\n"
+
+
 def test_a_command_is_a_list_of_words(project: Project) -> None:
     code = "run = submit(['echo', 'a  b'], executor='local'); print(run.wait(), run.logs())"
     assert python(project, "-c", f"from mgpu_slurm import submit; {code}") == "COMPLETED a  b\n\n"

@@ -322,6 +322,19 @@ class TestOneThatHasEnded:
             assert "no sweep" in done.stderr
 
 
+WRONG_SPACES = """
+    print("imported")
+
+    def fails(trial):
+        return {"x": 1 / 0}
+
+    def wrong(trial):
+        if trial.number == 0:
+            return {"x": trial.suggest_float("x", 0, 1)}
+        return {"y": 1}
+"""
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -332,19 +345,54 @@ class TestOneThatHasEnded:
         ({"space": {"x": {"float": [1.0, 0.1]}}}, "space x: float [1, 0.1]: nothing lies between them: swap them"),
         (
             {"pruner": {"name": "hyperband", "max_resource": 27}},
-            "max_resource 27: a trial ends at 3 (epochs of the job's config)",
+            "max_resource 27: a trial ends at 3 (the job's epochs)",
+        ),
+        (
+            {
+                "job": {"command": "python job.py {x} {epochs}"},
+                "fixed": {"epochs": 5},
+                "pruner": {"name": "hyperband", "max_resource": 27},
+            },
+            "max_resource 27: a trial ends at 5 (the job's epochs)",
+        ),
+        ({"space": "space.py:missing"}, "space.py has no 'missing' (known: fails, wrong)"),
+        ({"space": "space.py:fails"}, "space space.py:fails: space.py:5: ZeroDivisionError: "),
+        (
+            {"space": "space.py:wrong"},
+            "space space.py:wrong: config of job.py:train: unknown key 'y' (known: x, whole, ",
+        ),
+        (
+            {"space": "space.py:wrong", "job": {"command": "python job.py {x}"}},
+            "space space.py:wrong: y: the command does not take it: write {y} where it belongs",
         ),
         ({"sampler": {"name": "tpe", "options": {"sed": 1}}}, "sampler tpe: "),
         ({"job": "jobb.py"}, "jobb.py"),
         ({"trial": 3}, "(did you mean 'trials'?)"),
     ],
-    ids=["unknown", "near", "type", "fixed", "empty range", "max_resource", "sampler", "job", "key"],
+    ids=[
+        "unknown",
+        "near",
+        "type",
+        "fixed",
+        "empty range",
+        "max_resource",
+        "fixed epochs",
+        "no function",
+        "a function that fails",
+        "a function that is wrong",
+        "a function and a command",
+        "sampler",
+        "job",
+        "key",
+    ],
 )
 def test_a_file_that_cannot_work_is_refused_and_nothing_is_left(
     project: Project, values: dict[str, Any], said: str
 ) -> None:
+    project.write("space.py", WRONG_SPACES)
     write_sweep(project, **{"trials": 3, "space": {"x": {"float": [0.0, 1.0]}}} | values)
     done = project.call("sweep", "sweep.yaml", "--executor", "local")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stdout + done.stderr
-    assert said in done.stderr
+    told = done.stderr.removeprefix("imported\n")
+    assert (done.returncode, told.count("\n")) == (2, 1), done.stdout + done.stderr
+    assert said in told
     assert not project.runs.exists() or list(project.runs.iterdir()) == []

@@ -14,13 +14,13 @@ from optuna.trial import Trial
 from mgpu_slurm import records
 from mgpu_slurm.paths import RunFolder, write_json
 from mgpu_slurm.runtime.metrics import Reporter
-from mgpu_slurm.sweep import file as files
-from mgpu_slurm.sweep import hparams
-from mgpu_slurm.sweep import study as studies
-from mgpu_slurm.sweep.file import Sweep
-from mgpu_slurm.sweep.hparams import End
-from mgpu_slurm.sweep.space import Space, Values
-from mgpu_slurm.sweep.study import Worker
+from mgpu_slurm.sweeping import file as files
+from mgpu_slurm.sweeping import hparams
+from mgpu_slurm.sweeping import study as studies
+from mgpu_slurm.sweeping.file import Sweep
+from mgpu_slurm.sweeping.hparams import End
+from mgpu_slurm.sweeping.space import Space, Values
+from mgpu_slurm.sweeping.study import Worker
 from tests.observe.event_files import ended_run
 
 SPACE = {

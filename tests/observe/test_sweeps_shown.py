@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgpu_slurm.sweep.hparams import PRUNED
+from mgpu_slurm.sweeping.hparams import PRUNED
 from tests.observe.event_files import ended_run
 from tests.observe.sweeps import Sweeping, make_sweep
 from tests.observe.test_serving import Shown, curves, shown, without_data_server

@@ -19,8 +19,8 @@ from mgpu_slurm import records
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import checkpoint
-from mgpu_slurm.sweep import file as files
-from mgpu_slurm.sweep import study as studies
+from mgpu_slurm.sweeping import file as files
+from mgpu_slurm.sweeping import study as studies
 from tests.slurm.cluster import Cluster
 from tests.support import Project, wait_until
 from tests.sweep_job import JOB, epochs, pids, seen
@@ -231,7 +231,7 @@ class Chaos:
 
     def kill_rank(self, worker: int) -> None:
         attempts = records.attempts_started(self._folder.of_task(worker))
-        self._kill("mgpu_slurm.sweep.worker", worker)
+        self._kill("mgpu_slurm.sweeping.worker", worker)
         # in its place
         wait_until(lambda: records.attempts_started(self._folder.of_task(worker)) > attempts)
 

@@ -1,0 +1,228 @@
+"""A trial that is a command: each rank of the worker starts it as a child, and rank 0 hears what it reports.
+
+Every trial has a rendezvous of its own, as a script's process group cannot outlive its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_slurm import processes
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.paths import RunFolder, read_jsonl
+from mgpu_slurm.processes import TRIAL_VARIABLE
+from mgpu_slurm.runtime import entry, rendezvous, reporting
+from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
+from mgpu_slurm.runtime.entry import Rank
+from mgpu_slurm.runtime.reporting import Desk
+from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.sweeping.orders import Assignment, Ending, Leave, NoMoreHere, undisturbed
+from mgpu_slurm.sweeping.participant import Participant
+
+LOOK_EVERY = 0.2
+"""Seconds between two words of the ranks on how their children are."""
+
+LAST_BYTES = 1 << 16
+"""Of a log: what is looked at for its last lines."""
+
+PATIENCE_FOR_SIGTERM = 1.0
+"""Seconds."""
+
+GRACE = 5.0
+"""Seconds that a child gets to end, once it is told to or another rank's has failed."""
+
+
+@dataclass
+class _Heard:
+    """What rank 0 has heard of the script."""
+
+    given_up: str | None = None
+    progress: int = 0
+    error: NoMoreHere | None = None
+    """Of the study; all ranks are told when the children have ended."""
+
+
+@dataclass(frozen=True)
+class _Exit:
+    """How a rank's child has ended."""
+
+    rank: int
+    code: int
+    """Negative for a signal."""
+
+
+class CommandTrainer:
+    """Trains by starting the trial's command on every rank."""
+
+    def __init__(self, rank: Rank, stop: StopFlag, agreement: Agreement, participant: Participant | None) -> None:
+        self._rank = rank
+        self._stop = stop
+        self._agreement = agreement
+        self._participant = participant
+        is_here = rank.spec.executor == "local" or rank.spec.resources.nodes == 1
+        self._address: str = "127.0.0.1" if is_here else agreement.told(lambda: rank.facts.node_name)
+        """Of rank 0's node."""
+
+    def train(self, order: Assignment, folder: RunFolder) -> Ending:
+        heard = _Heard()
+        with closing(Desk(lambda progress, metrics: self._judge(heard, progress, metrics))) as desk:
+            # served by this process until the children have ended
+            port, store = self._rendezvous()
+            child = self._start(order, folder, desk, port)
+            exited, stop = self._wait(child, desk)
+            if stop is Stop.NO and exited.code in (TERMINATED_EXIT_CODE, -signal.SIGTERM):
+                stop = self._late_word()
+            del store
+        return _ending(folder, heard, exited, stop)
+
+    def _judge(self, heard: _Heard, progress: int, metrics: dict[str, float]) -> str | None:
+        assert self._participant is not None
+        heard.progress = progress
+        try:
+            participant = self._participant
+            heard.given_up = undisturbed(lambda: participant.judge(progress, metrics))
+        except NoMoreHere as error:
+            heard.error, heard.given_up = error, str(error)
+        return heard.given_up
+
+    def _rendezvous(self) -> tuple[int, Any]:
+        """The port of a store that rank 0 serves, and on rank 0 the store."""
+        made = []
+
+        def make() -> int:
+            listener = rendezvous.bind("127.0.0.1" if self._address.startswith("127.") else "")
+            port: int = listener.getsockname()[1]
+            made.append(rendezvous.serve(listener))
+            return port
+
+        return self._agreement.told(make), made
+
+    def _start(self, order: Assignment, folder: RunFolder, desk: Desk, port: int) -> subprocess.Popen[bytes]:
+        spec = self._rank.spec
+        program, words = entry.program_of(spec, order.words)
+        if program is None:
+            raise UserError(f"command {words[0]!r} {entry.why_not_found(words[0])}")
+        variables = rendezvous.exports(self._address, port) | {
+            ATTEMPT_VARIABLE: str(order.attempt),
+            TRIAL_VARIABLE: str(folder.path),
+            reporting.VARIABLE: desk.name,
+        }
+        parent = os.getpid()
+
+        def enter() -> None:
+            processes.die_with_parent(signal.SIGKILL, parent)
+            # by default it would kill a script that knows nothing of it
+            signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
+
+        return subprocess.Popen(words, executable=program, env=os.environ | variables, preexec_fn=enter)
+
+    def _wait(self, child: subprocess.Popen[bytes], desk: Desk) -> tuple[_Exit, Stop]:
+        """Until the children of all ranks have ended; how, and what was asked for meanwhile."""
+        descriptor = os.pidfd_open(child.pid)
+        deadline: float | None = None
+        try:
+            desk.watch(descriptor)
+            while True:
+                desk.serve(LOOK_EVERY)
+                code = child.poll()
+                stop = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=bool(code)))
+                if not self._agreement.total([float(code is None)])[0]:
+                    return self._first_failure(child), stop.stop
+                if deadline is None and (stop.failed or stop.stop is Stop.LEAVE):
+                    if stop.stop is Stop.LEAVE:
+                        _signal_all(child, signal.SIGTERM)
+                    deadline = time.monotonic() + GRACE
+                elif deadline is not None and time.monotonic() > deadline:
+                    _signal_all(child, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
+    def _late_word(self) -> Stop:
+        """What this worker was asked for, where a SIGTERM that has ended the children may still be on its way here."""
+        give_up = time.monotonic() + PATIENCE_FOR_SIGTERM
+        while True:
+            is_over = time.monotonic() > give_up
+            agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=is_over))
+            if agreed.stop is not Stop.NO or agreed.failed:
+                return agreed.stop
+            time.sleep(0.05)
+
+    def _first_failure(self, child: subprocess.Popen[bytes]) -> _Exit:
+        codes = [0.0] * self._rank.facts.world_size
+        codes[self._rank.facts.rank] = float(child.returncode)
+        exits = [_Exit(rank, int(code)) for rank, code in enumerate(self._agreement.total(codes))]
+        # those that were killed because of another one come last
+        failed = sorted((each for each in exits if each.code), key=lambda each: each.code == -signal.SIGKILL)
+        return failed[0] if failed else exits[0]
+
+
+def _ending(folder: RunFolder, heard: _Heard, exited: _Exit, stop: Stop) -> Ending:
+    if stop is Stop.END:
+        leave = Leave(TERMINATED_EXIT_CODE, "asked to end")
+        return Ending(lambda own: own.give_back(is_late=False, has_saved=False), leave)
+    if exited.code == REQUEUE_EXIT_CODE or stop is Stop.LEAVE:
+        # what a script has saved nobody knows but by what it has reported
+        leave = Leave(REQUEUE_EXIT_CODE, "the time limit is near")
+        return Ending(lambda own: own.give_back(is_late=True, has_saved=own.has_reported()), leave)
+    return Ending(lambda own: _tell(own, folder, heard, exited))
+
+
+def _tell(own: Participant, folder: RunFolder, heard: _Heard, exited: _Exit) -> None:
+    """Called on rank 0 alone."""
+    if heard.error is not None:
+        raise heard.error
+    if heard.given_up is not None:
+        own.prune(heard.given_up, heard.progress)
+    elif exited.code < 0 or exited.code == TERMINATED_EXIT_CODE:
+        signum = -exited.code if exited.code < 0 else signal.SIGTERM
+        own.lose(f"its command was ended by {signal.Signals(signum).name}")
+    elif exited.code:
+        last_words = "".join(f": {line[:200]}" for line in _lines(folder, exited.rank)[-1:])
+        own.fail(f"its command ended with exit code {exited.code}{last_words}")
+    else:
+        reported = _reported(folder)
+        own.complete(_printed(folder) or reported, reported, 0, heard.progress)
+
+
+def _reported(folder: RunFolder) -> dict[str, float]:
+    """The metrics of the script's last report."""
+    metrics: dict[str, float] = {}
+    for record in read_jsonl(folder.metrics):
+        metrics = record["metrics"]
+    return metrics
+
+
+def _printed(folder: RunFolder) -> dict[str, float]:
+    """The numbers of the JSON object in rank 0's last line, where there is one."""
+    with suppress(ValueError, IndexError):
+        found = json.loads(_lines(folder, rank=0)[-1])
+        if isinstance(found, dict):
+            return {str(name): float(value) for name, value in found.items() if isinstance(value, (int, float))}
+    return {}
+
+
+def _lines(folder: RunFolder, rank: int) -> list[str]:
+    """What a rank of the newest attempt has printed last, without empty lines."""
+    logs = sorted(folder.logs.glob(f"*-{rank}.log"), key=lambda path: int(path.name.partition("-")[0]))
+    if not logs:
+        return []
+    with open(logs[-1], "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        text = file.read().decode(errors="replace")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _signal_all(child: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    """The child and what it has started."""
+    if child.poll() is None:
+        for pid in [*processes.descendants(child.pid), child.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)

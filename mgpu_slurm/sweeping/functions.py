@@ -1,0 +1,106 @@
+"""A trial that is a call of a job function, in the worker's own process and process group."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from mgpu_slurm import config as configs
+from mgpu_slurm.errors import RunFailed, RunStopped, TrialPruned
+from mgpu_slurm.launch import check
+from mgpu_slurm.paths import RunFolder, write_json, write_whole
+from mgpu_slurm.runtime import checkpoint, entry
+from mgpu_slurm.runtime.agreement import Agreement
+from mgpu_slurm.runtime.entry import Rank
+from mgpu_slurm.runtime.metrics import result_of
+from mgpu_slurm.runtime.run import Judge, Run
+from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE
+from mgpu_slurm.sweeping.orders import Assignment, Ending, Leave, NoMoreHere, undisturbed
+from mgpu_slurm.sweeping.participant import Participant
+from mgpu_slurm.sweeping.space import nested
+from mgpu_slurm.wording import first_line
+
+FAILED_EXIT_CODE = 1
+
+
+class FunctionTrainer:
+    """Trains by calling the job function, each time with a run of its own."""
+
+    def __init__(
+        self, rank: Rank, stop: StopFlag, device: torch.device, agreement: Agreement, participant: Participant | None
+    ) -> None:
+        self._rank = rank
+        self._stop = stop
+        self._device = device
+        self._agreement = agreement
+        self._judge = _judge_of(participant)
+        self._function, self._config_class = entry.job_function(rank.spec, rank.folder)
+
+    def train(self, order: Assignment, folder: RunFolder) -> Ending:
+        """
+        Raises:
+            RunStopped: the ranks have to be started again.
+            SweepFailed: there is no sense in going on.
+        """
+        facts = self._rank.facts
+        before = checkpoint.newest(folder) if facts.rank == 0 else None
+        run = Run(facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._judge)
+        try:
+            with closing(run):
+                result = self._call(run, order, folder)
+            return Ending(lambda own: own.complete(result, run.last_metrics, run.step, run.progress))
+        except TrialPruned as pruned:
+            reason = pruned.reason
+            return Ending(lambda own: own.prune(reason, run.progress))
+        except RunStopped as stopped:
+            is_late = stopped.exit_code == REQUEUE_EXIT_CODE
+            return Ending(
+                lambda own: own.give_back(is_late, has_saved=checkpoint.newest(folder) != before),
+                Leave(stopped.exit_code, stopped.reason),
+            )
+        except NoMoreHere:
+            raise
+        except BaseException as error:
+            return self._failed(order, error)
+
+    def _call(self, run: Run, order: Assignment, folder: RunFolder) -> dict[str, float]:
+        spec = self._rank.spec
+        values = configs.merge(spec.config, nested(order.values))
+        config = check.fill_config(self._config_class, spec.target.label, values, Path(spec.project) / spec.workdir)
+        if run.is_main:
+            write_whole(folder.config, configs.dump_yaml(configs.to_plain(config)), sync=False)
+        returned = self._function(run, config)
+        run.finish()
+        return result_of(returned, run.last_metrics)
+
+    def _failed(self, order: Assignment, error: BaseException) -> Ending:
+        """Ends the trial for what its code has raised."""
+        shown = entry.own_traceback(error)
+        print(shown, end="", file=sys.stderr, flush=True)
+        record = entry.failure_record(error, shown, self._rank.facts)
+        if self._rank.facts.world_size == 1 and not _has_spoilt_the_device(error):
+            return Ending(lambda own: own.fail(f"{record['error']}: {first_line(record['message'])}"))
+        # the others may be in the middle of a collective, and this rank's next one would answer theirs
+        path = self._rank.folder.rank_failure(self._rank.attempt, self._rank.facts.rank)
+        write_json(path, record | {"trial": order.number})
+        # new ranks would not know that the time limit is near
+        code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
+        raise RunStopped(code, "a trial has failed: the ranks start again") from None
+
+
+def _judge_of(participant: Participant | None) -> Judge:
+    """Rank 0's own; what goes wrong with the study there is no error of the trial."""
+    return _nobody if participant is None else lambda *report: undisturbed(lambda: participant.judge(*report))
+
+
+def _nobody(progress: int, metrics: dict[str, float]) -> str | None:
+    raise RunFailed("only rank 0 deals with the study")
+
+
+def _has_spoilt_the_device(error: BaseException) -> bool:
+    """Whether the GPU answers every later call with this error too."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)

@@ -1,0 +1,147 @@
+"""The study's journal: one file that all workers append to, and that a worker may die over at any moment.
+
+It takes the place of Optuna's own file backend under Optuna's `JournalStorage` and writes the same lines, so that any
+tool that reads an Optuna journal reads this one. What differs: a lock that waiters get in the order in which they came,
+and that ends with whoever holds it; a line that a dead writer left torn is cut off before the next one is appended,
+where one stray half would make every later look at the study fail; and what a full disk does not take whole is taken
+back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from optuna.storages.journal import BaseJournalBackend
+
+from mgpu_slurm.errors import MgpuError
+from mgpu_slurm.sweeping import waiting
+from mgpu_slurm.sweeping.locks import locked
+from mgpu_slurm.sweeping.waiting import Waiting
+
+T = TypeVar("T")
+
+_BLOCK = 1 << 16
+
+
+class JournalFile(BaseJournalBackend):
+    """A backend of `optuna.storages.JournalStorage`. One is for one process; its calls come one at a time."""
+
+    def __init__(self, path: Path, is_new: bool = False) -> None:
+        """
+        Args:
+            path: absolute.
+            is_new: makes it where it is not there, and does not wait for a file system that is away.
+        """
+        assert path.is_absolute(), path
+        self._path = path
+        self._seconds = 0.0 if is_new else waiting.SECONDS
+        self._lock_path = path.with_name(f"{path.name}.lock")
+        self._read_up_to = 0
+        """Offset of the first line that has not been read."""
+        self._lines_read = 0
+        if is_new:
+            os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o640))
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        """Yields records from this one on; a line that is still being written is none yet.
+
+        Raises:
+            MgpuError: the file is damaged, and where.
+            OSError: it cannot be read, and could not for long.
+        """
+        yield from self._patiently(lambda: self._read(log_number_from))
+
+    def _read(self, log_number_from: int) -> list[dict[str, Any]]:
+        if log_number_from < self._lines_read:
+            self._read_up_to = self._lines_read = 0
+        place, number = self._read_up_to, self._lines_read
+        found = []
+        # opened each time: a network file system shows what others wrote to those who open the file after that
+        with open(self._path, "rb") as file:
+            file.seek(place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                if number >= log_number_from:
+                    found.append(self._record(line, place))
+                place += len(line)
+                number += 1
+        self._read_up_to, self._lines_read = place, number
+        return found
+
+    def _record(self, line: bytes, place: int) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise MgpuError(
+                f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is no record; take that line out of it"
+            )
+        return record
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Appends all of these records or none.
+
+        Raises:
+            OSError: the file system does not take them, and did not for long; what it had taken is gone again.
+        """
+        data = "".join(f"{json.dumps(log, separators=(',', ':'))}\n" for log in logs).encode()
+        self._patiently(lambda: self._append(data))
+
+    def _append(self, data: bytes) -> None:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
+        try:
+            with locked(self._lock_path):
+                _cut_torn_tail(descriptor)
+                _write_whole(descriptor, data)
+            # outside of the lock, so that those who wait share one trip to the disk
+            self._sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _sync(self, descriptor: int) -> None:
+        """What others can read by now is not taken back, nor written twice, where it may not be on the disk yet."""
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """The answer, also of a file system that is away for a while, or full."""
+        patience = Waiting(f"the study's journal {str(self._path)!r} is not to be had", self._seconds)
+        while True:
+            try:
+                return ask()
+            except OSError as error:
+                if patience.is_over():
+                    raise
+                patience.pause(str(error))
+
+
+def _cut_torn_tail(descriptor: int) -> None:
+    """Takes away what follows the last line break: a writer died over it, and nobody has read it."""
+    end = os.fstat(descriptor).st_size
+    if end == 0 or os.pread(descriptor, 1, end - 1) == b"\n":
+        return
+    line_break = -1
+    while end and line_break < 0:
+        start = max(0, end - _BLOCK)
+        line_break = os.pread(descriptor, end - start, start).rfind(b"\n")
+        end = start + line_break + 1
+    os.ftruncate(descriptor, end)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    before = os.fstat(descriptor).st_size
+    try:
+        written = 0
+        while written < len(data):
+            written += os.write(descriptor, data[written:])
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise

@@ -1,0 +1,172 @@
+"""A sweep's worker on each rank: trial after trial, without leaving its nodes or its process group.
+
+Rank 0 alone deals with the study. What goes wrong in a trial ends that trial; where ranks may not be in step any more
+after it, all of them end, and are started again in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from mgpu_slurm import target
+from mgpu_slurm.errors import RunStopped
+from mgpu_slurm.paths import RunFolder, write_json
+from mgpu_slurm.records import now
+from mgpu_slurm.runtime import entry
+from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
+from mgpu_slurm.runtime.entry import Rank
+from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.sweeping.commands import CommandTrainer
+from mgpu_slurm.sweeping.functions import FAILED_EXIT_CODE, FunctionTrainer
+from mgpu_slurm.sweeping.leftovers import Held, Reset, growth
+from mgpu_slurm.sweeping.orders import Assignment, Ending, Leave, SweepFailed, undisturbed
+from mgpu_slurm.sweeping.participant import Participant
+
+
+class Trainer(Protocol):
+    """Trains trials on one rank."""
+
+    def train(self, order: Assignment, folder: RunFolder) -> Ending:
+        """One trial, to its end or to where it goes on later; what has become of it."""
+
+
+def serve(rank: Rank, stop: StopFlag) -> None:
+    """Trains trial after trial on this rank, until there is nothing to do."""
+    # what a study names by its import path is the run's own too
+    target.stand_in(rank.folder.code / rank.spec.workdir)
+    # a context on the GPU would take memory from the commands
+    with entry.joined(rank, torch.device("cpu") if rank.spec.target.is_command else None) as device:
+        agreement = Agreement(rank.facts)
+        participant = _participant(rank, agreement)
+        trainer: Trainer
+        if rank.spec.target.is_command:
+            trainer = CommandTrainer(rank, stop, agreement, participant)
+        else:
+            trainer = FunctionTrainer(rank, stop, device, agreement, participant)
+        WorkerRank(rank, stop, agreement, participant, trainer).serve()
+
+
+def _participant(rank: Rank, agreement: Agreement) -> Participant | None:
+    """Rank 0's; where that fails, all ranks hear of it."""
+    made: list[Participant] = []
+
+    def make() -> None:
+        participant = Participant(rank.folder, rank.spec, rank.attempt)
+        participant.settle()
+        made.append(participant)
+
+    agreement.told(make)
+    return made[0] if made else None
+
+
+class WorkerRank:
+    """One rank of a worker."""
+
+    def __init__(
+        self, rank: Rank, stop: StopFlag, agreement: Agreement, participant: Participant | None, trainer: Trainer
+    ) -> None:
+        self._rank = rank
+        self._stop = stop
+        self._agreement = agreement
+        self._participant = participant
+        self._trainer = trainer
+        self._reset = Reset()
+        self._held: Held | None = None
+
+    def serve(self) -> None:
+        """Trains until there is nothing to do.
+
+        Raises:
+            RunStopped: the worker has to leave its nodes.
+            SweepFailed: there is no sense in going on.
+        """
+        try:
+            while True:
+                order = self._next()
+                if isinstance(order, Leave):
+                    self._leave(order)
+                    return
+                ending = self._train(order)
+                self._told(ending.tell)
+                if ending.leave is not None:
+                    self._leave(ending.leave)
+                self._reset.apply()
+                if too_much := self._too_much():
+                    # the mark is still there: the ranks are started again in their place
+                    print(f"mgpu_slurm: trials have left {too_much}: starting the ranks again", flush=True)
+                    return
+        except SweepFailed:
+            self._mark_finished()
+            raise
+
+    def _next(self) -> Assignment | Leave:
+        agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due))
+        return cast("Assignment | Leave", self._told(lambda own: own.next(agreed.stop)))
+
+    def _train(self, order: Assignment) -> Ending:
+        folder = self._rank.folder.group.of_trial(order.number)
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        with self._logging_to(folder.rank_log(order.attempt, self._rank.facts.rank)):
+            if self._participant is not None:
+                self._unfinished.touch()
+            return self._trainer.train(order, folder)
+
+    def _told(self, ask: Callable[[Participant], Any]) -> Any:
+        """What rank 0's participant says, on every rank.
+
+        Raises:
+            NoMoreHere: the study cannot be asked, or has no use for these ranks.
+        """
+
+        def ask_it() -> Any:
+            participant = self._participant
+            assert participant is not None
+            return undisturbed(lambda: ask(participant))
+
+        return self._agreement.told(ask_it)
+
+    def _leave(self, order: Leave) -> None:
+        print(f"mgpu_slurm: {order.reason}", flush=True)
+        self._mark_finished()
+        if self._participant is not None and not order.exit_code:
+            self._participant.dismiss()
+            record = {"run": self._rank.folder.run, "result": {"trials": self._participant.ended}, "ended": now()}
+            write_json(self._rank.folder.result, record)
+        if order.exit_code == FAILED_EXIT_CODE:
+            raise SweepFailed(order.reason)
+        if order.exit_code:
+            raise RunStopped(order.exit_code, order.reason)
+
+    @property
+    def _unfinished(self) -> Path:
+        return self._rank.folder.unfinished(self._rank.attempt)
+
+    def _mark_finished(self) -> None:
+        """Nothing here is to be started again in its place."""
+        if self._participant is not None:
+            self._unfinished.unlink(missing_ok=True)
+
+    @contextmanager
+    def _logging_to(self, log: Path) -> Iterator[None]:
+        """What the trial prints is its own."""
+        entry.send_output_to(log)
+        try:
+            yield
+        finally:
+            entry.send_output_to(self._rank.folder.rank_log(self._rank.attempt, self._rank.facts.rank))
+
+    def _too_much(self) -> str | None:
+        """What trials have left on any rank that is too much; nothing after the first, which loads what all need."""
+        own = growth(self._held, Held.now()) if self._held is not None else None
+        if self._held is None:
+            self._held = Held.now()
+        agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=own is not None))
+        if agreed.stop is not Stop.NO:
+            # new ranks would not know of it
+            return None
+        return own or ("too much on other ranks" if agreed.failed else None)

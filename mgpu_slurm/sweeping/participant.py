@@ -1,0 +1,457 @@
+"""A worker's part in its study: it takes trials, tells what becomes of them, and leaves when there is nothing to do.
+
+Rank 0 alone has one, and tells the other ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+from optuna.exceptions import TrialPruned
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from mgpu_slurm import config as configs
+from mgpu_slurm import records, slurm
+from mgpu_slurm.errors import ClusterError, nearest
+from mgpu_slurm.launch import registry
+from mgpu_slurm.paths import RunFolder, write_json, write_whole
+from mgpu_slurm.runtime.stopping import Stop
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
+from mgpu_slurm.sweeping import budget, file, hparams, recovery, space_function, summary
+from mgpu_slurm.sweeping import study as studies
+from mgpu_slurm.sweeping.file import Sweep
+from mgpu_slurm.sweeping.locks import locked
+from mgpu_slurm.sweeping.orders import Assignment, Leave, Superseded, SweepFailed
+from mgpu_slurm.sweeping.recovery import Death
+from mgpu_slurm.sweeping.space import Space, Values
+from mgpu_slurm.sweeping.study import Worker
+from mgpu_slurm.wording import first_line
+
+LOOK_EVERY = 30.0
+"""Seconds between two questions for workers that have died, of all workers together."""
+
+HOURS_EVERY = 10.0
+"""Seconds between two looks at what of a budget of hours is left."""
+
+SUMMARY_EVERY = 1.0
+"""Seconds between two summaries of a worker that goes from trial to trial."""
+
+LEAST_FAILURES = 2
+"""Trials that have to fail alike before a sweep is given up."""
+
+
+HOPELESS = "hopeless beside the others"
+"""Why the pruner gives a trial up."""
+
+
+@dataclass
+class _Current:
+    """The trial that is being trained."""
+
+    trial: Trial
+    attempt: int
+    began: float
+    is_first: bool
+    """Of this attempt of the worker: it has all of the worker's time."""
+    reported: set[int]
+    """Progress at which the study has a value."""
+    has_metric: bool
+    has_reported: bool = False
+    """Whether it has told the study anything new here."""
+
+
+class Participant:
+    """A worker's dealings with the study."""
+
+    def __init__(self, folder: RunFolder, spec: Spec, attempt: int) -> None:
+        """
+        Args:
+            folder: the worker's.
+        """
+        assert folder.task is not None
+        self._folder = folder
+        self._sweep_folder = folder.group
+        self._spec = spec
+        self._worker = Worker(folder.task, attempt)
+        self._read_sweep()
+        self._study: Study = studies.load(self.sweep, folder.journal, folder.task, attempt)
+        self._next_look = self._next_look_at_hours = time.monotonic()
+        self._summary_written = -SUMMARY_EVERY
+        self._current: _Current | None = None
+        self._has_begun = False
+        self.ended = 0
+        """Trials that have come to their end here."""
+
+    def _read_sweep(self) -> None:
+        """Also in the middle: the budget may have been raised."""
+        path = self._folder.sweep
+        self._sweep_written = path.stat().st_mtime_ns
+        self.sweep: Sweep = file.load(path)
+
+    # -- between trials
+
+    def next(self, stop: Stop) -> Assignment | Leave:
+        """Takes a trial.
+
+        Args:
+            stop: what this worker was asked for.
+        """
+        if stop is Stop.END:
+            return Leave(TERMINATED_EXIT_CODE, "asked to end")
+        if stop is not Stop.NO:
+            return Leave(REQUEUE_EXIT_CODE, "the time limit is near")
+        if self._folder.sweep.stat().st_mtime_ns != self._sweep_written:
+            self._read_sweep()
+        over = self._why_over()
+        if over is not None:
+            self._write_summary()
+            return Leave(int(over["failed"]), over["reason"])
+        assignment = None
+        while assignment is None:
+            trial = self._take()
+            if trial is None:
+                self._write_summary()
+                return Leave(0, "no trial is left to start")
+            assignment = self._begin(trial)
+        self._write_summary(at_once=False)
+        return assignment
+
+    def _why_over(self) -> dict[str, Any] | None:
+        known: dict[str, Any] | None = studies.notes(self._study).get(studies.OVER)
+        if known is not None:
+            return known
+        reason = self._spent()
+        return None if reason is None else self._end_sweep(reason, failed=False)
+
+    def _spent(self) -> str | None:
+        if self.sweep.budget == file.Budget():
+            return None
+        reason = budget.spent(summary.own_trials(self._study), self.sweep)
+        if reason is None and time.monotonic() >= self._next_look_at_hours:
+            self._next_look_at_hours = time.monotonic() + HOURS_EVERY
+            reason = budget.spent_time(self.sweep, self._sweep_folder, self._spec.resources.gpus)
+        return reason
+
+    def _end_sweep(self, reason: str, failed: bool) -> dict[str, Any]:
+        over = {"reason": reason, "failed": failed}
+        studies.note(self._study, studies.OVER, over)
+        print(f"mgpu_slurm: the sweep is over: {reason}", flush=True)
+        return over
+
+    def _take(self) -> Trial | None:
+        if time.monotonic() >= self._next_look:
+            self._recover(every=LOOK_EVERY)
+        trial = self._taken()
+        if trial is None:
+            # nobody may be left to look again
+            self._recover(every=0.0)
+            trial = self._taken()
+        return trial
+
+    def _taken(self) -> Trial | None:
+        return studies.take(self._study, self.sweep, self._worker, self._folder.trials_lock)
+
+    def _recover(self, every: float) -> None:
+        """
+        Args:
+            every: seconds; where another worker has looked in that time, this one does not.
+        """
+        self._next_look = time.monotonic() + LOOK_EVERY
+        found = recovery.look(self._study, self._sweep_folder, self.sweep, self._note, every)
+        if found:
+            self._note(f"trials of dead workers: {', '.join(map(str, found))}")
+
+    def _note(self, text: str) -> None:
+        print(f"mgpu_slurm: {text}", flush=True)
+
+    def _begin(self, trial: Trial) -> Assignment | None:
+        """What the trial is; None where its own space will have none of it, and it has ended."""
+        reported = set(self._frozen(trial).intermediate_values)
+        folder = self._sweep_folder.of_trial(trial.number)
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        attempt = records.attempts_started(folder) + 1
+        is_first, self._has_begun = not self._has_begun, True
+        self._current = _Current(trial, attempt, time.monotonic(), is_first, reported, bool(reported))
+        values = self._chosen(trial)
+        if values is None:
+            return None
+        with hparams.may_fail():
+            hparams.write_start(folder, self.sweep, values, self._frozen(trial).distributions)
+        facts = {"worker": self._worker.number, "job_id": records.read_state(self._folder)["job_id"]}
+        records.record_event(folder, "started", attempt=attempt, **facts)
+        self._show(trial=trial.number, progress=0, metrics={})
+        print(f"-- trial {trial.number}{again(attempt)}: {as_words(values)}", flush=True)
+        words = file.words_of(self.sweep.command, self.sweep.fixed | values)
+        if words:
+            write_whole(folder.config, configs.dump_yaml(self.sweep.fixed | values), sync=False)
+        return Assignment(trial.number, attempt, values, words)
+
+    def _chosen(self, trial: Trial) -> Values | None:
+        if isinstance(self.sweep.space, Space):
+            return self.sweep.space.suggest(trial)
+        try:
+            return self._choose(trial)
+        except TrialPruned:
+            # Optuna's word for a combination that makes no sense
+            self.prune("its space will have none of it", 0)
+        except Exception as error:
+            self.fail(f"space: {type(error).__name__}: {first_line(str(error))}")
+        return None
+
+    @cached_property
+    def _choose(self) -> Callable[[Trial], Values]:
+        assert isinstance(self.sweep.space, str)
+        return space_function.load(self.sweep.space, self._folder.code / self._spec.workdir)
+
+    def dismiss(self) -> None:
+        """Takes those workers out of SLURM's queue that would find nothing to do; the study is over."""
+        if self._spec.executor != "slurm":
+            return
+        # before the look at what is left: who adds trials meanwhile submits jobs of their own
+        jobs = [each.job_id for each in records.submissions(self._sweep_folder) if each.job_id is not None]
+        counts = summary.counts(summary.own_trials(self._study), self.sweep)
+        is_over = studies.notes(self._study).get(studies.OVER) is not None
+        is_over = is_over or not (counts["WAITING"] or counts["RUNNING"])
+        unstarted = [member for member in registry.members(self._sweep_folder) if not records.attempts_started(member)]
+        if not (is_over and unstarted and jobs):
+            return
+        try:
+            slurm.run(slurm.scancel_waiting_command(jobs))
+        except ClusterError as error:
+            # they come, and leave at once
+            print(f"mgpu_slurm: workers that wait in the queue stay there: {error}", flush=True)
+            return
+        for member in unstarted:
+            records.cancel_unstarted(member, "nothing was left to do")
+
+    # -- in a trial
+
+    def judge(self, progress: int, metrics: dict[str, float]) -> str | None:
+        """Tells the study; why the trial is to end, or None where it goes on."""
+        current = self._running()
+        self._show(progress=progress, metrics=metrics)
+        value = metrics.get(self.sweep.metric)
+        if value is None:
+            self._miss_metric(progress, metrics)
+            return None
+        current.has_metric = True
+        if not math.isfinite(value):
+            return f"{self.sweep.metric} is {value}"
+        self._check_is_mine()
+        if progress not in current.reported:
+            # one that goes on from a checkpoint repeats what came after that
+            current.trial.report(value, progress)
+            current.reported.add(progress)
+            current.has_reported = True
+        return HOPELESS if current.trial.should_prune() else None
+
+    def _miss_metric(self, progress: int, metrics: dict[str, float]) -> None:
+        """A job may report other things in between, but the pruner cannot wait for ever."""
+        current = self._running()
+        if current.has_metric:
+            return
+        pruner = self.sweep.pruner
+        if pruner.name != "none" and progress >= pruner.min_resource:
+            self._give_up(f"at progress {progress} the job has not reported the metric {self._missing(metrics)}")
+        self._show(reason=f"the job has not reported {self._missing(metrics)} yet")
+
+    def _missing(self, metrics: dict[str, float]) -> str:
+        names = sorted(metrics)
+        reported = f"; it reports {', '.join(names)}" if names else "; it reports nothing"
+        hint = nearest(self.sweep.metric, names)
+        return f"{self.sweep.metric!r}{hint if hint.startswith(' (did') else reported}"
+
+    def _give_up(self, reason: str) -> NoReturn:
+        self._end_sweep(reason, failed=True)
+        if self._current is not None:
+            self._fail(reason)
+            self._ended(f"failed: {reason}")
+        self._write_summary()
+        raise SweepFailed(reason)
+
+    def _check_is_mine(self) -> None:
+        """One that was taken for dead and lives, as on a node that SLURM gave up, has its trial no more."""
+        mine = studies.claims(self._frozen(self._running().trial)).get(self._worker.number)
+        if mine != self._worker.attempt:
+            raise Superseded(f"trial {self._running().trial.number} has been given to another worker")
+
+    # -- the end of a trial
+
+    def complete(self, result: dict[str, float], last_metrics: dict[str, float], step: int, progress: int) -> None:
+        """The job function has returned."""
+        value = self._value(result, last_metrics)
+        if not math.isfinite(value):
+            self.prune(f"{self.sweep.metric} is {value}", progress)
+            return
+        with locked(self._folder.trials_lock):
+            self._check_is_mine()
+            facts = {"result": result, "value": value, "step": step, "progress": progress}
+            self._write_result("COMPLETE", **facts)
+            self._study.tell(self._running().trial, value)
+        with hparams.may_fail():
+            hparams.write_end(self._trial_folder(), self.sweep, "done", {self.sweep.metric: value})
+        self._end(f"{self.sweep.metric} {value:.6g}")
+
+    def _value(self, result: dict[str, float], last_metrics: dict[str, float]) -> float:
+        if self.sweep.metric in result:
+            return result[self.sweep.metric]
+        # a job function that returns one number returns what it is judged by
+        value = result["value"] if list(result) == ["value"] else last_metrics.get(self.sweep.metric)
+        if value is None:
+            self._give_up(f"the job neither reports nor returns the metric {self._missing(result | last_metrics)}")
+        return value
+
+    def prune(self, reason: str, progress: int) -> None:
+        """The trial was given up."""
+        trial = self._running().trial
+        with locked(self._folder.trials_lock):
+            self._check_is_mine()
+            self._write_result("PRUNED", reason=reason, progress=progress)
+            if reason != HOPELESS:
+                self._study._storage.set_trial_system_attr(trial._trial_id, studies.REASON, reason)
+            self._study.tell(trial, state=TrialState.PRUNED)
+        with hparams.may_fail():
+            hparams.write_end(self._trial_folder(), self.sweep, "pruned")
+        self._end(f"given up at progress {progress}: {reason}")
+
+    def fail(self, reason: str) -> None:
+        """The job function has raised an error."""
+        with locked(self._folder.trials_lock):
+            self._check_is_mine()
+            self._fail(reason)
+        self._end(f"failed: {reason}")
+
+    def _fail(self, reason: str) -> None:
+        recovery.fail(self._study, self._trial_folder(), self._frozen(self._running().trial), reason, self.sweep)
+
+    def lose(self, reason: str) -> None:
+        """What trains it was killed here, and may do better the next time."""
+        with locked(self._folder.trials_lock):
+            self._check_is_mine()
+            frozen = self._frozen(self._running().trial)
+            recovery.release(self._study, self._sweep_folder, frozen, Death(reason), self.sweep)
+        self._ended(reason)
+
+    def give_back(self, is_late: bool, has_saved: bool) -> None:
+        """The worker has to leave, and the trial goes on elsewhere.
+
+        Args:
+            is_late: the worker's time limit is near; else it is cancelled, or preempted.
+            has_saved: the trial has a checkpoint that it did not have when it began here.
+        """
+        current = self._running()
+        with locked(self._folder.trials_lock):
+            self._check_is_mine()
+            frozen = self._frozen(current.trial)
+            if is_late and current.is_first and not has_saved:
+                # it had all of the time that a worker has, and would not come further the next time
+                death = Death("a worker's whole time limit brought it to no checkpoint (run.restore)")
+                recovery.release(self._study, self._sweep_folder, frozen, death, self.sweep)
+            else:
+                studies.give_back(self._study, frozen)
+        self._ended("given back: it goes on later")
+        self._write_summary()
+
+    def has_reported(self) -> bool:
+        """Whether the trial has told the study anything new since it began here."""
+        return self._running().has_reported
+
+    def _end(self, how: str) -> None:
+        self.ended += 1
+        self._ended(how)
+        self.check_for_a_common_failure()
+
+    def _ended(self, how: str) -> None:
+        current = self._running()
+        seconds = time.monotonic() - current.began
+        records.record_event(self._trial_folder(), "ended", attempt=current.attempt, how=how)
+        print(f"-- trial {current.trial.number}: {how}  ({seconds:.1f} s)", flush=True)
+        self._current = None
+        self._show(trial=None, reason="")
+
+    def check_for_a_common_failure(self) -> None:
+        """Where nothing has ever come of a trial, and the first ones of all workers failed alike, the others will too.
+
+        Raises:
+            SweepFailed: so it is.
+        """
+        trials = summary.own_trials(self._study)
+        failed = [trial for trial in trials if trial.state == TrialState.FAIL]
+        if any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in trials):
+            return
+        reasons = {trial.system_attrs.get(studies.REASON) for trial in failed}
+        begun = sum(records.attempts_started(member) > 0 for member in registry.members(self._sweep_folder))
+        enough = max(LEAST_FAILURES, begun)
+        if len(reasons) == 1 and len(failed) >= min(enough, self.sweep.trials or enough):
+            alike = "the only trial" if len(failed) == 1 else f"all of the first {len(failed)} trials"
+            self._give_up(f"{alike} failed alike: {reasons.pop()}")
+
+    # -- after a death
+
+    def settle(self) -> None:
+        """Sees to the trial that an earlier attempt of this worker has left."""
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            claims = studies.claims(trial)
+            attempt = claims.pop(self._worker.number, self._worker.attempt)
+            # where others name it too, somebody else may have been faster: `recover` asks whether those live
+            if attempt < self._worker.attempt and not claims:
+                self._settle(trial, attempt)
+
+    def _settle(self, trial: FrozenTrial, attempt: int) -> None:
+        death = recovery.of_attempt(self._folder, attempt) or Death("its worker died")
+        with locked(self._folder.trials_lock):
+            now = self._study._storage.get_trial(trial._trial_id)
+            if now.state == TrialState.RUNNING and studies.claims(now).get(self._worker.number) == attempt:
+                recovery.release(self._study, self._sweep_folder, now, death, self.sweep)
+        if death.is_trials_fault:
+            self.check_for_a_common_failure()
+
+    # -- what is written down
+
+    def _running(self) -> _Current:
+        assert self._current is not None
+        return self._current
+
+    def _frozen(self, trial: Trial) -> FrozenTrial:
+        return self._study._storage.get_trial(trial._trial_id)
+
+    def _trial_folder(self) -> RunFolder:
+        return self._sweep_folder.of_trial(self._running().trial.number)
+
+    def _write_result(self, state: str, **facts: Any) -> None:
+        folder = self._trial_folder()
+        write_json(folder.result, {"run": folder.run, "state": state, **facts, "ended": records.now()}, sync=False)
+
+    def _show(self, **changes: Any) -> None:
+        # one that was given up with its node does not speak for the attempt after it
+        if records.read_state(self._folder)["attempts"] <= self._worker.attempt:
+            records.update_state(self._folder, sync=False, **changes)
+
+    def _write_summary(self, at_once: bool = True) -> None:
+        """
+        Args:
+            at_once: else it may be a second old; it tells of all trials, and is read by people.
+        """
+        if not at_once and time.monotonic() - self._summary_written < SUMMARY_EVERY:
+            return
+        self._summary_written = time.monotonic()
+        with locked(self._folder.summary_lock):
+            # without indents, which take the slow way through the encoder
+            write_whole(self._folder.summary, json.dumps(summary.summarize(self._study, self.sweep)), sync=False)
+
+
+def again(attempt: int) -> str:
+    return f", attempt {attempt}" if attempt > 1 else ""
+
+
+def as_words(values: Values) -> str:
+    return "  ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+    )

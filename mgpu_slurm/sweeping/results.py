@@ -1,0 +1,100 @@
+"""What a sweep has found: its best trial, and how to train that again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_slurm import config as configs
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.launch import sweeps
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.spec import read_spec
+from mgpu_slurm.sweeping import file as files
+from mgpu_slurm.sweeping.file import Sweep
+from mgpu_slurm.wording import program, short_path
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best trial of a study so far."""
+
+    study: str
+    metric: str
+    direction: str
+    number: int
+    value: float
+    params: dict[str, Any]
+    """Those that were searched, by name."""
+    config: dict[str, Any]
+    """All that the job got."""
+    folder: str
+    command: str
+    """Trains it again: of a shell, or of Python where the job is a function that was typed in there."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        width = max(9, *(len(name) for name in self.params)) if self.params else 9
+        return [
+            f"{'best':<{width}} {self.metric} {self.value!r}, trial {self.number} of study {self.study}",
+            *(f"{name:<{width}} {_text(value)}" for name, value in self.params.items()),
+            f"{'folder':<{width}} {self.folder}",
+            f"{'again':<{width}} {self.command}",
+        ]
+
+
+def best(folder: RunFolder) -> Best:
+    """
+    Raises:
+        UserError: it is no sweep, or no trial is complete.
+    """
+    if not sweeps.is_sweep(folder):
+        raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
+    summary = sweeps.summary_of(folder)
+    found = summary["best"]
+    if found is None:
+        raise UserError(f"study {folder.run}: no trial is complete yet: see `{program()} status {folder.run}`")
+    sweep = files.load(folder.sweep)
+    trial = folder.of_trial(found["number"])
+    values = sweep.fixed | found["params"]
+    config = configs.read_yaml(trial.config) if trial.config.exists() else values
+    return Best(
+        study=folder.run,
+        metric=sweep.metric,
+        direction=sweep.direction,
+        number=found["number"],
+        value=found["value"],
+        params=found["params"],
+        config=config,
+        folder=str(trial.path),
+        command=_command(folder, sweep, trial, values, config),
+    )
+
+
+def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, values: dict[str, Any], config: dict[str, Any]) -> str:
+    spec = read_spec(folder)
+    flags = _flags(configs.read_yaml(folder.sweep).get("resources") or {})
+    if sweep.command:
+        return f"{program()} submit {flags}-- {shlex.join(files.words_of(sweep.command, values))}"
+    if spec.target.pickled is not None:
+        return f"submit({spec.target.pickled}, {config})"
+    return f"{program()} submit {spec.target.label} {flags}--config {shlex.quote(short_path(trial.config))}"
+
+
+def _flags(resources: dict[str, Any]) -> str:
+    """The resources of a worker, as `submit` takes them."""
+    words = []
+    for name, value in resources.items():
+        if value is None:
+            continue
+        if name == "sbatch":
+            words += [f"--sbatch {shlex.quote(f'{key}={inner}')}" for key, inner in value.items()]
+        else:
+            words.append(f"--{str(name).replace('_', '-')} {shlex.quote(str(value))}")
+    return "".join(f"{word} " for word in words)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,268 @@
+"""The study of a sweep: where it is kept, who chooses and who gives up, and the trials that workers take out of it.
+
+A worker takes a trial that waits, which is a step that only one can make, or begins the next one; a lock on a file that
+all workers share keeps their number below what the sweep says, whatever they do at the same moment. What the parameters
+of a trial are is chosen when it begins. One that is given back keeps its number, its parameters and its reports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.sweeping.file import Pruner, Sampler, Sweep
+from mgpu_slurm.sweeping.locks import locked
+from mgpu_slurm.sweeping.space import Space, Values, label
+from mgpu_slurm.sweeping.storage import storage_of
+
+_CLAIM = "mgpu:claim:"
+
+REASON = "mgpu:reason"
+"""Of a trial that failed or was pruned: why."""
+
+LOSSES = "mgpu:losses"
+"""Of a trial: how often its worker has died, or left without a checkpoint."""
+
+SECONDS = "mgpu:seconds"
+"""Of a trial that was given back: how long workers had it before."""
+
+OVER = "mgpu:over"
+"""Of a study: why no trial starts any more."""
+
+ORIGIN = "mgpu:origin"
+"""Of a trial that another study has made, with which this one started: that study's name."""
+
+ORIGINS = "mgpu:origins"
+"""Of a study: how many such trials it has."""
+
+_SAMPLERS = {
+    "tpe": "optuna.samplers.TPESampler",
+    "random": "optuna.samplers.RandomSampler",
+    # every trial begins with the values of its point, and nothing is left to choose
+    "grid": "optuna.samplers.RandomSampler",
+    "gp": "optuna.samplers.GPSampler",
+    "cmaes": "optuna.samplers.CmaEsSampler",
+}
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One attempt of a sweep's worker."""
+
+    number: int
+    attempt: int
+
+    @property
+    def claim(self) -> str:
+        """The name of what a trial says of this worker."""
+        return f"{_CLAIM}{self.number}"
+
+
+def create(sweep: Sweep, journal: Path) -> Study:
+    """Makes the study with the points that are known to be good, before anybody works on it.
+
+    Args:
+        journal: where it is kept, unless the sweep names a database; absolute.
+
+    Raises:
+        UserError: the database is not to be had, or has a study of that name.
+    """
+    _hush()
+    try:
+        study = optuna.create_study(
+            storage=storage_of(sweep, journal, is_new=True), study_name=sweep.study, direction=sweep.direction
+        )
+    except optuna.exceptions.DuplicatedStudyError:
+        raise UserError(f"study {sweep.study!r}: the database has one of that name: give this one another") from None
+    queue(study, list(sweep.enqueue))
+    return study
+
+
+def delete(study: Study) -> None:
+    study._storage.delete_study(study._study_id)
+
+
+def load(sweep: Sweep, journal: Path, worker: int, attempt: int = 1) -> Study:
+    """The study as one of its workers has it, with a sampler that draws as no other attempt of any worker does."""
+    _hush()
+    return optuna.load_study(
+        storage=storage_of(sweep, journal),
+        study_name=sweep.study,
+        sampler=sampler_of(sweep.sampler, worker, attempt),
+        pruner=pruner_of(sweep.pruner),
+    )
+
+
+def _hush() -> None:
+    """What becomes of trials is told here otherwise."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
+    """The sampler of one attempt of a worker.
+
+    Raises:
+        UserError: there is no such class, or it does not take these options.
+    """
+    cls = _class(_SAMPLERS.get(asked.name, asked.name))
+    options = dict(asked.options)
+    if asked.seed is not None:
+        # by one seed for all, those that start together would try the same points, and one that comes back its old ones
+        options["seed"] = int(np.random.SeedSequence((asked.seed, worker, attempt)).generate_state(1)[0])
+    try:
+        with warnings.catch_warnings():
+            # who names such a sampler, or option, knows
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            made = cls(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"sampler {asked.name}: {error}: mend its options") from None
+    if not isinstance(made, BaseSampler):
+        raise UserError(f"sampler {asked.name}: it is no optuna.samplers.BaseSampler")
+    return made
+
+
+def _class(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"sampler {path}: {error}: check the import path") from None
+    return found
+
+
+def pruner_of(asked: Pruner) -> BasePruner:
+    if asked.name == "hyperband":
+        assert asked.max_resource is not None
+        return HyperbandPruner(asked.min_resource, asked.max_resource, asked.reduction_factor)
+    if asked.name == "median":
+        # what is reported at the least resource is looked at already
+        return MedianPruner(n_startup_trials=asked.startup_trials, n_warmup_steps=asked.min_resource)
+    return NopPruner()
+
+
+def queue(study: Study, points: list[Values]) -> None:
+    """Adds trials with these values, for whoever comes next; what a point does not say is chosen when it is taken."""
+    for point in points:
+        study.enqueue_trial(_kept(point))
+
+
+def _kept(values: Values) -> Values:
+    return {name: label(value) for name, value in values.items()}
+
+
+def begun(study: Study) -> int:
+    """How many trials the study has, but for those that it started with."""
+    count: int = study._storage.get_n_trials(study._study_id)
+    return count - int(notes(study).get(ORIGINS, 0))
+
+
+def take(study: Study, sweep: Sweep, worker: Worker, lock: Path) -> Trial | None:
+    """A trial that nobody else has, from now on this worker's; None where there may be no more.
+
+    Args:
+        lock: a file that all workers share.
+    """
+    waiting = _take_waiting(study, worker)
+    if waiting is not None:
+        return Trial(study, waiting)
+    with locked(lock):
+        number = begun(study)
+        if sweep.trials is not None and number >= sweep.trials:
+            return None
+        new = _begin(study, worker, _point(sweep, number))
+    return Trial(study, new)
+
+
+def _point(sweep: Sweep, number: int) -> Values:
+    """Of a grid, that of the trial of this number."""
+    if sweep.sampler.name != "grid":
+        return {}
+    assert isinstance(sweep.space, Space)
+    return sweep.space.grid()[number]
+
+
+def _begin(study: Study, worker: Worker, known: Values) -> int:
+    """The id of a new trial, the worker's from the start."""
+    attributes: dict[str, Any] = {worker.claim: worker.attempt}
+    if known:
+        # as of one that was queued
+        attributes["fixed_params"] = _kept(known)
+    template = create_trial(state=TrialState.RUNNING, system_attrs=attributes)
+    return study._storage.create_new_trial(study._study_id, template_trial=template)
+
+
+def _take_waiting(study: Study, worker: Worker) -> int | None:
+    """The id of a trial that has waited, because it was given back or added; None where none does.
+
+    The worker says beforehand that it may have the trial from now on: one that is running always names who runs it,
+    also where that one died in the same moment.
+    """
+    storage = study._storage
+    for trial in _by_turn(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)), worker):
+        with suppress(UpdateFinishedTrialError):
+            storage.set_trial_system_attr(trial._trial_id, worker.claim, worker.attempt)
+            if storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
+                return trial._trial_id
+            # somebody else was faster
+            storage.set_trial_system_attr(trial._trial_id, worker.claim, None)
+    return None
+
+
+def _by_turn(waiting: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]:
+    """Those that have been begun before the others; each worker starts with another one, as those who want the same
+    trial get into each other's way."""
+    for kind in (True, False):
+        trials = [trial for trial in waiting if bool(trial.params) is kind]
+        start = worker.number % len(trials) if trials else 0
+        yield from trials[start:]
+        yield from trials[:start]
+
+
+def claims(trial: FrozenTrial) -> dict[int, int]:
+    """Who may be running the trial: attempts by the number of their worker."""
+    attributes = trial.system_attrs.items()
+    return {int(key[len(_CLAIM) :]): value for key, value in attributes if key.startswith(_CLAIM) and value is not None}
+
+
+def give_back(study: Study, trial: FrozenTrial) -> None:
+    """Queues a running trial again that is not at its end; it goes on under its own number, as nobody's."""
+    assert trial.datetime_start is not None
+    seconds = trial.system_attrs.get(SECONDS, 0.0) + (datetime.now() - trial.datetime_start).total_seconds()
+    study._storage.set_trial_system_attr(trial._trial_id, SECONDS, seconds)
+    _disclaim(study, trial)
+    study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+
+
+def fail(study: Study, trial: FrozenTrial, reason: str) -> None:
+    """Ends a trial without a value."""
+    study._storage.set_trial_system_attr(trial._trial_id, REASON, reason)
+    study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+
+def _disclaim(study: Study, trial: FrozenTrial) -> None:
+    for number in claims(trial):
+        study._storage.set_trial_system_attr(trial._trial_id, f"{_CLAIM}{number}", None)
+
+
+def note(study: Study, key: str, value: Any) -> None:
+    """Writes down something about the whole study, which every worker sees before its next trial."""
+    study._storage.set_study_system_attr(study._study_id, key, value)
+
+
+def notes(study: Study) -> dict[str, Any]:
+    return study._storage.get_study_system_attrs(study._study_id)

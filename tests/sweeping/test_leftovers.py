@@ -1,0 +1,137 @@
+"""What a trial leaves in its process: put back, or seen."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_slurm.sweeping import leftovers
+from mgpu_slurm.sweeping.leftovers import Held, Reset, growth
+
+
+@pytest.fixture
+def reset() -> Iterator[Reset]:
+    made = Reset()
+    yield made
+    made.apply()
+
+
+def test_settings_are_put_back(reset: Reset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, path, arguments, threads = os.getcwd(), list(sys.path), list(sys.argv), torch.get_num_threads()
+    filters, dtype = list(warnings.filters), torch.get_default_dtype()
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR2)}
+    os.chdir(tmp_path)
+    os.environ["LEFT_BY_A_TRIAL"] = "1"
+    home = os.environ.pop("HOME", None)
+    sys.path.insert(0, str(tmp_path))
+    sys.argv.append("--more")
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(threads + 1)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    for signum in handlers:
+        signal.signal(signum, lambda *_: None)
+    reset.apply()
+    assert (os.getcwd(), sys.path, sys.argv, list(warnings.filters)) == (folder, path, arguments, filters)
+    assert ("LEFT_BY_A_TRIAL" in os.environ, os.environ.get("HOME")) == (False, home)
+    assert (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()) == (dtype, threads, True)
+    assert torch.are_deterministic_algorithms_enabled() is False
+    assert {signum: signal.getsignal(signum) for signum in handlers} == handlers
+
+
+def test_a_timer_of_a_trial_does_not_end_a_later_one(reset: Reset) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 600)
+    reset.apply()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_what_needs_no_mending_costs_no_import() -> None:
+    code = (
+        "import sys, torch.distributed; from mgpu_slurm.sweeping.leftovers import Reset\n"
+        "reset = Reset(); before = set(sys.modules); reset.apply()\n"
+        "print(sorted(name for name in set(sys.modules) - before if name.startswith('torch')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_no_trial_draws_as_the_one_before(reset: Reset) -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    first = draws()
+    reset.apply()
+    second = draws()
+    reset.apply()
+    assert len({*first, *second, *draws()}) == 9
+
+
+class TestGrowth:
+    def test_nothing_is_nothing(self) -> None:
+        assert growth(Held.now(), Held.now()) is None
+
+    def test_open_files(self) -> None:
+        before = Held.now()
+        left = [os.open(os.devnull, os.O_RDONLY) for _ in range(leftovers.GROWTH_OF_FILES + 1)]
+        found = growth(before, Held.now())
+        for descriptor in left:
+            os.close(descriptor)
+        assert found == "65 open files"
+
+    def test_threads(self) -> None:
+        before, enough = Held.now(), threading.Event()
+        left = [threading.Thread(target=enough.wait) for _ in range(leftovers.GROWTH_OF_THREADS + 1)]
+        for thread in left:
+            thread.start()
+        found = growth(before, Held.now())
+        enough.set()
+        for thread in left:
+            thread.join()
+        assert found == "17 threads"
+
+    def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(leftovers, "GROWTH_OF_MEMORY", 1 << 20)
+        before = Held.now()
+        small = Held(memory=1 << 20, gpu_memory=0, threads=before.threads, files=before.files)
+        left = np.ones(8 << 20)
+        now = Held.now()
+        assert now.memory - before.memory > 50 << 20
+        assert growth(small, now) == f"{(now.memory - small.memory) / 2**30:.1f} GiB of memory"
+        # beside a process that is large by itself it is little
+        assert growth(Held(10 << 30, 0, 1, 1), Held((10 << 30) + (4 << 30), 0, 1, 1)) is None
+        assert left.any()
+
+    def test_tensors_on_a_gpu(self) -> None:
+        assert growth(Held(0, 0, 1, 1), Held(0, 3 << 30, 1, 1)) == "3.0 GiB of GPU memory"
+
+
+def test_what_nobody_refers_to_is_freed(reset: Reset) -> None:
+    class Ring:
+        own: Ring
+
+        def __del__(self) -> None:
+            freed.append(time.monotonic())
+
+    freed: list[float] = []
+    ring = Ring()
+    ring.own = ring
+    del ring
+    reset.apply()
+    assert len(freed) == 1

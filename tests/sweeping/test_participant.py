@@ -1,0 +1,376 @@
+"""A worker's dealings with its study, on a real journal: what becomes of its trials, and when it leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm import paths, records
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import quiet
+from mgpu_slurm.runtime.stopping import Stop
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.sweeping import recovery, summary
+from mgpu_slurm.sweeping import study as studies
+from mgpu_slurm.sweeping.orders import Leave, Superseded, SweepFailed
+from mgpu_slurm.sweeping.participant import HOPELESS
+from tests.sweeping.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
+
+FORK = multiprocessing.get_context("fork")
+
+
+def run_worker(folder: RunFolder, number: int) -> list[int]:
+    """All that a worker gets to do, ended at once."""
+    part = worker(folder, number)
+    done = []
+    while not isinstance(order := part.next(Stop.NO), Leave):
+        part.judge(1, {"score": order.values["x"]})
+        finish(part, order.values["x"])
+        done.append(order.number)
+    return done
+
+
+def test_eight_workers_at_once_do_each_trial_once_and_no_more_than_there_are(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=21, workers=8)
+    with FORK.Pool(8) as pool:
+        done = pool.starmap(run_worker, [(folder, number) for number in range(8)], chunksize=1)
+    assert sorted(number for each in done for number in each) == list(range(21))
+    assert states(folder) == ["COMPLETE"] * 21
+    told = paths.read_json(folder.summary)
+    assert told["trials"] == summary.counts(study_of(folder).trials, sweep_of(folder))
+    for trial in study_of(folder).trials:
+        assert paths.read_json(folder.of_trial(trial.number).result)["value"] == trial.value
+
+
+def test_more_trials_are_seen_before_the_next_one(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=2)
+    part = worker(folder, 0)
+    for _ in range(2):
+        begin(part)
+        finish(part, 0.5)
+    leave(part)
+    paths.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 2", "trials: 3"))
+    assert begin(part).number == 2
+    finish(part, 0.5)
+    leave(part)
+    assert states(folder) == ["COMPLETE"] * 3
+
+
+def test_what_status_reads_is_never_older_than_the_last_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two workers that end together, one may have looked before the other's trial had ended."""
+    folder = make(tmp_path, trials=2)
+    ended = FORK.Event()
+    slow, fast = worker(folder, 0), worker(folder, 1)
+    begin(slow)
+    begin(fast)
+    finish(slow, 0.1)
+    real = summary.summarize
+
+    def looked_a_while_ago(*given: Any) -> Any:
+        found = real(*given)
+        other = FORK.Process(target=end_the_other)
+        other.start()
+        # it may have to wait until this one is written
+        ended.wait(0.5)
+        others.append(other)
+        return found
+
+    def end_the_other() -> None:
+        monkeypatch.undo()
+        finish(fast, 0.2)
+        leave(fast)
+        ended.set()
+
+    others: list[Any] = []
+    monkeypatch.setattr(summary, "summarize", looked_a_while_ago)
+    leave(slow)
+    others[0].join()
+    assert others[0].exitcode == 0
+    assert paths.read_json(folder.summary)["trials"]["COMPLETE"] == 2
+
+
+class TestMetrics:
+    @pytest.mark.parametrize(
+        ("result", "last", "value"),
+        [({"score": 1.5}, {}, 1.5), ({"other": 1.0}, {"score": 2.5}, 2.5), ({"value": 3.5}, {"loss": 1.0}, 3.5)],
+        ids=["returned", "reported last", "the one number"],
+    )
+    def test_the_value_is_what_the_job_returns_or_has_reported(
+        self, tmp_path: Path, result: dict[str, float], last: dict[str, float], value: float
+    ) -> None:
+        folder = make(tmp_path)
+        part = worker(folder, 0)
+        begin(part)
+        part.complete(result, last, step=3, progress=2)
+        assert study_of(folder).trials[0].value == value
+
+    def test_one_that_is_never_there_is_told_by_the_first_trial_and_ends_the_sweep(self, tmp_path: Path) -> None:
+        folder = make(tmp_path)
+        first, other = worker(folder, 0), worker(folder, 1)
+        begin(first)
+        begin(other)
+        assert first.judge(1, {"scores": 0.5}) is None
+        with pytest.raises(
+            SweepFailed, match=r"neither reports nor returns the metric 'score' \(did you mean 'scores'"
+        ):
+            first.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
+        assert paths.read_json(folder.of_trial(0).failure)["message"].startswith("the job neither reports")
+        finish(other, 0.5)
+        assert leave(other).exit_code == 1
+        assert "the metric 'score'" in paths.read_json(folder.summary)["over"]["reason"]
+
+    def test_a_pruner_does_not_wait_for_it(self, tmp_path: Path) -> None:
+        part = worker(make(tmp_path, pruner={"name": "median", "min_resource": 2}), 0)
+        begin(part)
+        assert part.judge(1, {"loss": 0.5}) is None
+        with pytest.raises(SweepFailed, match="at progress 2 the job has not reported the metric 'score'; it reports"):
+            part.judge(2, {"loss": 0.5})
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_no_number_ends_that_trial_alone(self, tmp_path: Path, value: float) -> None:
+        folder = make(tmp_path)
+        part = worker(folder, 0)
+        begin(part)
+        assert part.judge(1, {"score": value}) == f"score is {value}"
+        part.prune(f"score is {value}", 1)
+        begin(part)
+        part.complete({"score": value}, {}, step=1, progress=1)
+        begin(part)
+        finish(part, 1.0)
+        begin(part)
+        assert states(folder) == ["PRUNED", "PRUNED", "COMPLETE", "RUNNING"]
+        told = summary.summarize(study_of(folder), sweep_of(folder))["recent"]
+        assert [trial["reason"] for trial in told[:2]] == [f"score is {value}"] * 2
+
+
+def test_the_pruner_hears_each_progress_once_and_its_word_is_the_end(tmp_path: Path) -> None:
+    folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1})
+    part = worker(folder, 0)
+    begin(part)
+    assert [part.judge(progress, {"score": 1.0}) for progress in (1, 2)] == [None, None]
+    finish(part, 1.0)
+    begin(part)
+    assert part.judge(1, {"score": 0.1}) == HOPELESS
+    part.prune(HOPELESS, 1)
+    assert states(folder)[:2] == ["COMPLETE", "PRUNED"]
+    assert study_of(folder).trials[1].value == 0.1
+    assert paths.read_json(folder.of_trial(1).result)["state"] == "PRUNED"
+
+
+class TestAskedToLeave:
+    @pytest.mark.parametrize(
+        ("stop", "code"),
+        [(Stop.END, TERMINATED_EXIT_CODE), (Stop.REQUEUE, REQUEUE_EXIT_CODE), (Stop.LEAVE, REQUEUE_EXIT_CODE)],
+    )
+    def test_no_trial_is_begun_then(self, tmp_path: Path, stop: Stop, code: int) -> None:
+        folder = make(tmp_path)
+        order = worker(folder, 0).next(stop)
+        assert isinstance(order, Leave)
+        assert order.exit_code == code
+        assert states(folder) == []
+
+    def test_the_trial_goes_on_first_with_its_number_values_and_curve(self, tmp_path: Path) -> None:
+        folder = make(tmp_path)
+        first = worker(folder, 0)
+        before = begin(first)
+        first.judge(1, {"score": 0.5})
+        first.give_back(is_late=True, has_saved=True)
+        other = worker(folder, 1)
+        again = begin(other)
+        assert (again.number, again.values, again.attempt) == (before.number, before.values, 2)
+        # what came after the checkpoint comes again
+        other.judge(1, {"score": 0.6})
+        other.judge(2, {"score": 0.7})
+        finish(other, 0.7)
+        assert study_of(folder).trials[0].intermediate_values == {1: 0.5, 2: 0.7}
+        assert studies.LOSSES not in study_of(folder).trials[0].system_attrs
+
+    def test_one_that_never_fits_into_the_time_is_given_up(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, max_retries=1, trials=1)
+        for attempt in (1, 2):
+            part = worker(folder, 0, attempt)
+            begin(part)
+            part.give_back(is_late=True, has_saved=False)
+        assert states(folder) == ["FAIL"]
+        assert "brought it to no checkpoint (run.restore)" in paths.read_json(folder.of_trial(0).failure)["message"]
+
+    @pytest.mark.parametrize(("is_late", "has_saved"), [(False, False), (True, True)])
+    def test_one_that_was_cut_short_or_has_come_further_is_not(
+        self, tmp_path: Path, is_late: bool, has_saved: bool
+    ) -> None:
+        folder = make(tmp_path, max_retries=0, trials=1)
+        part = worker(folder, 0)
+        begin(part)
+        part.give_back(is_late=is_late, has_saved=has_saved)
+        assert states(folder) == ["WAITING"]
+
+    def test_one_that_had_only_the_rest_of_the_time_is_not(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, max_retries=0, trials=2)
+        part = worker(folder, 0)
+        begin(part)
+        finish(part, 0.5)
+        begin(part)
+        part.give_back(is_late=True, has_saved=False)
+        assert states(folder) == ["COMPLETE", "WAITING"]
+
+
+class TestCommonFailures:
+    def test_the_same_error_in_the_first_trials_of_all_workers_ends_the_sweep(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        parts = [worker(folder, number) for number in range(2)]
+        for part in parts:
+            begin(part)
+        parts[0].fail("ValueError: no data")
+        with pytest.raises(SweepFailed, match="all of the first 2 trials failed alike: ValueError: no data"):
+            parts[1].fail("ValueError: no data")
+        # the other one hears of it
+        order = leave(parts[0])
+        assert (order.exit_code, order.reason) == (1, "all of the first 2 trials failed alike: ValueError: no data")
+
+    def test_different_ones_or_one_success_do_not(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        part = worker(folder, 0)
+        for reason in ("ValueError: 1", "ValueError: 2", "ValueError: 2"):
+            begin(part)
+            part.fail(reason)
+        folder = make(tmp_path / "other", trials=9)
+        part = worker(folder, 0)
+        begin(part)
+        finish(part, 1.0)
+        for _ in range(3):
+            begin(part)
+            part.fail("ValueError: 1")
+        assert states(folder)[:4] == ["COMPLETE", "FAIL", "FAIL", "FAIL"]
+
+    def test_the_only_trial_is_enough(self, tmp_path: Path) -> None:
+        part = worker(make(tmp_path, trials=1, workers=1), 0)
+        begin(part)
+        with pytest.raises(SweepFailed, match="the only trial failed alike: KeyError: 'a'"):
+            part.fail("KeyError: 'a'")
+
+
+class TestBudgets:
+    def test_a_target_that_is_reached_lets_what_runs_end_and_starts_nothing(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, budget={"target": 0.9})
+        parts = [worker(folder, number) for number in range(2)]
+        for part in parts:
+            begin(part)
+        finish(parts[0], 0.95)
+        assert leave(parts[0]).reason == "a trial has reached score 0.9"
+        finish(parts[1], 0.2)
+        order = leave(parts[1])
+        assert (order.exit_code, order.reason) == (0, "a trial has reached score 0.9")
+        assert states(folder) == ["COMPLETE", "COMPLETE"]
+        assert paths.read_json(folder.summary)["trials"]["WAITING"] == 2
+
+    def test_one_that_is_raised_meanwhile_is_seen_before_the_next_trial(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, budget={"patience": 2})
+        part = worker(folder, 0)
+        for _ in range(2):
+            begin(part)
+            finish(part, 0.5)
+        make_text = folder.sweep.read_text().replace("patience: 2", "patience: 3")
+        paths.write_whole(folder.sweep, make_text)
+        begin(part)
+        assert sweep_of(folder).budget.patience == 3
+
+
+class TestDeaths:
+    def test_a_dead_workers_trial_is_found_where_nothing_else_is_left(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=2)
+        dying, other = worker(folder, 0), worker(folder, 1)
+        lost = begin(dying)
+        begin(other)
+        kill(folder, 0)
+        finish(other, 0.5)
+        again = begin(other)
+        assert (again.number, again.values, again.attempt) == (lost.number, lost.values, 2)
+        finish(other, 0.7)
+        assert leave(other).exit_code == 0
+        assert states(folder) == ["COMPLETE", "COMPLETE"]
+
+    def test_it_is_found_also_where_somebody_has_just_looked_and_nobody_stays(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=2)
+        dying, other = worker(folder, 0), worker(folder, 1)
+        begin(dying)
+        begin(other)
+        finish(other, 0.5)
+        # a moment before it died
+        assert recovery.look(study_of(folder), folder, sweep_of(folder), quiet, every=0.0) == []
+        kill(folder, 0)
+        assert begin(other).number == 0
+
+    def test_who_was_taken_for_dead_does_not_speak_for_its_trial_any_more(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=1)
+        alive, other = worker(folder, 0), worker(folder, 1)
+        begin(alive)
+        kill(folder, 0)
+        begin(other)
+        for speaks in (
+            lambda: alive.judge(1, {"score": 0.1}),
+            lambda: finish(alive, 0.1),
+            lambda: alive.fail("ValueError: late"),
+            lambda: alive.give_back(is_late=True, has_saved=True),
+            lambda: alive.prune(HOPELESS, 1),
+        ):
+            with pytest.raises(Superseded, match="trial 0 has been given to another worker"):
+                speaks()
+        finish(other, 0.9)
+        (trial,) = study_of(folder).trials
+        assert (trial.value, trial.intermediate_values) == (0.9, {})
+
+    def test_its_next_attempt_sees_to_the_trial_of_the_one_before(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=2)
+        begin(worker(folder, 0))
+        records.record_event(
+            folder.of_task(0), "ended", attempt=1, trial=0, error="ValueError", message="boom\nand more"
+        )
+        again = worker(folder, 0, attempt=2)
+        again.settle()
+        assert states(folder) == ["FAIL"]
+        assert study_of(folder).trials[0].system_attrs[studies.REASON] == "ValueError: boom"
+
+    def test_what_it_only_wanted_is_not_its_to_see_to(self, tmp_path: Path) -> None:
+        """A worker says that it may have a trial before it takes it; it can die when somebody else was faster."""
+        folder = make(tmp_path, trials=2)
+        worker(folder, 0)
+        other = worker(folder, 1)
+        mine = begin(other)
+        study = study_of(folder)
+        wanted = studies.Worker(0, 1).claim
+        study._storage.set_trial_system_attr(study.trials[mine.number]._trial_id, wanted, 1)
+        worker(folder, 0, attempt=2).settle()
+        assert other.judge(1, {"score": 0.5}) is None
+        finish(other, 0.5)
+        assert study_of(folder).trials[mine.number].state.name == "COMPLETE"
+
+
+class TestSpacesByAFunction:
+    def chosen(self, tmp_path: Path, body: str) -> RunFolder:
+        folder = make(tmp_path, space="choices.py:choose")
+        folder.code.mkdir()
+        (folder.code / "choices.py").write_text(f"import optuna\n\ndef choose(trial):\n    {body}\n")
+        return folder
+
+    def test_one_that_fails_alike_for_the_first_trials_ends_the_sweep_with_its_error(self, tmp_path: Path) -> None:
+        folder = self.chosen(tmp_path, "return [1]")
+        said = (
+            r"all of the first 2 trials failed alike: space: UserError: choices.py:choose has returned \[1\]: expected"
+        )
+        with pytest.raises(SweepFailed, match=said):
+            begin(worker(folder, 0))
+        assert states(folder) == ["FAIL", "FAIL"]
+
+    def test_one_that_fails_for_a_trial_costs_that_trial_alone(self, tmp_path: Path) -> None:
+        folder = self.chosen(tmp_path, "return {'x': 1 // trial.number}")
+        assert begin(worker(folder, 0)).number == 1
+        assert states(folder) == ["FAIL", "RUNNING"]
+        assert paths.read_json(folder.of_trial(0).failure)["message"].startswith("space: ZeroDivisionError: ")
+
+    def test_a_combination_that_it_will_have_none_of_is_pruned(self, tmp_path: Path) -> None:
+        folder = self.chosen(tmp_path, "if not trial.number: raise optuna.TrialPruned\n    return {'x': 1}")
+        assert begin(worker(folder, 0)).values == {"x": 1}
+        assert states(folder) == ["PRUNED", "RUNNING"]
