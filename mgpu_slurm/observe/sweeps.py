@@ -110,7 +110,7 @@ def _workers(workers: Sequence[State]) -> list[str]:
 
     now = datetime.now(timezone.utc)
     rows = [["WORKER", "STATE", "TRY", "JOB", "TRIAL", "PROGRESS", "TIME", "METRICS, REASON"]]
-    for worker in workers:
+    for worker in sorted(workers, key=_by_life):
         trial = worker.get("trial")
         has_trial = trial is not None and worker["state"] == states.RUNNING
         metrics = "  ".join(f"{name}={_short(value)}" for name, value in worker["metrics"].items()) if has_trial else ""
@@ -127,6 +127,11 @@ def _workers(workers: Sequence[State]) -> list[str]:
             ]
         )
     return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
+
+
+def _by_life(worker: State) -> tuple[bool, bool]:
+    """Those at work first, then those that will be."""
+    return worker["state"] != states.RUNNING, not states.is_alive(worker["state"])
 
 
 def trial_line(trial: dict[str, Any], summary: dict[str, Any]) -> str:

@@ -16,14 +16,15 @@ from mgpu_slurm.observe import status
 from mgpu_slurm.observe import sweeps as studies
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
-from mgpu_slurm.wording import program
+from mgpu_slurm.wording import counted, program
 
 Found = Sequence[tuple[RunFolder, State]]
 
 WATCH_PAUSE = 2.0
 """Seconds between two looks."""
 
-_HOME_AND_CLEAR = "\x1b[H\x1b[J"
+# each line is written over the old one, so that nothing flickers
+_HOME, _NEXT_LINE, _NOTHING_BELOW = "\x1b[H", "\x1b[K\n", "\x1b[J"
 
 
 def as_one(found: Found, asked: Sequence[RunFolder] = ()) -> list[State]:
@@ -53,14 +54,28 @@ def lines(found: Found, asked: Sequence[RunFolder], room: os.terminal_size | Non
     return told if others else told[:-1]
 
 
+def fitting(told: list[str], room: os.terminal_size) -> list[str]:
+    """What of it there is room for: what comes first, and how much is left out."""
+    # the last line is the cursor's
+    height = max(2, room.lines - 1)
+    if len(told) <= height:
+        return told
+    kept = told[: height - 1]
+    return [*kept, f"... {counted(len(told) - len(kept), 'more line')}, for a taller window"[: room.columns]]
+
+
 def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
     """Shows runs, all of them where none is named, until they have ended."""
     watches = {folder: Watch(folder, note) for folder in asked or registry.all_groups(note)}
     while True:
         found = [pair for watch in watches.values() for pair in watch.pairs()]
         room = shutil.get_terminal_size() if sys.stdout.isatty() else None
-        told = "\n".join(lines(found, asked, room))
-        print(f"{_HOME_AND_CLEAR}{told}" if room else told, flush=True)
+        told = lines(found, asked, room)
+        if room is None:
+            print("\n".join(told), flush=True)
+        else:
+            shown = "".join(f"{line}{_NEXT_LINE}" for line in fitting(told, room))
+            print(f"{_HOME}{shown}{_NOTHING_BELOW}", end="", flush=True)
         if not any(states.is_alive(state["state"]) for _, state in found):
             return
         time.sleep(WATCH_PAUSE)

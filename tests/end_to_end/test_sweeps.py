@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +296,19 @@ class TestOneThatHasEnded:
         # a worker is a run too
         assert project.json("status", "study/0")[0]["state"] == "COMPLETED"
         assert "-- trial 1: x=0.3\n" in project.call("logs", "study/0").stdout
+
+    def test_a_terminal_shows_what_there_is_room_for(self, project: Project) -> None:
+        screen, terminal = os.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 5, 60, 0, 0))
+        words = [sys.executable, "-m", "mgpu_slurm", "status", "study", "--watch"]
+        done = subprocess.run(words, cwd=project.folder, env=os.environ | project.environ, stdout=terminal)
+        os.close(terminal)
+        shown = os.read(screen, 4096).decode()
+        os.close(screen)
+        told = re.sub(r"\x1b\[.", "", shown).splitlines()
+        assert done.returncode == 0
+        assert [line[:9] for line in told] == ["study    ", "trials   ", "best     ", "... 4 mor"]
+        assert all(len(line) <= 60 for line in told)
 
     def test_a_rehearsal_changes_nothing(self, project: Project) -> None:
         before = sorted(path for path in project.runs.rglob("*"))
