@@ -106,7 +106,7 @@ def _sweep(processes: int, trials: int, url: str | None = None) -> Sweep:
 def _on_our_journal(base: Path) -> Outcome:
     made, journal = _sweep(JOURNAL_PROCESSES, JOURNAL_TRIALS), _new_journal(base)
     studies.create(made, journal)
-    place = Place(made, partial(studies.load, made, journal), _lock_beside(journal))
+    place = Place(made, lambda worker: studies.load(made, journal, Worker(worker, 1)), _lock_beside(journal))
     return _worked(place, JOURNAL_PROCESSES, JOURNAL_TRIALS)
 
 
@@ -139,7 +139,7 @@ def _on_postgresql(base: Path, database: Server, pause: float) -> Outcome:
     made = _sweep(DATABASE_PROCESSES, DATABASE_TRIALS, url)
     # the lock alone lies in the sweep's folder
     folder = Path(tempfile.mkdtemp(dir=base))
-    place = Place(made, partial(studies.load, made, Path("/unused")), folder / "trials.lock")
+    place = Place(made, lambda worker: studies.load(made, Path("/unused"), Worker(worker, 1)), folder / "trials.lock")
     # by a child, so that those who come after it inherit nothing of its connection
     _in_children(1, lambda worker: studies.create(made, Path("/unused")))
     return _worked(place, DATABASE_PROCESSES, DATABASE_TRIALS, pause)

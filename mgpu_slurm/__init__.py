@@ -17,24 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mgpu_slurm.errors import UserError
-    from mgpu_slurm.launch.runs import Handle, find, runs, submit
+    from mgpu_slurm.handles import Handle, find, runs, submit, sweep
     from mgpu_slurm.runtime.attaching import attach
     from mgpu_slurm.runtime.run import Run
     from mgpu_slurm.runtime.vision import import_torchvision
-    from mgpu_slurm.sweeping.launching import sweep
 
 __all__ = ["Handle", "Run", "UserError", "attach", "find", "import_torchvision", "runs", "submit", "sweep"]
 
 _HOMES = {
-    "Handle": "mgpu_slurm.launch.runs",
+    "Handle": "mgpu_slurm.handles",
     "Run": "mgpu_slurm.runtime.run",
     "UserError": "mgpu_slurm.errors",
     "attach": "mgpu_slurm.runtime.attaching",
-    "find": "mgpu_slurm.launch.runs",
+    "find": "mgpu_slurm.handles",
     "import_torchvision": "mgpu_slurm.runtime.vision",
-    "runs": "mgpu_slurm.launch.runs",
-    "submit": "mgpu_slurm.launch.runs",
-    "sweep": "mgpu_slurm.sweeping.launching",
+    "runs": "mgpu_slurm.handles",
+    "submit": "mgpu_slurm.handles",
+    "sweep": "mgpu_slurm.handles",
 }
 
 

@@ -19,7 +19,7 @@ from mgpu_slurm.errors import MgpuError, UserError
 from mgpu_slurm.wording import counted, program
 
 if TYPE_CHECKING:
-    from mgpu_slurm.launch.runs import Group, Handle
+    from mgpu_slurm.handles import Group, Handle
 
 PROGRAM = "mgpu-slurm"
 INTERRUPTED = 130
@@ -253,9 +253,9 @@ def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
 
 def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0, without: Iterable[int] = ()) -> None:
     """Shows the run until it ends, then how it ended; the exit code tells the same."""
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm import handles
 
-    found = runs.find(name)
+    found = handles.find(name)
     _follow(found, quiet=quiet, after_attempt=after_attempt, without=without)
     if found.state != "COMPLETED":
         sys.exit(1)
@@ -264,10 +264,10 @@ def _follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0, w
 def _follow(
     found: Handle | Group, rank: int = 0, quiet: bool = False, after_attempt: int = 0, without: Iterable[int] = ()
 ) -> None:
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm import handles
     from mgpu_slurm.observe.follow import follow, follow_group
 
-    is_group = isinstance(found, runs.Group)
+    is_group = isinstance(found, handles.Group)
     try:
         for text in follow_group(found.files, without) if is_group else follow(found.files, rank, after_attempt):
             if not quiet:
@@ -283,14 +283,14 @@ def _follow(
 
 
 def _print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm import handles
     from mgpu_slurm.observe import status as statuses
     from mgpu_slurm.observe import sweeps
     from mgpu_slurm.observe.ending import curves_lines, ending_lines
 
-    if isinstance(found, runs.Study):
+    if isinstance(found, handles.Study):
         _print_lines(sweeps.ending_lines(found.files, found.all_facts))
-    elif isinstance(found, runs.Group):
+    elif isinstance(found, handles.Group):
         _print_lines([statuses.table(found.all_facts, {found.name}), *curves_lines(found.folder)])
     else:
         _print_lines(ending_lines(found.folder, found.facts, shown_rank))
@@ -332,15 +332,16 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
 
     With --follow until the run has ended, and how; of a group, how its runs begin and end.
     """
-    from mgpu_slurm import records
-    from mgpu_slurm.launch import registry, runs
+    from mgpu_slurm import handles, records
+    from mgpu_slurm.launch import logs as launch_logs
+    from mgpu_slurm.launch import registry
 
     if launch:
-        for path in runs.launch_logs(registry.find(name)):
+        for path in launch_logs.of_launch(registry.find(name)):
             print(path.read_text(errors="replace"), end="")
         return
-    handle = runs.find(name) if follow else runs.find_run(name)
-    if isinstance(handle, runs.Group):
+    handle = handles.find(name) if follow else handles.find_run(name)
+    if isinstance(handle, handles.Group):
         _follow(handle)
         return
     folder = handle.files
@@ -364,9 +365,9 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="RUN ...")
 def cancel(names: tuple[str, ...]) -> None:
     """Ask runs to save their work and end."""
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm import handles
 
-    for found in [runs.find(name) for name in names]:
+    for found in [handles.find(name) for name in names]:
         if found.cancel():
             asked = "asked to end" if found.is_command else "asked to save and end"
             print(f"{found.name}: {asked}; `{program()} resume {found.name}` starts it again")
@@ -383,12 +384,12 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 
     Exit code 1 unless all of them completed, 124 where --timeout came first.
     """
-    from mgpu_slurm import states
-    from mgpu_slurm.launch import registry, runs
+    from mgpu_slurm import handles, states
+    from mgpu_slurm.launch import registry
     from mgpu_slurm.observe import status as statuses
     from mgpu_slurm.observe import watched
 
-    found = [runs.find(name) for name in names]
+    found = [handles.find(name) for name in names]
     give_up = None if timeout is None else time.monotonic() + timeout
     try:
         ended = [each.wait(None if give_up is None else give_up - time.monotonic(), _note) for each in found]
@@ -431,12 +432,13 @@ def sweep(
     Workers, a job array on SLURM, take one trial after the other out of one study. Called again with the same FILE it
     adds what FILE has more: trials, workers, budget. key=value changes FILE's values: trials=100, budget.hours=4.
     """
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm import config as configs
+    from mgpu_slurm import handles
     from mgpu_slurm.sweeping import file as files
     from mgpu_slurm.sweeping import launching
 
-    values = files.read(file, words)
-    started = launching.start(values, str(file), launching.Options(executor, cluster, dry_run, around), _note)
+    options = launching.Options(executor, cluster, dry_run, around)
+    started = launching.start(files.read(file), configs.parse_overrides(words), str(file), options, _note)
     name, place = started.folder.run, str(started.folder.path)
     if as_json:
         facts = {"run": name, "folder": str(started.folder.path), "job_id": started.job_id}
@@ -449,7 +451,7 @@ def sweep(
         return
     if not started.is_alive:
         if not as_json:
-            _print_ending(runs.find(place))
+            _print_ending(handles.find(place))
         return
     if started.executor != "slurm" if follow is None else follow:
         _follow_to_the_end(place, quiet=as_json, without=started.ended)
@@ -485,17 +487,13 @@ def resume(
     It goes on from its newest checkpoint, with other resources where they are given. Of a group, the runs that did not
     complete.
     """
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm import handles
     from mgpu_slurm.launch.changing import Change
     from mgpu_slurm.spec import read_spec
 
     if words:
         raise UserError(f"{words[0]}: a run keeps its config; submit a new one to train with another")
-    found = runs.find(name)
-    if isinstance(found, runs.Study):
-        from mgpu_slurm.sweeping import launching
-
-        launching.reopen(found.files)
+    found = handles.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
     job_id = found.resume(Change(_resources(flags, extra), new_code=code == "new"), _note)
     executor = read_spec(found.files).executor
@@ -539,11 +537,10 @@ def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:
 
     Or run one command there, such as nvidia-smi, py-spy or df.
     """
-    from mgpu_slurm import slurm
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm import handles, slurm
     from mgpu_slurm.launch import shell as shells
 
-    handle = runs.find_run(name)
+    handle = handles.find_run(name)
     words = shells.words(handle.files, handle.facts, node, command, terminal=sys.stdin.isatty())
     os.chdir(shells.place(handle.files))
     os.execvpe(words[0], words, slurm.scrubbed_environment(os.environ))
@@ -555,29 +552,25 @@ def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     """Show what runs take on disk; delete those that are named."""
-    from mgpu_slurm.launch import runs
+    from mgpu_slurm import handles
     from mgpu_slurm.observe.usage import usage_table
 
-    handles = [runs.find(name) for name in names] or runs.submitted()
-    for name, handle in zip(names, handles, strict=False):
+    chosen = [handles.find(name) for name in names] or handles.submitted()
+    for name, handle in zip(names, chosen, strict=False):
         handle.check_deletable()
         if yes and handle.name.startswith(name) and handle.name != name:
             raise UserError(f"--yes: {name!r} is only the beginning of {handle.name}: give the whole name")
-    if not handles:
+    if not chosen:
         print("no runs, nothing to clean")
         return
-    print(usage_table([handle.files for handle in handles]))
+    print(usage_table([handle.files for handle in chosen]))
     if not names:
         print(f"\nnothing was deleted; name runs to delete them: {program()} clean RUN ...")
         return
     what = "the checkpoints of " if checkpoints else ""
-    if not yes and not click.confirm(f"delete {what}{counted(len(handles), 'run')}?"):
+    if not yes and not click.confirm(f"delete {what}{counted(len(chosen), 'run')}?"):
         return
-    for handle in handles:
-        if isinstance(handle, runs.Study) and not checkpoints:
-            from mgpu_slurm.sweeping import launching
-
-            launching.forget(handle.files)
+    for handle in chosen:
         handle.delete(only_checkpoints=checkpoints)
         print(f"deleted {what}{handle.name}")
 

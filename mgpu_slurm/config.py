@@ -6,6 +6,7 @@ The same functions serve a job's config, the cluster file and `spec.yaml`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import types
 import typing
@@ -208,13 +209,17 @@ def field_types(cls: Any) -> dict[str, Any] | None:
     return None
 
 
-def types_in(config: Any) -> dict[type, dict[str, Any]]:
-    """The types of the fields of a dataclass and of those in it, for `settle_classes` in another process."""
-    found = {}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        found[type(config)] = typing.get_type_hints(type(config), include_extras=True)
-        for field in dataclasses.fields(config):
-            found |= types_in(getattr(config, field.name))
+def types_in(cls: Any) -> dict[type, dict[str, Any]]:
+    """The types of the fields of a dataclass, its bases and those in it, for `settle_classes` in another process."""
+    found: dict[type, dict[str, Any]] = {}
+    waiting = [cls]
+    while waiting:
+        kind = waiting.pop()
+        waiting += typing.get_args(kind)
+        if not isinstance(kind, type) or not dataclasses.is_dataclass(kind) or kind in found:
+            continue
+        found[kind] = typing.get_type_hints(kind, include_extras=True)
+        waiting += [*found[kind].values(), *kind.__mro__[1:]]
     return found
 
 
@@ -224,7 +229,8 @@ def settle_classes(types_of_fields: dict[type, dict[str, Any]]) -> None:
     They lack their types, whose names may mean nothing in this one, and the sentinel of what has no default.
     """
     for cls, hints in types_of_fields.items():
-        cls.__annotations__ = {name: hints[name] for name in cls.__annotations__}
+        own = inspect.get_annotations(cls)
+        cls.__annotations__ = {name: hints[name] for name in own}
         for field in dataclasses.fields(cls):
             field.type = hints[field.name]
             for default in ("default", "default_factory"):
@@ -240,8 +246,11 @@ def _dataclass_in(annotation: Any) -> Any:
     return annotation if field_types(annotation) is not None else None
 
 
-def to_plain(value: Any) -> Any:
-    """A config as plain values that YAML and JSON can hold; paths become text.
+def to_plain(value: Any, what: str | None = None) -> Any:
+    """A config as plain values that YAML and JSON can hold; paths become text, NumPy's numbers Python's.
+
+    Args:
+        what: names the value in errors.
 
     Raises:
         UserError: where a value has no plain form.
@@ -249,9 +258,15 @@ def to_plain(value: Any) -> Any:
     from pydantic_core import PydanticSerializationError, to_jsonable_python
 
     try:
-        return to_jsonable_python(value, inf_nan_mode="constants")
-    except PydanticSerializationError as error:
-        raise UserError(f"config {type(value).__name__}: {error}: use plain values there") from None
+        return to_jsonable_python(value, inf_nan_mode="constants", fallback=_plain_number)
+    except (PydanticSerializationError, TypeError) as error:
+        raise UserError(f"{what or f'config {type(value).__name__}'}: {error}: use plain values there") from None
+
+
+def _plain_number(value: Any) -> Any:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{value!r} is of type {type(value).__name__}")
 
 
 def _field_names(value: Any) -> list[str]:

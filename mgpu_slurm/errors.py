@@ -18,6 +18,10 @@ class UserError(MgpuError, ValueError):
     exit_code = 2
 
 
+class NoStudy(UserError):
+    """A database has no study of that name."""
+
+
 class ClusterError(MgpuError):
     """The cluster refused, did not answer, or is not there."""
 

@@ -22,14 +22,16 @@ MAY_IMPORT = {
     "top": {"top"},
     "launch": {"top", "launch"},
     "runtime": {"top", "runtime"},
-    "observe": {"top", "launch", "observe", "sweeping"},
+    "observe": {"top", "launch", "observe", "sweeping", "handles"},
     "sweeping": {"top", "launch", "runtime", "sweeping"},
+    "handles": {"top", "launch", "sweeping", "handles"},
     "supervisor": {"top", "launch", "runtime", "supervisor"},
-    "cli": {"top", "launch", "runtime", "sweeping", "observe", "cli"},
+    "cli": {"top", "launch", "runtime", "sweeping", "observe", "handles", "cli"},
 }
-"""The houses of the package and whom they know. The local executor's supervisor is where both sides meet."""
+"""The houses of the package and whom they know. The local executor's supervisor is where both sides meet; handles are
+what Python holds of runs, groups and sweeps."""
 
-LOGIN_SIDE = ("top", "launch", "observe", "cli")
+LOGIN_SIDE = ("top", "launch", "observe", "handles", "cli")
 
 
 def module_files() -> dict[str, Path]:
@@ -50,6 +52,8 @@ def house(module: str) -> str:
     if parts[1:] in ([], ["cli"], ["__main__"]):
         # the package's own __init__ names what lives in any house, and imports none of it by itself
         return "cli"
+    if parts[1:] == ["handles"]:
+        return "handles"
     if parts[1:] in (["supervisor"], ["coordinator"], ["nodes"]):
         return "supervisor"
     return "top" if len(parts) == 2 and FILES[module].name != "__init__.py" else parts[1]

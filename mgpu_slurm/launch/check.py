@@ -80,6 +80,8 @@ def fill_config(cls: Any, name: str, values: dict[str, Any], base: Path) -> Any:
 
 def reply(make: Callable[[], Any]) -> None:
     """Prints as JSON what `make` gives; what the user's code prints meanwhile belongs to no answer."""
+    # the snapshot holds what the user has, not what this look at it compiles
+    sys.dont_write_bytecode = True
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     answers.write(json.dumps(make()) + "\n")

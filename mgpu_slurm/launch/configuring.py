@@ -51,7 +51,7 @@ def complete(
         cls = targets.config_class(function)
         config, *_ = [fill_config(cls, target.label, each, cwd) for each in values]
         if target.pickled is not None:
-            _pickle(function, config, folder)
+            _pickle(function, config, cls, folder)
         plain: dict[str, Any] = configs.to_plain(config)
         return plain
     assert target.function is not None
@@ -69,11 +69,11 @@ def complete(
     return answer.config
 
 
-def _pickle(function: Any, config: Any, folder: RunFolder) -> None:
+def _pickle(function: Any, config: Any, cls: Any, folder: RunFolder) -> None:
     """The config travels with the function, and the types of its fields: their names may mean nothing elsewhere."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    folder.function.write_bytes(cloudpickle.dumps((function, config, configs.types_in(config))))
+    folder.function.write_bytes(cloudpickle.dumps((function, config, configs.types_in(cls))))
 
 
 def _ask(question: Question, supervisor: local.Supervisor | None) -> Answer:

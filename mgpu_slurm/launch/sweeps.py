@@ -20,6 +20,7 @@ def summary_of(folder: RunFolder) -> dict[str, Any]:
         "trials": NO_TRIALS,
         "best": None,
         "known": [],
+        "given_back": 0,
         "over": None,
         "recent": [],
         "metric": "",
@@ -58,7 +59,7 @@ def _is_done(summary: dict[str, Any]) -> bool:
     if trials["FAIL"] and trials["FAIL"] == sum(trials.values()):
         return False
     if over is not None:
-        return not over["failed"] and not trials["RUNNING"]
+        return not over["failed"] and not trials["RUNNING"] and not summary["given_back"]
     return not trials["RUNNING"] and not trials["WAITING"] and sum(trials.values()) > 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mgpu_slurm import records, states
 from mgpu_slurm.hostlist import compress
-from mgpu_slurm.launch.runs import log_files
+from mgpu_slurm.launch import logs
 from mgpu_slurm.launch.sweeps import summary_of
 from mgpu_slurm.launch.watching import Watch
 from mgpu_slurm.observe.sweeps import new_lines
@@ -80,7 +80,7 @@ class _Shown:
             up_to: the last attempt to be shown.
             look_at_warnings: now, and not once in a while.
         """
-        for path in log_files(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
+        for path in logs.of_rank(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
             yield from self._tails.setdefault(path, _Tail(path)).read()
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE

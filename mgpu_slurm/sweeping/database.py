@@ -23,7 +23,7 @@ from sqlalchemy import URL, create_engine, inspect
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
-from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.errors import ClusterError, NoStudy, UserError
 from mgpu_slurm.sweeping import waiting
 from mgpu_slurm.sweeping.waiting import Waiting
 
@@ -223,9 +223,9 @@ class Database(BaseStorage):
         return told.replace(self._secret, "***") if self._secret else told
 
 
-def no_study(shown: str, study: str | None = None) -> UserError:
+def no_study(shown: str, study: str | None = None) -> NoStudy:
     which = "no study" if study is None else f"no study {study!r}"
-    return UserError(f"storage {shown!r}: there is {which} in it: mgpu-slurm sweep makes it, before its workers start")
+    return NoStudy(f"storage {shown!r}: there is {which} in it: mgpu-slurm sweep makes it, before its workers start")
 
 
 def _driver(url: URL, shown: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:

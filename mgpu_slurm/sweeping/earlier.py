@@ -36,7 +36,7 @@ def find(name: str) -> tuple[RunFolder, Sweep, Study]:
     if not sweeps.is_sweep(folder):
         raise UserError(f"{name!r} is no sweep: name a study")
     sweep = files.load(folder.sweep)
-    return folder, sweep, studies.load(sweep, folder.journal, worker=0)
+    return folder, sweep, studies.load(sweep, folder.journal)
 
 
 # -- to start with

@@ -195,9 +195,25 @@ class _Keys:
     warm_start: str | None = None
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The file's values with `key=value` laid on top, nested ones with dots."""
-    return configs.merge(configs.read_yaml(path), configs.parse_overrides(overrides))
+def read(path: Path) -> dict[str, Any]:
+    """The file's values."""
+    return configs.read_yaml(path)
+
+
+def plain(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Values that a program gives, as a file has them.
+
+    Raises:
+        UserError: one that no file can say.
+    """
+    if callable(values.get("space")):
+        raise UserError(f"{source}: space: a function has to be named: 'module:function' or 'file.py:function'")
+    return {str(key): configs.to_plain(value, f"{source}: {key}") for key, value in values.items()}
+
+
+def laid_over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's values with others in their place, mappings key by key."""
+    return configs.merge(_with_names(values), dict(changes))
 
 
 def parse(values: Mapping[str, Any], source: str) -> Sweep:

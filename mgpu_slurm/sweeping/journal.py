@@ -20,7 +20,6 @@ from optuna.storages.journal import BaseJournalBackend
 from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.sweeping import waiting
 from mgpu_slurm.sweeping.locks import locked
-from mgpu_slurm.sweeping.waiting import Waiting
 
 T = TypeVar("T")
 
@@ -94,33 +93,43 @@ class JournalFile(BaseJournalBackend):
         self._patiently(lambda: self._append(data))
 
     def _append(self, data: bytes) -> None:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
-        try:
-            with locked(self._lock_path):
+        with locked(self._lock_path):
+            # opened after others have written, and on the disk before they do: what a network file system asks for
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
+            try:
                 _cut_torn_tail(descriptor)
-                _write_whole(descriptor, data)
-            # outside of the lock, so that those who wait share one trip to the disk
-            self._sync(descriptor)
-        finally:
-            os.close(descriptor)
+                self._write_whole(descriptor, data)
+            finally:
+                os.close(descriptor)
 
-    def _sync(self, descriptor: int) -> None:
-        """What others can read by now is not taken back, nor written twice, where it may not be on the disk yet."""
+    def _write_whole(self, descriptor: int, data: bytes) -> None:
+        before = os.fstat(descriptor).st_size
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(descriptor, data[written:])
+            self._sync(descriptor, before, data)
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+
+    def _sync(self, descriptor: int, place: int, data: bytes) -> None:
+        """
+        Raises:
+            OSError: the records are gone, as where a network file system says only now that its disk is full.
+        """
         try:
             os.fsync(descriptor)
         except OSError as error:
+            with open(self._path, "rb") as file:
+                file.seek(place)
+                if file.read(len(data)) != data:
+                    raise
+            # others may have read it, so that it is not taken back
             print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """The answer, also of a file system that is away for a while, or full."""
-        patience = Waiting(f"the study's journal {str(self._path)!r} is not to be had", self._seconds)
-        while True:
-            try:
-                return ask()
-            except OSError as error:
-                if patience.is_over():
-                    raise
-                patience.pause(str(error))
+        return waiting.patiently(ask, f"the study's journal {str(self._path)!r} is not to be had", self._seconds)
 
 
 def _cut_torn_tail(descriptor: int) -> None:
@@ -134,14 +143,3 @@ def _cut_torn_tail(descriptor: int) -> None:
         line_break = os.pread(descriptor, end - start, start).rfind(b"\n")
         end = start + line_break + 1
     os.ftruncate(descriptor, end)
-
-
-def _write_whole(descriptor: int, data: bytes) -> None:
-    before = os.fstat(descriptor).st_size
-    try:
-        written = 0
-        while written < len(data):
-            written += os.write(descriptor, data[written:])
-    except OSError:
-        os.ftruncate(descriptor, before)
-        raise

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import optuna
 
 from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records, states
-from mgpu_slurm.errors import UserError
-from mgpu_slurm.launch import plan, registry, runs
+from mgpu_slurm.errors import ClusterError, NoStudy, UserError
+from mgpu_slurm.launch import registry
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.changing import NO_CHANGE, Change
 from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
 from mgpu_slurm.sbatch import MayBeQueued
-from mgpu_slurm.spec import Resources, Spec, read_spec, resources_from
+from mgpu_slurm.spec import RESOURCE_FLAGS, Resources, Spec, read_spec, resources_from
 from mgpu_slurm.sweeping import earlier, hparams, recovery, space_function, summary
 from mgpu_slurm.sweeping import file as files
 from mgpu_slurm.sweeping import space as spaces
@@ -33,6 +34,9 @@ from mgpu_slurm.wording import counted, program
 _PROGRESS_KEYS = ("epochs", "max_epochs", "num_epochs", "n_epochs")
 """What jobs call the number of their epochs, which is the progress that most of them report."""
 
+
+LEAVING_SECONDS = 60.0
+"""For so long workers are waited for that have said that they leave."""
 
 _NOTHING = "nothing was started (--dry-run)"
 
@@ -72,41 +76,14 @@ class Started:
     """Trials that had come to their end before."""
 
 
-def sweep(
-    file: str | Path | Mapping[str, Any],
-    *,
-    executor: str = "auto",
-    cluster: str | None = None,
-    around: str | None = None,
-    **changes: Any,
-) -> runs.Study:
-    """Starts the study that a sweep file says, or adds to it what the file has more, and returns at once.
-
-    Args:
-        file: the path of a sweep file, or its values; `job` may then be a function, also one of a notebook. One that
-            exists keeps the code that it began with.
-        executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
-        around: an earlier study: a grid around its best trials is searched.
-        changes: values in place of the file's: `trials=100, budget={"hours": 4}`.
-
-    Raises:
-        UserError: something in the file is wrong, or does not fit the study that there is; nothing has changed.
-        ClusterError: the cluster refused or did not answer.
-    """
-    given, source = (dict(file), "the sweep") if isinstance(file, Mapping) else (files.read(Path(file)), str(file))
-    values = configs.merge(given, changes)
-    function = values.get("job") if callable(values.get("job")) else None
-    if function is not None:
-        values["job"] = plan.function_target(function).label
-    options = Options(executor, cluster, around=around, function=function)
-    return runs.Study(start(configs.to_plain(values), source, options).folder)
-
-
-def start(values: dict[str, Any], source: str, options: Options = DEFAULT, note: Note = quiet) -> Started:
+def start(
+    values: dict[str, Any], changes: dict[str, Any], source: str, options: Options = DEFAULT, note: Note = quiet
+) -> Started:
     """Starts the sweep that a file says, or makes one that exists so: more trials, more workers, another budget.
 
     Args:
         values: of the file.
+        changes: laid over these.
         source: names the file in errors.
         note: hears that a cluster which does not answer is waited for.
 
@@ -116,6 +93,7 @@ def start(values: dict[str, Any], source: str, options: Options = DEFAULT, note:
     """
     if options.around is not None:
         values = earlier.around(values, options.around)
+    values = files.laid_over(values, changes)
     sweep = files.parse(values, source)
     folder = RunFolder(paths.runs_root() / sweep.study)
     if folder.path.exists():
@@ -131,11 +109,9 @@ def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) 
     made_there: list[optuna.Study] = []
 
     def add(made: Plan, staging: RunFolder) -> None:
-        _check_resource(sweep, sweep.fixed | made.whole_config)
-        _check_budget(sweep, made.spec)
-        if sweep.sampler.name in files.SAMPLERS:
-            # a class of one's own may be nowhere but in the run's code
-            studies.sampler_of(sweep.sampler, worker=0)
+        _check_resource(sweep, made.whole_config)
+        _check_budget(sweep, made.spec.resources.gpus_per_node)
+        _check_sampler(sweep)
         known = [] if sweep.warm_start is None else earlier.known_trials(sweep, sweep.warm_start)
         paths.write_whole(staging.sweep, configs.dump_yaml(values))
         if isinstance(sweep.space, str):
@@ -147,7 +123,7 @@ def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) 
         made_there.append(study)
         earlier.add(study, known)
         hparams.write_experiment(staging, sweep)
-        paths.write_json(staging.summary, summary.summarize(study, sweep))
+        summary.write(staging, study, sweep)
 
     if options.dry_run:
         made = submitting.rehearse(request, note, add)
@@ -184,21 +160,29 @@ def _flags(values: dict[str, Any]) -> dict[str, Any]:
     return {str(name).replace("_", "-"): value for name, value in (values.get("resources") or {}).items()}
 
 
+def _check_sampler(sweep: Sweep) -> None:
+    """That it takes its options; a class of one's own may be nowhere but in the run's code."""
+    if sweep.sampler.name in files.SAMPLERS:
+        studies.sampler_of(sweep.sampler, worker=0)
+
+
 def _check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
-    """That a trial comes as far as its pruner believes, as far as what all trials share tells."""
+    """That a trial comes as far as its pruner believes, as far as the job's config tells."""
+    if not isinstance(sweep.space, Space):
+        # which may give the epochs too
+        return
     most = sweep.pruner.max_resource
-    searched = {parameter.name for parameter in sweep.space.parameters} if isinstance(sweep.space, Space) else set()
-    for key in _PROGRESS_KEYS:
-        end = config.get(key)
-        if key not in searched and isinstance(end, int) and most is not None and most > end:
+    searched = {parameter.name for parameter in sweep.space.parameters}
+    for key, end in (sweep.fixed | config).items():
+        if key in _PROGRESS_KEYS and key not in searched and isinstance(end, int) and most is not None and most > end:
             raise UserError(
                 f"pruner: max_resource {most}: a trial ends at {end} (the job's {key}): lower it, or set"
                 f" `fixed: {{{key}: {most}}}`"
             )
 
 
-def _check_budget(sweep: Sweep, spec: Spec) -> None:
-    if sweep.budget.gpu_hours is not None and not spec.resources.gpus_per_node:
+def _check_budget(sweep: Sweep, gpus_per_node: int | None) -> None:
+    if sweep.budget.gpu_hours is not None and not gpus_per_node:
         raise UserError(
             f"budget: gpu_hours {sweep.budget.gpu_hours:g}: the workers have no GPU, and never use one up: give hours"
         )
@@ -222,21 +206,21 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
     with locked(folder.sweep_lock):
         old = files.load(folder.sweep)
         _refuse_differences(old, sweep)
-        study = studies.load(sweep, folder.journal, worker=0)
+        _check_sampler(sweep)
+        study = studies.load(sweep, folder.journal)
         if not options.dry_run:
             recovery.recover(study, folder, sweep, note)
         trials = summary.own_trials(study)
-        added = _added(old, sweep, len(trials))
-        found = registry.current([folder], note)
+        _late_points(sweep, study)
+        found = _settled(folder, note)
         is_alive = any(states.is_alive(state["state"]) for _, state in found)
-        left = None if sweep.trials is None else summary.counts(trials, sweep)["WAITING"]
         spec = read_spec(folder)
-        change = _change(spec, values)
-        _check_budget(sweep, spec)
+        change = _change(spec, old, sweep, values)
+        _check_budget(sweep, change.given.get("gpus-per-node", spec.resources.gpus_per_node))
         _refuse_other_places(spec, options)
         if is_alive:
             _refuse_changes(old, sweep, change)
-        starting = _starting(folder, sweep, found, left)
+        starting = _starting(folder, sweep, found, _waiting(study, sweep))
         lines = _standing(old, sweep, len(trials), found)
         if starting and is_alive and spec.executor != "slurm":
             lines.append("starts    no more workers before those at work have ended: they share what there is")
@@ -248,15 +232,65 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
             return Started(folder, spec.executor, None, [*lines, _NOTHING], is_alive, before)
         job_id = None
         with _written(folder, values):
-            _add(folder, study, old, sweep, added)
+            _add(folder, study, sweep)
             if starting:
                 _make_room(folder, starting)
                 job_id = submitting.restart(folder, starting, change, note)
         return Started(folder, spec.executor, job_id, lines, is_alive or bool(starting), before)
 
 
+def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
+    """Starts workers for the trials that are left, also where the sweep was given up; the id of their job.
+
+    Raises:
+        UserError: nothing is left to do, or workers are at work that leave no room for others.
+    """
+    with locked(folder.sweep_lock):
+        sweep = files.load(folder.sweep)
+        study = studies.load(sweep, folder.journal)
+        recovery.recover(study, folder, sweep, note)
+        found = _settled(folder, note)
+        alive = sum(states.is_alive(state["state"]) for _, state in found)
+        if alive >= sweep.workers or (alive and read_spec(folder).executor != "slurm"):
+            raise UserError(
+                f"study {sweep.study} is at work with {counted(alive, 'worker')}: only what has ended can be resumed"
+            )
+        over = studies.notes(study).get(studies.OVER)
+        left, why = _waiting(study, sweep), ""
+        if over is not None and over["failed"]:
+            # what was wrong may be mended
+            studies.note(study, studies.OVER, None)
+        elif over is not None:
+            left, why = sum(map(studies.was_given_back, summary.own_trials(study))), f" ({over['reason']})"
+        starting = _starting(folder, sweep, found, left)
+        if not starting:
+            raise UserError(
+                f"study {sweep.study}: no trial is left{why}: raise trials or budget in its file, and call sweep again"
+            )
+        _make_room(folder, starting)
+        return submitting.restart(folder, starting, change, note)
+
+
+def _settled(folder: RunFolder, note: Note) -> Found:
+    """The workers, once those have ended that have said that they leave: they take no trial any more."""
+    give_up = time.monotonic() + LEAVING_SECONDS
+    while True:
+        found = registry.current([folder], note)
+        leaving = [
+            state for _, state in found if state.get("leaving") == state["attempts"] and states.is_alive(state["state"])
+        ]
+        if not leaving or time.monotonic() > give_up:
+            return found
+        time.sleep(0.2)
+
+
+def _waiting(study: optuna.Study, sweep: Sweep) -> int | None:
+    """How many trials wait for a worker; None for as many as the budget holds."""
+    return None if sweep.trials is None else summary.counts(summary.own_trials(study), sweep)["WAITING"]
+
+
 def _starting(folder: RunFolder, sweep: Sweep, found: Found, left: int | None) -> list[RunFolder]:
-    """Workers to start, those that have ended first.
+    """Workers to start, those that have ended first, and of these who did not complete.
 
     Args:
         left: trials that wait; None for as many as the budget holds.
@@ -265,9 +299,11 @@ def _starting(folder: RunFolder, sweep: Sweep, found: Found, left: int | None) -
     wanted = max(0, sweep.workers - alive)
     if left is not None:
         wanted = min(wanted, left)
-    ended = [member for member, state in found if not states.is_alive(state["state"])]
+    ended = [(member, state["state"]) for member, state in found if not states.is_alive(state["state"])]
+    # sorting keeps their order
+    ended.sort(key=lambda each: each[1] == states.COMPLETED)
     new = [folder.of_task(number) for number in range(len(found), len(found) + max(0, wanted - len(ended)))]
-    return [*ended[:wanted], *new]
+    return [*(member for member, _ in ended[:wanted]), *new]
 
 
 def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
@@ -293,24 +329,33 @@ def _written(folder: RunFolder, values: dict[str, Any]) -> Iterator[None]:
         raise
 
 
-def _add(folder: RunFolder, study: optuna.Study, old: Sweep, sweep: Sweep, added: list[Values]) -> None:
+def _add(folder: RunFolder, study: optuna.Study, sweep: Sweep) -> None:
     with locked(folder.trials_lock):
         # none begins meanwhile
-        _added(old, sweep, studies.begun(study))
-        studies.queue(study, added)
+        studies.queue(study, _late_points(sweep, study))
     if studies.notes(study).get(studies.OVER) is not None:
         # the first worker looks whether it still is
         studies.note(study, studies.OVER, None)
-    paths.write_json(folder.summary, summary.summarize(study, sweep))
+    summary.write(folder, study, sweep)
 
 
-def _added(old: Sweep, new: Sweep, trials: int) -> list[Values]:
-    """Known points that the study did not start with."""
-    if new.enqueue[: len(old.enqueue)] != old.enqueue:
-        raise UserError("enqueue: the points of before have to stay as they are: add others behind them")
-    late = list(new.enqueue[len(old.enqueue) :])
-    if new.trials is not None and trials + len(late) > new.trials:
-        raise UserError(f"enqueue: {counted(len(late), 'point')} more: raise trials to {trials + len(late)}")
+def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
+    """Known points that the study does not have yet.
+
+    Raises:
+        UserError: there is no room for them, or the study has others.
+    """
+    if sweep.sampler.name == "grid":
+        return []
+    there = studies.queued(study)
+    if [studies.kept(point) for point in sweep.enqueue[: len(there)]] != there:
+        raise UserError(
+            f"enqueue: the points of before have to stay as they are, {json.dumps(there)}: add others behind them"
+        )
+    late = list(sweep.enqueue[len(there) :])
+    begun = studies.begun(study)
+    if sweep.trials is not None and begun + len(late) > sweep.trials:
+        raise UserError(f"enqueue: {counted(len(late), 'point')} more: raise trials to {begun + len(late)}")
     return late
 
 
@@ -372,12 +417,24 @@ def _refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
         )
 
 
-def _change(spec: Spec, values: dict[str, Any]) -> Change:
-    """What workers get that they did not have before."""
+def _change(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Change:
+    """What workers get that they did not have before.
+
+    Raises:
+        UserError: the file does not say any more what it said before, and nobody knows what is to be instead.
+    """
+    before, now = (
+        {name: _of(each.resources, name) for name in RESOURCE_FLAGS} | each.resources.sbatch for each in (old, new)
+    )
+    for name, value in before.items():
+        if value is not None and now.get(name) is None:
+            raise UserError(f"resources: {name.replace('_', '-')} was {value}: say what it is to be, or leave it")
     given = _flags(values)
     asked = resources_from(given, "resources")
-    names = [name for name in given if name != "sbatch"]
-    changed = [name for name in names if _of(asked, name) != _of(spec.resources, name)]
+    changed = [name for name in given if _of(asked, name) != _of(spec.resources, name)]
+    if "sbatch" in changed and not set(asked.sbatch.items()) - set(spec.resources.sbatch.items()):
+        # the cluster's file has given more
+        changed.remove("sbatch")
     return Change(flags={name: given[name] for name in changed}) if changed else NO_CHANGE
 
 
@@ -385,16 +442,19 @@ def _of(resources: Resources, flag: str) -> Any:
     return getattr(resources, flag.replace("-", "_"))
 
 
-def reopen(folder: RunFolder) -> None:
-    """Lets a sweep that was given up go on: what was wrong may be mended."""
-    sweep = files.load(folder.sweep)
-    study = studies.load(sweep, folder.journal, worker=0)
-    if (studies.notes(study).get(studies.OVER) or {}).get("failed"):
-        studies.note(study, studies.OVER, None)
-
-
 def forget(folder: RunFolder) -> None:
-    """Deletes a study where it is kept in a database; one of its folder goes with that."""
+    """Deletes a study where it is kept in a database; one of its folder goes with that.
+
+    Raises:
+        ClusterError: the database does not answer.
+    """
     sweep = files.load(folder.sweep)
-    if sweep.storage is not None:
-        studies.delete(studies.load(sweep, folder.journal, worker=0))
+    if sweep.storage is None:
+        return
+    try:
+        studies.delete(studies.load(sweep, folder.journal))
+    except NoStudy:
+        # somebody was faster, or was killed between that and its folder
+        return
+    except ClusterError as error:
+        raise ClusterError(f"{error}; deleting {str(folder.path)!r} by hand leaves the study there") from None

@@ -5,10 +5,11 @@ Rank 0 alone has one, and tells the other ranks.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -21,10 +22,11 @@ from mgpu_slurm import config as configs
 from mgpu_slurm import records, slurm
 from mgpu_slurm.errors import ClusterError, nearest
 from mgpu_slurm.launch import registry
-from mgpu_slurm.paths import RunFolder, write_json, write_whole
+from mgpu_slurm.paths import RunFolder, write_whole
 from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
-from mgpu_slurm.sweeping import budget, file, hparams, recovery, space_function, summary
+from mgpu_slurm.sweeping import budget, hparams, recovery, space_function, summary, waiting
+from mgpu_slurm.sweeping import file as files
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.locks import locked
@@ -40,8 +42,8 @@ LOOK_EVERY = 30.0
 HOURS_EVERY = 10.0
 """Seconds between two looks at what of a budget of hours is left."""
 
-SUMMARY_EVERY = 1.0
-"""Seconds between two summaries of a worker that goes from trial to trial."""
+SUMMARY_SHARE = 0.05
+"""Of a worker's time, what summaries may take while it goes from trial to trial."""
 
 LEAST_FAILURES = 2
 """Trials that have to fail alike before a sweep is given up."""
@@ -60,9 +62,10 @@ class _Current:
     began: float
     is_first: bool
     """Of this attempt of the worker: it has all of the worker's time."""
-    reported: set[int]
-    """Progress at which the study has a value."""
-    has_metric: bool
+    reported: dict[int, float]
+    """What the study has of it, by progress."""
+    last_value: float | None
+    """Of the metric; None before it was reported."""
     has_reported: bool = False
     """Whether it has told the study anything new here."""
 
@@ -80,20 +83,27 @@ class Participant:
         self._sweep_folder = folder.group
         self._spec = spec
         self._worker = Worker(folder.task, attempt)
-        self._read_sweep()
-        self._study: Study = studies.load(self.sweep, folder.journal, folder.task, attempt)
+        self._sweep_written = 0
+        self.sweep: Sweep
+        self._reread_sweep()
+        self._study: Study = studies.load(self.sweep, folder.journal, self._worker)
         self._next_look = self._next_look_at_hours = time.monotonic()
-        self._summary_written = -SUMMARY_EVERY
+        self._summary_written, self._summary_took, self._summary_is_due = -math.inf, 0.0, False
         self._current: _Current | None = None
         self._has_begun = False
         self.ended = 0
         """Trials that have come to their end here."""
 
-    def _read_sweep(self) -> None:
-        """Also in the middle: the budget may have been raised."""
-        path = self._folder.sweep
-        self._sweep_written = path.stat().st_mtime_ns
-        self.sweep: Sweep = file.load(path)
+    def _reread_sweep(self) -> bool:
+        """Also in the middle: there may be more trials, or another budget; whether the file is another one now."""
+        # opened: a network file system may tell an old time of a file that is not
+        with open(self._folder.sweep, "rb") as file:
+            written = os.fstat(file.fileno()).st_mtime_ns
+        if written == self._sweep_written:
+            return False
+        self._sweep_written = written
+        self.sweep = files.load(self._folder.sweep)
+        return True
 
     # -- between trials
 
@@ -107,31 +117,46 @@ class Participant:
             return Leave(TERMINATED_EXIT_CODE, "asked to end")
         if stop is not Stop.NO:
             return Leave(REQUEUE_EXIT_CODE, "the time limit is near")
-        if self._folder.sweep.stat().st_mtime_ns != self._sweep_written:
-            self._read_sweep()
-        over = self._why_over()
-        if over is not None:
-            self._write_summary()
-            return Leave(int(over["failed"]), over["reason"])
-        assignment = None
-        while assignment is None:
-            trial = self._take()
+        while True:
+            self._reread_sweep()
+            over = self._why_over()
+            has_failed = over is not None and over["failed"]
+            # what was begun comes to its end
+            trial = None if has_failed else self._take(only_given_back=over is not None)
             if trial is None:
-                self._write_summary()
-                return Leave(0, "no trial is left to start")
+                if has_failed or self._leaves():
+                    self._write_summary()
+                    reason = "no trial is left to start" if over is None else over["reason"]
+                    return Leave(int(has_failed), reason)
+                continue
             assignment = self._begin(trial)
-        self._write_summary(at_once=False)
-        return assignment
+            if assignment is not None:
+                self._write_summary(at_once=False)
+                return assignment
+
+    def _leaves(self) -> bool:
+        """Says that this worker is as good as gone, unless there is more to do since it looked."""
+        with locked(self._folder.sweep_lock):
+            if self._reread_sweep():
+                return False
+            self._show(leaving=self._worker.attempt)
+            return True
 
     def _why_over(self) -> dict[str, Any] | None:
         known: dict[str, Any] | None = studies.notes(self._study).get(studies.OVER)
         if known is not None:
             return known
         reason = self._spent()
-        return None if reason is None else self._end_sweep(reason, failed=False)
+        if reason is None:
+            return None
+        with locked(self._folder.sweep_lock):
+            if not self._reread_sweep():
+                return self._end_sweep(reason, failed=False)
+        # the budget may have been raised since
+        return self._why_over()
 
     def _spent(self) -> str | None:
-        if self.sweep.budget == file.Budget():
+        if self.sweep.budget == files.Budget():
             return None
         reason = budget.spent(summary.own_trials(self._study), self.sweep)
         if reason is None and time.monotonic() >= self._next_look_at_hours:
@@ -145,18 +170,18 @@ class Participant:
         print(f"mgpu_slurm: the sweep is over: {reason}", flush=True)
         return over
 
-    def _take(self) -> Trial | None:
+    def _take(self, only_given_back: bool) -> Trial | None:
+        def take() -> Trial | None:
+            return studies.take(self._study, self.sweep, self._worker, self._folder.trials_lock, only_given_back)
+
         if time.monotonic() >= self._next_look:
             self._recover(every=LOOK_EVERY)
-        trial = self._taken()
+        trial = take()
         if trial is None:
             # nobody may be left to look again
             self._recover(every=0.0)
-            trial = self._taken()
+            trial = take()
         return trial
-
-    def _taken(self) -> Trial | None:
-        return studies.take(self._study, self.sweep, self._worker, self._folder.trials_lock)
 
     def _recover(self, every: float) -> None:
         """
@@ -173,22 +198,23 @@ class Participant:
 
     def _begin(self, trial: Trial) -> Assignment | None:
         """What the trial is; None where its own space will have none of it, and it has ended."""
-        reported = set(self._frozen(trial).intermediate_values)
+        reported = dict(self._frozen(trial).intermediate_values)
         folder = self._sweep_folder.of_trial(trial.number)
         folder.logs.mkdir(parents=True, exist_ok=True)
         attempt = records.attempts_started(folder) + 1
         is_first, self._has_begun = not self._has_begun, True
-        self._current = _Current(trial, attempt, time.monotonic(), is_first, reported, bool(reported))
+        last_value = reported[max(reported)] if reported else None
+        self._current = _Current(trial, attempt, time.monotonic(), is_first, reported, last_value)
+        facts = {"worker": self._worker.number, "job_id": records.read_state(self._folder)["job_id"]}
+        self._recorded(folder, "started", attempt=attempt, **facts)
         values = self._chosen(trial)
         if values is None:
             return None
         with hparams.may_fail():
             hparams.write_start(folder, self.sweep, values, self._frozen(trial).distributions)
-        facts = {"worker": self._worker.number, "job_id": records.read_state(self._folder)["job_id"]}
-        records.record_event(folder, "started", attempt=attempt, **facts)
         self._show(trial=trial.number, progress=0, metrics={})
         print(f"-- trial {trial.number}{again(attempt)}: {as_words(values)}", flush=True)
-        words = file.words_of(self.sweep.command, self.sweep.fixed | values)
+        words = files.words_of(self.sweep.command, self.sweep.fixed | values)
         if words:
             write_whole(folder.config, configs.dump_yaml(self.sweep.fixed | values), sync=False)
         return Assignment(trial.number, attempt, values, words)
@@ -237,25 +263,27 @@ class Participant:
         """Tells the study; why the trial is to end, or None where it goes on."""
         current = self._running()
         self._show(progress=progress, metrics=metrics)
+        if self._summary_is_due:
+            self._write_summary(at_once=False)
         value = metrics.get(self.sweep.metric)
         if value is None:
             self._miss_metric(progress, metrics)
             return None
-        current.has_metric = True
+        current.last_value = value
         if not math.isfinite(value):
             return f"{self.sweep.metric} is {value}"
         self._check_is_mine()
         if progress not in current.reported:
             # one that goes on from a checkpoint repeats what came after that
             current.trial.report(value, progress)
-            current.reported.add(progress)
+            current.reported[progress] = value
             current.has_reported = True
         return HOPELESS if current.trial.should_prune() else None
 
     def _miss_metric(self, progress: int, metrics: dict[str, float]) -> None:
         """A job may report other things in between, but the pruner cannot wait for ever."""
         current = self._running()
-        if current.has_metric:
+        if current.last_value is not None:
             return
         pruner = self.sweep.pruner
         if pruner.name != "none" and progress >= pruner.min_resource:
@@ -303,7 +331,7 @@ class Participant:
         if self.sweep.metric in result:
             return result[self.sweep.metric]
         # a job function that returns one number returns what it is judged by
-        value = result["value"] if list(result) == ["value"] else last_metrics.get(self.sweep.metric)
+        value = result["value"] if list(result) == ["value"] else self._running().last_value
         if value is None:
             self._give_up(f"the job neither reports nor returns the metric {self._missing(result | last_metrics)}")
         return value
@@ -371,7 +399,7 @@ class Participant:
     def _ended(self, how: str) -> None:
         current = self._running()
         seconds = time.monotonic() - current.began
-        records.record_event(self._trial_folder(), "ended", attempt=current.attempt, how=how)
+        self._recorded(self._trial_folder(), "ended", attempt=current.attempt, how=how)
         print(f"-- trial {current.trial.number}: {how}  ({seconds:.1f} s)", flush=True)
         self._current = None
         self._show(trial=None, reason="")
@@ -383,13 +411,17 @@ class Participant:
             SweepFailed: so it is.
         """
         trials = summary.own_trials(self._study)
-        failed = [trial for trial in trials if trial.state == TrialState.FAIL]
-        if any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in trials):
+        if any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) or _goes_well(trial) for trial in trials):
             return
+        failed = [trial for trial in trials if trial.state == TrialState.FAIL]
         reasons = {trial.system_attrs.get(studies.REASON) for trial in failed}
         begun = sum(records.attempts_started(member) > 0 for member in registry.members(self._sweep_folder))
         enough = max(LEAST_FAILURES, begun)
-        if len(reasons) == 1 and len(failed) >= min(enough, self.sweep.trials or enough):
+        at_work, have_failed = (
+            {worker for trial in trials if trial.state == state for worker in studies.claims(trial)}
+            for state in (TrialState.RUNNING, TrialState.FAIL)
+        )
+        if len(reasons) == 1 and len(failed) >= min(enough, self.sweep.trials or enough) and at_work <= have_failed:
             alike = "the only trial" if len(failed) == 1 else f"all of the first {len(failed)} trials"
             self._give_up(f"{alike} failed alike: {reasons.pop()}")
 
@@ -427,24 +459,37 @@ class Participant:
 
     def _write_result(self, state: str, **facts: Any) -> None:
         folder = self._trial_folder()
-        write_json(folder.result, {"run": folder.run, "state": state, **facts, "ended": records.now()}, sync=False)
+        recovery.write_outcome(folder, {"run": folder.run, "state": state, **facts, "ended": records.now()})
+
+    def _recorded(self, folder: RunFolder, event: str, **facts: Any) -> None:
+        problem = f"{str(folder.attempts)!r} cannot be written"
+        waiting.patiently(lambda: records.record_event(folder, event, **facts), problem)
 
     def _show(self, **changes: Any) -> None:
-        # one that was given up with its node does not speak for the attempt after it
-        if records.read_state(self._folder)["attempts"] <= self._worker.attempt:
-            records.update_state(self._folder, sync=False, **changes)
+        # for people: a disk that is full now is no reason to end a trial
+        with suppress(OSError):
+            # one that was given up with its node does not speak for the attempt after it
+            if records.read_state(self._folder)["attempts"] <= self._worker.attempt:
+                records.update_state(self._folder, sync=False, **changes)
 
     def _write_summary(self, at_once: bool = True) -> None:
         """
         Args:
-            at_once: else it may be a second old; it tells of all trials, and is read by people.
+            at_once: else it waits for a report where the last one is so new that summaries would take too much time.
         """
-        if not at_once and time.monotonic() - self._summary_written < SUMMARY_EVERY:
+        began = time.monotonic()
+        self._summary_is_due = not at_once and began < self._summary_written + self._summary_took / SUMMARY_SHARE
+        if self._summary_is_due:
             return
+        # for people: a disk that is full now is no reason to end a trial
+        with suppress(OSError):
+            summary.write(self._sweep_folder, self._study, self.sweep)
         self._summary_written = time.monotonic()
-        with locked(self._folder.summary_lock):
-            # without indents, which take the slow way through the encoder
-            write_whole(self._folder.summary, json.dumps(summary.summarize(self._study, self.sweep)), sync=False)
+        self._summary_took = self._summary_written - began
+
+
+def _goes_well(trial: FrozenTrial) -> bool:
+    return trial.state == TrialState.RUNNING and bool(trial.intermediate_values)
 
 
 def again(attempt: int) -> str:

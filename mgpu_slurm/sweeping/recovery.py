@@ -16,7 +16,7 @@ from mgpu_slurm import records, states
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder, write_json, write_whole
 from mgpu_slurm.patience import Note, quiet
-from mgpu_slurm.sweeping import hparams
+from mgpu_slurm.sweeping import hparams, waiting
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.locks import locked
@@ -86,7 +86,11 @@ def recover(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet) -
             if trial.number in now and studies.claims(now[trial.number]) == studies.claims(trial)
         ]
         for trial in left:
-            release(study, folder, trial, _death(folder, found, studies.claims(trial)), sweep)
+            if claims := studies.claims(trial):
+                release(study, folder, trial, _death(folder, found, claims), sweep)
+            else:
+                # who gave it back, or released it, died over that
+                studies.give_back(study, trial)
     return [trial.number for trial in left]
 
 
@@ -100,13 +104,14 @@ def _may_live(found: dict[int | None, dict[str, Any]], worker: int, attempt: int
 
 def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep) -> None:
     """Queues a trial again, or fails it where it has cost too many workers. The caller holds the lock."""
-    losses = trial.system_attrs.get(studies.LOSSES, 0) + 1
-    reason = death.reason if death.is_trials_fault else f"{death.reason} ({losses} of {sweep.max_retries + 1} times)"
-    if death.is_trials_fault or losses > sweep.max_retries:
-        fail(study, folder.of_trial(trial.number), trial, death.reason, sweep, told=reason)
+    own = _made(folder.of_trial(trial.number))
+    lost = sorted({*trial.system_attrs.get(studies.LOSSES, []), records.attempts_started(own)})
+    reason = death.reason if death.is_trials_fault else f"{death.reason} ({len(lost)} of {sweep.max_retries + 1} times)"
+    if death.is_trials_fault or len(lost) > sweep.max_retries:
+        fail(study, own, trial, death.reason, sweep, told=reason)
         return
-    records.record_event(_made(folder.of_trial(trial.number)), "lost", reason=reason)
-    study._storage.set_trial_system_attr(trial._trial_id, studies.LOSSES, losses)
+    records.record_event(own, "lost", reason=reason)
+    study._storage.set_trial_system_attr(trial._trial_id, studies.LOSSES, lost)
     studies.give_back(study, trial)
 
 
@@ -121,10 +126,19 @@ def fail(
         told: the same with what is this trial's own, for its folder.
     """
     record = {"run": folder.run, "state": "FAIL", "message": told or reason, "ended": records.now()}
-    write_json(_made(folder).failure, record, sync=False)
+    write_outcome(_made(folder), record)
     studies.fail(study, trial, reason)
     with hparams.may_fail():
         hparams.write_end(folder, sweep, "failed")
+
+
+def write_outcome(trial: RunFolder, record: dict[str, Any]) -> None:
+    """Writes how a trial ended: the one file that says so, where another was written by who died before it was told."""
+    file, other = trial.result, trial.failure
+    if record["state"] == "FAIL":
+        file, other = other, file
+    waiting.patiently(lambda: write_json(file, record, sync=False), f"{str(file)!r} cannot be written")
+    other.unlink(missing_ok=True)
 
 
 def _made(trial: RunFolder) -> RunFolder:
@@ -137,13 +151,13 @@ def _death(folder: RunFolder, found: dict[int | None, dict[str, Any]], claims: d
         known = of_attempt(folder.of_task(worker), attempt)
         if known is not None:
             return known
-        state = found[worker]
-        if states.is_alive(state["state"]) or state["attempts"] > attempt:
-            # what it is now is not how that attempt ended
-            return Death(f"worker {worker} was ended, and starts again")
-        how = f": {state['reason']}" if state["reason"] else ""
-        return Death(f"worker {worker} is {state['state']}{how}")
-    return Death("its worker died when it had just taken the trial")
+    worker, attempt = next(iter(claims.items()))
+    state = found[worker]
+    if states.is_alive(state["state"]) or state["attempts"] > attempt:
+        # what it is now is not how that attempt ended
+        return Death(f"worker {worker} was ended, and starts again")
+    how = f": {state['reason']}" if state["reason"] else ""
+    return Death(f"worker {worker} is {state['state']}{how}")
 
 
 def of_attempt(worker: RunFolder, attempt: int) -> Death | None:

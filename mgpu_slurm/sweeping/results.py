@@ -58,8 +58,7 @@ def best(folder: RunFolder) -> Best:
         raise UserError(f"study {folder.run}: no trial is complete yet: see `{program()} status {folder.run}`")
     sweep = files.load(folder.sweep)
     trial = folder.of_trial(found["number"])
-    values = sweep.fixed | found["params"]
-    config = configs.read_yaml(trial.config) if trial.config.exists() else values
+    config = configs.read_yaml(trial.config) if trial.config.exists() else sweep.fixed | found["params"]
     return Best(
         study=folder.run,
         metric=sweep.metric,
@@ -69,15 +68,15 @@ def best(folder: RunFolder) -> Best:
         params=found["params"],
         config=config,
         folder=str(trial.path),
-        command=_command(folder, sweep, trial, values, config),
+        command=_command(folder, sweep, trial, config),
     )
 
 
-def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, values: dict[str, Any], config: dict[str, Any]) -> str:
+def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str, Any]) -> str:
     spec = read_spec(folder)
     flags = _flags(configs.read_yaml(folder.sweep).get("resources") or {})
     if sweep.command:
-        return f"{program()} submit {flags}-- {shlex.join(files.words_of(sweep.command, values))}"
+        return f"{program()} submit {flags}-- {shlex.join(files.words_of(sweep.command, config))}"
     if spec.target.pickled is not None:
         return f"submit({spec.target.pickled}, {config})"
     return f"{program()} submit {spec.target.label} {flags}--config {shlex.quote(short_path(trial.config))}"

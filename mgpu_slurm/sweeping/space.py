@@ -17,6 +17,9 @@ from mgpu_slurm.errors import UserError, nearest
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
 
+LARGEST_INT = 2**53
+"""What a float holds exactly, as which Optuna keeps whole numbers."""
+
 LARGEST_GRID = 100_000
 """Points: beyond that it is a mistake in the file, and no study would hold it."""
 
@@ -303,8 +306,8 @@ def _choices(given: Any, what: str) -> tuple[Any, ...]:
     if not isinstance(given, list) or not given:
         raise UserError(f"{what}: choice {given!r}: expected a list of at least one value")
     for place, value in enumerate(given):
-        # 1, 1.0 and true are one and the same to Python
-        if value in given[:place]:
+        # 1, 1.0 and true are one and the same to Python, and a list is kept as its text
+        if label(value) in map(label, given[:place]):
             raise UserError(f"{what}: choice {json.dumps(value)} stands twice: leave one out")
     return tuple(given)
 
@@ -318,6 +321,8 @@ def _range(kind: str, name: str, when: Mapping[str, tuple[Any, ...]], options: d
     low, high = ends
     if low > high:
         raise UserError(f"{what}: {kind} [{low:g}, {high:g}]: nothing lies between them: swap them")
+    if kind == "int" and max(-low, high) > LARGEST_INT:
+        raise UserError(f"{what}: int [{low}, {high}]: Optuna keeps whole numbers up to 2^53 exactly: use a choice")
     if not isinstance(log, bool):
         raise UserError(f"{what}: log {log!r}: expected true or false")
     if log and low <= 0:

@@ -36,7 +36,7 @@ REASON = "mgpu:reason"
 """Of a trial that failed or was pruned: why."""
 
 LOSSES = "mgpu:losses"
-"""Of a trial: how often its worker has died, or left without a checkpoint."""
+"""Of a trial: those of its attempts over which a worker has died, or left without a checkpoint."""
 
 SECONDS = "mgpu:seconds"
 """Of a trial that was given back: how long workers had it before."""
@@ -97,14 +97,19 @@ def delete(study: Study) -> None:
     study._storage.delete_study(study._study_id)
 
 
-def load(sweep: Sweep, journal: Path, worker: int, attempt: int = 1) -> Study:
-    """The study as one of its workers has it, with a sampler that draws as no other attempt of any worker does."""
+def load(sweep: Sweep, journal: Path, worker: Worker | None = None) -> Study:
+    """The study as one of its workers has it, with a sampler that draws as no other attempt of any worker does.
+
+    Args:
+        worker: None for who looks at it or adds to it, and chooses nothing: the class of a sampler of one's own may be
+            nowhere but in the run's code.
+    """
     _hush()
     return optuna.load_study(
         storage=storage_of(sweep, journal),
         study_name=sweep.study,
-        sampler=sampler_of(sweep.sampler, worker, attempt),
-        pruner=pruner_of(sweep.pruner),
+        sampler=None if worker is None else sampler_of(sweep.sampler, worker.number, worker.attempt),
+        pruner=None if worker is None else pruner_of(sweep.pruner),
     )
 
 
@@ -158,10 +163,17 @@ def pruner_of(asked: Pruner) -> BasePruner:
 def queue(study: Study, points: list[Values]) -> None:
     """Adds trials with these values, for whoever comes next; what a point does not say is chosen when it is taken."""
     for point in points:
-        study.enqueue_trial(_kept(point))
+        study.enqueue_trial(kept(point))
 
 
-def _kept(values: Values) -> Values:
+def queued(study: Study) -> list[Values]:
+    """All points that were ever added, as they are kept."""
+    trials = study.get_trials(deepcopy=False)
+    return [trial.system_attrs["fixed_params"] for trial in trials if "fixed_params" in trial.system_attrs]
+
+
+def kept(values: Values) -> Values:
+    """Values as the study has them."""
     return {name: label(value) for name, value in values.items()}
 
 
@@ -171,15 +183,18 @@ def begun(study: Study) -> int:
     return count - int(notes(study).get(ORIGINS, 0))
 
 
-def take(study: Study, sweep: Sweep, worker: Worker, lock: Path) -> Trial | None:
+def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back: bool = False) -> Trial | None:
     """A trial that nobody else has, from now on this worker's; None where there may be no more.
 
     Args:
         lock: a file that all workers share.
+        only_given_back: one that has been begun before, and no other.
     """
-    waiting = _take_waiting(study, worker)
+    waiting = _take_waiting(study, worker, only_given_back)
     if waiting is not None:
         return Trial(study, waiting)
+    if only_given_back:
+        return None
     with locked(lock):
         number = begun(study)
         if sweep.trials is not None and number >= sweep.trials:
@@ -201,19 +216,22 @@ def _begin(study: Study, worker: Worker, known: Values) -> int:
     attributes: dict[str, Any] = {worker.claim: worker.attempt}
     if known:
         # as of one that was queued
-        attributes["fixed_params"] = _kept(known)
+        attributes["fixed_params"] = kept(known)
     template = create_trial(state=TrialState.RUNNING, system_attrs=attributes)
     return study._storage.create_new_trial(study._study_id, template_trial=template)
 
 
-def _take_waiting(study: Study, worker: Worker) -> int | None:
+def _take_waiting(study: Study, worker: Worker, only_given_back: bool) -> int | None:
     """The id of a trial that has waited, because it was given back or added; None where none does.
 
     The worker says beforehand that it may have the trial from now on: one that is running always names who runs it,
     also where that one died in the same moment.
     """
     storage = study._storage
-    for trial in _by_turn(study.get_trials(deepcopy=False, states=(TrialState.WAITING,)), worker):
+    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    if only_given_back:
+        waiting = [trial for trial in waiting if was_given_back(trial)]
+    for trial in _by_turn(waiting, worker):
         with suppress(UpdateFinishedTrialError):
             storage.set_trial_system_attr(trial._trial_id, worker.claim, worker.attempt)
             if storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
@@ -227,10 +245,15 @@ def _by_turn(waiting: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial
     """Those that have been begun before the others; each worker starts with another one, as those who want the same
     trial get into each other's way."""
     for kind in (True, False):
-        trials = [trial for trial in waiting if bool(trial.params) is kind]
+        trials = [trial for trial in waiting if was_given_back(trial) is kind]
         start = worker.number % len(trials) if trials else 0
         yield from trials[start:]
         yield from trials[:start]
+
+
+def was_given_back(trial: FrozenTrial) -> bool:
+    """Whether it has been begun, and waits to go on."""
+    return trial.state == TrialState.WAITING and SECONDS in trial.system_attrs
 
 
 def claims(trial: FrozenTrial) -> dict[int, int]:

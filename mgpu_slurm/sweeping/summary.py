@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from mgpu_slurm.paths import RunFolder, write_whole
 from mgpu_slurm.records import now
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
+from mgpu_slurm.sweeping.locks import locked
 from mgpu_slurm.sweeping.space import Space
 
 RECENT = 50
@@ -63,11 +66,19 @@ def summarize(study: Study, sweep: Sweep) -> dict[str, Any]:
         "trials": counts(trials, sweep),
         "best": None if best is None else described(best, sweep),
         "known": [described(trial, sweep) for trial in trials if _is_known_point(trial, sweep)],
+        "given_back": sum(map(studies.was_given_back, trials)),
         "over": over,
         "seconds": {"complete": _seconds(trials, TrialState.COMPLETE), "pruned": _seconds(trials, TrialState.PRUNED)},
         "recent": [described(trial, sweep) for trial in ended[-RECENT:]],
         "updated": now(),
     }
+
+
+def write(folder: RunFolder, study: Study, sweep: Sweep) -> None:
+    """Tells those who only read files; never older than what is there."""
+    with locked(folder.summary_lock):
+        # without indents, which take the slow way through the encoder
+        write_whole(folder.summary, json.dumps(summarize(study, sweep)), sync=False)
 
 
 def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SECONDS = 300.0
 """For so long a worker waits for one answer."""
@@ -46,3 +50,23 @@ class Waiting:
             print(f"mgpu_slurm: {said}", file=sys.stderr, flush=True)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         time.sleep(self._pause * random.uniform(0.5, 1.0))
+
+
+def patiently(ask: Callable[[], T], problem: str, seconds: float | None = None) -> T:
+    """The answer, also of a file system that is away for a while, or full.
+
+    Args:
+        problem: what is not to be had, to go on from `mgpu_slurm: `.
+        seconds: after which it has been too long; None for `SECONDS`.
+
+    Raises:
+        OSError: it has been too long.
+    """
+    patience = Waiting(problem, SECONDS if seconds is None else seconds)
+    while True:
+        try:
+            return ask()
+        except OSError as error:
+            if patience.is_over():
+                raise
+            patience.pause(str(error))

@@ -206,21 +206,35 @@ def test_a_sweep_of_a_function_typed_in_goes_on_and_is_found_again(tmp_path: Pat
     code = """
         from __future__ import annotations
         from dataclasses import dataclass, field
+        from pathlib import Path
+        from typing import Literal
         from mgpu_slurm import UserError, find, sweep
         SHIFT = 1
 
         @dataclass
-        class Inner:
-            x: float = 0.0
+        class Layer:
+            width: int = 8
 
         @dataclass
-        class Config:
-            inner: Inner = field(default_factory=Inner)
+        class Inner:
+            x: float = 0.0
+            data: Path = Path("data")
+
+        @dataclass
+        class Base:
+            kind: Literal["a", "b"] = "a"
+
+        @dataclass
+        class Config(Base):
+            inner: Inner | None = None
+            layers: list[Layer] = field(default_factory=list)
 
         def train(run, config: Config):
+            assert config.inner.data.is_absolute() and [layer.width for layer in config.layers] == [4]
             return {"score": config.inner.x + SHIFT}
         space = {"inner.x": {"choice": [0.25, 0.5, 0.75]}}
         values = {"study": "typed", "job": train, "metric": "score", "sampler": "random", "space": space}
+        values["fixed"] = {"layers": [{"width": 4}]}
         try:
             sweep(values, executor="local")
         except UserError as error:
@@ -233,22 +247,31 @@ def test_a_sweep_of_a_function_typed_in_goes_on_and_is_found_again(tmp_path: Pat
         print(study, study.wait(), study.best["params"], study.trials["COMPLETE"])
         values = {**values, "trials": 3, "enqueue": [{"inner.x": x} for x in (0.25, 0.5, 0.75)]}
         print(sweep(values).wait(), find("typed").best["params"], study.trials["COMPLETE"])
+        print(study.results())
     """
-    refused, wrong, first, second = python(project, "-c", textwrap.dedent(code)).splitlines()
+    refused, wrong, first, second, results = python(project, "-c", textwrap.dedent(code)).splitlines()
     assert refused.startswith("the sweep: it says nothing of when to end: add `trials:`")
     assert wrong == "config of train: inner.x='wide': expected a valid number, unable to parse string as a number"
     assert first.startswith("<Study typed ")
     assert first.endswith("> COMPLETED {'inner.x': 0.5} 2")
     assert second == "COMPLETED {'inner.x': 0.75} 3"
+    assert results == "[{'score': 1.25}, {'score': 1.5}, {'score': 1.75}]"
     assert (project.runs / "typed" / "function.pkl").exists()
-    assert project.json("best", "typed")["command"] == "submit(train, {'inner': {'x': 0.75}})"
+    command = project.json("best", "typed")["command"]
+    inner = f"{{'x': 0.75, 'data': '{project.folder}/data'}}"
+    assert command == f"submit(train, {{'kind': 'a', 'inner': {inner}, 'layers': [{{'width': 4}}]}})"
 
 
 def test_a_sweep_file_takes_other_values(project: Project) -> None:
-    project.write("sweep.yaml", "{study: filed, job: work, metric: loss, trials: 9, space: {lr: {float: [0, 1]}}}")
+    project.write(
+        "sweep.yaml",
+        "{study: filed, job: work, metric: loss, trials: 9, sampler: random, space: {lr: {float: [0, 1]}}}",
+    )
     code = """
         from mgpu_slurm import sweep
-        study = sweep("sweep.yaml", executor="local", trials=1, space={"lr": {"float": [2.0, 3.0]}})
+        space = {"lr": {"float": [2.0, 3.0]}}
+        study = sweep("sweep.yaml", executor="local", trials=1, space=space, sampler={"seed": 1})
+        assert (study.folder / "sweep.yaml").read_text().count("name: random") == 1
         print(study.wait(), study.trials["COMPLETE"], study.best["value"] >= 2, study.name)
     """
     assert python(project, "-c", textwrap.dedent(code)) == "COMPLETED 1 True filed\n"

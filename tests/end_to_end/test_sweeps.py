@@ -44,7 +44,7 @@ def start(project: Project, **values: Any) -> Path:
 
 
 def wait(project: Project) -> subprocess.CompletedProcess[str]:
-    done = project.call("wait", "study", "--timeout", "90")
+    done = project.call("wait", "study", "--timeout", "300")
     assert done.returncode in (0, 1), done.stderr
     return done
 
@@ -301,7 +301,9 @@ class TestOneThatHasEnded:
         screen, terminal = os.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 5, 60, 0, 0))
         words = [sys.executable, "-m", "mgpu_slurm", "status", "study", "--watch"]
-        done = subprocess.run(words, cwd=project.folder, env=os.environ | project.environ, stdout=terminal)
+        # which speak of another terminal
+        environ = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
+        done = subprocess.run(words, cwd=project.folder, env=environ | project.environ, stdout=terminal)
         os.close(terminal)
         shown = os.read(screen, 4096).decode()
         os.close(screen)

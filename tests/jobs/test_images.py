@@ -239,7 +239,7 @@ class TestTraining:
         return folder, json.loads((folder / "result.json").read_text())["result"]["accuracy"]
 
     def test_a_network_learns_from_a_folder_and_its_checkpoint_starts_a_frozen_one(self, user: Project) -> None:
-        folder, accuracy = self.train(user, "model=resnet18", "epochs=3", "lr=0.01")
+        folder, accuracy = self.train(user, "model=resnet18", "epochs=5", "lr=0.03")
         assert accuracy >= 0.9
         before = newest_state(folder)
 

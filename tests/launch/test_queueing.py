@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm import paths, patience, records, sbatch
+from mgpu_slurm import handles, paths, patience, records, sbatch
 from mgpu_slurm.errors import ClusterError, UserError
-from mgpu_slurm.launch import queueing, registry, runs
+from mgpu_slurm.launch import queueing, registry
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.changing import Change
 from mgpu_slurm.launch.plan import Request
@@ -180,7 +180,7 @@ def test_runs_that_were_not_asked_for_can_be_resumed(slurm: StandIn, here: Path,
         submit(notes, seeds="5")
     folder = only_run(here)
     assert [state["state"] for _, state in registry.current([folder])] == [*["PENDING"] * 2, *["FAILED"] * 3]
-    found = runs.find(folder.run)
+    found = handles.find(folder.run)
     found.resume()
     assert [line.partition("|")[0] for line in slurm.queue] == ["42", "43", "44"]
     assert [facts["job_id"] for facts in found.all_facts] == ["42_0", "42_1", "43_0", "43_1", "44_0"]
@@ -219,9 +219,9 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_ended(slurm: StandIn, her
     folder = ended_run(here, notes)
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match="Invalid partition"):
-        runs.Handle(folder).resume(Change({"time": "5"}))
+        handles.Handle(folder).resume(Change({"time": "5"}))
     assert read_spec(folder).resources.time is None
-    assert (runs.Handle(folder).state, runs.Handle(folder).facts["reason"]) == ("TIMEOUT", "ended")
+    assert (handles.Handle(folder).state, handles.Handle(folder).facts["reason"]) == ("TIMEOUT", "ended")
 
 
 def test_a_resume_of_which_nobody_can_tell_pends_and_is_found_later(
@@ -233,12 +233,12 @@ def test_a_resume_of_which_nobody_can_tell_pends_and_is_found_later(
     slurm.write("squeue", "exit 1\n")
     monkeypatch.setattr(patience, "SECONDS", 0.0)
     with pytest.raises(MayBeQueued):
-        runs.Handle(folder).resume(Change({"time": "5"}))
+        handles.Handle(folder).resume(Change({"time": "5"}))
     assert read_spec(folder).resources.time == "5"
     assert records.read_state(folder)["state"] == "PENDING"
     (slurm.state / "bin" / "squeue").write_text(answering)
     monkeypatch.setattr(records, "SUBMISSION_TAKES", timedelta(0))
-    assert runs.Handle(folder).facts["job_id"] == "43"
+    assert handles.Handle(folder).facts["job_id"] == "43"
 
 
 def test_runs_of_a_group_that_slurm_never_got_stay_so_where_their_resume_is_refused(
@@ -251,10 +251,10 @@ def test_runs_of_a_group_that_slurm_never_got_stay_so_where_their_resume_is_refu
     folder = only_run(here)
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match="Invalid partition"):
-        runs.Group(folder).resume()
+        handles.Group(folder).resume()
     found = [(state["state"], state["reason"][:13]) for _, state in registry.current([folder])]
     assert found == [("PENDING", "Priority")] * 3 + [("FAILED", "never arrived")] * 2
-    assert runs.Group(folder).resume() == "43"
+    assert handles.Group(folder).resume() == "43"
 
 
 # -- cancel
@@ -268,7 +268,7 @@ def test_a_job_of_which_only_slurm_knows_is_cancelled(
     # as if killed before it wrote down the answer
     first_event = folder.attempts.read_text().splitlines(keepends=True)[0]
     folder.attempts.write_text(first_event)
-    assert runs.Handle(folder).cancel()
+    assert handles.Handle(folder).cancel()
     assert (slurm.state / "cancelled").read_text() == "42\n"
 
 
@@ -281,7 +281,7 @@ def test_a_run_whose_job_slurm_does_not_have_cannot_be_cancelled_yet(
     folder.attempts.write_text(first_event)
     (slurm.state / "queue").write_text("")
     with pytest.raises(ClusterError, match="does not have its job, or not yet"):
-        runs.Handle(folder).cancel()
+        handles.Handle(folder).cancel()
 
 
 def test_what_slurm_has_of_a_group_is_cancelled_though_the_rest_may_still_come(
@@ -295,7 +295,7 @@ def test_what_slurm_has_of_a_group_is_cancelled_though_the_rest_may_still_come(
     folder.attempts.write_text("".join(lines[:-1]))
     (slurm.state / "queue").write_text("42|mgpu-other\n")
     with pytest.raises(ClusterError, match=f"run {folder.run}/3: SLURM does not have its job, or not yet"):
-        runs.Group(folder).cancel()
+        handles.Group(folder).cancel()
     # one request for all of the array
     assert (slurm.state / "cancelled").read_text() == "42\n"
 
@@ -375,8 +375,8 @@ def test_killed_between_being_seen_and_asking(project: Project, slurm: StandIn, 
     folder = only_run(here)
     assert [(run.run, state["state"]) for run, state in registry.all_states()] == [(folder.run, "PENDING")]
     later(folder)
-    assert runs.Handle(folder).state == "FAILED"
-    assert runs.Handle(folder).facts["reason"].startswith("never arrived in SLURM's queue")
+    assert handles.Handle(folder).state == "FAILED"
+    assert handles.Handle(folder).facts["reason"].startswith("never arrived in SLURM's queue")
     assert registry.all_states() == []
     assert runs_of(here) == []
 

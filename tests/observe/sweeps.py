@@ -114,4 +114,4 @@ def opened(path: Path) -> Sweeping:
     """A sweep that is there, as a worker has it."""
     folder = RunFolder(path)
     sweep = files.parse(files.read(folder.sweep), "sweep.yaml")
-    return Sweeping(folder, sweep, studies.load(sweep, folder.journal, worker=0))
+    return Sweeping(folder, sweep, studies.load(sweep, folder.journal, Worker(0, 1)))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from mgpu_slurm import records, states
+from mgpu_slurm.handles import Handle
 from mgpu_slurm.launch import last_words
-from mgpu_slurm.launch.runs import Handle
 from mgpu_slurm.paths import RunFolder
 from tests.slurm.cluster import Cluster
 from tests.support import Project, log, make_project, processes_of, wait_until

@@ -50,7 +50,7 @@ def start(project: Project, **values: Any) -> RunFolder:
 
 def trials_of(folder: RunFolder) -> list[Any]:
     sweep = files.parse(files.read(folder.sweep), str(folder.sweep))
-    return studies.load(sweep, folder.journal, worker=0).trials
+    return studies.load(sweep, folder.journal).trials
 
 
 def states(folder: RunFolder) -> list[str]:

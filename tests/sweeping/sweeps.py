@@ -48,7 +48,7 @@ def sweep_of(folder: RunFolder) -> Sweep:
 
 
 def study_of(folder: RunFolder) -> Study:
-    return studies.load(sweep_of(folder), folder.journal, worker=0)
+    return studies.load(sweep_of(folder), folder.journal)
 
 
 def worker(folder: RunFolder, number: int, attempt: int = 1) -> Participant:

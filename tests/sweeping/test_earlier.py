@@ -48,7 +48,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         folder.sweep.write_text(configs.dump_yaml(values))
         sweep = files.parse(values, "sweep.yaml")
         studies.create(sweep, folder.journal)
-        study = studies.load(sweep, folder.journal, worker=0)
+        study = studies.load(sweep, folder.journal, Worker(0, 1))
         while (trial := studies.take(study, sweep, Worker(0, 1), folder.trials_lock)) is not None:
             assert isinstance(sweep.space, Space)
             study.tell(trial, judge(sweep.space.suggest(trial)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from mgpu_slurm.config import merge, parse_yaml
+from mgpu_slurm.config import merge, parse_overrides, parse_yaml
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.spec import Resources
 from mgpu_slurm.sweeping import file as files
@@ -73,10 +74,31 @@ def test_a_name_is_short_for_a_sampler_or_pruner() -> None:
 def test_a_call_changes_what_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.write_text(WHOLE)
-    made = files.parse(files.read(path, ["trials=100", "space.lr.float=[0.1, 0.2]", "sampler.seed=5"]), str(path))
+    changes = parse_overrides(["trials=100", "space.lr.float=[0.1, 0.2]", "sampler.seed=5"])
+    made = files.parse(files.laid_over(files.read(path), changes), str(path))
     assert isinstance(made.space, Space)
     assert made.space.lines()[0] == "lr         float 0.1 to 0.2, log"
     assert (made.trials, made.sampler.seed) == (100, 5)
+
+
+def test_a_change_of_a_part_keeps_the_name_that_stands_for_the_rest() -> None:
+    changes = {"sampler": {"seed": 3}, "pruner": {"min_resource": 2}}
+    made = files.parse(files.laid_over(LEAST | {"sampler": "random", "pruner": "median"}, changes), FILE)
+    assert (made.sampler, made.pruner) == (Sampler("random", seed=3), Pruner("median", min_resource=2))
+
+
+class TestWhatAProgramGives:
+    def test_numbers_of_numpy_are_numbers(self) -> None:
+        assert files.plain({"trials": np.int64(3), "space": {"x": {"float": [np.float32(0.5), 1]}}}, "here") == {
+            "trials": 3,
+            "space": {"x": {"float": [0.5, 1]}},
+        }
+
+    def test_what_no_file_can_say_is_named(self) -> None:
+        with pytest.raises(UserError, match=r"^here: trials: .* of type object: use plain values there$"):
+            files.plain({"trials": object()}, "here")
+        with pytest.raises(UserError, match=r"^here: space: a function has to be named: 'module:function'"):
+            files.plain({"space": lambda trial: {}}, "here")
 
 
 def test_a_grid_has_as_many_trials_as_points() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mgpu_slurm import paths, records
+from mgpu_slurm.launch import sweeps
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import quiet
 from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.sweeping import recovery, summary
 from mgpu_slurm.sweeping import study as studies
+from mgpu_slurm.sweeping.locks import locked
 from mgpu_slurm.sweeping.orders import Leave, Superseded, SweepFailed
 from mgpu_slurm.sweeping.participant import HOPELESS
+from tests.support import wait_until
 from tests.sweeping.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 
 FORK = multiprocessing.get_context("fork")
@@ -74,7 +79,7 @@ def test_what_status_reads_is_never_older_than_the_last_end(tmp_path: Path, monk
         other = FORK.Process(target=end_the_other)
         other.start()
         # it may have to wait until this one is written
-        ended.wait(0.5)
+        wait_until(lambda: ended.is_set() or _waits_for_a_lock(other.pid))
         others.append(other)
         return found
 
@@ -92,10 +97,54 @@ def test_what_status_reads_is_never_older_than_the_last_end(tmp_path: Path, monk
     assert paths.read_json(folder.summary)["trials"]["COMPLETE"] == 2
 
 
+def _waits_for_a_lock(pid: int | None) -> bool:
+    return any("->" in line and f" {pid} " in line for line in Path("/proc/locks").read_text().splitlines())
+
+
+def test_what_was_left_out_of_a_summary_is_told_with_the_next_report(tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    part = worker(folder, 0)
+    begin(part)
+    finish(part, 0.5)
+    # as if it had taken long
+    part._summary_took = 3600.0
+    begin(part)
+    assert paths.read_json(folder.summary)["trials"]["COMPLETE"] == 0
+    part._summary_took = 0.0
+    part.judge(1, {"score": 0.5})
+    assert paths.read_json(folder.summary)["trials"]["COMPLETE"] == 1
+
+
+class TestTheLastOne:
+    def test_who_leaves_says_so_and_sees_what_came_just_before(self, tmp_path: Path) -> None:
+        """As it found nothing to do, somebody was adding to the sweep."""
+        folder = make(tmp_path, trials=1)
+        part = worker(folder, 0)
+        begin(part)
+        finish(part, 0.5)
+        answer, told = FORK.Pipe(duplex=False)
+        child = FORK.Process(target=lambda: told.send(part.next(Stop.NO)))
+        with locked(folder.sweep_lock):
+            child.start()
+            wait_until(lambda: _waits_for_a_lock(child.pid))
+            paths.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 1", "trials: 2"))
+        order = answer.recv()
+        child.join()
+        assert (order.number, "leaving" in records.read_state(folder.of_task(0))) == (1, False)
+
+    def test_one_that_has_said_so_is_not_counted_on(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=1)
+        part = worker(folder, 0, attempt=2)
+        begin(part)
+        finish(part, 0.5)
+        leave(part)
+        assert records.read_state(folder.of_task(0))["leaving"] == 2
+
+
 class TestMetrics:
     @pytest.mark.parametrize(
         ("result", "last", "value"),
-        [({"score": 1.5}, {}, 1.5), ({"other": 1.0}, {"score": 2.5}, 2.5), ({"value": 3.5}, {"loss": 1.0}, 3.5)],
+        [({"score": 1.5}, {}, 1.5), ({"other": 1.0}, {"loss": 1.0}, 0.5), ({"value": 3.5}, {"loss": 1.0}, 3.5)],
         ids=["returned", "reported last", "the one number"],
     )
     def test_the_value_is_what_the_job_returns_or_has_reported(
@@ -104,6 +153,10 @@ class TestMetrics:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)
+        part.judge(1, {"score": 0.25})
+        part.judge(2, {"score": 0.5})
+        # a report that has something else to tell
+        part.judge(3, last)
         part.complete(result, last, step=3, progress=2)
         assert study_of(folder).trials[0].value == value
 
@@ -245,6 +298,20 @@ class TestCommonFailures:
             part.fail("ValueError: 1")
         assert states(folder)[:4] == ["COMPLETE", "FAIL", "FAIL", "FAIL"]
 
+    def test_one_that_goes_well_or_has_failed_nowhere_else_is_waited_for(self, tmp_path: Path) -> None:
+        """One worker may have a broken node."""
+        folder = make(tmp_path, trials=9)
+        well, broken = worker(folder, 0), worker(folder, 1)
+        begin(well)
+        for _ in range(3):
+            begin(broken)
+            broken.fail("OSError: no GPU")
+        assert well.judge(1, {"score": 0.9}) is None
+        begin(broken)
+        broken.fail("OSError: no GPU")
+        finish(well, 0.9)
+        assert states(folder) == ["COMPLETE", *["FAIL"] * 4]
+
     def test_the_only_trial_is_enough(self, tmp_path: Path) -> None:
         part = worker(make(tmp_path, trials=1, workers=1), 0)
         begin(part)
@@ -265,6 +332,22 @@ class TestBudgets:
         assert (order.exit_code, order.reason) == (0, "a trial has reached score 0.9")
         assert states(folder) == ["COMPLETE", "COMPLETE"]
         assert paths.read_json(folder.summary)["trials"]["WAITING"] == 2
+
+    def test_one_that_was_given_back_comes_to_its_end_all_the_same(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, budget={"target": 0.9})
+        parts = [worker(folder, number) for number in range(2)]
+        for part in parts:
+            begin(part)
+        parts[1].judge(1, {"score": 0.99})
+        finish(parts[0], 0.95)
+        parts[1].give_back(is_late=True, has_saved=True)
+        told = sweeps.summary_of(folder)
+        assert (told["given_back"], sweeps.overall([{"state": "COMPLETED"}], told)) == (1, "FAILED")
+        late = worker(folder, 1, attempt=2)
+        assert begin(late).number == 1
+        finish(late, 0.99)
+        assert leave(late).reason == "a trial has reached score 0.9"
+        assert sweeps.overall([{"state": "COMPLETED"}], sweeps.summary_of(folder)) == "COMPLETED"
 
     def test_one_that_is_raised_meanwhile_is_seen_before_the_next_trial(self, tmp_path: Path) -> None:
         folder = make(tmp_path, budget={"patience": 2})
@@ -346,6 +429,27 @@ class TestDeaths:
         assert other.judge(1, {"score": 0.5}) is None
         finish(other, 0.5)
         assert study_of(folder).trials[mine.number].state.name == "COMPLETE"
+
+
+class TestADiskThatIsFull:
+    def test_nothing_is_lost_once_it_has_room_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = make(tmp_path)
+        part = worker(folder, 0)
+        begin(part)
+        real, refused = os.replace, []
+
+        def full(source: Any, target: Any) -> None:
+            if len(refused) < 6:
+                refused.append(Path(target).name)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(source, target)
+
+        monkeypatch.setattr("os.replace", full)
+        part.judge(1, {"score": 0.5})
+        finish(part, 0.5)
+        assert {"state.json", "result.json"} <= set(refused)
+        assert paths.read_json(folder.of_trial(0).result)["value"] == 0.5
+        assert states(folder) == ["COMPLETE"]
 
 
 class TestSpacesByAFunction:

@@ -30,7 +30,7 @@ def lost(folder: RunFolder, number: int) -> list[str]:
 
 
 def losses(folder: RunFolder, number: int) -> int:
-    return int(study_of(folder).trials[number].system_attrs.get(studies.LOSSES, 0))
+    return len(study_of(folder).trials[number].system_attrs.get(studies.LOSSES, []))
 
 
 def test_who_lives_keeps_its_trial(tmp_path: Path) -> None:
@@ -94,14 +94,31 @@ def test_a_worker_that_is_not_at_work_has_no_trial(tmp_path: Path, state: str) -
     assert recover(folder) == [0]
 
 
-def test_a_trial_without_a_worker_is_found_too(tmp_path: Path) -> None:
+def test_a_trial_without_a_worker_is_found_too_and_counts_as_given_back(tmp_path: Path) -> None:
     """Its worker died while it gave it back."""
     folder = make(tmp_path)
     begin(worker(folder, 0))
     study = study_of(folder)
     study._storage.set_trial_system_attr(study.trials[0]._trial_id, studies.Worker(0, 1).claim, None)
     assert recover(folder) == [0]
-    assert lost(folder, 0) == ["its worker died when it had just taken the trial (1 of 3 times)"]
+    assert (states(folder)[0], losses(folder, 0), lost(folder, 0)) == ("WAITING", 0, [])
+
+
+def test_who_dies_over_a_release_does_not_make_it_count_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path)
+    begin(worker(folder, 0))
+    kill(folder, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(studies, "give_back", die)
+        with pytest.raises(KeyboardInterrupt):
+            recover(folder)
+    assert (states(folder)[0], losses(folder, 0)) == ("RUNNING", 1)
+    assert recover(folder) == [0]
+    assert (states(folder)[0], losses(folder, 0)) == ("WAITING", 1)
+
+
+def die(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_of_many_who_look_at_once_one_does_it(tmp_path: Path) -> None:

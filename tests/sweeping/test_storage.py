@@ -58,7 +58,7 @@ class Place:
     def load(self, made: Sweep, worker: int = 0) -> optuna.Study:
         # other processes do not have the variables of this one
         os.environ[VARIABLE] = POSTGRESQL_PASSWORD
-        return studies.load(made, self.journal, worker)
+        return studies.load(made, self.journal, Worker(worker, 1))
 
     def take(self, study: optuna.Study, made: Sweep, worker: int = 0) -> Trial | None:
         return studies.take(study, made, Worker(worker, 1), self.folder / "trials.lock")

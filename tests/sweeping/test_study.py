@@ -31,7 +31,7 @@ def sweep(**changes: Any) -> Sweep:
 
 def take_all(made: Sweep, journal: Path, worker: int) -> list[int]:
     """One worker's trials, each of them ended at once."""
-    study = studies.load(made, journal, worker)
+    study = studies.load(made, journal, Worker(worker, 1))
     numbers = []
     while (trial := studies.take(study, made, Worker(worker, 1), journal.with_name("trials.lock"))) is not None:
         assert isinstance(made.space, Space)
@@ -78,7 +78,7 @@ class TestSamplers:
 def test_a_sweep_without_a_number_of_trials_never_runs_dry(journal: Path) -> None:
     made = sweep(trials=None, budget={"hours": 1}, sampler="random", enqueue=[{"lr": 0.5}])
     studies.create(made, journal)
-    one, other = (studies.load(made, journal, worker) for worker in (0, 1))
+    one, other = (studies.load(made, journal, Worker(worker, 1)) for worker in (0, 1))
     for number in range(0, 60, 2):
         for worker, study in ((0, one), (1, other)):
             trial = studies.take(study, made, Worker(worker, 1), journal.with_name("trials.lock"))
@@ -89,13 +89,13 @@ def test_a_sweep_without_a_number_of_trials_never_runs_dry(journal: Path) -> Non
 
 def test_no_trial_is_there_before_somebody_takes_it(journal: Path) -> None:
     studies.create(sweep(), journal)
-    assert studies.load(sweep(), journal, worker=0).trials == []
+    assert studies.load(sweep(), journal, Worker(0, 1)).trials == []
 
 
 def test_points_that_come_later_are_queued_and_none_is_tried_twice(journal: Path) -> None:
     made = sweep(trials=10, sampler="random", enqueue=[{"lr": 0.5}])
     studies.create(made, journal)
-    study = studies.load(made, journal, worker=0)
+    study = studies.load(made, journal, Worker(0, 1))
     more = sweep(trials=10, sampler="random", enqueue=[{"lr": 0.5}, {"lr": 0.25}, {"lr": 0.125}])
     studies.queue(study, list(more.enqueue[1:]))
     rates = []

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import findings, slurm, states
+from mgpu_slurm import findings, handles, slurm, states
 from mgpu_slurm.errors import ClusterError, MgpuError
 from mgpu_slurm.findings import Finding
-from mgpu_slurm.launch import runs, site
+from mgpu_slurm.launch import site
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.plan import Request
 from mgpu_slurm.launch.watching import Watch
@@ -41,7 +41,7 @@ def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, n
     except MgpuError as error:
         yield findings.failed("submission", f"the checkup was not submitted: {error}", "mend that and try again")
         return
-    spec, handle = submission.plan.spec, runs.Handle(submission.plan.folder)
+    spec, handle = submission.plan.spec, handles.Handle(submission.plan.folder)
     nodes = f"{spec.resources.nodes} {'simulated ' if spec.executor == 'local' else ''}nodes"
     told: list[Finding] = []
     try:
@@ -64,7 +64,7 @@ def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, n
         tidy(handle, note)
 
 
-def tidy(handle: runs.Handle, note: Note) -> None:
+def tidy(handle: handles.Handle, note: Note) -> None:
     """Deletes the run of a checkup; that it cannot be, as where a node still holds its files open, is no finding."""
     try:
         handle.delete()

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from mgpu_slurm import records
-from mgpu_slurm.launch.runs import Handle
+from mgpu_slurm.handles import Handle
 from mgpu_slurm.observe.doctor.job import ended_badly, tidy
 from mgpu_slurm.paths import RunFolder
 

@@ -1,4 +1,7 @@
-"""A run seen from outside: its state, its result, the ways to act on it. The command line and notebooks share it."""
+"""Runs, groups and sweeps seen from outside: how they stand, what came of them, the ways to act on them.
+
+The command line and notebooks share it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import contextlib
 import os
 import pwd
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import ClusterError, RunFailed, UserError
-from mgpu_slurm.launch import cleaning, local, registry, sweeps
+from mgpu_slurm.launch import cleaning, local, logs, plan, registry, sweeps
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.changing import NO_CHANGE, Change
 from mgpu_slurm.launch.plan import Request
@@ -223,7 +226,7 @@ class Handle(_Submitted):
     def logs(self, rank: int = 0) -> str:
         """All that a rank has printed, over all attempts."""
         attempts = range(1, records.attempts_started(self.files) + 1)
-        return "".join(path.read_text(errors="replace") for path in log_files(self.files, rank, attempts))
+        return "".join(path.read_text(errors="replace") for path in logs.of_rank(self.files, rank, attempts))
 
 
 class Group(_Submitted):
@@ -248,6 +251,39 @@ class Study(Group):
 
     def _as_one(self, facts: list[dict[str, Any]]) -> str:
         return sweeps.overall(facts, sweeps.summary_of(self.files))
+
+    def results(self) -> list[dict[str, float]]:
+        """Waits for the sweep, and returns what each complete trial returned, in the order of their numbers.
+
+        Raises:
+            RunFailed: why the sweep did not come to its end.
+        """
+        state = self.wait()
+        if state != states.COMPLETED:
+            facts = sweeps.facts(self.files, self.all_facts)
+            raise RunFailed(f"study {self.name} is {state}: {facts['reason']}")
+        trials = sorted(sweeps.trials(self.files), key=lambda trial: int(trial.path.name))
+        records = [paths.read_json(trial.result) for trial in trials]
+        return [record["result"] for record in records if record is not None and record["state"] == "COMPLETE"]
+
+    def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
+        """Starts workers for the trials that are left, also where the sweep was given up; the id of their job.
+
+        Raises:
+            UserError: nothing is left to do, or all workers are at work, or the sweep is somebody else's.
+        """
+        from mgpu_slurm.sweeping import launching
+
+        self._check_is_own("resume")
+        return launching.resume(self.files, change, note)
+
+    def delete(self, only_checkpoints: bool = False) -> None:
+        self.check_deletable()
+        if not only_checkpoints:
+            from mgpu_slurm.sweeping import launching
+
+            launching.forget(self.files)
+        super().delete(only_checkpoints)
 
     @property
     def trials(self) -> dict[str, int]:
@@ -278,23 +314,6 @@ def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
 def _is_waiting(folder: RunFolder, facts: dict[str, Any]) -> bool:
     """Whether a local run waits for its group's coordinator to start it."""
     return folder.task is not None and facts["job_id"] is None
-
-
-def log_files(folder: RunFolder, rank: int, attempts: range) -> list[Path]:
-    """The logs of a rank in these attempts, as far as they are there."""
-    return [path for path in (folder.rank_log(attempt, rank) for attempt in attempts) if path.exists()]
-
-
-def launch_logs(folder: RunFolder) -> list[Path]:
-    """What the batch scripts or supervisors of a run or group printed, oldest first."""
-    found = sorted(folder.group.logs.glob("launch-*.log"), key=lambda path: path.stat().st_mtime)
-    if folder.task is None:
-        return found
-    # a job may have failed before it came to the run
-    jobs = {submission.job_of(folder.task) for submission in records.submissions_of(folder)}
-    jobs |= {event.get("job_id") for event in records.events(folder)}
-    names = jobs | {local.log_name(records.read_state(folder)["executor"], folder)}
-    return [path for path in found if path.stem.removeprefix("launch-") in names]
 
 
 Target: TypeAlias = str | Callable[..., Any] | Sequence[str] | None
@@ -359,6 +378,41 @@ def submit(
         after_any=tuple(after_any),
     )
     return _seen(submitting.submit(request).plan.folder)
+
+
+def sweep(
+    file: str | Path | Mapping[str, Any],
+    *,
+    executor: str = "auto",
+    cluster: str | None = None,
+    around: str | None = None,
+    **changes: Any,
+) -> Study:
+    """Starts the study that a sweep file says, or adds to it what the file has more, and returns at once.
+
+    Args:
+        file: the path of a sweep file, or its values; `job` may then be a function, also one of a notebook. One that
+            exists keeps the code that it began with.
+        executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
+        around: an earlier study: a grid around its best trials is searched.
+        changes: laid over the file's values, mappings key by key: `trials=100, budget={"hours": 4}`.
+
+    Raises:
+        UserError: something in the file is wrong, or does not fit the study that there is; nothing has changed.
+        ClusterError: the cluster refused or did not answer.
+    """
+    from mgpu_slurm.sweeping import file as files
+    from mgpu_slurm.sweeping import launching
+
+    values, source = (dict(file), "the sweep") if isinstance(file, Mapping) else (files.read(Path(file)), str(file))
+    function = None
+    for given in (values, changes):
+        if callable(given.get("job")):
+            function = given["job"]
+            given["job"] = plan.function_target(function).label
+    options = launching.Options(executor, cluster, around=around, function=function)
+    plain, laid_over = files.plain(values, source), files.plain(changes, source)
+    return Study(launching.start(plain, laid_over, source, options).folder)
 
 
 def _seen(folder: RunFolder) -> Handle | Group:

@@ -1,0 +1,135 @@
+"""Adding to a sweep that exists: what is done once, whatever goes wrong on the way, and what is refused.
+
+Starting workers is the business of `submitting.restart`, which is only listened to here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm import paths, records
+from mgpu_slurm.errors import ClusterError, UserError
+from mgpu_slurm.launch import submit as submitting
+from mgpu_slurm.launch.changing import NO_CHANGE, Change
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.patience import Note
+from mgpu_slurm.sweeping import launching
+from mgpu_slurm.sweeping import study as studies
+from tests.sweeping.sweeps import VALUES, begin, finish, leave, make, states, study_of, worker
+
+POINTS = [{"x": 0.25}, {"x": 0.5}]
+
+
+class Restarts:
+    """Workers that were to be started, with what change."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int | None], Change]] = []
+        self.problem: Exception | None = None
+
+    def restart(self, asked: RunFolder, folders: list[RunFolder], change: Change, note: Note) -> str:
+        if self.problem is not None:
+            raise self.problem
+        self.asked.append(([folder.task for folder in folders], change))
+        return "7"
+
+
+@pytest.fixture
+def restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Restarts:
+    heard = Restarts()
+    monkeypatch.setattr(submitting, "restart", heard.restart)
+    monkeypatch.setenv("MGPU_RUNS", str(tmp_path))
+    return heard
+
+
+def ended(base: Path, **values: Any) -> RunFolder:
+    """A sweep of one worker that has done all there was to do."""
+    folder = make(base, workers=1, **values)
+    part = worker(folder, 0)
+    for _ in range(values["trials"]):
+        begin(part)
+        finish(part, 0.5)
+    leave(part)
+    records.update_state(folder.of_task(0), state="COMPLETED")
+    return folder
+
+
+def extend(**values: Any) -> launching.Started:
+    return launching.start(VALUES | {"workers": 1} | values, {}, "sweep.yaml")
+
+
+def test_points_of_an_extension_that_failed_are_added_once(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=2)
+    before = folder.sweep.read_text()
+    restarts.problem = ClusterError("sbatch: error: Batch job submission failed")
+    with pytest.raises(ClusterError, match="submission failed"):
+        extend(trials=4, enqueue=POINTS)
+    assert folder.sweep.read_text() == before
+    restarts.problem = None
+    for _ in range(2):
+        extend(trials=4, enqueue=POINTS)
+    assert studies.queued(study_of(folder)) == POINTS
+    assert states(folder) == ["COMPLETE", "COMPLETE", "WAITING", "WAITING"]
+    assert [tasks for tasks, _ in restarts.asked] == [[0], [0]]
+    with pytest.raises(UserError, match=r"^enqueue: the points of before have to stay as they are, \[.*\]: add others"):
+        extend(trials=5, enqueue=[{"x": 0.75}, *POINTS])
+
+
+def test_what_was_added_as_the_last_worker_left_is_there_to_resume(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=1)
+    with pytest.raises(UserError, match="no trial is left: raise trials or budget in its file, and call sweep again"):
+        launching.resume(folder, NO_CHANGE)
+    paths.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 1", "trials: 3"))
+    assert launching.resume(folder, NO_CHANGE) == "7"
+    assert restarts.asked == [([0], NO_CHANGE)]
+
+
+def test_a_budget_that_is_spent_is_not_resumed_and_a_failure_is(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=1)
+    paths.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 1", "trials: 3"))
+    study = study_of(folder)
+    studies.note(study, studies.OVER, {"reason": "1.00 of 1 hours are over", "failed": False})
+    with pytest.raises(UserError, match=r"no trial is left \(1.00 of 1 hours are over\): raise"):
+        launching.resume(folder, NO_CHANGE)
+    studies.note(study, studies.OVER, {"reason": "all failed alike", "failed": True})
+    launching.resume(folder, NO_CHANGE)
+    assert studies.notes(study_of(folder))[studies.OVER] is None
+    assert [tasks for tasks, _ in restarts.asked] == [[0]]
+
+
+def test_a_worker_that_has_said_that_it_leaves_is_waited_for(
+    tmp_path: Path, restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ended(tmp_path, trials=1)
+    records.update_state(folder.of_task(0), state="RUNNING")
+    looks = []
+
+    def pause(seconds: float) -> None:
+        looks.append(seconds)
+        records.update_state(folder.of_task(0), state="COMPLETED")
+
+    monkeypatch.setattr(launching.time, "sleep", pause)
+    started = extend(trials=2)
+    assert (len(looks), started.is_alive) == (1, True)
+    assert restarts.asked == [([0], NO_CHANGE)]
+
+
+def test_resources_are_changed_and_none_is_forgotten(tmp_path: Path, restarts: Restarts) -> None:
+    ended(tmp_path, trials=1, resources={"mem": "4G", "sbatch": {"comment": "old"}})
+    for left, name in (({"mem": "4G"}, "comment was old"), ({"sbatch": {"comment": "old"}}, "mem was 4G")):
+        with pytest.raises(UserError, match=f"^resources: {name}: say what it is to be, or leave it$"):
+            extend(trials=2, resources=left)
+    extend(trials=2, resources={"mem": "8G", "sbatch": {"comment": "new"}})
+    ((_, change),) = restarts.asked
+    assert change == Change(flags={"mem": "8G", "sbatch": {"comment": "new"}})
+
+
+def test_a_sampler_that_only_the_runs_code_has_is_not_looked_for(tmp_path: Path, restarts: Restarts) -> None:
+    folder = make(tmp_path, workers=1, sampler="only_there.Mine")
+    records.cancel_unstarted(folder.of_task(0), "cancelled")
+    extend(sampler="only_there.Mine", trials=9)
+    launching.forget(folder)
+    assert restarts.asked == [([0], NO_CHANGE)]
