@@ -23,6 +23,9 @@ from mgpu_slurm.errors import UserError
 LONGEST_NAME = 100
 RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 RUNS_VARIABLE = "MGPU_RUNS"
+_BLOCK = 1 << 16
+"""Bytes that are read at once, from the end of a file."""
+
 STAGING_PREFIX = ".staging-"
 TASKS = "tasks"
 TRIALS = "trials"
@@ -318,23 +321,21 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
     """Appends one line; a torn line that a dead writer left is cut off first."""
     line = json.dumps(record) + "\n"
     with open(path, "ab+") as file:
-        _cut_torn_tail(file.fileno())
+        cut_torn_tail(file.fileno())
         file.write(line.encode())
 
 
-def _cut_torn_tail(descriptor: int) -> None:
-    size = os.fstat(descriptor).st_size
-    end = size
-    while end > 0:
-        start = max(0, end - 4096)
-        block = os.pread(descriptor, end - start, start)
-        newline = block.rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
+def cut_torn_tail(descriptor: int) -> None:
+    """Takes away what follows the last line break: a writer died over it, and nobody has read it."""
+    end = os.fstat(descriptor).st_size
+    if end == 0 or os.pread(descriptor, 1, end - 1) == b"\n":
+        return
+    line_break = -1
+    while end and line_break < 0:
+        start = max(0, end - _BLOCK)
+        line_break = os.pread(descriptor, end - start, start).rfind(b"\n")
+        end = start + line_break + 1
+    os.ftruncate(descriptor, end)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

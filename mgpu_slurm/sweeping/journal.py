@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 from optuna.storages.journal import BaseJournalBackend
 
 from mgpu_slurm.errors import MgpuError
+from mgpu_slurm.paths import cut_torn_tail
 from mgpu_slurm.sweeping import waiting
 from mgpu_slurm.sweeping.locks import locked
 
 T = TypeVar("T")
-
-_BLOCK = 1 << 16
 
 
 class JournalFile(BaseJournalBackend):
@@ -97,7 +96,7 @@ class JournalFile(BaseJournalBackend):
             # opened after others have written, and on the disk before they do: what a network file system asks for
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
             try:
-                _cut_torn_tail(descriptor)
+                cut_torn_tail(descriptor)
                 self._write_whole(descriptor, data)
             finally:
                 os.close(descriptor)
@@ -130,16 +129,3 @@ class JournalFile(BaseJournalBackend):
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         return waiting.patiently(ask, f"the study's journal {str(self._path)!r} is not to be had", self._seconds)
-
-
-def _cut_torn_tail(descriptor: int) -> None:
-    """Takes away what follows the last line break: a writer died over it, and nobody has read it."""
-    end = os.fstat(descriptor).st_size
-    if end == 0 or os.pread(descriptor, 1, end - 1) == b"\n":
-        return
-    line_break = -1
-    while end and line_break < 0:
-        start = max(0, end - _BLOCK)
-        line_break = os.pread(descriptor, end - start, start).rfind(b"\n")
-        end = start + line_break + 1
-    os.ftruncate(descriptor, end)
