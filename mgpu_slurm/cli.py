@@ -414,6 +414,13 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 @click.option("--executor", default="auto", metavar="NAME", help="As for submit.  [default: auto]")
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
 @click.option("--around", metavar="STUDY", help="Search a grid around the best trials of an earlier study.")
+@click.option(
+    "--code",
+    type=click.Choice(["same", "new"]),
+    default="same",
+    show_default=True,
+    help="Of a study that exists: its own code, or the project's as it is now.",
+)
 @click.option("--follow/--no-follow", default=None, help="Show trials as they end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be searched and submitted, and start nothing.")
 @json_flag
@@ -423,6 +430,7 @@ def sweep(
     executor: str,
     cluster: str | None,
     around: str | None,
+    code: str,
     follow: bool | None,
     dry_run: bool,
     as_json: bool,
@@ -430,14 +438,15 @@ def sweep(
     """Search for a job's best parameters, as FILE says.
 
     Workers, a job array on SLURM, take one trial after the other out of one study. Called again with the same FILE it
-    adds what FILE has more: trials, workers, budget. key=value changes FILE's values: trials=100, budget.hours=4.
+    adds what FILE has more: trials, workers, budget; the study keeps the code that it began with, unless --code says
+    otherwise. key=value changes FILE's values: trials=100, budget.hours=4.
     """
     from mgpu_slurm import config as configs
     from mgpu_slurm import handles
     from mgpu_slurm.sweeping import file as files
     from mgpu_slurm.sweeping import launching
 
-    options = launching.Options(executor, cluster, dry_run, around)
+    options = launching.Options(executor, cluster, dry_run, around, new_code=code == "new")
     started = launching.start(files.read(file), configs.parse_overrides(words), str(file), options, _note)
     name, place = started.folder.run, str(started.folder.path)
     if as_json:
@@ -485,7 +494,7 @@ def resume(
     """Start again a run that has ended.
 
     It goes on from its newest checkpoint, with other resources where they are given. Of a group, the runs that did not
-    complete.
+    complete; of a sweep, workers for the trials that are left.
     """
     from mgpu_slurm import handles
     from mgpu_slurm.launch.changing import Change

@@ -54,9 +54,9 @@ def overall(workers: Sequence[State], summary: dict[str, Any]) -> str:
 
 
 def _is_done(summary: dict[str, Any]) -> bool:
-    """Whether nothing is left to do: its trials have ended, and not all by an error, or its budget is used up."""
+    """Whether nothing is left to do: its trials have ended, one of them with a value, or its budget is used up."""
     over, trials = summary["over"], summary["trials"]
-    if trials["FAIL"] and trials["FAIL"] == sum(trials.values()):
+    if not trials["COMPLETE"] and ended(summary) == sum(trials.values()):
         return False
     if over is not None:
         return not over["failed"] and not trials["RUNNING"] and not summary["given_back"]
@@ -106,9 +106,15 @@ def reason(workers: Sequence[State], summary: dict[str, Any], state: str) -> str
         return told
     if summary["trials"]["FAIL"] == sum(summary["trials"].values()):
         return f"{told}, and all of them failed"
+    if not summary["trials"]["COMPLETE"] and ended(summary) == sum(summary["trials"].values()):
+        return f"{told}, and all of them were given up{_why_given_up(summary)}"
     left = summary["trials"]["RUNNING"] + summary["trials"]["WAITING"]
     how = next((worker["reason"] for worker in workers if worker["state"] != states.COMPLETED), "")
     return f"{told}, {left} unfinished{f': {how}' if how else ''}"
+
+
+def _why_given_up(summary: dict[str, Any]) -> str:
+    return next((f": {trial['reason']}" for trial in summary["recent"] if trial["reason"]), "")
 
 
 def as_one(found: Sequence[tuple[RunFolder, State]], without: Sequence[RunFolder] = ()) -> list[State]:

@@ -152,7 +152,7 @@ def ending_lines(folder: RunFolder, workers: Sequence[State]) -> list[str]:
     told = lines(folder, workers)
     told = told[: told.index("")]
     if summary["best"] is not None:
-        told.append(f"again     {program()} best {folder.run}   (the command that trains it again)")
+        told.append(f"more      {program()} best {folder.run}   (all values, and the command that trains it again)")
     if summary["trials"]["FAIL"]:
         told.append(f"logs      {folder.trials}/*/logs")
     return told

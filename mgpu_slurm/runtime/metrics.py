@@ -26,7 +26,8 @@ def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():
         try:
-            numbers[name] = float(value)
+            # a loss still has its graph
+            numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"metric {name!r}: expected a number, got {value!r}") from None
     return numbers

@@ -19,6 +19,8 @@ from mgpu_slurm.spec import Resources, check_run_name, resources_from
 from mgpu_slurm.sweeping import space as spaces
 from mgpu_slurm.sweeping.space import Space
 
+_IS_AN_ERROR = re.compile(r"loss|err|perplexity|(^|_)(ppl|nll|mse|mae|rmse|bpc|wer|cer)($|_)")
+
 SAMPLERS = ["tpe", "random", "grid", "gp", "cmaes"]
 
 _DATABASE = re.compile(r"(postgresql|mysql|mariadb)(\+\w+)?://")
@@ -181,7 +183,7 @@ class _Keys:
     job: str | dict[str, Any]
     metric: str
     space: str | dict[str, Any]
-    direction: Literal["maximize", "minimize"] = "maximize"
+    direction: Literal["maximize", "minimize"] | None = None
     sampler: Sampler = field(default_factory=Sampler)
     pruner: Pruner = field(default_factory=Pruner)
     trials: int | None = None
@@ -260,7 +262,7 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         job=None if command else str(keys.job),
         command=command,
         metric=keys.metric,
-        direction=keys.direction,
+        direction=_direction(keys),
         sampler=keys.sampler,
         pruner=keys.pruner,
         trials=_trials(keys, space),
@@ -277,6 +279,12 @@ def _checked(keys: _Keys, source: str) -> Sweep:
     _check_names(made)
     _check_points(made)
     return made
+
+
+def _direction(keys: _Keys) -> Literal["maximize", "minimize"]:
+    if keys.direction is None and _IS_AN_ERROR.search(keys.metric.lower()):
+        raise UserError(f"metric {keys.metric}: say `direction: minimize`; without it a metric is maximized")
+    return keys.direction or "maximize"
 
 
 def _check_storage(url: str) -> None:

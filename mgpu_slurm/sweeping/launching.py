@@ -53,6 +53,8 @@ class Options:
     dry_run: bool = False
     around: str | None = None
     """An earlier study, around whose best trials a grid is searched."""
+    new_code: bool = False
+    """Whether workers that are started for a sweep that exists take the project's code as it is now."""
     function: Callable[..., Any] | None = None
     """The job function itself, which the sweep file's `job` only names."""
 
@@ -149,7 +151,7 @@ def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
         executor=options.executor,
         cluster=options.cluster,
         name=sweep.study,
-        workers=sweep.workers,
+        workers=sweep.workers if sweep.trials is None else min(sweep.workers, sweep.trials),
         probes=() if is_command or isinstance(sweep.space, str) else tuple(map(spaces.nested, sweep.space.probes())),
         dry_run=options.dry_run,
     )
@@ -215,7 +217,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         found = _settled(folder, note)
         is_alive = any(states.is_alive(state["state"]) for _, state in found)
         spec = read_spec(folder)
-        change = _change(spec, old, sweep, values)
+        change = replace(_change(spec, old, sweep, values), new_code=options.new_code)
         _check_budget(sweep, change.given.get("gpus-per-node", spec.resources.gpus_per_node))
         _refuse_other_places(spec, options)
         if is_alive:
@@ -227,6 +229,11 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
             starting = []
         elif starting:
             lines.append(f"starts    {counted(len(starting), 'worker')}")
+            lines.append(
+                f"code      {'as it is now' if options.new_code else 'that of the study (--code new: as it is now)'}"
+            )
+        elif not is_alive:
+            lines.append("starts    no worker: no trial is left")
         before = frozenset(trial.number for trial in trials if trial.state.is_finished())
         if options.dry_run:
             return Started(folder, spec.executor, None, [*lines, _NOTHING], is_alive, before)
@@ -312,6 +319,10 @@ def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
     if old.trials != new.trials:
         known = "as many as the budget holds" if new.trials is None else new.trials
         lines.append(f"trials    {known}; it was {old.trials}")
+    for name in ("workers", "sampler", "pruner"):
+        before, now = getattr(old, name), getattr(new, name)
+        if before != now:
+            lines.append(f"{name:<9} {getattr(now, 'words', now)}; it was {getattr(before, 'words', before)}")
     return lines
 
 
@@ -354,7 +365,7 @@ def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
         )
     late = list(sweep.enqueue[len(there) :])
     begun = studies.begun(study)
-    if sweep.trials is not None and begun + len(late) > sweep.trials:
+    if late and sweep.trials is not None and begun + len(late) > sweep.trials:
         raise UserError(f"enqueue: {counted(len(late), 'point')} more: raise trials to {begun + len(late)}")
     return late
 
@@ -409,7 +420,7 @@ def _refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
     """
     told = [name for name in ("sampler", "pruner") if getattr(old, name) != getattr(new, name)]
     if change:
-        told.append("resources")
+        told.append("resources or code")
     if told:
         raise UserError(
             f"{' and '.join(told)}: another one than that of the workers which are at work: `{program()} cancel"
@@ -428,7 +439,10 @@ def _change(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Chang
     )
     for name, value in before.items():
         if value is not None and now.get(name) is None:
-            raise UserError(f"resources: {name.replace('_', '-')} was {value}: say what it is to be, or leave it")
+            flag = name.replace("_", "-")
+            raise UserError(
+                f"resources: {flag} was {value}, and now nothing is said of it: say resources.{flag}={value}"
+            )
     given = _flags(values)
     asked = resources_from(given, "resources")
     changed = [name for name in given if _of(asked, name) != _of(spec.resources, name)]

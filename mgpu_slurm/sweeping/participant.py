@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,6 +49,8 @@ SUMMARY_SHARE = 0.05
 LEAST_FAILURES = 2
 """Trials that have to fail alike before a sweep is given up."""
 
+
+_NUMBER = re.compile(r"\d[\d.eE+-]*")
 
 HOPELESS = "hopeless beside the others"
 """Why the pruner gives a trial up."""
@@ -278,6 +281,9 @@ class Participant:
             current.trial.report(value, progress)
             current.reported[progress] = value
             current.has_reported = True
+        if progress >= (self.sweep.pruner.max_resource or math.inf):
+            # it is at its end: to give it up would save nothing, and tell the sampler less
+            return None
         return HOPELESS if current.trial.should_prune() else None
 
     def _miss_metric(self, progress: int, metrics: dict[str, float]) -> None:
@@ -414,7 +420,8 @@ class Participant:
         if any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) or _goes_well(trial) for trial in trials):
             return
         failed = [trial for trial in trials if trial.state == TrialState.FAIL]
-        reasons = {trial.system_attrs.get(studies.REASON) for trial in failed}
+        # messages often name the trial's values
+        reasons = {_NUMBER.sub("...", trial.system_attrs.get(studies.REASON, "")) for trial in failed}
         begun = sum(records.attempts_started(member) > 0 for member in registry.members(self._sweep_folder))
         enough = max(LEAST_FAILURES, begun)
         at_work, have_failed = (
@@ -423,7 +430,7 @@ class Participant:
         )
         if len(reasons) == 1 and len(failed) >= min(enough, self.sweep.trials or enough) and at_work <= have_failed:
             alike = "the only trial" if len(failed) == 1 else f"all of the first {len(failed)} trials"
-            self._give_up(f"{alike} failed alike: {reasons.pop()}")
+            self._give_up(f"{alike} failed alike: {failed[-1].system_attrs.get(studies.REASON)}")
 
     # -- after a death
 

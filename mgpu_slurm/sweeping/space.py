@@ -17,6 +17,9 @@ from mgpu_slurm.errors import UserError, nearest
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
 
+_SOMEWHERE = 0.381966
+"""Between the ends of a range, as a share of it."""
+
 LARGEST_INT = 2**53
 """What a float holds exactly, as which Optuna keeps whole numbers."""
 
@@ -56,7 +59,11 @@ class Parameter(ABC):
 
     @abstractmethod
     def ends(self) -> Sequence[Any]:
+        """The least and the greatest of a range, or all choices."""
+
+    def probes(self) -> Sequence[Any]:
         """Values that the job's config has to take, if it takes any."""
+        return self.ends()
 
     @property
     @abstractmethod
@@ -89,6 +96,11 @@ class Float(Parameter):
 
     def ends(self) -> Sequence[float]:
         return (float(self.low), float(self.high))
+
+    def probes(self) -> Sequence[float]:
+        """Also one between the ends, which no config takes for a whole number."""
+        between = self.low + (self.high - self.low) * _SOMEWHERE if self.step is None else self.low + self.step
+        return (*self.ends(), float(min(between, self.high)))
 
     def takes(self, value: Any) -> bool:
         return _is_number(value, (int, float)) and self.low <= value <= self.high
@@ -222,7 +234,7 @@ class Space:
         """Values of whole trials in which every end of every parameter is met, for the job's config to be asked."""
         found = []
         for parameter in self.parameters:
-            found += [self._with(parameter, value) for value in parameter.ends()]
+            found += [self._with(parameter, value) for value in parameter.probes()]
         return found
 
     def _with(self, wanted: Parameter, value: Any) -> Values:

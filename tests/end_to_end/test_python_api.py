@@ -265,7 +265,8 @@ def test_a_sweep_of_a_function_typed_in_goes_on_and_is_found_again(tmp_path: Pat
 def test_a_sweep_file_takes_other_values(project: Project) -> None:
     project.write(
         "sweep.yaml",
-        "{study: filed, job: work, metric: loss, trials: 9, sampler: random, space: {lr: {float: [0, 1]}}}",
+        "{study: filed, job: work, metric: loss, direction: maximize, trials: 9, sampler: random,"
+        " space: {lr: {float: [0, 1]}}}",
     )
     code = """
         from mgpu_slurm import sweep

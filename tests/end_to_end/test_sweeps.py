@@ -185,7 +185,9 @@ def test_a_killed_workers_trial_goes_on_elsewhere_and_a_sweep_grows_while_it_run
     assert [ends(folder, number)["state"] for number in range(9)] == ["COMPLETE"] * 9
     assert len({trial.params["x"] for trial in trials_of(folder)}) == 9
     assert [worker["attempts"] for worker in facts_of(project)["workers"]] == [2, 2, 1]
-    assert "starts  " not in project.call("sweep", "sweep.yaml", "trials=9", "workers=3").stdout
+    assert (
+        "starts    no worker: no trial is left\n" in project.call("sweep", "sweep.yaml", "trials=9", "workers=3").stdout
+    )
 
 
 def test_a_trial_outlives_the_time_limit_of_its_worker_and_a_cancel(project: Project) -> None:
@@ -359,7 +361,7 @@ WRONG_SPACES = """
     [
         ({"space": {"lr": {"float": [0.1, 1.0]}}}, "unknown key 'lr' (known: x, whole, "),
         ({"space": {"epoch": {"int": [1, 3]}}}, "(did you mean 'epochs'?)"),
-        ({"space": {"epochs": {"float": [0.5, 1.0]}}}, "epochs"),
+        ({"space": {"epochs": {"float": [1.0, 8.0]}}}, "epochs=3.673762: expected a valid integer"),
         ({"fixed": {"x": "big"}, "space": {"whole": {"int": [0, 1]}}}, "x"),
         ({"space": {"x": {"float": [1.0, 0.1]}}}, "space x: float [1, 0.1]: nothing lies between them: swap them"),
         (

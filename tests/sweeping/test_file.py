@@ -36,7 +36,7 @@ space:
 storage: postgresql://me:${PASSWORD}@db/optuna
 max_retries: 1
 """
-LEAST = {"study": "s", "job": "train.py", "metric": "loss", "trials": 3, "space": {"lr": {"float": [0.1, 1]}}}
+LEAST = {"study": "s", "job": "train.py", "metric": "accuracy", "trials": 3, "space": {"lr": {"float": [0.1, 1]}}}
 COMMAND = LEAST | {"job": {"command": "python train.py --lr {lr}"}}
 
 
@@ -154,6 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a direction that is none": (change(direction="up"), "direction='up'"),
     "an unknown sampler": (change(sampler="tpee"), "sampler 'tpee': expected tpe, random"),
     "an unknown key of the sampler": (change(sampler={"name": "tpe", "sed": 1}), "unknown key 'sampler.sed'"),
+    "a loss that nobody wants": (change(metric="val_loss"), "metric val_loss: say `direction: minimize`; without it"),
     "an unknown pruner": (change(pruner="asha"), "pruner.name='asha'"),
     "hyperband without an end": (change(pruner="hyperband"), "hyperband needs max_resource"),
     "an end before the beginning": (

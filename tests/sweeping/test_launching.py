@@ -120,11 +120,26 @@ def test_a_worker_that_has_said_that_it_leaves_is_waited_for(
 def test_resources_are_changed_and_none_is_forgotten(tmp_path: Path, restarts: Restarts) -> None:
     ended(tmp_path, trials=1, resources={"mem": "4G", "sbatch": {"comment": "old"}})
     for left, name in (({"mem": "4G"}, "comment was old"), ({"sbatch": {"comment": "old"}}, "mem was 4G")):
-        with pytest.raises(UserError, match=f"^resources: {name}: say what it is to be, or leave it$"):
+        with pytest.raises(UserError, match=f"^resources: {name}, and now nothing is said of it: say resources"):
             extend(trials=2, resources=left)
     extend(trials=2, resources={"mem": "8G", "sbatch": {"comment": "new"}})
     ((_, change),) = restarts.asked
     assert change == Change(flags={"mem": "8G", "sbatch": {"comment": "new"}})
+
+
+def test_fewer_trials_than_there_are_add_nothing_and_other_code_is_taken_when_asked_for(
+    tmp_path: Path, restarts: Restarts
+) -> None:
+    ended(tmp_path, trials=2)
+    started = extend(trials=1, sampler="tpe")
+    assert started.lines[1:] == [
+        "trials    1; it was 2",
+        "sampler   tpe; it was random",
+        "starts    no worker: no trial is left",
+    ]
+    extend(trials=3)
+    launching.start(VALUES | {"workers": 1, "trials": 4}, {}, "sweep.yaml", launching.Options(new_code=True))
+    assert [change for _, change in restarts.asked] == [NO_CHANGE, Change(new_code=True)]
 
 
 def test_a_sampler_that_only_the_runs_code_has_is_not_looked_for(tmp_path: Path, restarts: Restarts) -> None:

@@ -276,17 +276,21 @@ class TestCommonFailures:
         parts = [worker(folder, number) for number in range(2)]
         for part in parts:
             begin(part)
-        parts[0].fail("ValueError: no data")
-        with pytest.raises(SweepFailed, match="all of the first 2 trials failed alike: ValueError: no data"):
-            parts[1].fail("ValueError: no data")
+        # a message may name the trial's values
+        parts[0].fail("ValueError: no data at 0.25")
+        with pytest.raises(SweepFailed, match="all of the first 2 trials failed alike: ValueError: no data at 1e-05"):
+            parts[1].fail("ValueError: no data at 1e-05")
         # the other one hears of it
         order = leave(parts[0])
-        assert (order.exit_code, order.reason) == (1, "all of the first 2 trials failed alike: ValueError: no data")
+        assert (order.exit_code, order.reason) == (
+            1,
+            "all of the first 2 trials failed alike: ValueError: no data at 1e-05",
+        )
 
     def test_different_ones_or_one_success_do_not(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         part = worker(folder, 0)
-        for reason in ("ValueError: 1", "ValueError: 2", "ValueError: 2"):
+        for reason in ("ValueError: a", "ValueError: b", "ValueError: b"):
             begin(part)
             part.fail(reason)
         folder = make(tmp_path / "other", trials=9)
@@ -317,6 +321,29 @@ class TestCommonFailures:
         begin(part)
         with pytest.raises(SweepFailed, match="the only trial failed alike: KeyError: 'a'"):
             part.fail("KeyError: 'a'")
+
+
+class TestGivingUp:
+    def test_one_that_is_at_its_end_is_not_given_up_any_more(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1, "max_resource": 3})
+        part = worker(folder, 0)
+        begin(part)
+        for progress in (1, 2, 3):
+            assert part.judge(progress, {"score": 0.9}) is None
+        finish(part, 0.9)
+        begin(part)
+        assert part.judge(2, {"score": 0.1}) == HOPELESS
+        assert part.judge(3, {"score": 0.1}) is None
+
+    def test_a_sweep_of_which_nothing_came_has_failed(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=1, workers=1)
+        part = worker(folder, 0)
+        begin(part)
+        part.prune("score is nan", 1)
+        leave(part)
+        told, workers = sweeps.summary_of(folder), [{"state": "COMPLETED"}]
+        assert sweeps.overall(workers, told) == "FAILED"
+        assert sweeps.reason(workers, told, "FAILED") == "1 of 1 trial, and all of them were given up: score is nan"
 
 
 class TestBudgets:

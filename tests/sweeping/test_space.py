@@ -100,6 +100,8 @@ def test_every_end_of_every_parameter_is_in_a_trial_that_a_config_is_asked_for()
     assert {(probe["lr"], probe["width"], probe["act"]) for probe in found} == {
         (1.0, 16, "relu"),
         (2.0, 16, "relu"),
+        # no whole number
+        (1.381966, 16, "relu"),
         (1.0, 96, "relu"),
         (1.0, 16, None),
     }
