@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -210,7 +211,8 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
     away = sorted({state["slurm_cluster"] for state in asks if _is_elsewhere(state, here)})
     known = _queue([state for state in asks if not _is_elsewhere(state, here)])
     if known is None or (away and here is None):
-        note("SLURM's controller does not answer: runs are taken as they were last seen")
+        silent = "SLURM's controller does not answer" if shutil.which("squeue") else "there is no squeue on PATH here"
+        note(f"{silent}: runs are taken as they were last seen")
     elif away:
         note(f"this is cluster {here}: runs of {', '.join(away)} are taken as they were last seen")
     return [(folder, _true(folder, state, known, here)) for folder, state in found]

@@ -35,6 +35,11 @@ class Watch:
         self._pause = 0.5
         self._said: list[str] = []
 
+    @property
+    def problem(self) -> str | None:
+        """Why what is seen may be old; None where the executor has answered."""
+        return self._said[0] if self._said else None
+
     def state(self) -> State:
         """Of a run, or of the first one of a group."""
         return self.states()[0]

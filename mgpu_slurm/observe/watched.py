@@ -65,17 +65,25 @@ def fitting(told: list[str], room: os.terminal_size) -> list[str]:
 
 
 def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
-    """Shows runs, all of them where none is named, until they have ended."""
-    watches = {folder: Watch(folder, note) for folder in asked or registry.all_groups(note)}
+    """Shows runs, all of them where none is named, until they have ended.
+
+    Args:
+        note: hears that a cluster does not answer; on a terminal that is a line of the screen.
+    """
+    is_terminal = sys.stdout.isatty()
+    hears = quiet if is_terminal else note
+    watches = {folder: Watch(folder, hears) for folder in asked or registry.all_groups(note)}
     while True:
         found = [pair for watch in watches.values() for pair in watch.pairs()]
-        room = shutil.get_terminal_size() if sys.stdout.isatty() else None
-        told = lines(found, asked, room)
-        if room is None:
-            print("\n".join(told), flush=True)
+        if is_terminal:
+            problems = list(dict.fromkeys(watch.problem for watch in watches.values() if watch.problem is not None))
+            room = shutil.get_terminal_size()
+            # first: the end may not fit
+            shown = [f"({problem})"[: room.columns] for problem in problems] + lines(found, asked, room)
+            screen = "".join(f"{line}{_NEXT_LINE}" for line in fitting(shown, room))
+            print(f"{_HOME}{screen}{_NOTHING_BELOW}", end="", flush=True)
         else:
-            shown = "".join(f"{line}{_NEXT_LINE}" for line in fitting(told, room))
-            print(f"{_HOME}{shown}{_NOTHING_BELOW}", end="", flush=True)
+            print("\n".join(lines(found, asked, None)), flush=True)
         if not any(states.is_alive(state["state"]) for _, state in found):
             return
         time.sleep(WATCH_PAUSE)

@@ -75,8 +75,10 @@ def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[st
 
     ask_again()
     assert notes == ["SLURM's controller does not answer: runs are taken as they were last seen; asking again"]
+    assert watch.problem is not None
     (tmp_path / "up").touch()
     ask_again()
+    assert watch.problem is None
     (tmp_path / "up").unlink()
     ask_again()
     assert len(notes) == 2
