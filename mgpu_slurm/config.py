@@ -180,6 +180,8 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{key!r} has no default and was not given: add {key}=VALUE"
     message = message.removeprefix("Value error, ").removeprefix("Input ").removeprefix("should be ")
+    # which says the same again
+    message = message.partition(", unable to parse")[0]
     # pydantic speaks of Python's types, and these come from YAML
     message = message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
     if problem["type"] in ("value_error", "assertion_error"):

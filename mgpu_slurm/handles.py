@@ -440,9 +440,14 @@ def find_run(name: str) -> Handle:
     """One run.
 
     Raises:
-        UserError: the name is a group's.
+        UserError: the name is a group's, or a sweep's.
     """
     found = find(name)
+    if isinstance(found, Study):
+        raise UserError(
+            f"{found.name} is a sweep: its trials print into {str(found.files.trials)!r}; or name one of its workers,"
+            f" such as {found.name}/0"
+        )
     if isinstance(found, Group):
         raise UserError(f"{found.name} is a group of {len(found.runs)} runs: name one of them, such as {found.name}/0")
     return found

@@ -61,7 +61,8 @@ def _trials(summary: dict[str, Any]) -> str:
 def _trial(summary: dict[str, Any], trial: dict[str, Any] | None) -> str:
     if trial is None:
         return "none yet"
-    return f"{summary['metric']} {trial['value']:.6g}  (trial {trial['number']})  {parameters(trial['params'])}"
+    how = "" if trial["state"] == "COMPLETE" else f", {WORDS[trial['state']]}"
+    return f"{summary['metric']} {trial['value']:.6g}  (trial {trial['number']}{how})  {parameters(trial['params'])}"
 
 
 def parameters(values: dict[str, Any]) -> str:

@@ -46,8 +46,7 @@ class Sampler:
     def __post_init__(self) -> None:
         if self.name not in SAMPLERS and not _CLASS.fullmatch(self.name):
             raise UserError(
-                f"sampler {self.name!r}: expected {', '.join(SAMPLERS)}, or package.module.Class"
-                f"{nearest(self.name, SAMPLERS)}"
+                f"{self.name!r}: expected {', '.join(SAMPLERS)}, or package.module.Class{nearest(self.name, SAMPLERS)}"
             )
 
     @property
@@ -73,17 +72,15 @@ class Pruner:
 
     def __post_init__(self) -> None:
         if self.min_resource < 1:
-            raise UserError(f"pruner: min_resource {self.min_resource}: progress counts from 1")
+            raise UserError(f"min_resource {self.min_resource}: progress counts from 1")
         if self.reduction_factor < 2:
-            raise UserError(f"pruner: reduction_factor {self.reduction_factor}: expected at least 2")
+            raise UserError(f"reduction_factor {self.reduction_factor}: expected at least 2")
         if self.startup_trials < 0:
-            raise UserError(f"pruner: startup_trials {self.startup_trials}: expected 0 or more")
+            raise UserError(f"startup_trials {self.startup_trials}: expected 0 or more")
         if self.name == "hyperband" and self.max_resource is None:
-            raise UserError("pruner: hyperband needs max_resource: the progress of a whole trial, such as its epochs")
+            raise UserError("hyperband needs max_resource: the progress of a whole trial, such as its epochs")
         if self.max_resource is not None and self.max_resource <= self.min_resource:
-            raise UserError(
-                f"pruner: max_resource {self.max_resource}: expected more than min_resource {self.min_resource}"
-            )
+            raise UserError(f"max_resource {self.max_resource}: expected more than min_resource {self.min_resource}")
 
     @property
     def words(self) -> str:
@@ -111,7 +108,7 @@ class Budget:
         for name in ("hours", "gpu_hours", "patience"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise UserError(f"budget: {name} {value}: expected more than 0")
+                raise UserError(f"{name} {value}: expected more than 0")
 
     def words(self, metric: str) -> str:
         told = [

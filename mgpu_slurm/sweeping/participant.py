@@ -142,7 +142,8 @@ class Participant:
         with locked(self._folder.sweep_lock):
             if self._reread_sweep():
                 return False
-            self._show(leaving=self._worker.attempt)
+            # and what it has come to, where its last trial's metrics have stood
+            self._show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)})
             return True
 
     def _why_over(self) -> dict[str, Any] | None:

@@ -294,6 +294,9 @@ def _parameter(name: str, options: Any, what: str) -> Parameter:
     if not isinstance(options, dict):
         raise UserError(f"{what}: expected a mapping such as {{float: [0.001, 0.1]}}; a constant belongs into `fixed:`")
     kinds = [kind for kind in _OPTIONS if kind in options]
+    if not kinds and options:
+        unknown = str(next(iter(options)))
+        raise UserError(f"{what}: unknown key {unknown!r}{nearest(unknown, [*_OPTIONS, 'log', 'step', 'when'])}")
     if len(kinds) != 1:
         both = " and ".join(kinds)
         raise UserError(f"{what}: {f'both {both}' if both else 'no kind'}: give one of float, int and choice")

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no workers": (change(workers=0), "workers 0: expected at least 1"),
     "a number of trials that is none": (change(trials="many"), "trials='many'"),
     "a direction that is none": (change(direction="up"), "direction='up'"),
-    "an unknown sampler": (change(sampler="tpee"), "sampler 'tpee': expected tpe, random"),
+    "an unknown sampler": (change(sampler="tpee"), "sampler: 'tpee': expected tpe, random"),
     "an unknown key of the sampler": (change(sampler={"name": "tpe", "sed": 1}), "unknown key 'sampler.sed'"),
     "a loss that nobody wants": (change(metric="val_loss"), "metric val_loss: say `direction: minimize`; without it"),
     "an unknown pruner": (change(pruner="asha"), "pruner.name='asha'"),

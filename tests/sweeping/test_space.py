@@ -162,7 +162,7 @@ REFUSED = {
     "lr: 0.1": "space lr: expected a mapping such as .*; a constant belongs into `fixed:`",
     "lr: {}": "space lr: no kind: give one of float, int and choice",
     "lr: {float: [0, 1], int: [0, 1]}": "space lr: both float and int: give one",
-    "lr: {flaot: [0, 1]}": "space lr: no kind",
+    "lr: {flaot: [0, 1]}": "space lr: unknown key 'flaot' .did you mean 'float'",
     "lr: {float: [0, 1], lgo: true}": r"space lr: unknown key 'lgo' \(did you mean 'log'\?\)",
     "lr: {choice: [0, 1], log: true}": "space lr: unknown key 'log'",
     "lr: {float: [1, 0.5]}": r"space lr: float \[1, 0.5\]: nothing lies between them: swap them",
