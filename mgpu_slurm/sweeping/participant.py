@@ -412,7 +412,7 @@ class Participant:
         self._show(trial=None, reason="")
 
     def check_for_a_common_failure(self) -> None:
-        """Where nothing has ever come of a trial, and the first ones of all workers failed alike, the others will too.
+        """Where nothing has ever come of a trial, and as many as there are workers failed alike, the others will too.
 
         Raises:
             SweepFailed: so it is.
@@ -425,11 +425,7 @@ class Participant:
         reasons = {_NUMBER.sub("...", trial.system_attrs.get(studies.REASON, "")) for trial in failed}
         begun = sum(records.attempts_started(member) > 0 for member in registry.members(self._sweep_folder))
         enough = max(LEAST_FAILURES, begun)
-        at_work, have_failed = (
-            {worker for trial in trials if trial.state == state for worker in studies.claims(trial)}
-            for state in (TrialState.RUNNING, TrialState.FAIL)
-        )
-        if len(reasons) == 1 and len(failed) >= min(enough, self.sweep.trials or enough) and at_work <= have_failed:
+        if len(reasons) == 1 and len(failed) >= min(enough, self.sweep.trials or enough):
             alike = "the only trial" if len(failed) == 1 else f"all of the first {len(failed)} trials"
             self._give_up(f"{alike} failed alike: {failed[-1].system_attrs.get(studies.REASON)}")
 

@@ -94,7 +94,8 @@ def test_workers_share_the_trials_of_one_array_and_more_come_to_them(project: Pr
     assert [state["job_id"] for state in workers(folder)] == [f"{job}_{number}" for number in range(3)]
     wait_until(lambda: states(folder).count("RUNNING") == 3, pause=LOOK_EVERY)
     done = project.call("sweep", "sweep.yaml", "trials=12", "workers=4")
-    assert "3 workers at work\ntrials    12; it was 8\nstarts    1 worker\n" in done.stdout, done.stdout + done.stderr
+    told = "3 workers at work\ntrials    12; it was 8\nworkers   4; it was 3\nstarts    1 worker\n"
+    assert told in done.stdout, done.stdout + done.stderr
     wait_until(lambda: states(folder).count("RUNNING") == 4, pause=LOOK_EVERY)
     gate.touch()
     assert finish(project) == 0
