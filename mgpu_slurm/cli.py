@@ -56,6 +56,13 @@ def resource_flags(command: Any) -> Any:
 json_flag = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON value, and nothing else, on standard output."
 )
+code_flag = click.option(
+    "--code",
+    type=click.Choice(["same", "new"]),
+    default="same",
+    show_default=True,
+    help="Of what exists: its own code, or the project's as it is now.",
+)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -414,13 +421,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 @click.option("--executor", default="auto", metavar="NAME", help="As for submit.  [default: auto]")
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
 @click.option("--around", metavar="STUDY", help="Search a grid around the best trials of an earlier study.")
-@click.option(
-    "--code",
-    type=click.Choice(["same", "new"]),
-    default="same",
-    show_default=True,
-    help="Of a study that exists: its own code, or the project's as it is now.",
-)
+@code_flag
 @click.option("--follow/--no-follow", default=None, help="Show trials as they end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be searched and submitted, and start nothing.")
 @json_flag
@@ -473,13 +474,7 @@ def sweep(
 @click.argument("name", metavar="RUN")
 @click.argument("words", nargs=-1, metavar="")
 @resource_flags
-@click.option(
-    "--code",
-    type=click.Choice(["same", "new"]),
-    default="same",
-    show_default=True,
-    help="Its own code, or the project's as it is now.",
-)
+@code_flag
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @json_flag
 def resume(

@@ -56,11 +56,16 @@ def overall(workers: Sequence[State], summary: dict[str, Any]) -> str:
 def _is_done(summary: dict[str, Any]) -> bool:
     """Whether nothing is left to do: its trials have ended, one of them with a value, or its budget is used up."""
     over, trials = summary["over"], summary["trials"]
-    if not trials["COMPLETE"] and ended(summary) == sum(trials.values()):
+    if _is_in_vain(summary):
         return False
     if over is not None:
         return not over["failed"] and not trials["RUNNING"] and not summary["given_back"]
     return not trials["RUNNING"] and not trials["WAITING"] and sum(trials.values()) > 0
+
+
+def _is_in_vain(summary: dict[str, Any]) -> bool:
+    """Whether all of its trials have ended, and none with a value."""
+    return not summary["trials"]["COMPLETE"] and 0 < ended(summary) == sum(summary["trials"].values())
 
 
 def ended(summary: dict[str, Any]) -> int:
@@ -106,7 +111,7 @@ def reason(workers: Sequence[State], summary: dict[str, Any], state: str) -> str
         return told
     if summary["trials"]["FAIL"] == sum(summary["trials"].values()):
         return f"{told}, and all of them failed"
-    if not summary["trials"]["COMPLETE"] and ended(summary) == sum(summary["trials"].values()):
+    if _is_in_vain(summary):
         return f"{told}, and all of them were given up{_why_given_up(summary)}"
     left = summary["trials"]["RUNNING"] + summary["trials"]["WAITING"]
     how = next((worker["reason"] for worker in workers if worker["state"] != states.COMPLETED), "")

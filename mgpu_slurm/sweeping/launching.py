@@ -16,7 +16,7 @@ from mgpu_slurm import paths, records, states
 from mgpu_slurm.errors import ClusterError, NoStudy, UserError
 from mgpu_slurm.launch import registry
 from mgpu_slurm.launch import submit as submitting
-from mgpu_slurm.launch.changing import NO_CHANGE, Change
+from mgpu_slurm.launch.changing import Change
 from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
@@ -449,7 +449,7 @@ def _change(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Chang
     if "sbatch" in changed and not set(asked.sbatch.items()) - set(spec.resources.sbatch.items()):
         # the cluster's file has given more
         changed.remove("sbatch")
-    return Change(flags={name: given[name] for name in changed}) if changed else NO_CHANGE
+    return Change(flags={name: given[name] for name in changed})
 
 
 def _of(resources: Resources, flag: str) -> Any:

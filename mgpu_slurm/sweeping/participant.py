@@ -65,8 +65,8 @@ class _Current:
     began: float
     is_first: bool
     """Of this attempt of the worker: it has all of the worker's time."""
-    reported: dict[int, float]
-    """What the study has of it, by progress."""
+    reported: set[int]
+    """Progress at which the study has a value."""
     last_value: float | None
     """Of the metric; None before it was reported."""
     has_reported: bool = False
@@ -202,13 +202,13 @@ class Participant:
 
     def _begin(self, trial: Trial) -> Assignment | None:
         """What the trial is; None where its own space will have none of it, and it has ended."""
-        reported = dict(self._frozen(trial).intermediate_values)
+        reported = self._frozen(trial).intermediate_values
         folder = self._sweep_folder.of_trial(trial.number)
         folder.logs.mkdir(parents=True, exist_ok=True)
         attempt = records.attempts_started(folder) + 1
         is_first, self._has_begun = not self._has_begun, True
         last_value = reported[max(reported)] if reported else None
-        self._current = _Current(trial, attempt, time.monotonic(), is_first, reported, last_value)
+        self._current = _Current(trial, attempt, time.monotonic(), is_first, set(reported), last_value)
         facts = {"worker": self._worker.number, "job_id": records.read_state(self._folder)["job_id"]}
         self._recorded(folder, "started", attempt=attempt, **facts)
         values = self._chosen(trial)
@@ -280,7 +280,7 @@ class Participant:
         if progress not in current.reported:
             # one that goes on from a checkpoint repeats what came after that
             current.trial.report(value, progress)
-            current.reported[progress] = value
+            current.reported.add(progress)
             current.has_reported = True
         if progress >= (self.sweep.pruner.max_resource or math.inf):
             # it is at its end: to give it up would save nothing, and tell the sampler less
