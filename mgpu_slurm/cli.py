@@ -444,11 +444,10 @@ def sweep(
     """
     from mgpu_slurm import config as configs
     from mgpu_slurm import handles
-    from mgpu_slurm.sweeping import file as files
     from mgpu_slurm.sweeping import launching
 
     options = launching.Options(executor, cluster, dry_run, around, new_code=code == "new")
-    started = launching.start(files.read(file), configs.parse_overrides(words), str(file), options, _note)
+    started = launching.start(configs.read_yaml(file), configs.parse_overrides(words), str(file), options, _note)
     name, place = started.folder.run, str(started.folder.path)
     if as_json:
         facts = {"run": name, "folder": str(started.folder.path), "job_id": started.job_id}

@@ -404,7 +404,9 @@ def sweep(
     from mgpu_slurm.sweeping import file as files
     from mgpu_slurm.sweeping import launching
 
-    values, source = (dict(file), "the sweep") if isinstance(file, Mapping) else (files.read(Path(file)), str(file))
+    values, source = (
+        (dict(file), "the sweep") if isinstance(file, Mapping) else (configs.read_yaml(Path(file)), str(file))
+    )
     function = None
     for given in (values, changes):
         if callable(given.get("job")):

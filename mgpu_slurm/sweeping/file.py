@@ -194,11 +194,6 @@ class _Keys:
     warm_start: str | None = None
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The file's values."""
-    return configs.read_yaml(path)
-
-
 def plain(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Values that a program gives, as a file has them.
 
@@ -234,7 +229,7 @@ def parse(values: Mapping[str, Any], source: str) -> Sweep:
 
 def load(path: Path) -> Sweep:
     """The sweep that the file at this place says."""
-    return parse(read(path), str(path))
+    return parse(configs.read_yaml(path), str(path))
 
 
 def _with_names(values: Mapping[str, Any]) -> dict[str, Any]:

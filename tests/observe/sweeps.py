@@ -104,7 +104,7 @@ def make_sweep(runs: Path, name: str = "digits", **changes: Any) -> Sweeping:
     folder = RunFolder(ended_run(runs / name, tasks=2, kind="sweep"))
     records.update_state(folder, kind="sweep")
     folder.sweep.write_text(yaml.safe_dump(values | changes, sort_keys=False))
-    made = files.parse(files.read(folder.sweep), "sweep.yaml")
+    made = files.load(folder.sweep)
     studies.create(made, folder.journal)
     hparams.write_experiment(folder, made)
     return opened(folder.path)
@@ -113,5 +113,5 @@ def make_sweep(runs: Path, name: str = "digits", **changes: Any) -> Sweeping:
 def opened(path: Path) -> Sweeping:
     """A sweep that is there, as a worker has it."""
     folder = RunFolder(path)
-    sweep = files.parse(files.read(folder.sweep), "sweep.yaml")
+    sweep = files.load(folder.sweep)
     return Sweeping(folder, sweep, studies.load(sweep, folder.journal, Worker(0, 1)))

@@ -49,7 +49,7 @@ def start(project: Project, **values: Any) -> RunFolder:
 
 
 def trials_of(folder: RunFolder) -> list[Any]:
-    sweep = files.parse(files.read(folder.sweep), str(folder.sweep))
+    sweep = files.load(folder.sweep)
     return studies.load(sweep, folder.journal).trials
 
 

@@ -44,7 +44,7 @@ def make(base: Path, **values: Any) -> RunFolder:
 
 
 def sweep_of(folder: RunFolder) -> Sweep:
-    return files.parse(files.read(folder.sweep), str(folder.sweep))
+    return files.load(folder.sweep)
 
 
 def study_of(folder: RunFolder) -> Study:

@@ -101,7 +101,7 @@ def test_a_study_with_too_few_trials_is_no_region(make: Make) -> None:
 def test_trials_of_before_are_known_and_count_as_nobody_s(make: Make) -> None:
     _, before = make(lambda values: values["lr"], trials=6)
     folder, study = make(lambda values: 1.0, study="second", trials=2)
-    second = files.parse(files.read(folder.sweep), "sweep.yaml")
+    second = files.load(folder.sweep)
     earlier.add(study, earlier.known_trials(second, "first"))
     assert studies.begun(study) == 2
     known = [trial for trial in study.trials if studies.ORIGIN in trial.system_attrs]
@@ -115,7 +115,7 @@ def test_trials_of_before_are_known_and_count_as_nobody_s(make: Make) -> None:
 def test_trials_of_before_neither_use_up_the_number_nor_take_the_places_of_known_points(make: Make) -> None:
     make(lambda values: values["lr"], trials=6)
     folder, study = make(lambda values: 1.0, study="second", trials=1, enqueue=[{"lr": 0.5}])
-    second = replace(files.parse(files.read(folder.sweep), "sweep.yaml"), trials=3)
+    second = replace(files.load(folder.sweep), trials=3)
     earlier.add(study, earlier.known_trials(second, "first"))
     studies.queue(study, [{"lr": 0.25}])
     rates = []
@@ -131,7 +131,7 @@ def test_only_trials_of_the_same_space_are_taken(make: Make) -> None:
     narrow = SPACE | {"lr": {"float": [1e-2, 1.0], "log": True}}
     folder, _ = make(lambda values: 1.0, study="second", trials=1, space=narrow)
     inside = [trial for trial in before.trials if trial.params["lr"] >= 1e-2]
-    second = files.parse(files.read(folder.sweep), "sweep.yaml")
+    second = files.load(folder.sweep)
     assert len(earlier.known_trials(second, "first")) == len(inside) < 12
 
 
@@ -146,7 +146,7 @@ def test_trials_that_say_nothing_here_are_refused(make: Make, changes: dict[str,
     make(lambda values: 0.5, trials=3)
     folder, _ = make(lambda values: 0.5, study="second", trials=1, **changes)
     with pytest.raises(UserError, match=told):
-        earlier.known_trials(files.parse(files.read(folder.sweep), "x"), "first")
+        earlier.known_trials(files.load(folder.sweep), "first")
 
 
 def test_a_run_is_no_study(make: Make, tmp_path: Path) -> None:

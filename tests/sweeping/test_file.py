@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgpu_slurm.config import merge, parse_overrides, parse_yaml
+from mgpu_slurm.config import merge, parse_overrides, parse_yaml, read_yaml
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.spec import Resources
 from mgpu_slurm.sweeping import file as files
@@ -75,7 +75,7 @@ def test_a_call_changes_what_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.write_text(WHOLE)
     changes = parse_overrides(["trials=100", "space.lr.float=[0.1, 0.2]", "sampler.seed=5"])
-    made = files.parse(files.laid_over(files.read(path), changes), str(path))
+    made = files.parse(files.laid_over(read_yaml(path), changes), str(path))
     assert isinstance(made.space, Space)
     assert made.space.lines()[0] == "lr         float 0.1 to 0.2, log"
     assert (made.trials, made.sampler.seed) == (100, 5)
