@@ -250,7 +250,7 @@ class Study(Group):
     """A sweep: its workers, and what they have found."""
 
     def _as_one(self, facts: list[dict[str, Any]]) -> str:
-        return sweeps.overall(facts, sweeps.summary_of(self.files))
+        return sweeps.overall(facts, sweeps.summary_of(self.files, facts))
 
     def results(self) -> list[dict[str, float]]:
         """Waits for the sweep, and returns what each complete trial returned, in the order of their numbers.
@@ -288,7 +288,7 @@ class Study(Group):
     @property
     def trials(self) -> dict[str, int]:
         """How many trials are in each of Optuna's states."""
-        found: dict[str, int] = sweeps.summary_of(self.files)["trials"]
+        found: dict[str, int] = sweeps.summary_of(self.files, self.all_facts)["trials"]
         return found
 
     @property

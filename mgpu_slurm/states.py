@@ -17,6 +17,9 @@ PREEMPTED = "PREEMPTED"
 REQUEUED = "REQUEUED"
 UNKNOWN = "UNKNOWN"
 
+MAY_RUN = frozenset({RUNNING, UNKNOWN})
+"""States in which processes may be at work."""
+
 TERMINAL = frozenset({COMPLETED, FAILED, CANCELLED, TIMEOUT, OUT_OF_MEMORY, NODE_FAIL, PREEMPTED})
 
 # squeue(1), JOB STATE CODES, and the flags that newer versions show in their place

@@ -24,6 +24,7 @@ JOB = """
         metric: str = "score"
         sizes: list[int] = field(default_factory=list)
         does: str = ""
+        broken: str = ""
         epochs: int = 3
         pause: float = 0.0
         place: str = "."
@@ -45,7 +46,7 @@ JOB = """
             run.update(optimizer)
             saw(epoch=epoch)
             time.sleep(config.pause)
-            if config.does == "fails" or config.does == f"fails on {run.rank}":
+            if config.does == "fails" or config.does == f"fails on {run.rank}" or config.broken == os.uname().nodename:
                 raise ValueError(f"broken on {run.rank}")
             is_killed = config.does == "is killed" or (config.does == "is killed once" and run.attempt == 1)
             if is_killed and last and epoch == 2:

@@ -14,8 +14,26 @@ NO_TRIALS = {"COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "RUNNING": 0, "WAITING": 0}
 """Optuna's states of a trial."""
 
 
-def summary_of(folder: RunFolder) -> dict[str, Any]:
-    """What the workers say; with nothing in it where none has said anything yet."""
+def summary_of(folder: RunFolder, workers: Sequence[State] | None = None) -> dict[str, Any]:
+    """What the workers say; with nothing in it where none has said anything yet.
+
+    Args:
+        workers: how they stand now; one that was killed says nothing of its trial any more.
+    """
+    summary = _written(folder)
+    return summary if workers is None else _without_orphans(summary, workers)
+
+
+def _without_orphans(summary: dict[str, Any], workers: Sequence[State]) -> dict[str, Any]:
+    """A trial that runs nowhere waits for somebody who begins it again."""
+    counts = summary["trials"]
+    at_work = sum(worker["state"] in states.MAY_RUN for worker in workers)
+    orphans = max(0, counts["RUNNING"] - at_work)
+    moved = {"RUNNING": counts["RUNNING"] - orphans, "WAITING": counts["WAITING"] + orphans}
+    return summary | {"trials": counts | moved, "given_back": summary["given_back"] + orphans}
+
+
+def _written(folder: RunFolder) -> dict[str, Any]:
     empty: dict[str, Any] = {
         "trials": NO_TRIALS,
         "best": None,
@@ -75,7 +93,7 @@ def ended(summary: dict[str, Any]) -> int:
 
 def facts(folder: RunFolder, workers: Sequence[State]) -> State:
     """The sweep as one run among others: the names of a run's state, and `trials`, `best` and `workers`."""
-    summary = summary_of(folder)
+    summary = summary_of(folder, workers)
     state, best = overall(workers, summary), summary["best"]
     ends = [worker["ended"] for worker in workers if worker["ended"]]
     return {

@@ -81,7 +81,7 @@ def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), not
     if not any(history.curves for history in found):
         raise UserError(f"{_none_to_reckon(found, on)}: see `{program()} status`, or name others")
     groups = grouped(found, by)
-    notes = _notes_of_runs(found)
+    notes = _notes_of_runs(found) + _note_of_lonely_runs(groups, by)
     for group in groups:
         curves = [run.curves for run in group.runs]
         for metric in dict.fromkeys(name for each in curves for name in each):
@@ -152,12 +152,21 @@ def grouped(found: Sequence[History], by: Sequence[str] = ()) -> list[Group]:
         together.setdefault(identity(history), []).append(history)
     groups = [Group("", runs, _in_common(runs)) for runs in together.values()]
     told = by or _differing([group.runs[0] for group in groups])
+    if by:
+        groups.sort(key=lambda group: [_rank(group.runs[0].config.get(key)) for key in by])
     _name(groups, told)
     return groups
 
 
 def _values_of(keys: Sequence[str]) -> Callable[[History], str]:
     return lambda history: json.dumps([history.config.get(key) for key in keys], default=str)
+
+
+def _rank(value: Any) -> tuple[int, float, str]:
+    """Sorts numbers by their size, before words, and those before nothing."""
+    if isinstance(value, (int, float)):
+        return (0, value, "")
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
 def _whole_identity(history: History) -> str:
@@ -223,6 +232,17 @@ def _notes_of_runs(found: Sequence[History]) -> list[str]:
         for text in run.notes:
             by_text.setdefault(text, []).append(run)
     return [f"{_names(runs)}: {text}" for text, runs in by_text.items()]
+
+
+def _note_of_lonely_runs(groups: Sequence[Group], by: Sequence[str]) -> list[str]:
+    """That no statistics come of it, as of a sweep whose trials all differ."""
+    keys = _differing([group.runs[0] for group in groups])
+    if by or not keys or any(len(group.runs) > 1 for group in groups):
+        return []
+    return [
+        f"no two of {len(groups)} runs have the same config: a curve for each;"
+        f" `--by {keys[0]}` takes those together that have it in common"
+    ]
 
 
 def _notes(group: Group, on: On, several: bool) -> list[str]:

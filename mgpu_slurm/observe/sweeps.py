@@ -25,7 +25,7 @@ def lines(folder: RunFolder, workers: Sequence[State], room: int | None = None) 
     Args:
         room: columns of a terminal, to which lines are cut.
     """
-    summary = summary_of(folder)
+    summary = summary_of(folder, workers)
     state = overall(workers, summary)
     told = [
         f"study     {folder.run}  {state}{_why(folder.run, workers, summary, state)}",

@@ -256,6 +256,8 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         sweep = files.load(folder.sweep)
         study = studies.load(sweep, folder.journal)
         recovery.recover(study, folder, sweep, note)
+        # who was killed may have told the study of an end, and not this file
+        summary.write(folder, study, sweep)
         found = _settled(folder, note)
         alive = sum(states.is_alive(state["state"]) for _, state in found)
         if alive >= sweep.workers or (alive and read_spec(folder).executor != "slurm"):

@@ -24,7 +24,7 @@ from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.sweeping.commands import CommandTrainer
 from mgpu_slurm.sweeping.functions import FAILED_EXIT_CODE, FunctionTrainer
 from mgpu_slurm.sweeping.leftovers import Held, Reset, growth
-from mgpu_slurm.sweeping.orders import Assignment, Ending, Leave, SweepFailed, undisturbed
+from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Ending, Leave, SweepFailed, undisturbed
 from mgpu_slurm.sweeping.participant import Participant
 
 
@@ -84,6 +84,7 @@ class WorkerRank:
         Raises:
             RunStopped: the worker has to leave its nodes.
             SweepFailed: there is no sense in going on.
+            BrokenWorker: nor is there for this one.
         """
         try:
             while True:
@@ -100,13 +101,19 @@ class WorkerRank:
                     # the mark is still there: the ranks are started again in their place
                     print(f"mgpu_slurm: trials have left {too_much}: starting the ranks again", flush=True)
                     return
-        except SweepFailed:
+        except (SweepFailed, BrokenWorker):
             self._mark_finished()
             raise
 
     def _next(self) -> Assignment | Leave:
+        order = None
+        while order is None:
+            order = self._ask()
+        return order
+
+    def _ask(self) -> Assignment | Leave | None:
         agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due))
-        return cast("Assignment | Leave", self._told(lambda own: own.next(agreed.stop)))
+        return cast("Assignment | Leave | None", self._told(lambda own: own.next(agreed.stop)))
 
     def _train(self, order: Assignment) -> Ending:
         folder = self._rank.folder.group.of_trial(order.number)

@@ -53,6 +53,10 @@ class SweepFailed(NoMoreHere):
     """The sweep cannot go on: its trials all fail alike, or the job does not report what is looked for."""
 
 
+class BrokenWorker(NoMoreHere):
+    """Trials fail here that would do well elsewhere."""
+
+
 class Superseded(NoMoreHere):
     """This worker was taken for dead, and its trial is somebody else's now."""
 

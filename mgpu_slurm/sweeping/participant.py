@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,18 +19,18 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import records, slurm
+from mgpu_slurm import records, slurm, states
 from mgpu_slurm.errors import ClusterError, nearest
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder, write_whole
 from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
-from mgpu_slurm.sweeping import budget, hparams, recovery, space_function, summary, waiting
+from mgpu_slurm.sweeping import budget, health, hparams, recovery, space_function, summary, waiting
 from mgpu_slurm.sweeping import file as files
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.locks import locked
-from mgpu_slurm.sweeping.orders import Assignment, Leave, Superseded, SweepFailed
+from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Leave, Superseded, SweepFailed
 from mgpu_slurm.sweeping.recovery import Death
 from mgpu_slurm.sweeping.space import Space, Values
 from mgpu_slurm.sweeping.study import Worker
@@ -46,11 +45,8 @@ HOURS_EVERY = 10.0
 SUMMARY_SHARE = 0.05
 """Of a worker's time, what summaries may take while it goes from trial to trial."""
 
-LEAST_FAILURES = 2
-"""Trials that have to fail alike before a sweep is given up."""
-
-
-_NUMBER = re.compile(r"\d[\d.eE+-]*")
+PAUSE = 1.0
+"""Seconds for which a worker that waits for the first trials of others says nothing to its ranks."""
 
 HOPELESS = "hopeless beside the others"
 """Why the pruner gives a trial up."""
@@ -90,10 +86,13 @@ class Participant:
         self.sweep: Sweep
         self._reread_sweep()
         self._study: Study = studies.load(self.sweep, folder.journal, self._worker)
-        self._next_look = self._next_look_at_hours = time.monotonic()
+        self._next_look = self._next_look_at_hours = self._next_look_at_others = time.monotonic()
         self._summary_written, self._summary_took, self._summary_is_due = -math.inf, 0.0, False
         self._current: _Current | None = None
         self._has_begun = False
+        self._has_gone_well = False
+        """Whether anything has come of any trial."""
+        self._is_waiting = False
         self.ended = 0
         """Trials that have come to their end here."""
 
@@ -110,8 +109,8 @@ class Participant:
 
     # -- between trials
 
-    def next(self, stop: Stop) -> Assignment | Leave:
-        """Takes a trial.
+    def next(self, stop: Stop) -> Assignment | Leave | None:
+        """Takes a trial; None where it is too early to say, and the caller is to ask again.
 
         Args:
             stop: what this worker was asked for.
@@ -124,6 +123,9 @@ class Participant:
             self._reread_sweep()
             over = self._why_over()
             has_failed = over is not None and over["failed"]
+            if over is None and self._waits_for_others():
+                time.sleep(PAUSE)
+                return None
             # what was begun comes to its end
             trial = None if has_failed else self._take(only_given_back=over is not None)
             if trial is None:
@@ -136,6 +138,30 @@ class Participant:
             if assignment is not None:
                 self._write_summary(at_once=False)
                 return assignment
+
+    def _waits_for_others(self) -> bool:
+        """Whether trials are left that would better not be used up here before others have done well."""
+        if self._has_gone_well:
+            return False
+        trials = summary.own_trials(self._study)
+        self._has_gone_well = health.goes_well(trials)
+        are_left = self.sweep.trials is None or summary.counts(trials, self.sweep)["WAITING"] > 0
+        if not are_left or not health.failed_first(trials, self._worker.number):
+            return False
+        if self._is_waiting and time.monotonic() < self._next_look_at_others:
+            return True
+        # also again: they may have died
+        self._next_look_at_others = time.monotonic() + LOOK_EVERY
+        is_awaited = health.is_awaited(trials, self._at_work())
+        if is_awaited and not self._is_waiting:
+            self._show(reason="its first trials failed: it waits for those of other workers")
+            self._note("the first trials failed here: waiting for what those of other workers come to")
+        self._is_waiting = is_awaited
+        return is_awaited
+
+    def _at_work(self) -> list[int]:
+        found = registry.current([self._sweep_folder], self._note)
+        return [member.task for member, state in found if member.task is not None and state["state"] in states.MAY_RUN]
 
     def _leaves(self) -> bool:
         """Says that this worker is as good as gone, unless there is more to do since it looked."""
@@ -216,7 +242,7 @@ class Participant:
             return None
         with hparams.may_fail():
             hparams.write_start(folder, self.sweep, values, self._frozen(trial).distributions)
-        self._show(trial=trial.number, progress=0, metrics={})
+        self._show(trial=trial.number, progress=0, metrics={}, reason="")
         print(f"-- trial {trial.number}{again(attempt)}: {as_words(values)}", flush=True)
         words = files.words_of(self.sweep.command, self.sweep.fixed | values)
         if words:
@@ -362,6 +388,7 @@ class Participant:
             self._check_is_mine()
             self._fail(reason)
         self._end(f"failed: {reason}")
+        self._check_health()
 
     def _fail(self, reason: str) -> None:
         recovery.fail(self._study, self._trial_folder(), self._frozen(self._running().trial), reason, self.sweep)
@@ -373,6 +400,7 @@ class Participant:
             frozen = self._frozen(self._running().trial)
             recovery.release(self._study, self._sweep_folder, frozen, Death(reason), self.sweep)
         self._ended(reason)
+        self._check_health()
 
     def give_back(self, is_late: bool, has_saved: bool) -> None:
         """The worker has to leave, and the trial goes on elsewhere.
@@ -401,7 +429,6 @@ class Participant:
     def _end(self, how: str) -> None:
         self.ended += 1
         self._ended(how)
-        self.check_for_a_common_failure()
 
     def _ended(self, how: str) -> None:
         current = self._running()
@@ -411,23 +438,21 @@ class Participant:
         self._current = None
         self._show(trial=None, reason="")
 
-    def check_for_a_common_failure(self) -> None:
-        """Where nothing has ever come of a trial, and as many as there are workers failed alike, the others will too.
+    def _check_health(self) -> None:
+        """After a trial that failed.
 
         Raises:
-            SweepFailed: so it is.
+            SweepFailed: the others will fail too.
+            BrokenWorker: those that this worker takes will.
         """
         trials = summary.own_trials(self._study)
-        if any(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) or _goes_well(trial) for trial in trials):
-            return
-        failed = [trial for trial in trials if trial.state == TrialState.FAIL]
-        # messages often name the trial's values
-        reasons = {_NUMBER.sub("...", trial.system_attrs.get(studies.REASON, "")) for trial in failed}
-        begun = sum(records.attempts_started(member) > 0 for member in registry.members(self._sweep_folder))
-        enough = max(LEAST_FAILURES, begun)
-        if len(reasons) == 1 and len(failed) >= min(enough, self.sweep.trials or enough):
-            alike = "the only trial" if len(failed) == 1 else f"all of the first {len(failed)} trials"
-            self._give_up(f"{alike} failed alike: {failed[-1].system_attrs.get(studies.REASON)}")
+        if not health.goes_well(trials):
+            reason = health.common_failure(trials, self._at_work(), self.sweep.trials)
+            if reason is not None:
+                self._give_up(reason)
+        if reason := health.broken_worker(trials, self._worker.number):
+            self._write_summary()
+            raise BrokenWorker(reason)
 
     # -- after a death
 
@@ -446,8 +471,7 @@ class Participant:
             now = self._study._storage.get_trial(trial._trial_id)
             if now.state == TrialState.RUNNING and studies.claims(now).get(self._worker.number) == attempt:
                 recovery.release(self._study, self._sweep_folder, now, death, self.sweep)
-        if death.is_trials_fault:
-            self.check_for_a_common_failure()
+        self._check_health()
 
     # -- what is written down
 
@@ -490,10 +514,6 @@ class Participant:
             summary.write(self._sweep_folder, self._study, self.sweep)
         self._summary_written = time.monotonic()
         self._summary_took = self._summary_written - began
-
-
-def _goes_well(trial: FrozenTrial) -> bool:
-    return trial.state == TrialState.RUNNING and bool(trial.intermediate_values)
 
 
 def again(attempt: int) -> str:

@@ -22,8 +22,6 @@ from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.locks import locked
 from mgpu_slurm.wording import first_line
 
-_MAY_RUN = (states.RUNNING, states.UNKNOWN)
-
 
 @dataclass(frozen=True)
 class Death:
@@ -99,7 +97,7 @@ def _may_live(found: dict[int | None, dict[str, Any]], worker: int, attempt: int
     state = found.get(worker)
     if state is None or attempt > state["attempts"]:
         return True
-    return bool(attempt == state["attempts"] and state["state"] in _MAY_RUN)
+    return bool(attempt == state["attempts"] and state["state"] in states.MAY_RUN)
 
 
 def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep) -> None:

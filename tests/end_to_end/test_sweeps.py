@@ -161,6 +161,9 @@ def test_a_killed_workers_trial_goes_on_elsewhere_and_a_sweep_grows_while_it_run
     killed, other = (json.loads((folder / "tasks" / number / "state.json").read_text()) for number in ("0", "1"))
     os.kill(killed["supervisor"][0], signal.SIGKILL)
     wait_until(lambda: processes_of(folder / "tasks" / "0") == [])
+    # one that nobody trains waits
+    counts = facts_of(project)["trials"]
+    assert (counts["RUNNING"], counts["WAITING"]) == (1, 5)
     (project.folder / "gate").touch()
     assert wait(project).returncode == 0
     facts = facts_of(project)

@@ -15,7 +15,9 @@ from mgpu_slurm.observe import aggregate_files
 from mgpu_slurm.observe.aggregate import Aggregate, aggregate, grouped, is_seed, table
 from mgpu_slurm.observe.histories import Curve, History
 from mgpu_slurm.observe.statistics import NAMES
-from tests.observe.event_files import read_by_tensorboard, scalar, write
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.metrics import Reporter
+from tests.observe.event_files import ended_run, read_by_tensorboard, scalar, write
 
 
 def history(name: str, target: str = "train:train", place: str = "", **config: Any) -> History:
@@ -53,6 +55,26 @@ def test_by_names_the_values_that_tell_groups_apart() -> None:
     with pytest.raises(UserError, match=r"--by widht: no run has it in its config \(did you mean 'width'\?\)"):
         grouped(runs, ["widht"])
     assert set(members([*runs, history("other", lr=0.1)], "width")) == {"width=16", "width=32", "width=none"}
+
+
+def test_groups_by_a_value_are_in_its_order() -> None:
+    values = [32, None, "auto", 8, 0.5, True]
+    names = list(members([history(str(place), width=value) for place, value in enumerate(values)], "width"))
+    assert names == ["width=0.5", "width=True", "width=8", "width=32", "width=auto", "width=none"]
+
+
+def test_runs_of_which_no_two_are_alike_are_said(tmp_path: Path) -> None:
+    """As those of a sweep: a mean of one is none."""
+    for lr in (0.1, 0.2):
+        made = ended_run(tmp_path / str(lr), config={"lr": lr, "seed": 1})
+        reporter = Reporter(RunFolder(made), attempt=1)
+        reporter.report(1, 1, {"loss": 1.0})
+        reporter.close(0)
+    folders = [str(tmp_path / name) for name in ("0.1", "0.2")]
+    said = "no two of 2 runs have the same config: a curve for each; `--by lr` takes those together"
+    assert aggregate(folders).notes[0].startswith(said)
+    assert aggregate(folders, by=["lr"]).notes == []
+    assert aggregate(folders[:1]).notes == []
 
 
 def test_runs_of_different_targets_are_apart_and_so_are_their_names() -> None:

@@ -142,6 +142,22 @@ def test_a_worker_of_two_nodes_goes_on_at_its_time_limit_and_after_preemption(
     assert not [trial for trial in trials_of(folder) if studies.LOSSES in trial.system_attrs]
 
 
+def test_a_worker_on_a_broken_node_leaves_the_trials_to_the_others(project: Project) -> None:
+    fixed = {"does": "waits", "broken": "n2", "place": str(project.folder)}
+    # a node for each of them
+    folder = start(project, trials=12, workers=4, fixed=fixed, resources={"cpus-per-task": 4})
+    wait_until(lambda: "FAILED" in [state["state"] for state in workers(folder)], pause=LOOK_EVERY)
+    (broken,) = [state for state in workers(folder) if state["state"] == "FAILED"]
+    assert "trials failed alike here, and" in broken["reason"]
+    assert "well elsewhere: ValueError: broken on 0" in broken["reason"]
+    (project.folder / "gate").touch()
+    assert finish(project) == 0
+    found = states(folder)
+    # a third is enough where all the others have reported
+    assert 3 <= found.count("FAIL") <= 5
+    assert found.count("COMPLETE") == 12 - found.count("FAIL")
+
+
 def processes(module: str, worker: RunFolder) -> list[int]:
     """Those of a worker that run a module, by their numbers here: inside of a node they have others."""
     found = []

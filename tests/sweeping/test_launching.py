@@ -80,8 +80,11 @@ def test_points_of_an_extension_that_failed_are_added_once(tmp_path: Path, resta
 
 def test_what_was_added_as_the_last_worker_left_is_there_to_resume(tmp_path: Path, restarts: Restarts) -> None:
     folder = ended(tmp_path, trials=1)
+    folder.summary.unlink()
     with pytest.raises(UserError, match="no trial is left: raise trials or budget in its file, and call sweep again"):
         launching.resume(folder, NO_CHANGE)
+    # what who was killed did not tell is told here
+    assert paths.read_json(folder.summary)["trials"]["COMPLETE"] == 1
     paths.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 1", "trials: 3"))
     assert launching.resume(folder, NO_CHANGE) == "7"
     assert restarts.asked == [([0], NO_CHANGE)]

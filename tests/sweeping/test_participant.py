@@ -16,11 +16,11 @@ from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import quiet
 from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
-from mgpu_slurm.sweeping import recovery, summary
+from mgpu_slurm.sweeping import participant, recovery, summary
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.locks import locked
-from mgpu_slurm.sweeping.orders import Leave, Superseded, SweepFailed
-from mgpu_slurm.sweeping.participant import HOPELESS
+from mgpu_slurm.sweeping.orders import BrokenWorker, Leave, Superseded, SweepFailed
+from mgpu_slurm.sweeping.participant import HOPELESS, Participant
 from tests.support import wait_until
 from tests.sweeping.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 
@@ -314,11 +314,107 @@ class TestCommonFailures:
         finish(well, 0.9)
         assert states(folder) == ["COMPLETE", *["FAIL"] * 3]
 
+    def test_as_many_as_workers_end_no_sweep_while_one_of_them_is_silent(self, tmp_path: Path) -> None:
+        """It may do well, and the others sit on a broken node."""
+        folder = make(tmp_path, trials=9)
+        silent, broken = worker(folder, 0), worker(folder, 1)
+        begin(silent)
+        for _ in range(2):
+            begin(broken)
+            broken.fail("OSError: no GPU")
+        with pytest.raises(SweepFailed, match="all of the first 3 trials failed alike: OSError: no GPU"):
+            silent.fail("OSError: no GPU")
+
     def test_the_only_trial_is_enough(self, tmp_path: Path) -> None:
         part = worker(make(tmp_path, trials=1, workers=1), 0)
         begin(part)
         with pytest.raises(SweepFailed, match="the only trial failed alike: KeyError: 'a'"):
             part.fail("KeyError: 'a'")
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(participant, "PAUSE", 0.0)
+
+
+class TestABrokenNode:
+    """Of one worker: its trials fail at once, where those of the others train."""
+
+    def fail(self, part: Participant, count: int) -> None:
+        for _ in range(count):
+            begin(part)
+            part.fail("OSError: no GPU")
+
+    @pytest.mark.usefixtures("no_pause")
+    def test_it_waits_for_what_the_others_first_trials_say(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        silent, broken = worker(folder, 0), worker(folder, 1)
+        begin(silent)
+        self.fail(broken, 2)
+        assert [broken.next(Stop.NO) for _ in range(3)] == [None] * 3
+        assert "waits for those of other workers" in records.read_state(folder.of_task(1))["reason"]
+        silent.judge(1, {"score": 0.5})
+        assert begin(broken).number == 3
+        assert records.read_state(folder.of_task(1))["reason"] == ""
+
+    @pytest.mark.usefixtures("no_pause")
+    def test_nobody_waits_for_the_dead(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=4)
+        dead, broken = worker(folder, 0), worker(folder, 1)
+        begin(dead)
+        self.fail(broken, 2)
+        assert broken.next(Stop.NO) is None
+        assert broken.next(Stop.END) == Leave(TERMINATED_EXIT_CODE, "asked to end")
+        kill(folder, 0)
+        broken._next_look_at_others = 0.0
+        assert begin(broken).number == 3
+
+    def test_nobody_waits_where_nothing_is_left(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=3)
+        begin(worker(folder, 0))
+        broken = worker(folder, 1)
+        self.fail(broken, 2)
+        assert leave(broken).reason == "no trial is left to start"
+
+    def test_it_leaves_the_rest_to_those_who_do_well(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=4)
+        well = [worker(folder, number) for number in range(3)]
+        for part in well:
+            begin(part)
+            finish(part, 0.5)
+        broken = worker(folder, 3)
+        self.fail(broken, 2)
+        begin(broken)
+        with pytest.raises(BrokenWorker, match="last 3 trials failed alike here, and 3 of 3 did well elsewhere: OSErr"):
+            broken.fail("OSError: no GPU")
+        begin(well[0])
+        finish(well[0], 0.5)
+        assert studies.OVER not in studies.notes(study_of(folder))
+
+    def test_parameters_that_fail_everywhere_are_no_broken_node(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=40, workers=2)
+        other, unlucky = worker(folder, 0), worker(folder, 1)
+        for _ in range(5):
+            begin(other)
+            finish(other, 0.5)
+            begin(other)
+            other.fail("OutOfMemoryError: 3 GiB")
+        self.fail(unlucky, 6)
+        begin(unlucky)
+        with pytest.raises(BrokenWorker):
+            # one in two would not fail seven times
+            unlucky.fail("OSError: no GPU")
+
+    def test_what_it_does_well_in_between_counts(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=40, workers=2)
+        other, part = worker(folder, 0), worker(folder, 1)
+        for _ in range(5):
+            begin(other)
+            finish(other, 0.5)
+            self.fail(part, 2)
+            begin(part)
+            finish(part, 0.5)
+        assert states(folder).count("FAIL") == 10
 
 
 class TestGivingUp:
