@@ -100,6 +100,20 @@ def test_a_rank_that_asks_to_be_started_again_lets_the_others_finish(
     assert not folder.failure.exists()
 
 
+def test_what_goes_wrong_in_the_interpreters_end_is_no_end_of_the_job(
+    folder: RunFolder, start_batch: StartBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an abort by a thread that is inside of torch then."""
+    customized = tmp_path / "customized"
+    customized.mkdir()
+    (customized / "sitecustomize.py").write_text(
+        'import atexit, os, sys\natexit.register(lambda: "--token" in sys.argv and os.abort())\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", str(customized), prepend=":")
+    assert start_batch(shell("echo here")).wait() == 0
+    assert records.read_state(folder)["state"] == "COMPLETED"
+
+
 def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
