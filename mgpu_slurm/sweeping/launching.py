@@ -223,17 +223,9 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         if is_alive:
             _refuse_changes(old, sweep, change)
         starting = _starting(folder, sweep, found, _waiting(study, sweep))
-        lines = _standing(old, sweep, len(trials), found)
-        if starting and is_alive and spec.executor != "slurm":
-            lines.append("starts    no more workers before those at work have ended: they share what there is")
-            starting = []
-        elif starting:
-            lines.append(f"starts    {counted(len(starting), 'worker')}")
-            lines.append(
-                f"code      {'as it is now' if options.new_code else 'that of the study (--code new: as it is now)'}"
-            )
-        elif not is_alive:
-            lines.append("starts    no worker: no trial is left")
+        is_full = is_alive and spec.executor != "slurm"
+        lines = _standing(old, sweep, len(trials), found) + _starts(len(starting), is_alive, is_full, options)
+        starting = [] if is_full else starting
         before = frozenset(trial.number for trial in trials if trial.state.is_finished())
         if options.dry_run:
             return Started(folder, spec.executor, None, [*lines, _NOTHING], is_alive, before)
@@ -326,6 +318,20 @@ def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
         if before != now:
             lines.append(f"{name:<9} {getattr(now, 'words', now)}; it was {getattr(before, 'words', before)}")
     return lines
+
+
+def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> list[str]:
+    """
+    Args:
+        workers: that the file has more.
+        is_full: whether they have to wait for those at work.
+    """
+    if not workers:
+        return [] if is_alive else ["starts    no worker: no trial is left"]
+    if is_full:
+        return ["starts    no more workers before those at work have ended: they share what there is"]
+    code = "as it is now" if options.new_code else "that of the study (--code new: as it is now)"
+    return [f"starts    {counted(workers, 'worker')}", f"code      {code}"]
 
 
 @contextmanager

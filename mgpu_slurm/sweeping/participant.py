@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -25,12 +24,13 @@ from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder, write_whole
 from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
-from mgpu_slurm.sweeping import budget, health, hparams, recovery, space_function, summary, waiting
+from mgpu_slurm.sweeping import budget, health, hparams, recovery, space_function, summary
 from mgpu_slurm.sweeping import file as files
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.locks import locked
-from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Leave, Superseded, SweepFailed
+from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Leave, SweepFailed
+from mgpu_slurm.sweeping.own_trial import OwnTrial
 from mgpu_slurm.sweeping.recovery import Death
 from mgpu_slurm.sweeping.space import Space, Values
 from mgpu_slurm.sweeping.study import Worker
@@ -47,26 +47,6 @@ SUMMARY_SHARE = 0.05
 
 PAUSE = 1.0
 """Seconds for which a worker that waits for the first trials of others says nothing to its ranks."""
-
-HOPELESS = "hopeless beside the others"
-"""Why the pruner gives a trial up."""
-
-
-@dataclass
-class _Current:
-    """The trial that is being trained."""
-
-    trial: Trial
-    attempt: int
-    began: float
-    is_first: bool
-    """Of this attempt of the worker: it has all of the worker's time."""
-    reported: set[int]
-    """Progress at which the study has a value."""
-    last_value: float | None
-    """Of the metric; None before it was reported."""
-    has_reported: bool = False
-    """Whether it has told the study anything new here."""
 
 
 class Participant:
@@ -88,8 +68,9 @@ class Participant:
         self._study: Study = studies.load(self.sweep, folder.journal, self._worker)
         self._next_look = self._next_look_at_hours = self._next_look_at_others = time.monotonic()
         self._summary_written, self._summary_took, self._summary_is_due = -math.inf, 0.0, False
-        self._current: _Current | None = None
-        self._has_begun = False
+        self._own: OwnTrial | None = None
+        self._begun = 0
+        """Trials that were begun here."""
         self._has_gone_well = False
         """Whether anything has come of any trial."""
         self._is_waiting = False
@@ -228,26 +209,20 @@ class Participant:
 
     def _begin(self, trial: Trial) -> Assignment | None:
         """What the trial is; None where its own space will have none of it, and it has ended."""
-        reported = self._frozen(trial).intermediate_values
-        folder = self._sweep_folder.of_trial(trial.number)
-        folder.logs.mkdir(parents=True, exist_ok=True)
-        attempt = records.attempts_started(folder) + 1
-        is_first, self._has_begun = not self._has_begun, True
-        last_value = reported[max(reported)] if reported else None
-        self._current = _Current(trial, attempt, time.monotonic(), is_first, set(reported), last_value)
-        facts = {"worker": self._worker.number, "job_id": records.read_state(self._folder)["job_id"]}
-        self._recorded(folder, "started", attempt=attempt, **facts)
+        own = self._own = OwnTrial(self._study, self.sweep, self._sweep_folder, self._worker, trial)
+        self._begun += 1
+        own.record("started", worker=self._worker.number, job_id=records.read_state(self._folder)["job_id"])
         values = self._chosen(trial)
         if values is None:
             return None
         with hparams.may_fail():
-            hparams.write_start(folder, self.sweep, values, self._frozen(trial).distributions)
-        self._show(trial=trial.number, progress=0, metrics={}, reason="")
-        print(f"-- trial {trial.number}{again(attempt)}: {as_words(values)}", flush=True)
+            hparams.write_start(own.folder, self.sweep, values, own.frozen().distributions)
+        self._show(trial=own.number, progress=0, metrics={}, reason="")
+        print(f"-- trial {own.number}{again(own.attempt)}: {as_words(values)}", flush=True)
         words = files.words_of(self.sweep.command, self.sweep.fixed | values)
         if words:
-            write_whole(folder.config, configs.dump_yaml(self.sweep.fixed | values), sync=False)
-        return Assignment(trial.number, attempt, values, words)
+            write_whole(own.folder.config, configs.dump_yaml(self.sweep.fixed | values), sync=False)
+        return Assignment(own.number, own.attempt, values, words)
 
     def _chosen(self, trial: Trial) -> Values | None:
         if isinstance(self.sweep.space, Space):
@@ -291,33 +266,19 @@ class Participant:
 
     def judge(self, progress: int, metrics: dict[str, float]) -> str | None:
         """Tells the study; why the trial is to end, or None where it goes on."""
-        current = self._running()
+        own = self._running()
         self._show(progress=progress, metrics=metrics)
         if self._summary_is_due:
             self._write_summary(at_once=False)
         value = metrics.get(self.sweep.metric)
-        if value is None:
+        if value is not None:
+            return own.judge(progress, value)
+        if own.last_value is None:
             self._miss_metric(progress, metrics)
-            return None
-        current.last_value = value
-        if not math.isfinite(value):
-            return f"{self.sweep.metric} is {value}"
-        self._check_is_mine()
-        if progress not in current.reported:
-            # one that goes on from a checkpoint repeats what came after that
-            current.trial.report(value, progress)
-            current.reported.add(progress)
-            current.has_reported = True
-        if progress >= (self.sweep.pruner.max_resource or math.inf):
-            # it is at its end: to give it up would save nothing, and tell the sampler less
-            return None
-        return HOPELESS if current.trial.should_prune() else None
+        return None
 
     def _miss_metric(self, progress: int, metrics: dict[str, float]) -> None:
         """A job may report other things in between, but the pruner cannot wait for ever."""
-        current = self._running()
-        if current.last_value is not None:
-            return
         pruner = self.sweep.pruner
         if pruner.name != "none" and progress >= pruner.min_resource:
             self._give_up(f"at progress {progress} the job has not reported the metric {self._missing(metrics)}")
@@ -331,17 +292,11 @@ class Participant:
 
     def _give_up(self, reason: str) -> NoReturn:
         self._end_sweep(reason, failed=True)
-        if self._current is not None:
-            self._fail(reason)
-            self._ended(f"failed: {reason}")
+        if self._own is not None:
+            self._own.fail(reason)
+            self._ended()
         self._write_summary()
         raise SweepFailed(reason)
-
-    def _check_is_mine(self) -> None:
-        """One that was taken for dead and lives, as on a node that SLURM gave up, has its trial no more."""
-        mine = studies.claims(self._frozen(self._running().trial)).get(self._worker.number)
-        if mine != self._worker.attempt:
-            raise Superseded(f"trial {self._running().trial.number} has been given to another worker")
 
     # -- the end of a trial
 
@@ -351,14 +306,8 @@ class Participant:
         if not math.isfinite(value):
             self.prune(f"{self.sweep.metric} is {value}", progress)
             return
-        with locked(self._folder.trials_lock):
-            self._check_is_mine()
-            facts = {"result": result, "value": value, "step": step, "progress": progress}
-            self._write_result("COMPLETE", **facts)
-            self._study.tell(self._running().trial, value)
-        with hparams.may_fail():
-            hparams.write_end(self._trial_folder(), self.sweep, "done", {self.sweep.metric: value})
-        self._end(f"{self.sweep.metric} {value:.6g}")
+        self._running().complete(result, value, step, progress)
+        self._ended()
 
     def _value(self, result: dict[str, float], last_metrics: dict[str, float]) -> float:
         if self.sweep.metric in result:
@@ -371,35 +320,19 @@ class Participant:
 
     def prune(self, reason: str, progress: int) -> None:
         """The trial was given up."""
-        trial = self._running().trial
-        with locked(self._folder.trials_lock):
-            self._check_is_mine()
-            self._write_result("PRUNED", reason=reason, progress=progress)
-            if reason != HOPELESS:
-                self._study._storage.set_trial_system_attr(trial._trial_id, studies.REASON, reason)
-            self._study.tell(trial, state=TrialState.PRUNED)
-        with hparams.may_fail():
-            hparams.write_end(self._trial_folder(), self.sweep, "pruned")
-        self._end(f"given up at progress {progress}: {reason}")
+        self._running().prune(reason, progress)
+        self._ended()
 
     def fail(self, reason: str) -> None:
         """The job function has raised an error."""
-        with locked(self._folder.trials_lock):
-            self._check_is_mine()
-            self._fail(reason)
-        self._end(f"failed: {reason}")
+        self._running().fail(reason)
+        self._ended()
         self._check_health()
-
-    def _fail(self, reason: str) -> None:
-        recovery.fail(self._study, self._trial_folder(), self._frozen(self._running().trial), reason, self.sweep)
 
     def lose(self, reason: str) -> None:
         """What trains it was killed here, and may do better the next time."""
-        with locked(self._folder.trials_lock):
-            self._check_is_mine()
-            frozen = self._frozen(self._running().trial)
-            recovery.release(self._study, self._sweep_folder, frozen, Death(reason), self.sweep)
-        self._ended(reason)
+        self._running().lose(reason)
+        self._ended(for_good=False)
         self._check_health()
 
     def give_back(self, is_late: bool, has_saved: bool) -> None:
@@ -409,33 +342,22 @@ class Participant:
             is_late: the worker's time limit is near; else it is cancelled, or preempted.
             has_saved: the trial has a checkpoint that it did not have when it began here.
         """
-        current = self._running()
-        with locked(self._folder.trials_lock):
-            self._check_is_mine()
-            frozen = self._frozen(current.trial)
-            if is_late and current.is_first and not has_saved:
-                # it had all of the time that a worker has, and would not come further the next time
-                death = Death("a worker's whole time limit brought it to no checkpoint (run.restore)")
-                recovery.release(self._study, self._sweep_folder, frozen, death, self.sweep)
-            else:
-                studies.give_back(self._study, frozen)
-        self._ended("given back: it goes on later")
+        own = self._running()
+        if is_late and self._begun == 1 and not has_saved:
+            # it had all of the time that a worker has, and would not come further the next time
+            own.lose("a worker's whole time limit brought it to no checkpoint (run.restore)")
+        else:
+            own.give_back()
+        self._ended(for_good=False)
         self._write_summary()
 
     def has_reported(self) -> bool:
         """Whether the trial has told the study anything new since it began here."""
         return self._running().has_reported
 
-    def _end(self, how: str) -> None:
-        self.ended += 1
-        self._ended(how)
-
-    def _ended(self, how: str) -> None:
-        current = self._running()
-        seconds = time.monotonic() - current.began
-        self._recorded(self._trial_folder(), "ended", attempt=current.attempt, how=how)
-        print(f"-- trial {current.trial.number}: {how}  ({seconds:.1f} s)", flush=True)
-        self._current = None
+    def _ended(self, for_good: bool = True) -> None:
+        self._own = None
+        self.ended += for_good
         self._show(trial=None, reason="")
 
     def _check_health(self) -> None:
@@ -475,23 +397,9 @@ class Participant:
 
     # -- what is written down
 
-    def _running(self) -> _Current:
-        assert self._current is not None
-        return self._current
-
-    def _frozen(self, trial: Trial) -> FrozenTrial:
-        return self._study._storage.get_trial(trial._trial_id)
-
-    def _trial_folder(self) -> RunFolder:
-        return self._sweep_folder.of_trial(self._running().trial.number)
-
-    def _write_result(self, state: str, **facts: Any) -> None:
-        folder = self._trial_folder()
-        recovery.write_outcome(folder, {"run": folder.run, "state": state, **facts, "ended": records.now()})
-
-    def _recorded(self, folder: RunFolder, event: str, **facts: Any) -> None:
-        problem = f"{str(folder.attempts)!r} cannot be written"
-        waiting.patiently(lambda: records.record_event(folder, event, **facts), problem)
+    def _running(self) -> OwnTrial:
+        assert self._own is not None
+        return self._own
 
     def _show(self, **changes: Any) -> None:
         # for people: a disk that is full now is no reason to end a trial

@@ -20,7 +20,8 @@ from mgpu_slurm.sweeping import participant, recovery, summary
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.locks import locked
 from mgpu_slurm.sweeping.orders import BrokenWorker, Leave, Superseded, SweepFailed
-from mgpu_slurm.sweeping.participant import HOPELESS, Participant
+from mgpu_slurm.sweeping.own_trial import HOPELESS
+from mgpu_slurm.sweeping.participant import Participant
 from tests.support import wait_until
 from tests.sweeping.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 

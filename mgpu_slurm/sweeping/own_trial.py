@@ -1,0 +1,128 @@
+"""The trial that a worker trains: what the study hears of it, and its end, in its folder and in the study."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from mgpu_slurm import records
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.sweeping import hparams, recovery, waiting
+from mgpu_slurm.sweeping import study as studies
+from mgpu_slurm.sweeping.file import Sweep
+from mgpu_slurm.sweeping.locks import locked
+from mgpu_slurm.sweeping.orders import Superseded
+from mgpu_slurm.sweeping.recovery import Death
+from mgpu_slurm.sweeping.study import Worker
+
+HOPELESS = "hopeless beside the others"
+"""Why the pruner gives a trial up."""
+
+
+class OwnTrial:
+    """A trial that is this worker's, from its beginning here to its end here."""
+
+    def __init__(self, study: Study, sweep: Sweep, sweep_folder: RunFolder, worker: Worker, trial: Trial) -> None:
+        self.number = trial.number
+        self.folder = sweep_folder.of_trial(trial.number)
+        self.folder.logs.mkdir(parents=True, exist_ok=True)
+        self.attempt = records.attempts_started(self.folder) + 1
+        self.has_reported = False
+        """Whether it has told the study anything new here."""
+        self._study = study
+        self._sweep = sweep
+        self._sweep_folder = sweep_folder
+        self._worker = worker
+        self._trial = trial
+        self._began = time.monotonic()
+        before = self.frozen().intermediate_values
+        self._reported = set(before)
+        """Progress at which the study has a value."""
+        self.last_value: float | None = before[max(before)] if before else None
+        """Of the metric; None before it was reported."""
+
+    def frozen(self) -> FrozenTrial:
+        """As the study has it now."""
+        return self._study._storage.get_trial(self._trial._trial_id)
+
+    def record(self, event: str, **facts: Any) -> None:
+        """Adds to its history."""
+        waiting.patiently(
+            lambda: records.record_event(self.folder, event, attempt=self.attempt, **facts),
+            f"{str(self.folder.attempts)!r} cannot be written",
+        )
+
+    def judge(self, progress: int, value: float) -> str | None:
+        """Tells the study; why the trial is to end, or None where it goes on."""
+        self.last_value = value
+        if not math.isfinite(value):
+            return f"{self._sweep.metric} is {value}"
+        self._check_is_mine()
+        if progress not in self._reported:
+            # one that goes on from a checkpoint repeats what came after that
+            self._trial.report(value, progress)
+            self._reported.add(progress)
+            self.has_reported = True
+        if progress >= (self._sweep.pruner.max_resource or math.inf):
+            # it is at its end: to give it up would save nothing, and tell the sampler less
+            return None
+        return HOPELESS if self._trial.should_prune() else None
+
+    def _check_is_mine(self) -> None:
+        """One that was taken for dead and lives, as on a node that SLURM gave up, has its trial no more."""
+        if studies.claims(self.frozen()).get(self._worker.number) != self._worker.attempt:
+            raise Superseded(f"trial {self.number} has been given to another worker")
+
+    # -- its end here; all raise Superseded where it is not this worker's any more
+
+    def complete(self, result: dict[str, float], value: float, step: int, progress: int) -> None:
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            self._write_result("COMPLETE", result=result, value=value, step=step, progress=progress)
+            self._study.tell(self._trial, value)
+        with hparams.may_fail():
+            hparams.write_end(self.folder, self._sweep, "done", {self._sweep.metric: value})
+        self._end(f"{self._sweep.metric} {value:.6g}")
+
+    def prune(self, reason: str, progress: int) -> None:
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            self._write_result("PRUNED", reason=reason, progress=progress)
+            if reason != HOPELESS:
+                self._study._storage.set_trial_system_attr(self._trial._trial_id, studies.REASON, reason)
+            self._study.tell(self._trial, state=TrialState.PRUNED)
+        with hparams.may_fail():
+            hparams.write_end(self.folder, self._sweep, "pruned")
+        self._end(f"given up at progress {progress}: {reason}")
+
+    def fail(self, reason: str) -> None:
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            recovery.fail(self._study, self.folder, self.frozen(), reason, self._sweep)
+        self._end(f"failed: {reason}")
+
+    def lose(self, reason: str) -> None:
+        """It begins again elsewhere, unless it has cost too many workers."""
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            recovery.release(self._study, self._sweep_folder, self.frozen(), Death(reason), self._sweep)
+        self._end(reason)
+
+    def give_back(self) -> None:
+        """It goes on elsewhere."""
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            studies.give_back(self._study, self.frozen())
+        self._end("given back: it goes on later")
+
+    def _write_result(self, state: str, **facts: Any) -> None:
+        record = {"run": self.folder.run, "state": state, **facts, "ended": records.now()}
+        recovery.write_outcome(self.folder, record)
+
+    def _end(self, how: str) -> None:
+        self.record("ended", how=how)
+        print(f"-- trial {self.number}: {how}  ({time.monotonic() - self._began:.1f} s)", flush=True)
