@@ -287,7 +287,7 @@ class Study(Group):
 
     @property
     def trials(self) -> dict[str, int]:
-        """How many trials are in each of Optuna's states."""
+        """How many trials are in each of Optuna's states; SLURM is asked which workers live."""
         found: dict[str, int] = sweeps.summary_of(self.files, self.all_facts)["trials"]
         return found
 

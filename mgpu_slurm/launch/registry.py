@@ -344,7 +344,8 @@ def _facts(job: slurm.QueuedJob) -> State:
     if job.state == states.PENDING:
         return {"state": job.state, "reason": _why_it_waits(job)}
     if states.is_alive(job.state):
-        return {"state": job.state, "reason": job.reason}
+        # of one that runs SLURM says nothing, and the run itself may
+        return {"state": job.state} | ({"reason": job.reason} if job.reason else {})
     # why it pended is what SLURM goes on to say of a job that was cancelled
     reason = _CANCELLED_FOR.get(job.reason, "cancelled") if job.state == states.CANCELLED else job.reason
     return {"state": job.state, "reason": reason, **_ended(job.end)}

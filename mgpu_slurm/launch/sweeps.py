@@ -27,7 +27,7 @@ def summary_of(folder: RunFolder, workers: Sequence[State] | None = None) -> dic
 def _without_orphans(summary: dict[str, Any], workers: Sequence[State]) -> dict[str, Any]:
     """A trial that runs nowhere waits for somebody who begins it again."""
     counts = summary["trials"]
-    at_work = sum(worker["state"] in states.MAY_RUN for worker in workers)
+    at_work = sum(worker["state"] in states.MAY_RUN and worker.get("trial") is not None for worker in workers)
     orphans = max(0, counts["RUNNING"] - at_work)
     moved = {"RUNNING": counts["RUNNING"] - orphans, "WAITING": counts["WAITING"] + orphans}
     return summary | {"trials": counts | moved, "given_back": summary["given_back"] + orphans}

@@ -236,13 +236,13 @@ def _notes_of_runs(found: Sequence[History]) -> list[str]:
 
 def _note_of_lonely_runs(groups: Sequence[Group], by: Sequence[str]) -> list[str]:
     """That no statistics come of it, as of a sweep whose trials all differ."""
-    keys = _differing([group.runs[0] for group in groups])
-    if by or not keys or any(len(group.runs) > 1 for group in groups):
+    runs = [group.runs[0] for group in groups]
+    keys = _differing(runs)
+    if by or not keys or any(len(group.runs) > 1 for group in groups) or len({run.target for run in runs}) > 1:
         return []
-    return [
-        f"no two of {len(groups)} runs have the same config: a curve for each;"
-        f" `--by {keys[0]}` takes those together that have it in common"
-    ]
+    shared = [key for key in keys if len({json.dumps(run.config.get(key), default=str) for run in runs}) < len(runs)]
+    advice = f"; `--by {shared[0]}` takes those together that have it in common" if shared else ""
+    return [f"no two of {len(groups)} runs have the same config: a curve for each{advice}"]
 
 
 def _notes(group: Group, on: On, several: bool) -> list[str]:

@@ -248,8 +248,6 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         sweep = files.load(folder.sweep)
         study = studies.load(sweep, folder.journal)
         recovery.recover(study, folder, sweep, note)
-        # who was killed may have told the study of an end, and not this file
-        summary.write(folder, study, sweep)
         found = _settled(folder, note)
         alive = sum(states.is_alive(state["state"]) for _, state in found)
         if alive >= sweep.workers or (alive and read_spec(folder).executor != "slurm"):
@@ -263,6 +261,8 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
             studies.note(study, studies.OVER, None)
         elif over is not None:
             left, why = sum(map(studies.was_given_back, summary.own_trials(study))), f" ({over['reason']})"
+        # who was killed may have told the study of an end, and not this file
+        summary.write(folder, study, sweep)
         starting = _starting(folder, sweep, found, left)
         if not starting:
             raise UserError(

@@ -105,12 +105,13 @@ class OwnTrial:
             recovery.fail(self._study, self.folder, self.frozen(), reason, self._sweep)
         self._end(f"failed: {reason}")
 
-    def lose(self, reason: str) -> None:
-        """It begins again elsewhere, unless it has cost too many workers."""
+    def lose(self, reason: str) -> bool:
+        """It begins again elsewhere, unless it has cost too many workers; whether that has failed it."""
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            recovery.release(self._study, self._sweep_folder, self.frozen(), Death(reason), self._sweep)
+            has_failed = recovery.release(self._study, self._sweep_folder, self.frozen(), Death(reason), self._sweep)
         self._end(reason)
+        return has_failed
 
     def give_back(self) -> None:
         """It goes on elsewhere."""

@@ -5,11 +5,13 @@ Rank 0 alone has one, and tells the other ranks.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ from mgpu_slurm.sweeping import budget, health, hparams, recovery, space_functio
 from mgpu_slurm.sweeping import file as files
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
+from mgpu_slurm.sweeping.health import Place
 from mgpu_slurm.sweeping.locks import locked
 from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Leave, SweepFailed
 from mgpu_slurm.sweeping.own_trial import OwnTrial
@@ -46,7 +49,10 @@ SUMMARY_SHARE = 0.05
 """Of a worker's time, what summaries may take while it goes from trial to trial."""
 
 PAUSE = 1.0
-"""Seconds for which a worker that waits for the first trials of others says nothing to its ranks."""
+"""Seconds for which a worker that waits for news of others says nothing to its ranks."""
+
+LONGEST_WAIT = 600.0
+"""Seconds for which a worker whose trials fail waits for news of others before it tries another one."""
 
 
 class Participant:
@@ -66,14 +72,16 @@ class Participant:
         self.sweep: Sweep
         self._reread_sweep()
         self._study: Study = studies.load(self.sweep, folder.journal, self._worker)
-        self._next_look = self._next_look_at_hours = self._next_look_at_others = time.monotonic()
+        self._next_look = self._next_look_at_hours = time.monotonic()
         self._summary_written, self._summary_took, self._summary_is_due = -math.inf, 0.0, False
         self._own: OwnTrial | None = None
         self._begun = 0
         """Trials that were begun here."""
-        self._has_gone_well = False
-        """Whether anything has come of any trial."""
-        self._is_waiting = False
+        self._place = Place(folder.task, self._since())
+        self._may_be_broken = True
+        """Whether its last trial failed, as far as is known."""
+        self._waits_until: float | None = None
+        self._has_waited = False
         self.ended = 0
         """Trials that have come to their end here."""
 
@@ -104,7 +112,7 @@ class Participant:
             self._reread_sweep()
             over = self._why_over()
             has_failed = over is not None and over["failed"]
-            if over is None and self._waits_for_others():
+            if over is None and self._waits_for_news():
                 time.sleep(PAUSE)
                 return None
             # what was begun comes to its end
@@ -120,29 +128,35 @@ class Participant:
                 self._write_summary(at_once=False)
                 return assignment
 
-    def _waits_for_others(self) -> bool:
-        """Whether trials are left that would better not be used up here before others have done well."""
-        if self._has_gone_well:
+    def _waits_for_news(self) -> bool:
+        """Whether the next trial had better wait until others tell whether theirs do well."""
+        if not self._may_be_broken:
             return False
         trials = summary.own_trials(self._study)
-        self._has_gone_well = health.goes_well(trials)
+        self._may_be_broken = health.is_suspect(trials, self._place)
         are_left = self.sweep.trials is None or summary.counts(trials, self.sweep)["WAITING"] > 0
-        if not are_left or not health.failed_first(trials, self._worker.number):
+        if not (self._may_be_broken and are_left and self._is_news_due(trials)):
+            self._waits_until = None
             return False
-        if self._is_waiting and time.monotonic() < self._next_look_at_others:
-            return True
-        # also again: they may have died
-        self._next_look_at_others = time.monotonic() + LOOK_EVERY
-        is_awaited = health.is_awaited(trials, self._at_work())
-        if is_awaited and not self._is_waiting:
-            self._show(reason="its first trials failed: it waits for those of other workers")
-            self._note("the first trials failed here: waiting for what those of other workers come to")
-        self._is_waiting = is_awaited
-        return is_awaited
+        if self._waits_until is None:
+            self._waits_until = time.monotonic() + LONGEST_WAIT
+            self._show(reason="its last trials failed: it waits for news of other workers'")
+            self._note("the last trials failed here: waiting for what those of other workers come to")
+        self._has_waited = True
+        if time.monotonic() >= self._next_look:
+            # who is waited for may be dead
+            self._recover(every=LOOK_EVERY)
+        return time.monotonic() < self._waits_until
 
-    def _at_work(self) -> list[int]:
-        found = registry.current([self._sweep_folder], self._note)
-        return [member.task for member, state in found if member.task is not None and state["state"] in states.MAY_RUN]
+    def _is_news_due(self, trials: Sequence[FrozenTrial]) -> bool:
+        if health.is_news_due(trials):
+            return True
+        return not health.goes_well(trials) and self._is_one_starting(health.workers_with_trials(trials))
+
+    def _is_one_starting(self, known: set[int]) -> bool:
+        """Whether a worker has its nodes, and has not come to its first trial yet."""
+        others = [member for member in registry.members(self._sweep_folder) if member.task not in known]
+        return any(records.read_state(member)["state"] == states.RUNNING for member in others)
 
     def _leaves(self) -> bool:
         """Says that this worker is as good as gone, unless there is more to do since it looked."""
@@ -150,7 +164,7 @@ class Participant:
             if self._reread_sweep():
                 return False
             # and what it has come to, where its last trial's metrics have stood
-            self._show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)})
+            self._show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)}, reason="")
             return True
 
     def _why_over(self) -> dict[str, Any] | None:
@@ -211,6 +225,7 @@ class Participant:
         """What the trial is; None where its own space will have none of it, and it has ended."""
         own = self._own = OwnTrial(self._study, self.sweep, self._sweep_folder, self._worker, trial)
         self._begun += 1
+        self._waits_until = None
         own.record("started", worker=self._worker.number, job_id=records.read_state(self._folder)["job_id"])
         values = self._chosen(trial)
         if values is None:
@@ -331,9 +346,10 @@ class Participant:
 
     def lose(self, reason: str) -> None:
         """What trains it was killed here, and may do better the next time."""
-        self._running().lose(reason)
-        self._ended(for_good=False)
-        self._check_health()
+        has_failed = self._running().lose(reason)
+        self._ended(for_good=has_failed)
+        if has_failed:
+            self._check_health()
 
     def give_back(self, is_late: bool, has_saved: bool) -> None:
         """The worker has to leave, and the trial goes on elsewhere.
@@ -343,12 +359,13 @@ class Participant:
             has_saved: the trial has a checkpoint that it did not have when it began here.
         """
         own = self._running()
-        if is_late and self._begun == 1 and not has_saved:
+        if is_late and self._begun == 1 and not self._has_waited and not has_saved:
             # it had all of the time that a worker has, and would not come further the next time
-            own.lose("a worker's whole time limit brought it to no checkpoint (run.restore)")
+            has_failed = own.lose("a worker's whole time limit brought it to no checkpoint (run.restore)")
         else:
+            has_failed = False
             own.give_back()
-        self._ended(for_good=False)
+        self._ended(for_good=has_failed)
         self._write_summary()
 
     def has_reported(self) -> bool:
@@ -367,14 +384,26 @@ class Participant:
             SweepFailed: the others will fail too.
             BrokenWorker: those that this worker takes will.
         """
+        self._may_be_broken = True
         trials = summary.own_trials(self._study)
-        if not health.goes_well(trials):
-            reason = health.common_failure(trials, self._at_work(), self.sweep.trials)
-            if reason is not None:
-                self._give_up(reason)
-        if reason := health.broken_worker(trials, self._worker.number):
+        reason = health.common_failure(trials, self.sweep.trials)
+        if reason is not None and not self._is_news_due(trials):
+            self._give_up(reason)
+        reason = health.broken_worker(trials, self._place)
+        if reason is not None and self._is_another_at_work():
             self._write_summary()
             raise BrokenWorker(reason)
+
+    def _is_another_at_work(self) -> bool:
+        others = [member for member in registry.members(self._sweep_folder) if member.task != self._worker.number]
+        return any(records.read_state(member)["state"] == states.RUNNING for member in others)
+
+    def _since(self) -> datetime:
+        """Since when this worker has its nodes: ranks that are started again in their place stay where they are."""
+        starts = [event for event in records.events(self._folder) if event["event"] == "started"]
+        place = _place_of(starts[-1])
+        here = itertools.takewhile(lambda event: _place_of(event) == place, reversed(starts))
+        return datetime.fromisoformat([event["time"] for event in here][-1])
 
     # -- after a death
 
@@ -389,11 +418,13 @@ class Participant:
 
     def _settle(self, trial: FrozenTrial, attempt: int) -> None:
         death = recovery.of_attempt(self._folder, attempt) or Death("its worker died")
+        has_failed = False
         with locked(self._folder.trials_lock):
             now = self._study._storage.get_trial(trial._trial_id)
             if now.state == TrialState.RUNNING and studies.claims(now).get(self._worker.number) == attempt:
-                recovery.release(self._study, self._sweep_folder, now, death, self.sweep)
-        self._check_health()
+                has_failed = recovery.release(self._study, self._sweep_folder, now, death, self.sweep)
+        if has_failed:
+            self._check_health()
 
     # -- what is written down
 
@@ -422,6 +453,10 @@ class Participant:
             summary.write(self._sweep_folder, self._study, self.sweep)
         self._summary_written = time.monotonic()
         self._summary_took = self._summary_written - began
+
+
+def _place_of(start: dict[str, Any]) -> tuple[str, list[str]]:
+    return start["job_id"], start["nodes"]
 
 
 def again(attempt: int) -> str:

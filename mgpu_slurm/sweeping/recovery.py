@@ -100,17 +100,21 @@ def _may_live(found: dict[int | None, dict[str, Any]], worker: int, attempt: int
     return bool(attempt == state["attempts"] and state["state"] in states.MAY_RUN)
 
 
-def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep) -> None:
-    """Queues a trial again, or fails it where it has cost too many workers. The caller holds the lock."""
+def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep) -> bool:
+    """Queues a trial again, or fails it where it has cost too many workers; whether it has failed.
+
+    The caller holds the lock.
+    """
     own = _made(folder.of_trial(trial.number))
     lost = sorted({*trial.system_attrs.get(studies.LOSSES, []), records.attempts_started(own)})
     reason = death.reason if death.is_trials_fault else f"{death.reason} ({len(lost)} of {sweep.max_retries + 1} times)"
     if death.is_trials_fault or len(lost) > sweep.max_retries:
         fail(study, own, trial, death.reason, sweep, told=reason)
-        return
+        return True
     records.record_event(own, "lost", reason=reason)
     study._storage.set_trial_system_attr(trial._trial_id, studies.LOSSES, lost)
     studies.give_back(study, trial)
+    return False
 
 
 def fail(

@@ -65,14 +65,15 @@ def test_groups_by_a_value_are_in_its_order() -> None:
 
 def test_runs_of_which_no_two_are_alike_are_said(tmp_path: Path) -> None:
     """As those of a sweep: a mean of one is none."""
-    for lr in (0.1, 0.2):
-        made = ended_run(tmp_path / str(lr), config={"lr": lr, "seed": 1})
+    for lr, width in ((0.1, 8), (0.2, 8), (0.3, 16)):
+        made = ended_run(tmp_path / str(lr), config={"lr": lr, "width": width, "seed": 1})
         reporter = Reporter(RunFolder(made), attempt=1)
         reporter.report(1, 1, {"loss": 1.0})
         reporter.close(0)
-    folders = [str(tmp_path / name) for name in ("0.1", "0.2")]
-    said = "no two of 2 runs have the same config: a curve for each; `--by lr` takes those together"
-    assert aggregate(folders).notes[0].startswith(said)
+    folders = [str(tmp_path / name) for name in ("0.1", "0.2", "0.3")]
+    said = "no two of 3 runs have the same config: a curve for each"
+    assert aggregate(folders).notes == [f"{said}; `--by width` takes those together that have it in common"]
+    assert aggregate(folders[1:]).notes == [said.replace("3", "2")]
     assert aggregate(folders, by=["lr"]).notes == []
     assert aggregate(folders[:1]).notes == []
 

@@ -338,84 +338,171 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(participant, "PAUSE", 0.0)
 
 
-class TestABrokenNode:
-    """Of one worker: its trials fail at once, where those of the others train."""
+def fail(part: Participant, count: int = 1, reason: str = "OSError: no GPU") -> None:
+    for _ in range(count):
+        begin(part)
+        part.fail(reason)
 
-    def fail(self, part: Participant, count: int) -> None:
-        for _ in range(count):
-            begin(part)
-            part.fail("OSError: no GPU")
 
-    @pytest.mark.usefixtures("no_pause")
-    def test_it_waits_for_what_the_others_first_trials_say(self, tmp_path: Path) -> None:
+def do_well(*parts: Participant) -> None:
+    for part in parts:
+        begin(part)
+        finish(part, 0.5)
+
+
+@pytest.mark.usefixtures("no_pause")
+class TestWaitingForNews:
+    """Of the others, where all that a worker has had failed alike: its node may be broken."""
+
+    def test_of_their_first_trials(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         silent, broken = worker(folder, 0), worker(folder, 1)
         begin(silent)
-        self.fail(broken, 2)
+        fail(broken, 2)
         assert [broken.next(Stop.NO) for _ in range(3)] == [None] * 3
-        assert "waits for those of other workers" in records.read_state(folder.of_task(1))["reason"]
+        assert "waits for news of other workers" in records.read_state(folder.of_task(1))["reason"]
+        assert broken.next(Stop.END) == Leave(TERMINATED_EXIT_CODE, "asked to end")
         silent.judge(1, {"score": 0.5})
         assert begin(broken).number == 3
         assert records.read_state(folder.of_task(1))["reason"] == ""
 
-    @pytest.mark.usefixtures("no_pause")
-    def test_nobody_waits_for_the_dead(self, tmp_path: Path) -> None:
+    def test_of_one_that_has_its_nodes_and_no_trial_yet(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        broken, starting = worker(folder, 1), worker(folder, 0)
+        fail(broken, 2)
+        assert broken.next(Stop.NO) is None
+        begin(starting)
+        with pytest.raises(SweepFailed, match="all of the first 3 trials failed alike"):
+            starting.fail("OSError: no GPU")
+        assert leave(broken).exit_code == 1
+
+    def test_of_later_trials(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        well, broken = worker(folder, 0), worker(folder, 1)
+        do_well(well, broken)
+        begin(well)
+        fail(broken, 3)
+        assert broken.next(Stop.NO) is None
+        well.judge(1, {"score": 0.5})
+        assert begin(broken).number == 6
+
+    def test_is_not_of_the_dead(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=4)
         dead, broken = worker(folder, 0), worker(folder, 1)
         begin(dead)
-        self.fail(broken, 2)
+        fail(broken, 2)
         assert broken.next(Stop.NO) is None
-        assert broken.next(Stop.END) == Leave(TERMINATED_EXIT_CODE, "asked to end")
         kill(folder, 0)
-        broken._next_look_at_others = 0.0
-        assert begin(broken).number == 3
+        broken._next_look = 0.0
+        # the last look was long ago
+        os.utime(folder.looks, (0, 0))
+        assert broken.next(Stop.NO) is None
+        assert begin(broken).number == 0
 
-    def test_nobody_waits_where_nothing_is_left(self, tmp_path: Path) -> None:
+    def test_is_not_for_nothing(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=3)
         begin(worker(folder, 0))
         broken = worker(folder, 1)
-        self.fail(broken, 2)
+        fail(broken, 2)
         assert leave(broken).reason == "no trial is left to start"
 
-    def test_it_leaves_the_rest_to_those_who_do_well(self, tmp_path: Path) -> None:
+    def test_takes_no_longer_than_it_may(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        begin(worker(folder, 0))
+        broken = worker(folder, 1)
+        fail(broken, 2)
+        for _ in range(2):
+            assert broken.next(Stop.NO) is None
+            broken._waits_until = 0.0
+            fail(broken)
+
+    def test_is_no_time_for_a_trial(self, tmp_path: Path) -> None:
+        """One that begins late in the time limit had not all of it."""
+        folder = make(tmp_path, trials=9, max_retries=0)
+        silent = worker(folder, 0)
+        begin(silent)
+        fail(worker(folder, 1), 2)
+        broken = worker(folder, 1, attempt=2)
+        assert broken.next(Stop.NO) is None
+        silent.judge(1, {"score": 0.5})
+        begin(broken)
+        broken.give_back(is_late=True, has_saved=False)
+        assert states(folder)[3] == "WAITING"
+
+
+class TestABrokenNode:
+    def test_its_worker_leaves_the_rest_to_those_who_do_well(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=4)
         well = [worker(folder, number) for number in range(3)]
-        for part in well:
-            begin(part)
-            finish(part, 0.5)
         broken = worker(folder, 3)
-        self.fail(broken, 2)
+        do_well(*well)
+        fail(broken)
+        do_well(*well)
+        fail(broken, 2)
         begin(broken)
-        with pytest.raises(BrokenWorker, match="last 3 trials failed alike here, and 3 of 3 did well elsewhere: OSErr"):
+        with pytest.raises(BrokenWorker, match="last 4 trials failed alike here, and 3 of 3 did well elsewhere meanw"):
             broken.fail("OSError: no GPU")
-        begin(well[0])
-        finish(well[0], 0.5)
+        do_well(well[0])
         assert studies.OVER not in studies.notes(study_of(folder))
 
-    def test_parameters_that_fail_everywhere_are_no_broken_node(self, tmp_path: Path) -> None:
-        folder = make(tmp_path, trials=40, workers=2)
-        other, unlucky = worker(folder, 0), worker(folder, 1)
-        for _ in range(5):
-            begin(other)
-            finish(other, 0.5)
-            begin(other)
-            other.fail("OutOfMemoryError: 3 GiB")
-        self.fail(unlucky, 6)
-        begin(unlucky)
-        with pytest.raises(BrokenWorker):
-            # one in two would not fail seven times
-            unlucky.fail("OSError: no GPU")
+    def test_what_failed_on_other_nodes_does_not_count(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=4)
+        well, broken = [worker(folder, number) for number in range(3)], worker(folder, 3)
+        do_well(*well)
+        fail(broken)
+        do_well(*well)
+        fail(broken, 2)
+        records.record_event(folder.of_task(3), "started", attempt=2, job_id="3", nodes=["there"])
+        moved = worker(folder, 3, attempt=2)
+        fail(moved)
+        do_well(moved)
 
-    def test_what_it_does_well_in_between_counts(self, tmp_path: Path) -> None:
-        folder = make(tmp_path, trials=40, workers=2)
-        other, part = worker(folder, 0), worker(folder, 1)
+    def test_nobody_leaves_where_all_fail_alike_from_some_place_on(self, tmp_path: Path) -> None:
+        """As the last part of a grid, or while a disk is away."""
+        folder = make(tmp_path, trials=60)
+        parts = [worker(folder, number) for number in range(2)]
+        for _ in range(10):
+            do_well(*parts)
+        for _ in range(15):
+            for part in parts:
+                fail(part)
+
+    def test_nobody_leaves_where_no_other_is_there(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=30)
+        alone, other = worker(folder, 0), worker(folder, 1)
+        do_well(alone, other)
+        fail(alone)
+        do_well(*[other] * 5)
+        records.update_state(folder.of_task(1), state="TIMEOUT")
+        fail(alone, 12)
+        do_well(alone)
+
+    def test_parameters_that_fail_now_and_then_are_no_broken_node(self, tmp_path: Path) -> None:
+        """One trial in three fails everywhere, and here five in a row."""
+        folder = make(tmp_path, trials=90)
+        other, unlucky = parts = [worker(folder, number) for number in range(2)]
         for _ in range(5):
-            begin(other)
-            finish(other, 0.5)
-            self.fail(part, 2)
-            begin(part)
-            finish(part, 0.5)
-        assert states(folder).count("FAIL") == 10
+            for part in parts:
+                do_well(part, part)
+                fail(part)
+        for _ in range(5):
+            fail(unlucky)
+            do_well(other, other)
+            fail(other)
+        do_well(unlucky)
+
+    def test_a_trial_that_was_only_lost_ends_no_sweep(self, tmp_path: Path) -> None:
+        """Also where the two before it failed alike, and one that may do well was given back."""
+        folder = make(tmp_path, trials=9)
+        preempted, part = worker(folder, 0), worker(folder, 1)
+        begin(preempted)
+        fail(part, 2)
+        preempted.give_back(is_late=False, has_saved=False)
+        records.update_state(folder.of_task(0), state="PENDING")
+        begin(part)
+        part.lose("its command was ended by SIGKILL")
+        do_well(part)
+        assert states(folder) == ["COMPLETE", "FAIL", "FAIL"]
 
 
 class TestGivingUp:
