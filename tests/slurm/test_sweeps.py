@@ -149,12 +149,12 @@ def test_a_worker_on_a_broken_node_leaves_the_trials_to_the_others(project: Proj
     wait_until(lambda: "FAILED" in [state["state"] for state in workers(folder)], pause=LOOK_EVERY)
     (broken,) = [state for state in workers(folder) if state["state"] == "FAILED"]
     assert "trials failed alike here, and" in broken["reason"]
-    assert "well elsewhere: ValueError: broken on 0" in broken["reason"]
+    assert "well elsewhere meanwhile: ValueError: broken on 0" in broken["reason"]
     (project.folder / "gate").touch()
     assert finish(project) == 0
     found = states(folder)
-    # a third is enough where all the others have reported
-    assert 3 <= found.count("FAIL") <= 5
+    # the fewer of the others have reported, the more it takes
+    assert 3 <= found.count("FAIL") <= 7
     assert found.count("COMPLETE") == 12 - found.count("FAIL")
 
 
