@@ -128,7 +128,12 @@ class SimulatedNodes:
         parent = os.getpid()
         if not self._ranks_can_be_forked:
             command = [sys.executable, "-m", self._spec.rank_module, str(self._folder.path)]
-            process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=attempt.own_group)
+
+            def enter() -> None:
+                processes.die_with_parent(signal.SIGKILL, parent)
+                attempt.own_group()
+
+            process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=enter)
             # a dropped Popen is collected by the next one, and its exit code with it
             self._processes.append(process)
             return process.pid

@@ -204,6 +204,24 @@ def spans(folder: RunFolder) -> list[tuple[datetime, datetime | None]]:
     return found
 
 
+def last_sign_of_life(folder: RunFolder) -> str:
+    """When a run that ended unseen has last said anything; now, where it never started."""
+    if not attempts_started(folder):
+        return now()
+    files = [folder.state, *folder.logs.glob("*")]
+    last = max(path.stat().st_mtime for path in files if path.exists())
+    return datetime.fromtimestamp(last, timezone.utc).isoformat(timespec="seconds")
+
+
+def note_unseen_end(folder: RunFolder) -> None:
+    """Writes down the end of an attempt that nobody was there to write down, before the run starts again."""
+    attempts = spans(folder)
+    if attempts and (ended := read_state(folder)["ended"]):
+        last = [event for event in events(folder) if event["event"] in ("started", "ended")][-1]
+        if last["event"] == "started":
+            record_event(folder, "ended", attempt=last["attempt"], time=ended)
+
+
 def hours(folder: RunFolder) -> float:
     """For how long all attempts together have had their nodes."""
     now = datetime.now(timezone.utc)

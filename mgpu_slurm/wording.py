@@ -11,10 +11,6 @@ def program() -> str:
     return f"{_python()} -m mgpu_slurm" if _is_module_call() else "mgpu-slurm"
 
 
-def tensorboard() -> str:
-    return f"{_python()} -m tensorboard.main" if _is_module_call() else "tensorboard"
-
-
 def counted(number: int, thing: str) -> str:
     """`1 run`, `2 runs`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

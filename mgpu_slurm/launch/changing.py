@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,8 @@ class Change:
     """Resources by sbatch's long names; None for as before."""
     new_code: bool = False
     """Whether to take the project's code as it is now, and the calling environment's packages."""
+    probes: tuple[dict[str, Any], ...] = ()
+    """Of a sweep: values that a new code's config has to take beside those of all trials."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
     if folder.task is not None:
         raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
     spec = _with_resources(before, change.given)
-    with _new_code(folder, spec) if change.new_code else nullcontext(spec) as spec:
+    with _new_code(folder, spec, change.probes) if change.new_code else nullcontext(spec) as spec:
         try:
             spec.write(folder)
             records.update_state(folder, nodes=spec.resources.nodes, ranks=spec.resources.ranks)
@@ -82,24 +84,26 @@ def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
 
 
 @contextmanager
-def _new_code(folder: RunFolder, spec: Spec) -> Iterator[Spec]:
+def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[dict[str, Any]]) -> Iterator[Spec]:
     """Puts a new snapshot in the place of the code, and keeps the code before as `code-<attempts>`."""
     if spec.target.pickled is not None:
         raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by a name: submit it anew")
-    if spec.kind == "sweep":
-        raise UserError(f"--code new: trials of study {folder.run} would not compare: start a study of another name")
     staging = RunFolder(folder.path / f"{paths.STAGING_PREFIX}code")
     shutil.rmtree(staging.path, ignore_errors=True)
     staging.create(spec.readable_by)
     limit = clusters.load(Path.cwd()).named(spec.cluster).snapshot_limit
-    old = folder.path / f"code-{records.read_state(folder)['attempts']}"
+    old = folder.path / f"code-{max(state['attempts'] for _, state in records.read_states(folder))}"
     facts_before = paths.read_json(folder.environment)
     try:
         taken = snapshot.take(Path(spec.project), staging.code, limit, folder.path.parent, spec.workdir)
         facts = environment.describe(taken)
         spec = replace(spec, python=sys.executable)
         key = checked.key(taken.digest, spec.target.label, spec.workdir, facts["packages"])
-        config = configuring.complete(spec, [spec.config], staging, Path(spec.project), key)
+        values = [configs.merge(spec.config, probe) for probe in probes] or [spec.config]
+        config = configuring.complete(spec, values, staging, Path(spec.project), key)
+        if spec.kind == "sweep":
+            # trials share only what was given
+            config = configs.only(config, spec.config)
         shutil.rmtree(old, ignore_errors=True)
         os.rename(folder.code, old)
         os.rename(staging.code, folder.code)

@@ -445,7 +445,7 @@ def _ended_unseen(folder: RunFolder, facts: State) -> State:
     again = records.read_state(folder)
     if not states.is_alive(again["state"]) or again["job_id"] not in (None, facts.get("job_id", again["job_id"])):
         return again
-    facts = {"ended": records.now()} | facts
+    facts = {"ended": records.last_sign_of_life(folder)} | facts
     # a run of somebody else's stays as it is on disk
     with contextlib.suppress(OSError):
         folder.create_task()

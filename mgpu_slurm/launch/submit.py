@@ -184,6 +184,7 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
             folder.cancel_wish.unlink(missing_ok=True)
         for folder in folders:
             folder.create_task()
+            records.note_unseen_end(folder)
             _reset_state(folder, job_id if folder == asked else None, now_with)
         if supervisor is not None:
             assert job_id is not None

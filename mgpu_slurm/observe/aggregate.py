@@ -211,6 +211,8 @@ def _stem(place: str) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return "none" if value is None else str(value)
 
 

@@ -10,7 +10,7 @@ from mgpu_slurm.observe.times import duration
 from mgpu_slurm.observe.warned import told, warnings
 from mgpu_slurm.paths import RunFolder, read_json
 from mgpu_slurm.states import FAILED, OUT_OF_MEMORY
-from mgpu_slurm.wording import program, short_path, tensorboard
+from mgpu_slurm.wording import program, short_path
 
 SHOWN_LINES = 20
 
@@ -37,7 +37,7 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
         if numbers:
             lines.append(f"result    {numbers}  ({short_path(folder.result)})")
     if folder.tensorboard.is_dir():
-        lines.append(_curves_line(folder.path.parent))
+        lines.append(_curves_line(folder))
     if state["state"] != "COMPLETED" and any(folder.logs.glob("*")):
         lines.append(f"logs      {short_path(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
@@ -45,13 +45,13 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     return lines
 
 
-def curves_lines(group: Path) -> list[str]:
+def curves_lines(group: RunFolder) -> list[str]:
     """How to see the curves of a group, where it has any."""
-    return [_curves_line(group)] if any(group.glob("tasks/*/tensorboard")) else []
+    return [_curves_line(group)] if any(group.path.glob("tasks/*/tensorboard")) else []
 
 
-def _curves_line(place: Path) -> str:
-    return f"curves    {tensorboard()} --logdir {short_path(place)}"
+def _curves_line(folder: RunFolder) -> str:
+    return f"curves    {program()} tensorboard {folder.run}"
 
 
 def _end_of_log(folder: RunFolder, attempt: int, who: str) -> list[str]:

@@ -318,6 +318,8 @@ def _start(folder: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            # a user's cmd.py is not the module that TensorBoard wants (of Python 3.11 on)
+            env=os.environ | {"PYTHONSAFEPATH": "1"},
             # a Ctrl-C is for this process, which ends it then
             start_new_session=True,
             preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM, parent),

@@ -13,7 +13,7 @@ from mgpu_slurm.launch.sweeps import overall, reason, summary_of
 from mgpu_slurm.observe.times import duration, time_of
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import read_spec
-from mgpu_slurm.wording import counted, program
+from mgpu_slurm.wording import counted, program, short_path
 
 WORDS = {"COMPLETE": "complete", "PRUNED": "given up", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 """Optuna's states of a trial, in the order in which they are told."""
@@ -32,6 +32,7 @@ def lines(folder: RunFolder, workers: Sequence[State], room: int | None = None) 
         f"trials    {_trials(summary)}",
         f"best      {_trial(summary, summary['best'])}",
         *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary["known"])),
+        *_last_failure(folder, summary),
         f"spent     {_spent(folder, len(workers), summary)}",
         *_left(workers, summary),
         "",
@@ -49,13 +50,22 @@ def _why(study: str, workers: Sequence[State], summary: dict[str, Any], state: s
     goes_on = (
         f"; `{program()} resume {study}` goes on" if summary["trials"]["RUNNING"] + summary["trials"]["WAITING"] else ""
     )
-    return f": {reason(workers, summary, state)}{goes_on}"
+    told = reason(workers, summary, state)
+    return f": {told}{'' if 'resume' in told else goes_on}"
 
 
 def _trials(summary: dict[str, Any]) -> str:
     counts = summary["trials"]
     told = ", ".join(f"{counts[state]} {words}" for state, words in WORDS.items() if counts[state])
     return f"{sum(counts.values())}: {told}" if told else "none yet"
+
+
+def _last_failure(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
+    failed = [trial for trial in summary["recent"] if trial["state"] == "FAIL"]
+    return [
+        f"failed    trial {trial['number']}: {trial['reason']}  ({short_path(folder.of_trial(trial['number']).logs)})"
+        for trial in failed[-1:]
+    ]
 
 
 def _trial(summary: dict[str, Any], trial: dict[str, Any] | None) -> str:
@@ -154,8 +164,6 @@ def ending_lines(folder: RunFolder, workers: Sequence[State]) -> list[str]:
     told = told[: told.index("")]
     if summary["best"] is not None:
         told.append(f"more      {program()} best {folder.run}   (all values, and the command that trains it again)")
-    if summary["trials"]["FAIL"]:
-        told.append(f"logs      {folder.trials}/*/logs")
     return told
 
 

@@ -105,7 +105,7 @@ def around(values: dict[str, Any], name: str) -> dict[str, Any]:
     if len(complete) < LEAST_BEST:
         raise UserError(f"--around {name}: {len(complete)} of its trials are complete: it takes {LEAST_BEST}")
     best = [summary.parameters(trial, sweep) for trial in complete[: max(LEAST_BEST, _share(len(complete)))]]
-    changed = {key: value for key, value in values.items() if key not in ("trials", "enqueue", "warm_start")}
+    changed = {key: value for key, value in values.items() if key not in ("enqueue", "warm_start")}
     if changed.get("study") == folder.run:
         changed["study"] = f"{folder.run}-around"
     return changed | {"sampler": "grid", "space": _grid(sweep.space, best)}

@@ -156,6 +156,8 @@ class Sweep:
         """What is searched and how, for people."""
         space = self.space.lines() if isinstance(self.space, Space) else [f"by {self.space}"]
         trials = "as many as the budget holds" if self.trials is None else str(self.trials)
+        if self.sampler.name == "grid" and isinstance(self.space, Space) and len(self.space.grid()) != self.trials:
+            trials += f" of the grid's {len(self.space.grid())} points"
         return [
             *_under("space", space),
             f"metric    {self.metric}, to {self.direction}",

@@ -152,9 +152,21 @@ def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
         cluster=options.cluster,
         name=sweep.study,
         workers=sweep.workers if sweep.trials is None else min(sweep.workers, sweep.trials),
-        probes=() if is_command or isinstance(sweep.space, str) else tuple(map(spaces.nested, sweep.space.probes())),
+        probes=_probes(sweep),
         dry_run=options.dry_run,
     )
+
+
+def _probes(sweep: Sweep) -> tuple[dict[str, Any], ...]:
+    """Values of trials that the job's config has to take; a function's are tried out otherwise."""
+    if sweep.command or isinstance(sweep.space, str):
+        return ()
+    return tuple(map(spaces.nested, sweep.space.probes()))
+
+
+def _probed(change: Change, sweep: Sweep) -> Change:
+    """With what a new code's config has to take."""
+    return replace(change, probes=_probes(sweep)) if change.new_code else change
 
 
 def _flags(values: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +229,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         found = _settled(folder, note)
         is_alive = any(states.is_alive(state["state"]) for _, state in found)
         spec = read_spec(folder)
-        change = replace(_change(spec, old, sweep, values), new_code=options.new_code)
+        change = _probed(replace(_change(spec, old, sweep, values), new_code=options.new_code), sweep)
         _check_budget(sweep, change.given.get("gpus-per-node", spec.resources.gpus_per_node))
         _refuse_other_places(spec, options)
         if is_alive:
@@ -230,7 +242,14 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         if options.dry_run:
             return Started(folder, spec.executor, None, [*lines, _NOTHING], is_alive, before)
         job_id = None
-        with _written(folder, values):
+        over = studies.notes(study).get(studies.OVER)
+
+        def undo() -> None:
+            if over is not None:
+                studies.note(study, studies.OVER, over)
+            summary.write(folder, study, old)
+
+        with _written(folder, values, undo):
             _add(folder, study, sweep)
             if starting:
                 _make_room(folder, starting)
@@ -269,7 +288,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
                 f"study {sweep.study}: no trial is left{why}: raise trials or budget in its file, and call sweep again"
             )
         _make_room(folder, starting)
-        return submitting.restart(folder, starting, change, note)
+        return submitting.restart(folder, starting, _probed(change, sweep), note)
 
 
 def _settled(folder: RunFolder, note: Note) -> Found:
@@ -335,8 +354,12 @@ def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> li
 
 
 @contextmanager
-def _written(folder: RunFolder, values: dict[str, Any]) -> Iterator[None]:
-    """The sweep's file with these values, which workers read when they start; an error takes that back."""
+def _written(folder: RunFolder, values: dict[str, Any], undo: Callable[[], None]) -> Iterator[None]:
+    """The sweep's file with these values, which workers read when they start; an error takes that back.
+
+    Args:
+        undo: takes back what else was done.
+    """
     before = folder.sweep.read_text()
     paths.write_whole(folder.sweep, configs.dump_yaml(values))
     try:
@@ -345,6 +368,7 @@ def _written(folder: RunFolder, values: dict[str, Any]) -> Iterator[None]:
         raise
     except BaseException:
         paths.write_whole(folder.sweep, before)
+        undo()
         raise
 
 

@@ -26,6 +26,7 @@ from optuna.trial import FrozenTrial
 from tests.support import Project, make_project, processes_of, wait_until
 from tests.sweep_job import JOB, epochs, pids, seen
 
+WIDE = {"space": {"x": {"float": [0.0, 1.0]}}}
 GRID = {"sampler": "grid", "space": {"x": {"choice": [0.25, 0.1 + 0.2, 0.75]}}}
 
 
@@ -218,6 +219,40 @@ def test_a_trial_outlives_the_time_limit_of_its_worker_and_a_cancel(project: Pro
     # no epoch twice, and none left out
     assert list(itertools.chain(*found.values())) == list(range(1, found[3][-1] + 1))
     assert facts_of(project)["attempts"] == 3
+
+
+def test_new_code_mends_a_sweep_and_what_does_not_fit_changes_nothing(project: Project) -> None:
+    folder = start(project, trials=2, space={"x": {"float": [0.0, 1.0]}}, fixed={"epochs": 1})
+    assert wait(project).returncode == 0
+    before = facts_of(project)
+    more = ["sweep", "sweep.yaml", "trials=3", "--executor", "local"]
+    project.write("job.py", JOB.replace("config.x", "config.y").replace("x: float", "y: float"))
+    done = project.call(*more, "--code", "new")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "unknown key 'x'" in done.stderr
+    assert facts_of(project) == before
+    project.write("job.py", f"{JOB}\n    # mended\n")
+    done = project.call(*more, "--code", "new")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert states(folder) == ["COMPLETE"] * 3
+    assert (folder / "code" / "job.py").read_text().endswith("# mended\n")
+    assert (folder / "code-1" / "job.py").exists()
+
+
+def test_who_kills_all_that_watch_over_a_worker_kills_it_too(project: Project) -> None:
+    folder = start(project, trials=2, fixed={"does": "waits", "place": str(project.folder)}, **WIDE)
+    worker = folder / "tasks" / "0"
+    # the batch step, and the rank that has only just begun
+    wait_until(lambda: len(processes_of(worker)) > 1)
+    supervisor = json.loads((worker / "state.json").read_text())["supervisor"][0]
+    for pid in [supervisor, *children(supervisor)]:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: processes_of(worker) == [])
+    assert facts_of(project)["state"] == "FAILED"
+
+
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def test_an_error_that_all_workers_meet_first_stops_the_sweep_with_it(project: Project) -> None:

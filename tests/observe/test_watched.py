@@ -9,6 +9,7 @@ from mgpu_slurm import states
 from mgpu_slurm.observe import sweeps, watched
 from mgpu_slurm.paths import write_json
 from mgpu_slurm.records import read_state
+from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping import summary
 from tests.observe.sweeps import make_sweep
 
@@ -21,6 +22,18 @@ def test_workers_at_work_come_first_and_then_those_that_wait(tmp_path: Path) -> 
     workers = [state | {"run": f"digits/{number}", "state": each} for number, each in enumerate(some)]
     told = sweeps.lines(made.folder, workers)
     assert [line.split()[0] for line in told[told.index("") + 2 :]] == ["2", "4", "1", "0", "3"]
+
+
+def test_the_last_failure_is_told_with_its_place(tmp_path: Path) -> None:
+    made = make_sweep(tmp_path)
+    for reason in ("ValueError: first", "ValueError: second"):
+        number = made.begin()
+        studies.fail(made.study, made.study.trials[number], reason)
+    write_json(made.folder.summary, summary.summarize(made.study, made.sweep))
+    told = sweeps.lines(made.folder, [read_state(made.folder)])
+    assert [line for line in told if line.startswith("failed")] == [
+        f"failed    trial 1: ValueError: second  ({made.folder.trials}/1/logs)"
+    ]
 
 
 def test_a_screen_is_filled_and_says_what_it_leaves_out() -> None:

@@ -72,6 +72,7 @@ def test_the_grid_lies_around_the_best_tenth(make: Make) -> None:
         "direction": "minimize",
         "resources": {"nodes": 2},
         "sampler": "grid",
+        "trials": VALUES["trials"],
     }
     best = sorted((trial for trial in study.trials), key=lambda trial: trial.value or 0)[:4]
     rates = [trial.params["lr"] for trial in best]

@@ -78,6 +78,19 @@ def test_points_of_an_extension_that_failed_are_added_once(tmp_path: Path, resta
         extend(trials=5, enqueue=[{"x": 0.75}, *POINTS])
 
 
+def test_an_extension_that_is_refused_leaves_what_status_says(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=2, budget={"patience": 1})
+    before = paths.read_json(folder.summary)
+    over = studies.notes(study_of(folder))[studies.OVER]
+    assert over["reason"].startswith("none of 1 trials")
+    restarts.problem = UserError("--code new: it does not fit")
+    with pytest.raises(UserError, match="does not fit"):
+        extend(trials=4, budget={"patience": 9})
+    found = paths.read_json(folder.summary)
+    assert found | {"updated": ""} == before | {"updated": ""}
+    assert studies.notes(study_of(folder))[studies.OVER] == over
+
+
 def test_what_was_added_as_the_last_worker_left_is_there_to_resume(tmp_path: Path, restarts: Restarts) -> None:
     folder = ended(tmp_path, trials=1)
     folder.summary.unlink()
@@ -142,7 +155,10 @@ def test_fewer_trials_than_there_are_add_nothing_and_other_code_is_taken_when_as
     ]
     extend(trials=3)
     launching.start(VALUES | {"workers": 1, "trials": 4}, {}, "sweep.yaml", launching.Options(new_code=True))
-    assert [change for _, change in restarts.asked] == [NO_CHANGE, Change(new_code=True)]
+    first, second = (change for _, change in restarts.asked)
+    assert (first, second.new_code) == (NO_CHANGE, True)
+    # the new code has to take what trials will ask of it
+    assert {"x": 0.0} in second.probes
 
 
 def test_a_sampler_that_only_the_runs_code_has_is_not_looked_for(tmp_path: Path, restarts: Restarts) -> None:
