@@ -21,6 +21,7 @@ SUBMITIT_MODULE = "mgpu_slurm.launch.submitit_executor"
 MAY_IMPORT = {
     "top": {"top"},
     "launch": {"top", "launch"},
+    "checkpoints": {"top", "checkpoints"},
     "runtime": {"top", "runtime"},
     "observe": {"top", "launch", "observe", "sweeping", "handles"},
     "sweeping": {"top", "launch", "runtime", "sweeping"},

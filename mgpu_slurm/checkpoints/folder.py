@@ -1,0 +1,168 @@
+"""Checkpoints as folders: one that has its final name is whole, and on the disk.
+
+Into a hidden folder each rank writes two files: its tensors, and after them a record of all else, with the checksums of
+both. When the records of all ranks are there nothing is missing, and the folder gets its final name; whoever comes
+later can do that too, where the one who should was killed. Older checkpoints go only after that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+
+from mgpu_slurm.checkpoints.tensors import SUFFIX, Part, Written, summed, write
+from mgpu_slurm.paths import RunFolder, sync_folder, write_whole
+
+FORMAT = 1
+
+_FINAL = re.compile(r"step-(\d{9,})")
+_HIDDEN = re.compile(r"\.(step-\d{9,})\.of-\d+")
+_RECORD = re.compile(r"rank-(\d{5,})\.json")
+
+
+def complete(run: RunFolder) -> list[Path]:
+    """The whole checkpoints of a run, the oldest first."""
+    found = [(step, path) for path in _below(run) if (step := step_of(path)) is not None]
+    return [path for _, path in sorted(found)]
+
+
+def newest(run: RunFolder) -> Path | None:
+    return next(reversed(complete(run)), None)
+
+
+def step_of(path: Path) -> int | None:
+    match = _FINAL.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _below(run: RunFolder) -> list[Path]:
+    return list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []
+
+
+def hidden(run: RunFolder, step: int, attempt: int) -> Path:
+    """Where an attempt writes the checkpoint of a step."""
+    final = run.checkpoint(step)
+    return final.with_name(f".{final.name}.of-{attempt}")
+
+
+def write_part(folder: Path, rank: int, world_size: int, state: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    """Writes what a rank keeps, its record last.
+
+    Args:
+        state: what JSON can hold of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = folder / f"{_name(rank)}{SUFFIX}"
+    tensors.unlink(missing_ok=True)
+    written = write(tensors, parts)
+    body = {"format": FORMAT, "rank": rank, "world_size": world_size, "tensors": asdict(written), **state}
+    write_whole(folder / f"{_name(rank)}.json", json.dumps(body | {"checksum": _checksum(body)}))
+    sync_folder(folder)
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    return int(google_crc32c.value(json.dumps(body).encode()))
+
+
+def ranks(folder: Path) -> list[int]:
+    """Those whose records are there."""
+    # a listing: of a single name a network file system may say for a while that it is not there
+    entries = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(match[1]) for entry in entries if (match := _RECORD.fullmatch(entry)))
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the records of all ranks are there."""
+    found = ranks(folder)
+    try:
+        return bool(found) and len(found) == record(folder, found[0])["world_size"]
+    except (OSError, ValueError):
+        return False
+
+
+def record(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank has kept but for its tensors.
+
+    Raises:
+        OSError: it is not there.
+        ValueError: it is not what was written.
+    """
+    body: Any = json.loads((folder / f"{_name(rank)}.json").read_text())
+    if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
+        raise ValueError(f"{_name(rank)}.json is damaged")
+    return body
+
+
+def problem(folder: Path, some: Iterable[int]) -> str | None:
+    """What is wrong with the files of some ranks; None if they are what was written."""
+    for rank in some:
+        try:
+            known = record(folder, rank)["tensors"]
+            if summed(folder / f"{_name(rank)}{SUFFIX}") != Written(**known):
+                return f"{_name(rank)}{SUFFIX} is damaged"
+        except (OSError, ValueError) as error:
+            return f"{_name(rank)}: {type(error).__name__}: {error}"
+    return None
+
+
+def publish(folder: Path) -> Path:
+    """Gives a hidden folder that is whole its final name."""
+    match = _HIDDEN.fullmatch(folder.name)
+    assert match is not None, folder
+    final, before = folder.with_name(match[1]), folder.with_name(f".{match[1]}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    if final.exists():
+        # the same step again, from another place in the loop
+        os.rename(final, before)
+    os.rename(folder, final)
+    sync_folder(final.parent)
+    shutil.rmtree(before, ignore_errors=True)
+    return final
+
+
+def publish_left(run: RunFolder) -> None:
+    """Publishes what an attempt that is over has left whole, and clears the rest away."""
+    for path in sorted(_below(run)):
+        if _HIDDEN.fullmatch(path.name) and is_whole(path):
+            publish(path)
+    for path in _below(run):
+        if path.name.startswith("."):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+    """Takes a damaged checkpoint away from those that are read; what is left of it stays."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(folder, aside)
+    return aside
+
+
+def trim(run: RunFolder, keep: int, also: int | None = None) -> None:
+    """Deletes all but the newest ones.
+
+    Args:
+        also: the step of one that stays too.
+    """
+    for path in complete(run)[:-keep]:
+        if step_of(path) != also:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"rank-*{SUFFIX}"))

@@ -1,0 +1,119 @@
+"""Folders of checkpoints: whole or not there, whoever is killed when, and damage is found."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgpu_slurm.checkpoints import folder as folders
+from mgpu_slurm.checkpoints.tensors import Part
+from mgpu_slurm.paths import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+def part(run: RunFolder, step: int, rank: int = 0, world_size: int = 1, attempt: int = 1) -> Path:
+    hidden = folders.hidden(run, step, attempt)
+    parts = {f"weight.{rank}": Part(torch.full((3,), float(step)), (0,))}
+    folders.write_part(hidden, rank, world_size, {"own": {"step": step, "loss": 0.1 + 0.2}}, parts)
+    return hidden
+
+
+def kept(run: RunFolder, *steps: int) -> None:
+    for step in steps:
+        folders.publish(part(run, step))
+
+
+def names(run: RunFolder) -> list[str]:
+    return sorted(os.listdir(run.checkpoints))
+
+
+def test_it_is_whole_with_the_last_ranks_record(run: RunFolder) -> None:
+    for rank in (2, 0):
+        hidden = part(run, 7, rank, world_size=3)
+        assert not folders.is_whole(hidden)
+    part(run, 7, 1, world_size=3)
+    assert folders.is_whole(hidden)
+    assert folders.complete(run) == []
+    final = folders.publish(hidden)
+    assert folders.complete(run) == [final]
+    assert names(run) == ["step-000000007"]
+    assert folders.ranks(final) == [0, 1, 2]
+    assert folders.record(final, 2)["own"] == {"step": 7, "loss": 0.1 + 0.2}
+    assert folders.problem(final, [0, 1, 2]) is None
+
+
+def test_the_same_step_again_takes_the_place_of_the_one_before(run: RunFolder) -> None:
+    kept(run, 7)
+    hidden = part(run, 7, attempt=2)
+    (hidden / "newer").touch()
+    assert (folders.publish(hidden) / "newer").exists()
+    assert names(run) == ["step-000000007"]
+
+
+def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFolder) -> None:
+    """As after a kill between any two steps of a save."""
+    kept(run, 5)
+    part(run, 7)
+    part(run, 9, rank=1, world_size=2)
+    torn = folders.hidden(run, 11, 1)
+    torn.mkdir()
+    (torn / "rank-00000.json").write_text('{"format": 1, "world_')
+    # killed as the same step took the place of another one
+    os.rename(run.checkpoint(5), run.checkpoints / ".step-000000005.before")
+    part(run, 5, attempt=2)
+    folders.publish_left(run)
+    assert names(run) == ["step-000000005", "step-000000007"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("rank-00001.safetensors", lambda content: content[:-1]),
+        ("rank-00001.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        ("rank-00001.json", lambda content: content.replace(b'"step": 7', b'"step": 8')),
+        ("rank-00001.json", lambda content: content[: len(content) // 2]),
+        ("rank-00001.json", lambda content: b"\xff" + content),
+        ("rank-00001.json", lambda content: b"[]"),
+        ("rank-00001.safetensors", None),
+        ("rank-00001.json", None),
+    ],
+    ids=["short", "a bit", "a digit", "half", "no text", "no record", "tensors gone", "record gone"],
+)
+def test_damage_is_found(run: RunFolder, file: str, change: object) -> None:
+    part(run, 7, 0, world_size=2)
+    final = folders.publish(part(run, 7, 1, world_size=2))
+    content = (final / file).read_bytes()
+    (final / file).unlink()
+    if callable(change):
+        (final / file).write_bytes(change(content))
+    assert folders.problem(final, [0]) is None
+    assert (folders.problem(final, [0, 1]) or "").startswith("rank-00001")
+
+
+def test_what_is_set_aside_is_not_read_any_more(run: RunFolder) -> None:
+    kept(run, 5, 7)
+    aside = folders.set_aside(run.checkpoint(7))
+    assert folders.newest(run) == run.checkpoint(5)
+    assert json.loads((aside / "rank-00000.json").read_text())["own"]["step"] == 7
+
+
+def test_the_newest_stay_and_one_more(run: RunFolder) -> None:
+    kept(run, 1, 2, 3, 10, 9)
+    folders.trim(run, keep=2, also=2)
+    assert names(run) == ["step-000000002", "step-000000009", "step-000000010"]
+
+
+def test_a_part_that_was_cut_short_is_written_anew(run: RunFolder) -> None:
+    hidden = folders.hidden(run, 7, 1)
+    hidden.mkdir(parents=True)
+    (hidden / "rank-00000.safetensors").write_bytes(b"torn")
+    part(run, 7)
+    assert folders.problem(hidden, [0]) is None
