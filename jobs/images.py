@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -33,8 +34,8 @@ class Config:
     model: str = "resnet18"
     """Any name of `torchvision.models.list_models(module=torchvision.models)`."""
     weights: Path | None = None
-    """File to start from: a state dict of the same model, or `state.pt` of a checkpoint of this job. The last layer
-    starts anew where the number of classes differs. None trains from scratch."""
+    """File to start from: a state dict of the same model, or `rank-00000.safetensors` of a checkpoint of this job. The
+    last layer starts anew where the number of classes differs. None trains from scratch."""
     freeze: bool = False
     """Trains the last layer only; the rest stays as the file has it."""
     size: int = 224
@@ -174,17 +175,19 @@ def first_misfit(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> str
 def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors by name of a state dict, alone or inside a checkpoint; nothing in the file is run."""
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"weights={file} cannot be read: {error.strerror}: give a file of weights") from None
     except Exception:
         # bytes that torch did not write make it raise nearly anything: IndexError, KeyError, struct.error
-        raise UserError(f"weights={file} is no file of tensors that torch.save wrote: give a state dict") from None
-    for key in ("objects", "model", "state_dict"):
+        raise UserError(f"weights={file} is no file of safetensors or of torch.save: give a state dict") from None
+    for key in ("model", "state_dict"):
         content = content.get(key, content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise UserError(f"weights={file} holds no tensors by name: give a state dict, model.state_dict()")
-    return {name.removeprefix("module."): value for name, value in content.items()}
+    # a checkpoint of this job holds more than the model
+    of_model = {name: value for name, value in content.items() if name.startswith("model.")}
+    return {name.removeprefix("model.").removeprefix("module."): value for name, value in (of_model or content).items()}
 
 
 def freeze_all_but_last(model: nn.Module) -> None:

@@ -15,12 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from mgpu_slurm.errors import RunStopped, TrialPruned, UserError, nearest
+from mgpu_slurm.errors import MgpuError, RunStopped, TrialPruned, UserError
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime import checkpoint
+from mgpu_slurm.runtime import randomness
 from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
 from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_dimension, mixed, size_of, split
 from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.runtime.keeping import Keeper
 from mgpu_slurm.runtime.metrics import Reporter, as_numbers
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
@@ -99,13 +100,12 @@ class Run:
         self._stop = stop
         self._seed = 0
         self._models: list[DistributedDataParallel] = []
-        self._objects: dict[str, Any] = {}
+        self._keeper = Keeper(self._files, facts, attempt)
         self._loader: Loader | None = None
         self._loader_name = ""
         self._restored = False
         self._next_epoch = 1
         self._epoch: int | None = None
-        self._has_saved = False
         self._has_gradients = False
         self._save_wanted = False
         self._agreed = Agreed()
@@ -212,7 +212,7 @@ class Run:
             nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if optimizer not in self._objects.values():
+        if optimizer not in self._keeper.objects.values():
             self._step_done()
 
     def _step_done(self, *_: Any) -> None:
@@ -308,32 +308,51 @@ class Run:
                         f" {self._loader_name!r} is restored already"
                     )
                 self._loader_name, self._loader = name, value
-            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-                self._objects[name] = value.module if isinstance(value, DistributedDataParallel) else value
-                if isinstance(value, torch.optim.Optimizer):
-                    value.register_step_post_hook(self._step_done)
             else:
-                raise UserError(
-                    f"run.restore({name}=...): a {type(value).__name__} has no state_dict and load_state_dict"
-                )
+                self._keeper.add(name, value)
         self._restored = True
-        found = checkpoint.newest(self._files) if self.is_main else None
-        # rank 0 decides, because a shared file system may show the others an older folder
-        step = self._agreement.total([float(found.name.removeprefix("step-")) + 1 if found else 0.0])[0]
-        if step:
-            self._load(self._files.checkpoint(int(step) - 1))
+        step = self._newest_sound()
+        if step is not None:
+            self._load(step)
+        for value in self._keeper.objects.values():
+            if isinstance(value, torch.optim.Optimizer):
+                value.register_step_post_hook(self._step_done)
         return State(self)
 
-    def _load(self, path: Path) -> None:
-        shared, own = checkpoint.read(path, self.rank)
-        known = [*shared["objects"], shared["loader"]["name"]]
-        for name in [*self._objects, self._loader_name]:
-            if name not in known:
-                raise UserError(
-                    f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: keep the names of run.restore"
-                )
-        for name, value in self._objects.items():
-            value.load_state_dict(shared["objects"][name])
+    def _newest_sound(self) -> int | None:
+        """The step of the newest checkpoint that is what was written; newer ones are set aside."""
+        while True:
+            # rank 0 decides, because a shared file system may show the others an older folder
+            step, count = map(int, self._agreement.total(list(self._keeper.newest() if self.is_main else (0, 0))))
+            if not count:
+                return None
+            problem = self._keeper.problem(step)
+            agreed = self._agreement.together(Call.RESTORE, replace(self._wish(), failed=problem is not None))
+            self._remember(agreed)
+            if not agreed.failed:
+                return step
+            self._set_aside(step, problem, is_last=count == 1)
+
+    def _set_aside(self, step: int, problem: str | None, is_last: bool) -> None:
+        """
+        Args:
+            problem: what this rank has found.
+
+        Raises:
+            MgpuError: there is none before it.
+        """
+        path = self._files.checkpoint(step)
+        said = f"checkpoint {str(path)!r} is damaged{f' ({problem})' if problem else ''}"
+        if is_last:
+            raise MgpuError(f"{said}, and there is none before it: delete it to start at the beginning")
+        if problem is not None:
+            print(f"mgpu_slurm: WARNING: {said}: going back to the one before it", flush=True)
+        if self.is_main:
+            self._keeper.set_aside(step)
+        self._together(Call.RESTORE)
+
+    def _load(self, step: int) -> None:
+        shared, own = self._keeper.load(step, [*self._keeper.objects, *([self._loader_name] if self._loader else [])])
         if self._loader is not None:
             self._loader.first_batch, self._loader.passes = shared["loader"]["batch"], shared["loader"]["passes"]
         self.step, self.progress, self.last_metrics = shared["step"], shared["progress"], shared["metrics"]
@@ -342,7 +361,8 @@ class Run:
         self._random_to_restore = own["random"] if own is not None else None
         if self._reporter is not None:
             self._reporter.restored_step = self.step
-            print(f"restored step {self.step} from {path.name} (attempt {self.attempt})", flush=True)
+            name = self._files.checkpoint(step).name
+            print(f"restored step {self.step} from {name} (attempt {self.attempt})", flush=True)
 
     def save(self) -> None:
         """Asks for a checkpoint at the next boundary: the next batch of a restored loader, or the end of the epoch."""
@@ -373,7 +393,7 @@ class Run:
     def _restore_random(self) -> None:
         """At the very place where the state was taken, so that what user code draws before it changes nothing."""
         if self._random_to_restore is not None:
-            checkpoint.set_random_state(self._random_to_restore, self.device)
+            randomness.set_random_state(self._random_to_restore, self.device)
             self._random_to_restore = None
 
     def _wish(self) -> Agreed:
@@ -402,15 +422,10 @@ class Run:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
 
     def _write_checkpoint(self, active: Loader | None) -> None:
-        writing = checkpoint.Writing(self._files, self.step, check=not self._has_saved)
-        own = {"random": checkpoint.random_state(self.device)}
-        shared = self._shared_state(active is not None) if self.is_main else None
-        phases: list[Callable[[], None]] = [
-            writing.prepare if self.is_main else _nothing,
-            lambda: writing.write(self.rank, own, shared),
-            writing.publish if self.is_main else _nothing,
-        ]
-        self._has_saved = all(self._phase(phase) for phase in phases)
+        step = self.step
+        self._keeper.copy(self._facts(active is not None), {"random": randomness.random_state(self.device)})
+        if self._phase(lambda: self._keeper.write(step)):
+            self._phase(lambda: self._keeper.publish(step) if self.is_main else None)
 
     def _phase(self, action: Callable[[], None]) -> bool:
         """Does one phase of a save; False on every rank where any rank failed. Training goes on without this save."""
@@ -429,8 +444,8 @@ class Run:
         self._remember(agreed)
         return not agreed.failed
 
-    def _shared_state(self, in_mid_pass: bool) -> dict[str, Any]:
-        """Everything that is the same on all ranks."""
+    def _facts(self, in_mid_pass: bool) -> dict[str, Any]:
+        """Where the run stands, which is the same on all ranks."""
         batch, passes = (self._loader.batch, self._loader.passes) if self._loader is not None else (0, 0)
         return {
             "step": self.step,
@@ -444,7 +459,6 @@ class Run:
                 # the pass that was begun is begun again
                 "passes": passes - in_mid_pass,
             },
-            "objects": {name: value.state_dict() for name, value in self._objects.items()},
         }
 
     # -- the end
@@ -461,7 +475,3 @@ class Run:
 def _stop(exit_code: int, reason: str) -> NoReturn:
     print(f"mgpu_slurm: {reason}", flush=True)
     raise RunStopped(exit_code, reason)
-
-
-def _nothing() -> None:
-    pass

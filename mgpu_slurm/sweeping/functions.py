@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from mgpu_slurm import config as configs
+from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.errors import RunFailed, RunStopped, TrialPruned
 from mgpu_slurm.launch import check
 from mgpu_slurm.paths import RunFolder, write_json, write_whole
-from mgpu_slurm.runtime import checkpoint, entry
+from mgpu_slurm.runtime import entry
 from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.entry import Rank
 from mgpu_slurm.runtime.metrics import result_of
@@ -47,7 +48,7 @@ class FunctionTrainer:
             SweepFailed: there is no sense in going on.
         """
         facts = self._rank.facts
-        before = checkpoint.newest(folder) if facts.rank == 0 else None
+        before = checkpoints.newest(folder) if facts.rank == 0 else None
         run = Run(facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._judge)
         try:
             with closing(run):
@@ -59,7 +60,7 @@ class FunctionTrainer:
         except RunStopped as stopped:
             is_late = stopped.exit_code == REQUEUE_EXIT_CODE
             return Ending(
-                lambda own: own.give_back(is_late, has_saved=checkpoint.newest(folder) != before),
+                lambda own: own.give_back(is_late, has_saved=checkpoints.newest(folder) != before),
                 Leave(stopped.exit_code, stopped.reason),
             )
         except NoMoreHere:

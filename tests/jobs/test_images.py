@@ -257,4 +257,4 @@ class TestTraining:
 
 
 def newest_state(folder: Path) -> Path:
-    return max((folder / "checkpoints").glob("step-*/state.pt"))
+    return max((folder / "checkpoints").glob("step-*/rank-00000.safetensors"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from pathlib import Path
 
@@ -12,9 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mgpu_slurm.errors import MgpuError
+from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime import checkpoint
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
@@ -56,9 +56,9 @@ def test_a_start_that_finds_nothing_left_to_do_still_knows_its_last_metrics(tmp_
 
 def test_what_a_killed_save_left_is_not_read_and_goes_away(tmp_path: Path) -> None:
     run_ranks(trained, 1, 1, folder=tmp_path)
-    hidden = tmp_path / "checkpoints" / ".step-000000004"
+    hidden = checkpoints.hidden(RunFolder(tmp_path), 4, attempt=1)
     hidden.mkdir()
-    (hidden / "state.pt").write_bytes(b"torn")
+    (hidden / "rank-00000.safetensors").write_bytes(b"torn")
     (answer,) = run_ranks(trained, 1, 2, folder=tmp_path)
     assert answer["start"] == 2
     assert names(tmp_path) == ["step-000000002", "step-000000004"]
@@ -76,21 +76,37 @@ def test_another_world_size_goes_on_from_the_same_step(tmp_path: Path) -> None:
     assert {answer["start"] for answer in run_ranks(trained, 3, 2, folder=tmp_path)} == {2}
 
 
-def test_a_torn_file_is_named_with_the_way_back(tmp_path: Path) -> None:
-    run_ranks(trained, 1, 2, folder=tmp_path)
-    newest = tmp_path / "checkpoints" / "step-000000004"
-    os.truncate(newest / "state.pt", 100)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_one_is_set_aside_for_the_one_before(tmp_path: Path, ranks: int) -> None:
+    run_ranks(trained, 2, 2, folder=tmp_path)
+    damaged = tmp_path / "checkpoints" / "step-000000004"
+    os.truncate(damaged / "rank-00001.safetensors", 100)
+    for answer in run_ranks(trained, ranks, 3, folder=tmp_path):
+        assert (answer["start"], answer["step"]) == (2, 6)
+    assert names(tmp_path) == ["damaged-step-000000004", "step-000000004", "step-000000006"]
+
+
+def test_the_only_one_is_not_lost_silently(tmp_path: Path) -> None:
+    run_ranks(trained, 1, 1, folder=tmp_path)
+    newest = tmp_path / "checkpoints" / "step-000000002"
+    (newest / "rank-00000.json").unlink()
     (answer,) = run_ranks(trained, 1, 3, folder=tmp_path)
-    assert answer.startswith("MgpuError: checkpoint file")
-    assert f"delete {str(newest)!r} to go back" in answer
+    assert answer == (
+        f"MgpuError: checkpoint {str(newest)!r} is damaged (the record of a rank is damaged or not there), and there is"
+        " none before it: delete it to start at the beginning"
+    )
 
 
 def test_loading_runs_no_code(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.checkpoint(1).mkdir(parents=True)
-    torch.save(_Evil(tmp_path / "ran"), folder.checkpoint(1) / "state.pt")
-    with pytest.raises(MgpuError, match="cannot be read"):
-        checkpoint.read(folder.checkpoint(1), rank=0)
+    run_ranks(trained, 1, 1, folder=tmp_path)
+    newest = tmp_path / "checkpoints" / "step-000000002"
+    evil = pickle.dumps(_Evil(tmp_path / "ran"))
+    pickle.loads(evil)
+    os.rmdir(tmp_path / "ran")
+    for file in newest.iterdir():
+        file.write_bytes(evil)
+    (answer,) = run_ranks(trained, 1, 2, folder=tmp_path)
+    assert answer.startswith("MgpuError: checkpoint")
     assert not (tmp_path / "ran").exists()
 
 
@@ -181,10 +197,10 @@ def saves_something_odd(run: Run) -> None:
         pass
 
 
-def test_what_could_not_be_read_back_is_named_at_the_first_save(tmp_path: Path) -> None:
+def test_what_could_not_be_read_back_is_named_at_once(tmp_path: Path) -> None:
     (answer,) = run_ranks(saves_something_odd, 1, folder=tmp_path)
-    assert answer.startswith("UserError: run.restore(odd=...): its state_dict holds more than tensors")
-    assert checkpoint.newest(RunFolder(tmp_path)) is None
+    assert answer.startswith("UserError: run.restore(odd=...): odd.where is of type PosixPath, and a checkpoint holds")
+    assert checkpoints.newest(RunFolder(tmp_path)) is None
 
 
 def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) -> None:

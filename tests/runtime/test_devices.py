@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mgpu_slurm.runtime import checkpoint, devices
+from mgpu_slurm.runtime import devices, randomness
 from mgpu_slurm.runtime.checkup import gpus
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
@@ -59,9 +59,9 @@ def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
 @needs_gpu
 def test_the_gpus_random_numbers_go_on_where_they_were() -> None:
     device = devices.choose(RankFacts())
-    state = checkpoint.random_state(device)
+    state = randomness.random_state(device)
     first = torch.rand(3, device=device)
-    checkpoint.set_random_state(state, device)
+    randomness.set_random_state(state, device)
     assert torch.equal(torch.rand(3, device=device), first)
 
 

@@ -16,9 +16,10 @@ import torch
 import yaml
 
 from mgpu_slurm import records
+from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.checkpoints.stored import StoredTensors
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime import checkpoint
 from mgpu_slurm.sweeping import file as files
 from mgpu_slurm.sweeping import study as studies
 from tests.slurm.cluster import Cluster
@@ -293,9 +294,9 @@ def test_no_trial_is_lost_or_counted_twice_whatever_happens(project: Project, cl
             assert done in ({1: [1, 2], 2: [3, 4]}, {1: [1, 2], 2: [2, 3, 4]})
     # what the best one has kept is worth what it is said to be
     best = project.json("best", "study")
-    kept = checkpoint.newest(folder.of_trial(best["number"]))
+    kept = checkpoints.newest(folder.of_trial(best["number"]))
     assert kept is not None
-    shared, _ = checkpoint.read(kept, 0)
+    stored = StoredTensors(checkpoints.tensor_files(kept), like={})
     model = torch.nn.Linear(1, 1)
-    model.load_state_dict(shared["objects"]["model"])
+    model.load_state_dict({name: stored[f"model.{name}"] for name in model.state_dict()})
     assert float(next(model.parameters()).detach()) == best["value"] == max(trial.value for trial in trials_of(folder))

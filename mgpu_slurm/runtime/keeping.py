@@ -1,0 +1,157 @@
+"""What a rank keeps of a run in checkpoints, and how a run goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_slurm.checkpoints import folder as folders
+from mgpu_slurm.checkpoints import plain
+from mgpu_slurm.checkpoints.host import HostCopies, is_spread
+from mgpu_slurm.checkpoints.stored import StoredTensors
+from mgpu_slurm.errors import UserError, nearest
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.facts import RankFacts
+
+KEPT = 2
+"""How many checkpoints stay: the newest, and the one before."""
+
+
+class Keeper:
+    """One rank's part in the checkpoints of a run."""
+
+    def __init__(self, run: RunFolder, facts: RankFacts, attempt: int) -> None:
+        self.objects: dict[str, Any] = {}
+        """With `state_dict` and `load_state_dict`, by the names that their user gave them."""
+        self._run = run
+        self._rank = facts.rank
+        self._world_size = facts.world_size
+        self._attempt = attempt
+        self._shared_copies = HostCopies()
+        self._own_copies = HostCopies()
+
+    def add(self, name: str, value: Any) -> None:
+        """
+        Raises:
+            UserError: it cannot be kept.
+        """
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise UserError(f"run.restore({name}=...): a {type(value).__name__} has no state_dict and load_state_dict")
+        self.objects[name] = value.module if isinstance(value, DistributedDataParallel) else value
+        try:
+            self._states()
+        except UserError as error:
+            raise UserError(f"run.restore({name}=...): {error}") from None
+
+    def _states(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        states: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in self.objects.items():
+            states[name], of_this = plain.split(value.state_dict(), name)
+            tensors |= of_this
+        return states, tensors
+
+    # -- writing; every rank makes these calls, in step
+
+    def copy(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Takes down how the run stands now.
+
+        Args:
+            facts: the same on all ranks.
+            own: of this rank.
+
+        Raises:
+            UserError: an object keeps what a checkpoint cannot hold.
+        """
+        states, tensors = self._states()
+        self._own, own_tensors = plain.split(own, _own_name(self._rank))
+        self._parts = self._shared_copies.take(tensors, is_main=self._rank == 0)
+        self._parts |= self._own_copies.take(own_tensors, is_main=True)
+        self._shared = {"facts": facts, "objects": states} if self._rank == 0 else None
+
+    def write(self, step: int) -> None:
+        """Writes this rank's part of what was copied.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        state = {"own": self._own} | ({"shared": self._shared} if self._shared is not None else {})
+        folders.write_part(self._hidden(step), self._rank, self._world_size, state, self._parts)
+
+    def publish(self, step: int) -> None:
+        """On rank 0, when all have written."""
+        folders.publish(self._hidden(step))
+        folders.trim(self._run, KEPT)
+
+    def _hidden(self, step: int) -> Path:
+        return folders.hidden(self._run, step, self._attempt)
+
+    # -- reading
+
+    def newest(self) -> tuple[int, int]:
+        """On rank 0: the step of the newest checkpoint, and how many there are."""
+        folders.publish_left(self._run)
+        found = folders.complete(self._run)
+        return (folders.step_of(found[-1]) or 0, len(found)) if found else (0, 0)
+
+    def problem(self, step: int) -> str | None:
+        """What is wrong with this rank's share of a checkpoint's files; None if they are what was written."""
+        path = self._run.checkpoint(step)
+        if not folders.is_whole(path):
+            return "the record of a rank is damaged or not there"
+        return folders.problem(path, folders.ranks(path)[self._rank :: self._world_size])
+
+    def set_aside(self, step: int) -> None:
+        folders.set_aside(self._run.checkpoint(step))
+
+    def load(self, step: int, names: list[str]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Loads the objects, and returns the facts and what this rank kept, None where it did not exist.
+
+        Args:
+            names: of all that is to be restored; the facts have those that are no objects.
+
+        Raises:
+            UserError: the checkpoint lacks one.
+        """
+        path = self._run.checkpoint(step)
+        shared = folders.record(path, 0)["shared"]
+        known = [*shared["objects"], shared["facts"]["loader"]["name"]]
+        for name in names:
+            if name not in known:
+                raise UserError(
+                    f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: keep the names of run.restore"
+                )
+        for value in self.objects.values():
+            if isinstance(value, torch.optim.Optimizer):
+                _make_spread_state(value)
+        _, like = self._states()
+        tensors = StoredTensors(folders.tensor_files(path), like)
+        for name, value in self.objects.items():
+            value.load_state_dict(plain.joined(shared["objects"][name], tensors))
+        own = folders.record(path, self._rank)["own"] if self._rank in folders.ranks(path) else None
+        return shared["facts"], plain.joined(own, tensors)
+
+
+def _own_name(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer make what it keeps where that is spread over ranks like its parameters, which stay as they are:
+    it has to be known how, before parts are read."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if optimizer.state or not any(map(is_spread, parameters)):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
