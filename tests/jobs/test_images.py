@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 from jobs import images
@@ -118,7 +119,7 @@ def wrap_nothing(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrap_as_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    return {"step": 3, "objects": {"model": state, "optimizer": {"state": {}}}}
+    return {f"model.{name}": value for name, value in state.items()} | {"optimizer.state.0.step": torch.zeros(())}
 
 
 def wrap_as_ddp(state: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +144,12 @@ class TestWeights:
         file = folder / "weights.pt"
         torch.save(content, file)
         return file
+
+    def test_a_file_of_safetensors_does_as_well(self, trained: nn.Module, tmp_path: Path) -> None:
+        save_file(wrap_as_checkpoint(trained.state_dict()), tmp_path / "rank-00000.safetensors")
+        found = images.read_weights(tmp_path / "rank-00000.safetensors")
+        assert found.keys() == trained.state_dict().keys()
+        assert all(torch.equal(found[name], value) for name, value in trained.state_dict().items())
 
     @pytest.mark.parametrize(
         "form", [wrap_nothing, wrap_as_checkpoint, wrap_as_ddp, drop_batch_counters, add_extra_outputs]
@@ -186,13 +193,13 @@ class TestWeights:
     def test_a_file_that_torch_did_not_write_is_named(self, tmp_path: Path, content: bytes) -> None:
         file = tmp_path / "weights.pt"
         file.write_bytes(content)
-        with pytest.raises(UserError, match=r"weights\.pt is no file of tensors"):
+        with pytest.raises(UserError, match=r"weights\.pt is no file of safetensors or of torch\.save"):
             images.read_weights(file)
 
     def test_code_in_a_file_is_not_run(self, tmp_path: Path) -> None:
         witness = tmp_path / "witness"
         file = self.save(RunsOnLoad(witness), tmp_path)
-        with pytest.raises(UserError, match="is no file of tensors"):
+        with pytest.raises(UserError, match="is no file of safetensors"):
             images.read_weights(file)
         assert not witness.exists()
         torch.load(file, weights_only=False)
