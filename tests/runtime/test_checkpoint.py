@@ -76,6 +76,30 @@ def test_another_world_size_goes_on_from_the_same_step(tmp_path: Path) -> None:
     assert {answer["start"] for answer in run_ranks(trained, 3, 2, folder=tmp_path)} == {2}
 
 
+def sharded(run: Run, epochs: int) -> list[float]:
+    """A model that is spread over the ranks; its whole weights at the end."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(run.world_size)
+    model = fully_shard(nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = run.restore(model=model, optimizer=optimizer)
+    for _ in state.epochs(epochs):
+        model(torch.linspace(-1, 1, 10).reshape(2, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole: list[float] = model.weight.full_tensor().flatten().tolist()
+    return [run.step, *whole]
+
+
+def test_a_sharded_model_goes_on_over_as_many_ranks_as_there_are(tmp_path: Path) -> None:
+    undisturbed, _ = run_ranks(sharded, 2, 4, folder=tmp_path / "whole")
+    run_ranks(sharded, 2, 2, folder=tmp_path / "parts")
+    assert run_ranks(sharded, 2, 3, folder=tmp_path / "parts")[0][0] == 3
+    for found in run_ranks(sharded, 3, 4, folder=tmp_path / "parts"):
+        torch.testing.assert_close(found, undisturbed)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_damaged_one_is_set_aside_for_the_one_before(tmp_path: Path, ranks: int) -> None:
     run_ranks(trained, 2, 2, folder=tmp_path)
