@@ -239,7 +239,7 @@ def test_the_same_seed_gives_the_same_numbers_bit_for_bit(
 ) -> None:
     same, other = at_the_same_moment
     assert metrics_of(same) == metrics_of(digits.folder)
-    last = "checkpoints/step-000000090/state.pt"
+    last = "checkpoints/step-000000090/rank-00000.safetensors"
     assert (same / last).read_bytes() == (digits.folder / last).read_bytes()
     assert metrics_of(other)[-1]["loss"] != metrics_of(digits.folder)[-1]["loss"]
 
