@@ -20,7 +20,7 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL, create_engine, inspect
-from sqlalchemy.exc import DBAPIError, NoSuchModuleError, PendingRollbackError
+from sqlalchemy.exc import DBAPIError, NoSuchModuleError, OperationalError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
 from mgpu_slurm.errors import ClusterError, NoStudy, UserError
@@ -257,7 +257,9 @@ def _is_refusal(error: Exception) -> bool:
 def _is_lost(error: DBAPIError) -> bool:
     """Whether the connection is gone; SQLAlchemy asks the socket, which may close after the server's last word."""
     code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
-    return error.connection_invalidated or code in _ENDED
+    # what a PostgreSQL server says has a code; what its driver says of the connection has none
+    is_drivers_word = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", "") is None
+    return error.connection_invalidated or is_drivers_word or code in _ENDED
 
 
 def _is_so(trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> bool:
