@@ -215,11 +215,10 @@ def last_sign_of_life(folder: RunFolder) -> str:
 
 def note_unseen_end(folder: RunFolder) -> None:
     """Writes down the end of an attempt that nobody was there to write down, before the run starts again."""
-    attempts = spans(folder)
-    if attempts and (ended := read_state(folder)["ended"]):
-        last = [event for event in events(folder) if event["event"] in ("started", "ended")][-1]
-        if last["event"] == "started":
-            record_event(folder, "ended", attempt=last["attempt"], time=ended)
+    ended = read_state(folder)["ended"]
+    last = [event for event in events(folder) if event["event"] in ("started", "ended")][-1:]
+    if ended and last and last[0]["event"] == "started":
+        record_event(folder, "ended", attempt=last[0]["attempt"], time=ended)
 
 
 def hours(folder: RunFolder) -> float:

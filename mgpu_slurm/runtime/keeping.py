@@ -43,7 +43,7 @@ class Keeper:
             raise UserError(f"run.restore({name}=...): a {type(value).__name__} has no state_dict and load_state_dict")
         self.objects[name] = value.module if isinstance(value, DistributedDataParallel) else value
         try:
-            self._states()
+            plain.split(self.objects[name].state_dict(), name)
         except UserError as error:
             raise UserError(f"run.restore({name}=...): {error}") from None
 
@@ -68,7 +68,7 @@ class Keeper:
             UserError: an object keeps what a checkpoint cannot hold.
         """
         states, tensors = self._states()
-        self._own, own_tensors = plain.split(own, _own_name(self._rank))
+        self._own, own_tensors = plain.split(own, f"rank-{self._rank}")
         self._parts = self._shared_copies.take(tensors, is_main=self._rank == 0)
         self._parts |= self._own_copies.take(own_tensors, is_main=True)
         self._shared = {"facts": facts, "objects": states} if self._rank == 0 else None
@@ -134,10 +134,6 @@ class Keeper:
             value.load_state_dict(plain.joined(shared["objects"][name], tensors))
         own = folders.record(path, self._rank)["own"] if self._rank in folders.ranks(path) else None
         return shared["facts"], plain.joined(own, tensors)
-
-
-def _own_name(rank: int) -> str:
-    return f"rank-{rank}"
 
 
 def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:

@@ -12,9 +12,11 @@ def random_state(device: torch.device) -> dict[str, Any]:
     """Python's, NumPy's, torch's and the device's."""
     import numpy as np
 
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    name, keys, *rest = np.random.get_state(legacy=True)
-    state["numpy"] = [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest]
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
+    }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -23,10 +25,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     import numpy as np
 
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -151,11 +151,12 @@ class Participant:
     def _is_news_due(self, trials: Sequence[FrozenTrial]) -> bool:
         if health.is_news_due(trials):
             return True
-        return not health.goes_well(trials) and self._is_one_starting(health.workers_with_trials(trials))
+        # or has its nodes, and has not come to its first trial yet
+        return not health.goes_well(trials) and self._is_at_work(but=health.workers_with_trials(trials))
 
-    def _is_one_starting(self, known: set[int]) -> bool:
-        """Whether a worker has its nodes, and has not come to its first trial yet."""
-        others = [member for member in registry.members(self._sweep_folder) if member.task not in known]
+    def _is_at_work(self, but: set[int]) -> bool:
+        """Whether a worker runs that is none of these, as far as files tell."""
+        others = [member for member in registry.members(self._sweep_folder) if member.task not in but]
         return any(records.read_state(member)["state"] == states.RUNNING for member in others)
 
     def _leaves(self) -> bool:
@@ -390,13 +391,9 @@ class Participant:
         if reason is not None and not self._is_news_due(trials):
             self._give_up(reason)
         reason = health.broken_worker(trials, self._place)
-        if reason is not None and self._is_another_at_work():
+        if reason is not None and self._is_at_work(but={self._worker.number}):
             self._write_summary()
             raise BrokenWorker(reason)
-
-    def _is_another_at_work(self) -> bool:
-        others = [member for member in registry.members(self._sweep_folder) if member.task != self._worker.number]
-        return any(records.read_state(member)["state"] == states.RUNNING for member in others)
 
     def _since(self) -> datetime:
         """Since when this worker has its nodes: ranks that are started again in their place stay where they are."""
