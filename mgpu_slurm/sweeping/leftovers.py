@@ -8,13 +8,15 @@ put back.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import resource
 import signal
 import sys
+import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,13 @@ GROWTH_OF_GPU_MEMORY = 1 << 28
 
 GROWTH_OF_THREADS = 16
 GROWTH_OF_FILES = 64
+
+COLLECT_EVERY = 1.0
+"""Seconds in which trials may leave their garbage to one collection for all of them, which looks through the study of
+this process too."""
+
+LITTLE_MEMORY = 1 << 26
+"""Bytes that trials may leave to a later collection."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,10 @@ class Reset:
         self._filters = list(warnings.filters)
         self._signals = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
         self._torch = _torch_settings()
-        self._has_frozen = False
+        self._collected = -math.inf
+        """When, by the monotonic clock."""
+        self._left: Held | None = None
+        """What this process held after the last collection."""
 
     def apply(self) -> None:
         """Puts them back, and frees what nobody refers to."""
@@ -102,13 +114,26 @@ class Reset:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
+        if (
+            self._left is None
+            or time.monotonic() >= self._collected + COLLECT_EVERY
+            or _is_much(self._left, Held.now())
+        ):
+            self._collect()
+
+    def _collect(self) -> None:
         gc.collect()
-        if not self._has_frozen:
-            # what the first trial has loaded is there for good, and need not be looked through after each of them
+        if self._left is None:
+            # what the first trial has loaded is there for good, and need not be looked through again
             gc.freeze()
-            self._has_frozen = True
         # does nothing where no GPU was used
         torch.cuda.empty_cache()
+        self._collected, self._left = time.monotonic(), Held.now()
+
+
+def _is_much(before: Held, now: Held) -> bool:
+    """Whether what trials have left cannot wait."""
+    return now.memory > before.memory + LITTLE_MEMORY or replace(now, memory=before.memory) != before
 
 
 def _torch_settings() -> dict[str, Any]:

@@ -45,7 +45,7 @@ LOOK_EVERY = 30.0
 HOURS_EVERY = 10.0
 """Seconds between two looks at what of a budget of hours is left."""
 
-SUMMARY_SHARE = 0.05
+SUMMARY_SHARE = 0.02
 """Of a worker's time, what summaries may take while it goes from trial to trial."""
 
 PAUSE = 1.0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -122,16 +125,47 @@ class TestGrowth:
         assert growth(Held(0, 0, 1, 1), Held(0, 3 << 30, 1, 1)) == "3.0 GiB of GPU memory"
 
 
-def test_what_nobody_refers_to_is_freed(reset: Reset) -> None:
-    class Ring:
-        own: Ring
+class Ring:
+    """What only a collection frees."""
 
-        def __del__(self) -> None:
-            freed.append(time.monotonic())
+    def __init__(self, held: object = None) -> None:
+        self.own = self
+        self.held = held
 
-    freed: list[float] = []
-    ring = Ring()
-    ring.own = ring
-    del ring
-    reset.apply()
-    assert len(freed) == 1
+
+class TestCollecting:
+    """Of what nobody refers to."""
+
+    @pytest.fixture(autouse=True)
+    def no_other_collection(self) -> Iterator[None]:
+        gc.disable()
+        yield
+        gc.enable()
+
+    @pytest.fixture
+    def used(self, reset: Reset, monkeypatch: pytest.MonkeyPatch) -> Reset:
+        """After its first trial, with a second that never ends."""
+        reset.apply()
+        monkeypatch.setattr(leftovers, "COLLECT_EVERY", math.inf)
+        return reset
+
+    def test_after_the_first_trial(self, reset: Reset) -> None:
+        ring = weakref.ref(Ring())
+        reset.apply()
+        assert ring() is None
+
+    def test_trials_of_a_moment_share_one(self, used: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
+        ring = weakref.ref(Ring())
+        used.apply()
+        assert ring() is not None
+        monkeypatch.setattr(leftovers, "COLLECT_EVERY", 0)
+        used.apply()
+        assert ring() is None
+
+    @pytest.mark.parametrize(
+        "large", [lambda: np.ones(leftovers.LITTLE_MEMORY // 4), select.epoll], ids=["memory", "file"]
+    )
+    def test_what_is_much_does_not_wait(self, used: Reset, large: Callable[[], object]) -> None:
+        ring = weakref.ref(Ring(large()))
+        used.apply()
+        assert ring() is None
