@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks import curves, launch, report, slurm, startup, step, storage, sweep
+from benchmarks import checkpoint, curves, launch, report, slurm, startup, step, storage, sweep
 
 BENCHMARKS = {
     "startup": startup.run,
     "launch": launch.run,
     "step": step.run,
+    "checkpoint": checkpoint.run,
     "slurm": slurm.run,
     "curves": curves.run,
     "storage": storage.run,

@@ -37,6 +37,7 @@ def _large_rows(seconds: Blocks) -> list[Row]:
     return [
         Row("`run` / hand-written DDP", ratio(seconds["run"], seconds["plain"]), "", 4, RATIO_TARGET),
         Row("`run` / DDP with `run.wrap`'s options", ratio(seconds["run"], seconds["same"]), "", 4, RATIO_TARGET),
+        Row("DDP with its gradients in one order / without", ratio(seconds["ordered"], seconds["same"]), "", 4),
         *(Row(f"{name}, a step", median(seconds[case]).scaled(1e3), "ms", 2) for case, name in _NAMES.items()),
     ]
 
@@ -47,6 +48,12 @@ def _tiny_rows(seconds: Blocks) -> list[Row]:
     return [
         Row("tiny model: `run` - hand-written DDP, a step", cost, "us", 0),
         Row("tiny model: `run` - DDP with `run.wrap`'s options", cost_of_same, "us", 0),
+        Row(
+            "tiny model: DDP with its gradients in one order - without",
+            difference(seconds["ordered"], seconds["same"]).scaled(1e6),
+            "us",
+            0,
+        ),
         *(
             Row(f"tiny model: {name}, a step", median(seconds[case]).scaled(1e6), "us", 0)
             for case, name in _NAMES.items()
@@ -54,14 +61,20 @@ def _tiny_rows(seconds: Blocks) -> list[Row]:
     ]
 
 
-_NAMES = {"run": "`run`", "plain": "hand-written DDP", "same": "DDP with `run.wrap`'s options"}
+_NAMES = {
+    "run": "`run`",
+    "plain": "hand-written DDP",
+    "same": "DDP with `run.wrap`'s options",
+    "ordered": "the same with `find_unused_parameters=True`",
+}
 
 _ABOUT = (
-    "Three training loops over the same data take turns, block by block, on the two CPU ranks of one run: the"
+    "Four training loops over the same data take turns, block by block, on the two CPU ranks of one run: the"
     " primitives (`run.loader`, `run.backward`, `run.update(clip=1.0)`, restored so that every batch is a boundary); a"
     " hand-written loop (DDP as it comes, DataLoader with DistributedSampler, `zero_grad`, `backward`,"
-    " `clip_grad_norm_`, `step`); and that loop with the DDP options which `run.wrap` chooses. A pair is two blocks of"
-    " one round, timed to the end of the slower rank. One thread per rank."
+    " `clip_grad_norm_`, `step`); that loop with the DDP options which `run.wrap` chooses; and those with what"
+    " `run.seed(deterministic=True)` adds on more than two ranks, so that the cost is seen alone. A pair is two blocks"
+    " of one round, timed to the end of the slower rank. One thread per rank."
     f" Blocks have {LARGE['steps']} steps, {TINY['steps']} with the tiny model."
 )
 _NOTES = [

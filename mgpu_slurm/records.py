@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from mgpu_slurm import states
+from mgpu_slurm import states, waiting
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_json, read_jsonl, write_json
 from mgpu_slurm.wording import first_line
@@ -98,9 +98,19 @@ def _first_state(folder: RunFolder, group: dict[str, Any] | None) -> dict[str, A
 
 
 def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dict[str, Any]:
-    """Writes the state with these names changed and returns it."""
+    """Writes the state with these names changed and returns it.
+
+    Args:
+        sync: it has to be on the disk, which is waited for; else it is for people, and the next one comes soon.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     state = read_state(folder) | changes
-    write_json(folder.state, state, sync)
+    if sync:
+        waiting.for_the_disk(lambda: write_json(folder.state, state), folder.state)
+    else:
+        write_json(folder.state, state, sync=False)
     return state
 
 
@@ -112,7 +122,8 @@ def cancel_unstarted(folder: RunFolder, reason: str) -> None:
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
     """Appends `submitting`, `submitted`, `refused`, `started`, `ended` or `requeued` to the run's history."""
-    append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
+    record = {"event": event, "time": now(), **facts}
+    waiting.for_the_disk(lambda: append_jsonl(folder.attempts, record), folder.attempts)
 
 
 def events(folder: RunFolder) -> list[dict[str, Any]]:

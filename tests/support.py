@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,12 @@ class Project:
         path.write_text(textwrap.dedent(text))
         return path
 
-    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "mgpu_slurm", *words]
+    def start(self, *words: str, prefix: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
+        """
+        Args:
+            prefix: a command that runs the program.
+        """
+        command = [*prefix, sys.executable, "-m", "mgpu_slurm", *words]
         options = {"cwd": self.folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         return subprocess.Popen(command, text=True, env=os.environ | self.environ, **options)
 

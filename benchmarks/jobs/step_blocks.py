@@ -56,6 +56,12 @@ def train(run: Run, config: Config) -> dict[str, float]:
             config.batch_size,
             {"gradient_as_bucket_view": True, SYNC_BUFFERS: False},
         ),
+        "ordered": ddp_steps(
+            make_model(config.width),
+            data,
+            config.batch_size,
+            {"gradient_as_bucket_view": True, SYNC_BUFFERS: False, "find_unused_parameters": True},
+        ),
     }
     cases = {name: functools.partial(seconds_per_step, steps, config.steps) for name, steps in loops.items()}
     seconds = interleave(cases, config.rounds, WARM_UPS)

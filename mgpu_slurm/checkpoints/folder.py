@@ -23,6 +23,8 @@ from mgpu_slurm.paths import RunFolder, sync_folder, write_whole
 
 FORMAT = 1
 
+BEST = "best"
+
 _FINAL = re.compile(r"step-(\d{9,})")
 _HIDDEN = re.compile(r"\.(step-\d{9,})\.of-\d+")
 _RECORD = re.compile(r"rank-(\d{5,})\.json")
@@ -141,7 +143,7 @@ def publish_left(run: RunFolder) -> None:
         if _HIDDEN.fullmatch(path.name) and is_whole(path):
             publish(path)
     for path in _below(run):
-        if path.name.startswith("."):
+        if path.name.startswith(".step-"):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -151,6 +153,15 @@ def set_aside(folder: Path) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(folder, aside)
     return aside
+
+
+def point_to_best(run: RunFolder, step: int) -> None:
+    """Has the link `best` name the checkpoint of this step."""
+    link = run.checkpoints / BEST
+    new = link.with_name(f".{BEST}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(run.checkpoint(step).name)
+    os.replace(new, link)
 
 
 def trim(run: RunFolder, keep: int, also: int | None = None) -> None:

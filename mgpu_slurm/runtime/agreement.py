@@ -64,10 +64,15 @@ class Agreed:
     save: bool = False
     failed: bool = False
     """Some rank could not do its part of the call before this one."""
+    written: int = 0
+    """The number of the last save that all ranks are done with."""
+    lost: int = 0
+    """The number of the last save that some rank could not write."""
 
 
-# A message, reduced by MAX: stop, save, failed, then per call the highest rank that made it and the highest -rank.
-_STOP, _SAVE, _FAILED, _CALLS = 0, 1, 2, 3
+# A message, reduced by MAX: stop, save, failed, -written, lost, then per call the highest rank that made it and the
+# highest -rank.
+_STOP, _SAVE, _FAILED, _WRITTEN, _LOST, _CALLS = 0, 1, 2, 3, 4, 5
 _NOBODY = -(2**31)
 _LENGTH = _CALLS + 2 * len(Call)
 
@@ -106,7 +111,11 @@ class Agreement:
         with saying_so_after(SLOW_CALL_SECONDS, lambda: self._say_who_waits(call)):
             agreed = self._collect()
         return Agreed(
-            stop=max(before.stop, agreed.stop), save=before.save or agreed.save, failed=before.failed or agreed.failed
+            stop=max(before.stop, agreed.stop),
+            save=before.save or agreed.save,
+            failed=before.failed or agreed.failed,
+            written=agreed.written,
+            lost=agreed.lost,
         )
 
     def total(self, values: list[float]) -> list[float]:
@@ -137,7 +146,8 @@ class Agreement:
         return cast(T, found)
 
     def _send(self, call: Call, wish: Agreed) -> None:
-        message = [int(wish.stop), int(wish.save), int(wish.failed)] + [_NOBODY] * (2 * len(Call))
+        message = [int(wish.stop), int(wish.save), int(wish.failed), -wish.written, wish.lost]
+        message += [_NOBODY] * (2 * len(Call))
         message[_CALLS + 2 * call] = self._facts.rank
         message[_CALLS + 2 * call + 1] = -self._facts.rank
         tensor = torch.tensor(message, dtype=torch.int64)
@@ -154,7 +164,7 @@ class Agreement:
         work.wait()
         answer = tensor.tolist()
         _check_same_call(answer)
-        return Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]))
+        return Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]), -answer[_WRITTEN], answer[_LOST])
 
     def _say_who_waits(self, call: Call) -> None:
         print(

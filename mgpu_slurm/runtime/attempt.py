@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import records
+from mgpu_slurm import records, waiting
 from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.runtime import rendezvous
@@ -109,7 +109,7 @@ def run_attempt(
     if records.attempts_started(folder) > attempt:
         return replace(ending, superseded=True)
     if failure:
-        write_json(folder.failure, failure)
+        waiting.for_the_disk(lambda: write_json(folder.failure, failure), folder.failure)
     return ending
 
 

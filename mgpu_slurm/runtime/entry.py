@@ -15,18 +15,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm import config as configs
+from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError, RunStopped, UserError
 from mgpu_slurm.paths import RUNS_VARIABLE, RunFolder, open_to, write_json
 from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.records import now
-from mgpu_slurm.runtime import listening, surroundings
+from mgpu_slurm.runtime import listening, output, surroundings
 from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
 from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag, ignore_stop_signals
@@ -63,16 +64,18 @@ def main(folder: RunFolder, work: Work) -> int:
     attempt = int(os.environ[ATTEMPT_VARIABLE])
     spec = read_spec(folder)
     open_to(spec.readable_by)
-    send_output_to(folder.rank_log(attempt, facts.rank))
+    output.send_to(folder.rank_log(attempt, facts.rank))
     _check_world(spec, facts)
     _export(spec, folder, facts)
     surroundings.warn(surroundings.warnings_at_start(spec, folder, facts), folder, attempt, facts)
     code = work(Rank(spec, folder, facts, attempt, listening.take(facts.rank)))
+    output.flush()
     # an interpreter that ends gives handled signals back their default, which is to kill it
     ignore_stop_signals()
     if code == REQUEUE_EXIT_CODE and spec.executor != "local":
         # srun takes it for a failure, ends the other ranks while they still save, and reports the code of those
-        folder.requeue_wish(attempt).touch()
+        wish = folder.requeue_wish(attempt)
+        waiting.for_the_disk(wish.touch, wish)
         return 0
     return code
 
@@ -84,16 +87,6 @@ def run_target(rank: Rank) -> int:
         return _run_command(rank.spec, rank.spec.target.command)
     stop = StopFlag()
     return guarded(rank, stop, lambda: _train(rank, stop))
-
-
-def send_output_to(log: Path) -> None:
-    """From here on this rank writes to its own file; srun's --output cannot hold the number of the attempt."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _check_world(spec: Spec, facts: RankFacts) -> None:
@@ -172,7 +165,9 @@ def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
         code = _exit_code(error)
         if code:
             record = failure_record(error, shown, rank.facts)
-            write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
+            # it stands in the log too
+            with suppress(OSError):
+                write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
         return code
 
 
@@ -264,7 +259,7 @@ def _write_result(folder: RunFolder, run: Run, returned: Any) -> None:
 
     result = result_of(returned, run.last_metrics)
     record = {"run": folder.run, "result": result, "step": run.step, "progress": run.progress, "ended": now()}
-    write_json(folder.result, record)
+    waiting.for_the_disk(lambda: write_json(folder.result, record), folder.result)
 
 
 def own_traceback(error: BaseException) -> str:

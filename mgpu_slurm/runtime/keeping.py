@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from mgpu_slurm import records
 from mgpu_slurm.checkpoints import folder as folders
 from mgpu_slurm.checkpoints import plain
 from mgpu_slurm.checkpoints.host import HostCopies, is_spread
 from mgpu_slurm.checkpoints.stored import StoredTensors
-from mgpu_slurm.errors import UserError, nearest
+from mgpu_slurm.errors import MgpuError, UserError, nearest
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.facts import RankFacts
-
-KEPT = 2
-"""How many checkpoints stay: the newest, and the one before."""
 
 
 class Keeper:
@@ -82,10 +81,32 @@ class Keeper:
         state = {"own": self._own} | ({"shared": self._shared} if self._shared is not None else {})
         folders.write_part(self._hidden(step), self._rank, self._world_size, state, self._parts)
 
-    def publish(self, step: int) -> None:
-        """On rank 0, when all have written."""
+    def publish(self, step: int, keep: int, best: int | None) -> None:
+        """On rank 0, when all have written.
+
+        Args:
+            keep: how many stay.
+            best: the step of the best one, which stays too.
+
+        Raises:
+            OSError: it has not got its name.
+            MgpuError: the run goes on elsewhere.
+        """
+        if records.attempts_started(self._run) > self._attempt:
+            # as on a node that was given up and lives
+            raise MgpuError(f"attempt {self._attempt} of this run was given up, and a later one goes on: this one ends")
         folders.publish(self._hidden(step))
-        folders.trim(self._run, KEPT)
+        if best is not None:
+            folders.point_to_best(self._run, best)
+        folders.trim(self._run, keep, also=best)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether all have written, as far as files tell."""
+        return folders.is_whole(self._hidden(step))
+
+    def discard(self, step: int) -> None:
+        """On rank 0, when all are done and one has failed: where the disk is full its space is wanted."""
+        shutil.rmtree(self._hidden(step), ignore_errors=True)
 
     def _hidden(self, step: int) -> Path:
         return folders.hidden(self._run, step, self._attempt)

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
 import torch
+
+
+def seed(value: int, deterministic: bool) -> None:
+    """Seeds every generator.
+
+    Args:
+        deterministic: whether torch is to sum in one order only, or to say where it cannot.
+    """
+    import numpy as np
+
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+    if deterministic:
+        # cuBLAS reads it with its first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_d
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.keeping import Keeper
 from mgpu_slurm.runtime.metrics import Reporter, as_numbers
+from mgpu_slurm.runtime.saving import Plan, Saver
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 
@@ -99,8 +99,10 @@ class Run:
         self._reporter = Reporter(self._files, attempt) if self.is_main else None
         self._stop = stop
         self._seed = 0
+        self._is_deterministic = False
         self._models: list[DistributedDataParallel] = []
         self._keeper = Keeper(self._files, facts, attempt)
+        self._saver = Saver(self._keeper, facts.rank, lambda: self._together(Call.SAVE))
         self._loader: Loader | None = None
         self._loader_name = ""
         self._restored = False
@@ -108,6 +110,8 @@ class Run:
         self._epoch: int | None = None
         self._has_gradients = False
         self._save_wanted = False
+        self._reported_step: int | None = None
+        """The step at which the last metrics were reported."""
         self._agreed = Agreed()
         self._random_to_restore: dict[str, Any] | None = None
         self._in_mid_epoch = False
@@ -116,15 +120,17 @@ class Run:
 
     # -- the model and its data
 
-    def seed(self, seed: int) -> None:
-        """Seeds Python, NumPy and torch from the seed and the rank, and the order of loaders from the seed alone."""
-        import numpy as np
+    def seed(self, seed: int, deterministic: bool = False) -> None:
+        """Seeds Python, NumPy and torch from the seed and the rank, and the order of loaders from the seed alone.
 
-        self._seed = seed
-        own = mixed(seed, self.rank)
-        random.seed(own)
-        np.random.seed(own % 2**32)
-        torch.manual_seed(own)
+        Args:
+            deterministic: the same numbers come out again on the same number of the same devices, also where a run was
+                interrupted. Two CPU ranks need nothing for that. Else torch takes the algorithms that sum in one order,
+                or says that it has none, and DDP keeps its gradients in the order of its first step, which costs time:
+                it looks at each step for parameters without any. Call it before `wrap`.
+        """
+        self._seed, self._is_deterministic = seed, deterministic
+        randomness.seed(mixed(seed, self.rank), deterministic)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model on this rank's device, in DistributedDataParallel where there are other ranks.
@@ -139,6 +145,9 @@ class Run:
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            # else it shares the gradients out anew after its first step, and after the first of each restart: of three
+            # numbers and more the sum depends on where in the exchange they stand
+            find_unused_parameters=self._is_deterministic and self.world_size > 2,
             **_NO_BUFFER_SYNC,
         )
         self._models.append(wrapped)
@@ -264,26 +273,30 @@ class Run:
             progress: finished units of the job's own (epochs, mostly), from 1, strictly rising.
             metrics: numbers, or tensors of one element.
         """
+        numbers = as_numbers(metrics)
+        if self.is_main and self._restored and self._saver.is_best(numbers):
+            self._save_wanted = True
         self._together(Call.REPORT)
         if progress <= self.progress:
             raise UserError(
                 f"report(progress={progress}): progress counts from 1 and rises, and it was {self.progress} before"
             )
         self.progress = progress
-        self.last_metrics = as_numbers(metrics)
+        self.last_metrics, self._reported_step = numbers, self.step
         if self._reporter is not None:
             self._reporter.report(progress, self.step, self.last_metrics)
         if self._judge is not None:
             self._listen_to(self._judge)
         if not self._restored:
             # a loop of one's own may have no other boundary, and there is nothing to save
-            self._act(active=None, save=False)
+            self._act(active=None)
 
     def _listen_to(self, judge: Judge) -> None:
         """Rank 0 asks, and all ranks end alike where the answer is no."""
         given_up = self._agreement.told(lambda: judge(self.progress, self.last_metrics))
         if given_up is not None:
             print(f"mgpu_slurm: {given_up}: stopped at progress {self.progress}", flush=True)
+            self._saver.finish()
             raise TrialPruned(given_up)
 
     # -- keeping the work
@@ -357,12 +370,43 @@ class Run:
             self._loader.first_batch, self._loader.passes = shared["loader"]["batch"], shared["loader"]["passes"]
         self.step, self.progress, self.last_metrics = shared["step"], shared["progress"], shared["metrics"]
         self._next_epoch = shared["next_epoch"]
+        self._saver.restored(shared)
         self._in_mid_epoch = shared["loader"]["active"]
         self._random_to_restore = own["random"] if own is not None else None
         if self._reporter is not None:
             self._reporter.restored_step = self.step
             name = self._files.checkpoint(step).name
             print(f"restored step {self.step} from {name} (attempt {self.attempt})", flush=True)
+
+    def checkpoints(
+        self,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = 10.0,
+        keep: int = 2,
+        best: str | None = None,
+        direction: Literal["minimize", "maximize"] | None = None,
+    ) -> None:
+        """Says when to save, and what stays, for a run that saves otherwise at the end of each epoch and every ten
+        minutes, and keeps the newest two checkpoints. What a run restores is saved; the training waits only until it is
+        copied in main memory, unless the checkpoint before is still being written.
+
+        Every rank calls it, alike.
+
+        Args:
+            every_steps: optimizer steps.
+            every_minutes: at the next batch after so many minutes without a checkpoint; None for never.
+            keep: how many of the newest stay.
+            best: a metric that is reported. The checkpoint of its best report stays too, and `checkpoints/best` is a
+                link to it; one is written for each report that is better than those before.
+            direction: which values of it are better.
+
+        Raises:
+            UserError: names the value that is none.
+        """
+        plan = Plan(every_steps, every_minutes, keep, best, direction)
+        plan.check()
+        self._saver.plan = plan
 
     def save(self) -> None:
         """Asks for a checkpoint at the next boundary: the next batch of a restored loader, or the end of the epoch."""
@@ -377,7 +421,7 @@ class Run:
             self._epoch = None
             self._next_epoch = epoch + 1
             self._remember(self._together(Call.EPOCH))
-            self._act(active=None, save=self._restored)
+            self._act(active=None, save=True, wait=epoch == total)
 
     def _at_boundary(self, loader: Loader) -> None:
         is_restored = loader is self._loader
@@ -388,7 +432,7 @@ class Run:
         # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
         # unless nothing is saved anyway
         if (is_restored and not self._has_gradients) or not self._restored:
-            self._act(active=loader, save=self._agreed.save or self._agreed.stop is not Stop.NO)
+            self._act(active=loader, save=self._saver.is_due_at(self.step))
 
     def _restore_random(self) -> None:
         """At the very place where the state was taken, so that what user code draws before it changes nothing."""
@@ -397,9 +441,11 @@ class Run:
             self._random_to_restore = None
 
     def _wish(self) -> Agreed:
-        return Agreed(stop=self._stop.due, save=self._save_wanted)
+        save = not self._agreed.save and (self._save_wanted or self._saver.is_due_now())
+        return Agreed(self._stop.due, save, written=self._saver.written, lost=self._saver.lost)
 
     def _remember(self, agreed: Agreed) -> None:
+        self._saver.heard(agreed)
         self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
         if agreed.save:
             # what is agreed is not asked for again
@@ -410,10 +456,17 @@ class Run:
         self._remember(agreed)
         return agreed
 
-    def _act(self, active: Loader | None, save: bool) -> None:
-        """Does what was agreed, on all ranks at the same boundary."""
-        if save and self._restored:
-            self._write_checkpoint(active)
+    def _act(self, active: Loader | None, save: bool = False, wait: bool = False) -> None:
+        """Does what was agreed, on all ranks at the same boundary.
+
+        Args:
+            active: the loader in whose pass this is.
+            save: whether a checkpoint is due here anyway.
+            wait: until it is written.
+        """
+        stops = self._agreed.stop is not Stop.NO
+        if self._restored and (save or stops or self._agreed.save):
+            self._write_checkpoint(active, wait or stops)
         self._agreed = replace(self._agreed, save=False)
         # a run that keeps nothing would start at nothing, again and again
         if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self._restored):
@@ -421,28 +474,11 @@ class Run:
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
 
-    def _write_checkpoint(self, active: Loader | None) -> None:
-        step = self.step
-        self._keeper.copy(self._facts(active is not None), {"random": randomness.random_state(self.device)})
-        if self._phase(lambda: self._keeper.write(step)):
-            self._phase(lambda: self._keeper.publish(step) if self.is_main else None)
-
-    def _phase(self, action: Callable[[], None]) -> bool:
-        """Does one phase of a save; False on every rank where any rank failed. Training goes on without this save."""
-        problem: OSError | None = None
-        try:
-            action()
-        except OSError as error:
-            problem = error
-            print(
-                f"mgpu_slurm: WARNING: rank {self.rank} could not write the checkpoint of step {self.step}: {error};"
-                " training goes on, the checkpoint before it stays",
-                flush=True,
-            )
-        wish = replace(self._wish(), failed=problem is not None)
-        agreed = self._agreement.together(Call.SAVE, wish)
-        self._remember(agreed)
-        return not agreed.failed
+    def _write_checkpoint(self, active: Loader | None, wait: bool) -> None:
+        own = {"random": randomness.random_state(self.device)}
+        self._saver.save(self._facts(active is not None), own, is_reported=self._reported_step == self.step)
+        if wait:
+            self._saver.finish()
 
     def _facts(self, in_mid_pass: bool) -> dict[str, Any]:
         """Where the run stands, which is the same on all ranks."""
@@ -466,8 +502,13 @@ class Run:
     def finish(self) -> None:
         """Waits until every rank's job function has returned; a rank that still makes other calls is named."""
         self._together(Call.FINISH)
+        if self._agreed.save and self._restored:
+            # wished for after the last boundary
+            self._write_checkpoint(None, wait=True)
+        self._saver.finish()
 
     def close(self) -> None:
+        self._saver.close()
         if self._reporter is not None:
             self._reporter.close(self.step)
 

@@ -23,9 +23,9 @@ from sqlalchemy import URL, create_engine, inspect
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, OperationalError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
+from mgpu_slurm import waiting
 from mgpu_slurm.errors import ClusterError, NoStudy, UserError
-from mgpu_slurm.sweeping import waiting
-from mgpu_slurm.sweeping.waiting import Waiting
+from mgpu_slurm.waiting import Waiting
 
 CONNECTION_SECONDS = 0.5
 """For so long a connection is kept: long beside the 25 ms that a new one costs, short beside a trial."""

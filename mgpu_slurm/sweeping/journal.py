@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from optuna.storages.journal import BaseJournalBackend
 
+from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.paths import cut_torn_tail
-from mgpu_slurm.sweeping import waiting
 from mgpu_slurm.sweeping.locks import locked
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from mgpu_slurm import target
 from mgpu_slurm.errors import RunStopped
 from mgpu_slurm.paths import RunFolder, write_json
 from mgpu_slurm.records import now
-from mgpu_slurm.runtime import entry
+from mgpu_slurm.runtime import entry, output
 from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
 from mgpu_slurm.runtime.entry import Rank
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
@@ -161,11 +161,11 @@ class WorkerRank:
     @contextmanager
     def _logging_to(self, log: Path) -> Iterator[None]:
         """What the trial prints is its own."""
-        entry.send_output_to(log)
+        output.send_to(log)
         try:
             yield
         finally:
-            entry.send_output_to(self._rank.folder.rank_log(self._rank.attempt, self._rank.facts.rank))
+            output.send_to(self._rank.folder.rank_log(self._rank.attempt, self._rank.facts.rank))
 
     def _too_much(self) -> str | None:
         """What trials have left on any rank that is too much; nothing after the first, which loads what all need."""

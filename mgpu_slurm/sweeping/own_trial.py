@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm import records
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.sweeping import hparams, recovery, waiting
+from mgpu_slurm.sweeping import hparams, recovery
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.locks import locked
@@ -51,10 +51,7 @@ class OwnTrial:
 
     def record(self, event: str, **facts: Any) -> None:
         """Adds to its history."""
-        waiting.patiently(
-            lambda: records.record_event(self.folder, event, attempt=self.attempt, **facts),
-            f"{str(self.folder.attempts)!r} cannot be written",
-        )
+        records.record_event(self.folder, event, attempt=self.attempt, **facts)
 
     def judge(self, progress: int, value: float) -> str | None:
         """Tells the study; why the trial is to end, or None where it goes on."""

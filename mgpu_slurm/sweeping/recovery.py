@@ -12,11 +12,11 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm import records, states
+from mgpu_slurm import records, states, waiting
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder, write_json, write_whole
 from mgpu_slurm.patience import Note, quiet
-from mgpu_slurm.sweeping import hparams, waiting
+from mgpu_slurm.sweeping import hparams
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.locks import locked

@@ -18,8 +18,9 @@ import psycopg
 import pytest
 from optuna.trial import Trial, TrialState
 
+from mgpu_slurm import waiting
 from mgpu_slurm.errors import ClusterError, UserError
-from mgpu_slurm.sweeping import database, waiting
+from mgpu_slurm.sweeping import database
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from tests import postgresql as databases

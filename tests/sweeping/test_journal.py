@@ -20,8 +20,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
+from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError
-from mgpu_slurm.sweeping import locks, waiting
+from mgpu_slurm.sweeping import locks
 from mgpu_slurm.sweeping.journal import JournalFile
 from mgpu_slurm.sweeping.locks import locked
 from tests.support import wait_until

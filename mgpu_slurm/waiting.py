@@ -1,17 +1,25 @@
-"""Waiting for a study's storage, and saying so once: for a server that restarts, or a file system that is away."""
+"""Waiting for storage, and saying so once: for a server that restarts, a disk that is full, or one that is away."""
 
 from __future__ import annotations
 
+import errno
 import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 
 SECONDS = 300.0
-"""For so long a worker waits for one answer."""
+"""For so long a job waits for one answer."""
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a disk says that takes no more."""
+
+_PASSING = FULL | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
+"""What a disk says of itself; where a folder is not there, or nobody's to write to, waiting does not help."""
 
 SLOW_SECONDS = 5.0
 """After which who waits says so."""
@@ -68,5 +76,21 @@ def patiently(ask: Callable[[], T], problem: str, seconds: float | None = None) 
             return ask()
         except OSError as error:
             if patience.is_over():
+                raise
+            patience.pause(str(error))
+
+
+def for_the_disk(write: Callable[[], T], path: Path) -> T:
+    """Writes what has to be kept, once the disk takes it.
+
+    Raises:
+        OSError: it has been too long, or waiting does not help.
+    """
+    patience = Waiting(f"{str(path)!r} cannot be written", SECONDS)
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in _PASSING or patience.is_over():
                 raise
             patience.pause(str(error))

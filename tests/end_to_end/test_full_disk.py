@@ -1,0 +1,76 @@
+"""A disk that fills up costs what could not be written, and no training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from tests.support import Project, log
+
+JOB = '''
+    """Keeps the disk full in its second and third epoch."""
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+
+    def fill(ballast: Path):
+        with open(ballast, "ab", buffering=0) as file:
+            for size in (1 << 20, 1):
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError:
+                    pass
+
+
+    def train(run, config: dict):
+        model = run.wrap(nn.Linear(400, 400))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = run.loader(TensorDataset(torch.ones(8, 400)), batch_size=4)
+        state = run.restore(model=model, optimizer=optimizer, data=data)
+        ballast, seen = run.folder / "ballast", []
+        for epoch in state.epochs(4):
+            if run.is_main and epoch in (2, 3):
+                fill(ballast)
+            if run.is_main and epoch == 4:
+                ballast.unlink()
+            for (batch,) in data:
+                run.backward(model(batch).mean())
+                run.update(optimizer)
+                print("a line of the job" * 1000, flush=True)
+            run.report(epoch, loss=1.0)
+            seen.append(sorted(path.name for path in Path(run.folder, "checkpoints").glob("step-*")))
+        return {"kept": float(all(["step-000000002"] == names for names in seen[2:]))}
+'''
+
+IN_A_SMALL_FILE_SYSTEM = """
+mkdir runs && mount -t tmpfs -o size=8m tmpfs runs || exit 99
+"$@"
+code=$?
+cp -r runs kept
+exit $code
+"""
+
+
+def call_on_a_small_disk(project: Project, *words: str) -> subprocess.CompletedProcess[str]:
+    """The program with a runs folder on a file system of 8 MB; what is in it at the end lies in `kept`."""
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", IN_A_SMALL_FILE_SYSTEM, "sh"]
+    return project.call(*words, prefix=command)
+
+
+def test_training_goes_on_while_nothing_can_be_written(project: Project) -> None:
+    project.write("train.py", JOB)
+    done = call_on_a_small_disk(project, "submit", "train", "--executor", "local", "--nodes", "2", "--follow")
+    if done.returncode == 99:
+        pytest.skip("no file system can be mounted here")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (project.folder / "kept").glob("train-*")
+    result = json.loads((folder / "result.json").read_text())["result"]
+    assert result == {"kept": 1.0}
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000000002", "step-000000008"]
+    assert "WARNING: rank 0 could not write the checkpoint of step 4: [Errno 28] No space left" in log(folder, 0)

@@ -1,0 +1,304 @@
+"""Checkpoints are written beside the training, when the run's plan says so, and the best one stays."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm import records
+from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.runtime.run import Run, State
+from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from tests.runtime.ranks import run_ranks
+
+
+def start(run: Run, batches: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, State]:
+    run.seed(0)
+    model = run.wrap(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = run.loader(TensorDataset(torch.ones(2 * batches, 1)), batch_size=2)
+    return model, optimizer, data, run.restore(model=model, optimizer=optimizer, data=data)
+
+
+def weight(model: nn.Module) -> float:
+    return next(model.parameters()).item()
+
+
+def steps(run: Run) -> list[str]:
+    return sorted(path.name[5:].lstrip("0") for path in checkpoints.complete(RunFolder(run.folder)))
+
+
+# -- beside the training
+
+
+def saves_slowly(run: Run) -> dict[str, Any]:
+    """Asks for a checkpoint after step 2, and lets nothing be written of it before step 8."""
+    goes_on, write_part = threading.Event(), checkpoints.write_part
+
+    def slow(*arguments: Any) -> None:
+        assert goes_on.wait(60)
+        write_part(*arguments)
+
+    model, optimizer, data, state = start(run, 10)
+    began, weights, at_8 = state.step, {state.step: weight(model)}, []
+    checkpoints.write_part = slow
+    for _ in state.epochs(1):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+            weights[run.step] = weight(model)
+            if run.step == 2 and run.rank == run.world_size - 1:
+                run.save()
+            if run.step == 8:
+                at_8 = steps(run)
+                goes_on.set()
+            if run.step == 10:
+                # as where the job dies of an error
+                run.close()
+                return {"start": began, "weights": weights, "at 8": at_8}
+    raise AssertionError
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_training_goes_on_while_a_checkpoint_is_written(ranks: int, tmp_path: Path) -> None:
+    for answer in run_ranks(saves_slowly, ranks, folder=tmp_path):
+        assert answer["at 8"] == []
+    # the step at which it was asked for, or at which all had heard of it
+    saved = 2 if ranks == 1 else 3
+    for later in run_ranks(saves_slowly, ranks, folder=tmp_path):
+        assert later["start"] == saved
+        assert later["weights"][saved] == answer["weights"][saved]
+
+
+def saves_at_every_step(run: Run) -> list[str]:
+    model, optimizer, data, state = start(run, 10)
+    run.checkpoints(every_steps=1, keep=20)
+    for _ in state.epochs(1):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+    return steps(run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_waits_for_the_one_before(ranks: int, tmp_path: Path) -> None:
+    for found in run_ranks(saves_at_every_step, ranks, folder=tmp_path):
+        assert set(found) == {str(step) for step in range(1, 11)}
+
+
+def cannot_write(run: Run) -> list[str]:
+    """The last rank's disk is full from the second epoch to the third."""
+    model, optimizer, data, state = start(run, 2)
+    write_part, found = checkpoints.write_part, []
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for epoch in state.epochs(4):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+        checkpoints.write_part = full if epoch in (2, 3) and run.rank == run.world_size - 1 else write_part
+        found.append(f"{run.step}: {', '.join(steps(run))}")
+        assert len(list(Path(run.folder, "checkpoints").glob(".step-*"))) < 2 if run.step > 2 else True
+    return [*found, f"{run.step}: {', '.join(steps(run))}"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_one_rank_cannot_write_costs_that_checkpoint_alone(ranks: int, tmp_path: Path) -> None:
+    for found in run_ranks(cannot_write, ranks, folder=tmp_path):
+        assert found[2:] == ["6: 2", "8: 2", "8: 2, 8"]
+    assert not list(Path(tmp_path, "checkpoints").glob(".*"))
+
+
+def fails_while_it_saves(run: Run) -> int:
+    model, optimizer, data, state = start(run, 10)
+    began = state.step
+    for _ in state.epochs(1):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+            if run.step == 3:
+                run.save()
+            if run.step == 4 and not began:
+                run.close()
+                raise ValueError("a mistake")
+    return began
+
+
+def test_a_job_that_fails_in_the_middle_of_a_save_keeps_it(tmp_path: Path) -> None:
+    assert run_ranks(fails_while_it_saves, 1, folder=tmp_path) == ["ValueError: a mistake"]
+    assert run_ranks(fails_while_it_saves, 1, folder=tmp_path) == [3]
+
+
+def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for attempt in (1, 2):
+        records.record_event(folder, "started", attempt=attempt)
+    (answer,) = run_ranks(saves_at_every_step, 1, folder=tmp_path)
+    assert answer == "MgpuError: attempt 1 of this run was given up, and a later one goes on: this one ends"
+    assert checkpoints.complete(folder) == []
+
+
+# -- when, and which stay
+
+
+def follows(run: Run, plan: dict[str, Any], epochs: int, values: Sequence[float] = ()) -> tuple[list[str], str | None]:
+    """Ten steps an epoch; in the middle and at the end of each a value is reported."""
+    model, optimizer, data, state = start(run, 10)
+    run.checkpoints(**plan)
+    for epoch in state.epochs(epochs):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+            if run.step % 5 == 0 and values:
+                progress = run.step // 5
+                run.report(progress, accuracy=values[progress - 1])
+        assert run.step == 10 * epoch
+    run.finish()
+    link = Path(run.folder, "checkpoints", "best")
+    return steps(run), link.readlink().name if link.is_symlink() else None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ({}, ["10", "20"]),
+        ({"keep": 1}, ["20"]),
+        ({"every_steps": 4, "keep": 9}, ["4", "8", "10", "12", "16", "20"]),
+        ({"every_steps": None, "every_minutes": None, "keep": 9}, ["10", "20"]),
+    ],
+)
+def test_what_is_asked_for_is_there(plan: dict[str, Any], expected: list[str], ranks: int, tmp_path: Path) -> None:
+    for found, _ in run_ranks(follows, ranks, plan, 2, folder=tmp_path):
+        assert sorted(found, key=int) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_minutes_count_from_the_one_before(ranks: int, tmp_path: Path) -> None:
+    for found, _ in run_ranks(follows, ranks, {"every_minutes": 1e-9, "keep": 99}, 1, folder=tmp_path):
+        assert len(found) > 1
+        assert "10" in found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_best_report_s_checkpoint_stays(ranks: int, tmp_path: Path) -> None:
+    plan = {"keep": 1, "best": "accuracy", "direction": "maximize"}
+    values = [0.1, 0.2, 0.9, float("nan"), 0.4, 0.9, 0.8, 0.95]
+    for found, best in run_ranks(follows, ranks, plan, 3, values, folder=tmp_path):
+        assert (found, best) == (["15", "30"], "step-000000015")
+    # who goes on knows of it
+    for found, best in run_ranks(follows, ranks, plan, 4, values, folder=tmp_path):
+        assert (found, best) == (["40"], "step-000000040")
+
+
+def test_the_best_is_the_least_where_that_is_better(tmp_path: Path) -> None:
+    plan = {"keep": 1, "best": "accuracy", "direction": "minimize"}
+    ((found, best),) = run_ranks(follows, 1, plan, 2, [0.5, 0.2, 0.9, 0.3], folder=tmp_path)
+    assert (found, best) == (["10", "20"], "step-000000010")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"every_steps": 0}, "every_steps=0): expected at least 1, or None"),
+        ({"every_minutes": 0}, "every_minutes=0): expected more than 0, or None"),
+        ({"every_minutes": float("nan")}, "every_minutes=nan): expected more than 0, or None"),
+        ({"keep": 0}, "keep=0): expected at least 1"),
+        ({"best": "loss"}, "best='loss', direction=None): expected direction 'minimize' or 'maximize'"),
+        ({"direction": "up"}, "best=None, direction='up'): expected direction 'minimize' or 'maximize'"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(plan: dict[str, Any], words: str, tmp_path: Path) -> None:
+    run = Run(RankFacts(0, 1, 0, 1), tmp_path, torch.device("cpu"), 1, StopFlag())
+    with pytest.raises(UserError) as caught:
+        run.checkpoints(**plan)
+    assert words in str(caught.value)
+
+
+def test_a_metric_that_nobody_reports_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(RankFacts(0, 1, 0, 1), tmp_path, torch.device("cpu"), 1, StopFlag())
+    run.checkpoints(best="acuracy", direction="maximize")
+    run.restore(model=nn.Linear(1, 1))
+    run.report(1, accuracy=0.5)
+    run.report(2, accuracy=0.6)
+    run.close()
+    assert capsys.readouterr().out.count("a report has no such metric (did you mean 'accuracy'?)") == 1
+
+
+# -- all that a training keeps
+
+
+class Counter:
+    """What a user registers."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def trains_with_everything(run: Run, stop_at: int | None) -> str:
+    """The whole state after two epochs, as text."""
+    run.seed(5)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    model = run.wrap(net)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    counter = Counter()
+    features = torch.randn(52, 4, generator=torch.Generator().manual_seed(0))
+    data = run.loader(TensorDataset(features), batch_size=8, shuffle=True)
+    objects = {"model": model, "average": average, "optimizer": optimizer, "scheduler": scheduler}
+    objects |= {"scaler": scaler, "counter": counter}
+    state = run.restore(data=data, **objects)
+    for epoch in state.epochs(3):
+        for (batch,) in data:
+            run.backward(scaler.scale(model(batch).square().mean()))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scheduler.step()
+            average.update_parameters(net)
+            counter.seen += len(batch)
+            if run.step == stop_at and run.rank == 1:
+                run._stop.asked = Stop.END
+        run.report(epoch, seen=counter.seen)
+    states = {name: value.state_dict() for name, value in objects.items()}
+    torch.set_printoptions(precision=17, threshold=10**6)
+    return f"{run.step} {states}"
+
+
+@pytest.mark.parametrize("stop_at", [4, 6, 13])
+def test_all_of_a_training_s_state_goes_on_exactly(stop_at: int, tmp_path: Path) -> None:
+    whole = run_ranks(trains_with_everything, 2, None, folder=tmp_path / "whole")
+    stopped = run_ranks(trains_with_everything, 2, stop_at, folder=tmp_path / "parts")
+    assert all(answer.startswith("RunStopped") for answer in stopped)
+    rest = run_ranks(trains_with_everything, 2, None, folder=tmp_path / "parts")
+    # the others' statistics of batch norm are nobody's
+    assert rest[0] == whole[0]
+    assert whole[0].startswith("21 ")
+
+
+def test_a_file_of_a_checkpoint_says_which_format_it_has(tmp_path: Path) -> None:
+    run_ranks(follows, 1, {}, 1, folder=tmp_path)
+    (record,) = (tmp_path / "checkpoints").glob("step-*/rank-00000.json")
+    assert json.loads(record.read_text())["format"] == checkpoints.FORMAT
