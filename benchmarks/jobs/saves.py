@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.utils.data import TensorDataset
-from torchvision.models import resnet50
 
 from benchmarks.measure import interleave
-from mgpu_slurm import Run
+from mgpu_slurm import Run, import_torchvision
 
 WARM_UPS = 2
 """Rounds that do not count: the first save of each way gets its memory."""
@@ -36,7 +35,7 @@ class Config:
 def train(run: Run, config: Config) -> dict[str, float]:
     # DCP's asynchronous save wants a group, also of a process alone
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = resnet50()
+    model = import_torchvision().models.resnet50()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
