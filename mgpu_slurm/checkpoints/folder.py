@@ -137,6 +137,11 @@ def publish(folder: Path) -> Path:
     return final
 
 
+def any_whole(run: RunFolder) -> bool:
+    """Whether there is one to go on from, with its name or still without."""
+    return any(step_of(path) is not None or (_HIDDEN.fullmatch(path.name) and is_whole(path)) for path in _below(run))
+
+
 def publish_left(run: RunFolder) -> None:
     """Publishes what an attempt that is over has left whole, and clears the rest away."""
     for path in sorted(_below(run)):

@@ -7,6 +7,7 @@ function. Under the local executor it is called in a forked process that has tor
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import shutil
 import signal
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from mgpu_slurm.runtime.run import Run
 
 PROJECT_VARIABLE = "MGPU_PROJECT"
+
+PART_OF_LEAD = 0.75
+"""Of the time between the lead signal and the time limit, after which a rank that is blocked leaves; the rest is for
+the requeue."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,7 @@ def main(folder: RunFolder, work: Work) -> int:
     # an interpreter that ends gives handled signals back their default, which is to kill it
     ignore_stop_signals()
     if code == REQUEUE_EXIT_CODE and spec.executor != "local":
-        # srun takes it for a failure, ends the other ranks while they still save, and reports the code of those
-        wish = folder.requeue_wish(attempt)
-        waiting.for_the_disk(wish.touch, wish)
+        _wish_to_requeue(folder, attempt)
         return 0
     return code
 
@@ -154,6 +157,8 @@ def why_not_found(name: str) -> str:
 def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
     """Calls user code; what goes wrong is printed and recorded, so that the first cause can be found later."""
     stop.listen()
+    if rank.spec.lead is not None:
+        stop.leave_at_last(PART_OF_LEAD * rank.spec.lead, lambda: _leave_at_last(rank))
     try:
         action()
         return 0
@@ -169,6 +174,30 @@ def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
             with suppress(OSError):
                 write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
         return code
+
+
+def _leave_at_last(rank: Rank) -> None:
+    """Ends a rank that has reached no boundary, so that the run is started again from its newest checkpoint; where it
+    is blocked stands in its log."""
+    from mgpu_slurm.checkpoints import folder as checkpoints
+
+    if rank.spec.kind == "run" and not checkpoints.any_whole(rank.folder):
+        # it would start at nothing, again and again
+        return
+    try:
+        # not by print, over which another thread may be blocked
+        os.write(1, b"mgpu_slurm: WARNING: the time limit is near: this rank leaves, and could not save from here:\n")
+        faulthandler.dump_traceback(1)
+        _wish_to_requeue(rank.folder, rank.attempt)
+    finally:
+        os._exit(REQUEUE_EXIT_CODE if rank.spec.executor == "local" else 0)
+
+
+def _wish_to_requeue(folder: RunFolder, attempt: int) -> None:
+    """Asks the batch step to have the run started again. srun takes an exit code for a failure, ends the other ranks
+    while they still save, and reports the code of those."""
+    wish = folder.requeue_wish(attempt)
+    waiting.for_the_disk(wish.touch, wish)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
 
@@ -23,7 +25,7 @@ class Stop(IntEnum):
     LEAVE = 2
     """The time limit is very near: leave and come back, also where nothing was saved."""
     END = 3
-    """SIGTERM: save and leave; who sent it decides what comes next."""
+    """SIGTERM, or Ctrl-C: save and leave; who sent it decides what comes next."""
 
 
 class StopFlag:
@@ -46,10 +48,26 @@ class StopFlag:
         return Stop.LEAVE if self.asked is Stop.REQUEUE and is_late else self.asked
 
     def listen(self) -> None:
-        """Takes over the lead signal and SIGTERM of this process."""
-        lead = os.environ.get(LEAD_SIGNAL_VARIABLE, "USR2")
-        signal.signal(getattr(signal, f"SIG{lead}"), self._on_lead)
+        """Takes over the lead signal, SIGTERM and Ctrl-C of this process."""
+        signal.signal(_lead_signal(), self._on_lead)
         signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def leave_at_last(self, seconds: float, leave: Callable[[], None]) -> None:
+        """Has a thread call `leave` so long after the lead signal: where the main one is blocked, in a collective that
+        another rank does not come to or in user code, it runs no handler and reaches no boundary."""
+        heard, tell = os.pipe()
+        os.set_blocking(tell, False)
+        # written by the C code that catches a signal, whatever the interpreter does
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+
+        def wait() -> None:
+            while os.read(heard, 1) != bytes([_lead_signal()]):
+                pass
+            time.sleep(seconds)
+            leave()
+
+        threading.Thread(target=wait, name="leave at last", daemon=True).start()
 
     def _on_lead(self, signum: int, frame: FrameType | None) -> None:
         if self.asked is Stop.NO:
@@ -58,8 +76,18 @@ class StopFlag:
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
         self.asked = Stop.END
 
+    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked is Stop.END:
+            # a second one does not wait for a boundary
+            signal.default_int_handler(signum, frame)
+        self.asked = Stop.END
+
+
+def _lead_signal() -> signal.Signals:
+    return signal.Signals[f"SIG{os.environ.get(LEAD_SIGNAL_VARIABLE, 'USR2')}"]
+
 
 def ignore_stop_signals() -> None:
     """For processes that a rank starts: they get the run's signals too, and must not die before the save."""
-    for name in {os.environ.get(LEAD_SIGNAL_VARIABLE, "USR2"), "TERM", "INT"}:
-        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
+    for signum in (_lead_signal(), signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)

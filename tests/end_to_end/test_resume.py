@@ -10,7 +10,7 @@ from tests.support import Project, log, make_project, wait_until
 
 JOB = '''
     """Trains on two ranks, in any way interrupted; dropout draws random numbers at each step."""
-    import os, signal, time
+    import os, signal, threading, time
     from dataclasses import dataclass
     from pathlib import Path
 
@@ -28,6 +28,8 @@ JOB = '''
         workers: int = 0
         wait_at: int = 0
         """The step of the first attempt before which every rank waits to be told to stop; 0 for never."""
+        block_at: int = 0
+        """The step of the first attempt after which rank 1 is blocked, and rank 0 waits for it; 0 for never."""
 
 
     def train(run, config: Config):
@@ -47,6 +49,8 @@ JOB = '''
                     Path(run.folder, f"waits-{run.rank}").touch()
                     while not run._stop.asked:
                         time.sleep(0.01)
+                if run.attempt == 1 and run.step == config.block_at and run.rank == 1:
+                    threading.Event().wait()
             run.report(epoch, draw=torch.rand(1).item())
         inner = model.module if hasattr(model, "module") else model
         if run.is_main:
@@ -97,6 +101,26 @@ def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trai
     assert (folder / "final.pt").read_bytes() == expected
     events = [json.loads(line)["event"] for line in (folder / "attempts.jsonl").read_text().splitlines()]
     assert events == ["started", "ended", "requeued", "started", "ended"]
+
+
+def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple[Project, bytes]) -> None:
+    project, expected = trained
+    folder = project.submit("train", "--nodes", "2", "block_at=10", "--time", "0:20", "--signal", "USR2@12")
+    facts = project.finish(folder)
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
+    for rank, blocked in [(0, "_collect"), (1, "wait")]:
+        assert "this rank leaves, and could not save from here:" in log(folder, rank)
+        assert f"in {blocked}" in log(folder, rank) or "in backward" in log(folder, rank)
+    assert "restored step 7 from step-000000007 (attempt 2)" in log(folder, 0, attempt=2)
+    assert (folder / "final.pt").read_bytes() == expected
+
+
+def test_without_a_checkpoint_they_stay(project: Project) -> None:
+    project.write("train.py", JOB)
+    project.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}")
+    folder = project.submit("train", "--nodes", "2", "block_at=3", "--time", "0:12", "--signal", "USR2@9")
+    facts = project.finish(folder)
+    assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 1)
 
 
 def test_without_requeues_left_the_run_says_so_and_keeps_its_checkpoint(trained: tuple[Project, bytes]) -> None:

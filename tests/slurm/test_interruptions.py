@@ -22,6 +22,7 @@ from tests.support import Project, log, make_project, processes_of, wait_until
 
 JOB = '''
     """Seven steps an epoch, dropout at each of them; waits to be stopped where it is told to."""
+    import threading
     import time
     from dataclasses import dataclass
     from pathlib import Path
@@ -35,6 +36,8 @@ JOB = '''
     class Config:
         wait_at: int = 0
         """The step of the first attempt before which every rank waits to be stopped; 0 for never."""
+        block_at: int = 0
+        """The step of the first attempt after which rank 1 is blocked, and rank 0 waits for it; 0 for never."""
         fail_at: int = 0
         """The step after which rank 1 fails; 0 for never."""
 
@@ -54,6 +57,9 @@ JOB = '''
                     Path(run.folder, f"waits-{run.rank}").touch()
                     while not run._stop.asked:
                         time.sleep(0.01)
+                if run.attempt == 1 and run.rank == 1 and run.step == config.block_at:
+                    Path(run.folder, "is-blocked").touch()
+                    threading.Event().wait()
                 if run.rank == 1 and run.step == config.fail_at:
                     raise RuntimeError("the data is broken")
             run.report(epoch, draw=torch.rand(1).item())
@@ -257,16 +263,21 @@ def test_a_failed_training_goes_on_with_new_code_and_other_resources(project: Pr
 # -- the time limit
 
 
-def test_at_its_time_limit_a_training_starts_again_and_what_ignores_it_ends(
+def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_ignores_it_ends(
     project: Project, cluster: Cluster, undisturbed: bytes
 ) -> None:
     """Side by side, because SLURM looks at limits every 30 s, and waits for another 15 s before it kills."""
     deaf = running(project, "trap '' USR2 TERM INT HUP; echo ready; while :; do sleep 0.2; done")
     run = training(project, "--nodes", "2", "--time", "3", "--signal", "USR2@30")
-    job = facts_of(run)["job_id"]
+    blocked = project.submit(
+        "train", *NO_GPUS, "--ntasks-per-node", "2", "block_at=9", "--time", "3", "--signal", "USR2@30"
+    )
+    wait_until((blocked / "is-blocked").exists)
+    job, blocked_job = facts_of(run)["job_id"], facts_of(blocked)["job_id"]
     with seen(run) as states_seen, seen(deaf) as states_of_deaf:
         # at SLURM's next look: the lead signal comes up to 30 s early, and the limit late
-        cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+45seconds")
+        for each in (job, blocked_job):
+            cluster.run("scontrol", "update", f"JobId={each}", "EndTime=now+45seconds")
         cluster.run("scontrol", "update", f"JobId={facts_of(deaf)['job_id']}", "EndTime=now+1seconds")
         cluster.until_job(job, "PENDING")
         wait_until(lambda: standing(run) == HELD_BACK, pause=LOOK_EVERY)
@@ -274,8 +285,16 @@ def test_at_its_time_limit_a_training_starts_again_and_what_ignores_it_ends(
         cluster.start_now(job)
         facts = finish(run)
         facts_of_deaf = finish(deaf)
+        cluster.until_job(blocked_job, "PENDING")
+        wait_until(lambda: standing(blocked) == HELD_BACK, pause=LOOK_EVERY)
+        cluster.start_now(blocked_job)
+        facts_of_blocked = finish(blocked)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", STEPS, 2)
     assert facts["job_id"] == job
+    assert (facts_of_blocked["state"], facts_of_blocked["attempts"]) == ("COMPLETED", 2)
+    assert "this rank leaves, and could not save from here:" in log(blocked, 0)
+    assert f"restored step {STEPS // 3} from " in log(blocked, 0, attempt=2)
+    assert (blocked / "final.pt").read_bytes() == undisturbed
     assert f"restored step {step} from " in log(run, 0, attempt=2)
     assert (run / "final.pt").read_bytes() == undisturbed
     assert [event["event"] for event in records.events(RunFolder(run))][2:] == [
