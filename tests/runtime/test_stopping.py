@@ -57,6 +57,6 @@ def test_the_second_does_not_wait(tmp_path: Path) -> None:
     assert process.stdout.readline() == "again\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode not in (0, TERMINATED_EXIT_CODE)
     assert err.endswith("KeyboardInterrupt\n")
     assert list(tmp_path.glob("*/checkpoints/*")) == []
