@@ -100,18 +100,17 @@ def _first_state(folder: RunFolder, group: dict[str, Any] | None) -> dict[str, A
 def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dict[str, Any]:
     """Writes the state with these names changed and returns it.
 
-    Args:
-        sync: it has to be on the disk, which is waited for; else it is for people, and the next one comes soon.
-
     Raises:
         OSError: it cannot be written.
     """
     state = read_state(folder) | changes
-    if sync:
-        waiting.for_the_disk(lambda: write_json(folder.state, state), folder.state)
-    else:
-        write_json(folder.state, state, sync=False)
+    write_json(folder.state, state, sync)
     return state
+
+
+def settle_state(folder: RunFolder, **changes: Any) -> None:
+    """Like `update_state`, in a job, of what nobody would write again: a disk that is full is waited for."""
+    waiting.for_the_disk(lambda: update_state(folder, **changes), folder.state)
 
 
 def cancel_unstarted(folder: RunFolder, reason: str) -> None:
@@ -122,8 +121,13 @@ def cancel_unstarted(folder: RunFolder, reason: str) -> None:
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
     """Appends `submitting`, `submitted`, `refused`, `started`, `ended` or `requeued` to the run's history."""
-    record = {"event": event, "time": now(), **facts}
-    waiting.for_the_disk(lambda: append_jsonl(folder.attempts, record), folder.attempts)
+    append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
+
+
+def settle_event(folder: RunFolder, event: str, **facts: Any) -> None:
+    """Like `record_event`, in a job: a disk that is full is waited for."""
+    record = {"time": now(), **facts}
+    waiting.for_the_disk(lambda: record_event(folder, event, **record), folder.attempts)
 
 
 def events(folder: RunFolder) -> list[dict[str, Any]]:
@@ -239,7 +243,8 @@ def hours(folder: RunFolder) -> float:
 
 
 def attempts_started(folder: RunFolder) -> int:
-    return sum(event["event"] == "started" for event in events(folder))
+    # not how many there are: a network file system may have kept what it called lost, and what was then written again
+    return max((event["attempt"] for event in events(folder) if event["event"] == "started"), default=0)
 
 
 def failure_line(folder: RunFolder) -> str:

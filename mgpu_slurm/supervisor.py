@@ -123,7 +123,7 @@ class Supervisor:
             state, reason = self._run_attempts()
         except MgpuError as error:
             state, reason = self._nodes.lost() or (states.FAILED, str(error))
-        records.update_state(self._folder, state=state, reason=reason, ended=records.now())
+        records.settle_state(self._folder, state=state, reason=reason, ended=records.now())
 
     def _run_attempts(self) -> tuple[str, str]:
         """Attempt after attempt; how the last one ended."""
@@ -139,8 +139,8 @@ class Supervisor:
             if problem:
                 return states.TIMEOUT, problem
             restarts += 1
-            records.record_event(self._folder, "requeued", job_id=self._nodes.job_id)
-            records.update_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
+            records.settle_event(self._folder, "requeued", job_id=self._nodes.job_id)
+            records.settle_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
 
     def _goes_on_in_place(self, code: int) -> bool:
         is_wanted = attempt.goes_on_in_place(self._folder, self._spec, code)
@@ -209,7 +209,7 @@ class Supervisor:
         if os.getppid() != supervisor:
             # the supervisor was killed: nobody else is left to clean up and to say so
             self._end_all_at_last()
-            records.update_state(
+            records.settle_state(
                 self._folder, state=states.FAILED, reason="its supervisor process was killed", ended=records.now()
             )
         return ending.code
@@ -231,9 +231,11 @@ class Supervisor:
             told = received is not None and received.si_signo == signal.SIGTERM
             if (told or self._folder.cancel_wish.exists()) and not self._cancelled:
                 self._cancelled = True
-                records.update_state(self._folder, reason="being cancelled")
                 now = time.monotonic()
                 due = deque([(now, signal.SIGTERM), (now + self._spec.kill_wait, signal.SIGKILL)])
+                # for people
+                with suppress(OSError):
+                    records.update_state(self._folder, reason="being cancelled")
             elif due and due[0][0] <= time.monotonic():
                 due = self._send_first(due, batch_step=pid)
             code = _collect(pid)

@@ -18,7 +18,7 @@ SECONDS = 300.0
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a disk says that takes no more."""
 
-_PASSING = FULL | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
+_PASSING = FULL | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ESHUTDOWN}
 """What a disk says of itself; where a folder is not there, or nobody's to write to, waiting does not help."""
 
 SLOW_SECONDS = 5.0

@@ -19,6 +19,7 @@ from typing import Any
 import google_crc32c
 
 from mgpu_slurm.checkpoints.tensors import SUFFIX, Part, Written, summed, write
+from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.paths import RunFolder, sync_folder, write_whole
 
 FORMAT = 1
@@ -26,7 +27,7 @@ FORMAT = 1
 BEST = "best"
 
 _FINAL = re.compile(r"step-(\d{9,})")
-_HIDDEN = re.compile(r"\.(step-\d{9,})\.of-\d+")
+_HIDDEN = re.compile(r"\.(step-(\d{9,}))\.of-(\d+)-(\d+)")
 _RECORD = re.compile(r"rank-(\d{5,})\.json")
 
 
@@ -49,10 +50,10 @@ def _below(run: RunFolder) -> list[Path]:
     return list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []
 
 
-def hidden(run: RunFolder, step: int, attempt: int) -> Path:
-    """Where an attempt writes the checkpoint of a step."""
+def hidden(run: RunFolder, step: int, attempt: int, save: int) -> Path:
+    """Where an attempt writes its save of this number: one of the same step may still be on its way to its name."""
     final = run.checkpoint(step)
-    return final.with_name(f".{final.name}.of-{attempt}")
+    return final.with_name(f".{final.name}.of-{attempt}-{save}")
 
 
 def write_part(folder: Path, rank: int, world_size: int, state: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
@@ -103,10 +104,13 @@ def record(folder: Path, rank: int) -> dict[str, Any]:
     Raises:
         OSError: it is not there.
         ValueError: it is not what was written.
+        MgpuError: another version has written it.
     """
     body: Any = json.loads((folder / f"{_name(rank)}.json").read_text())
     if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
         raise ValueError(f"{_name(rank)}.json is damaged")
+    if body["format"] != FORMAT:
+        raise MgpuError(f"checkpoint {str(folder)!r} has the format {body['format']}: this version reads {FORMAT}")
     return body
 
 
@@ -144,8 +148,11 @@ def any_whole(run: RunFolder) -> bool:
 
 def publish_left(run: RunFolder) -> None:
     """Publishes what an attempt that is over has left whole, and clears the rest away."""
-    for path in sorted(_below(run)):
-        if _HIDDEN.fullmatch(path.name) and is_whole(path):
+    found = [
+        (list(map(int, match.groups()[1:])), path) for path in _below(run) if (match := _HIDDEN.fullmatch(path.name))
+    ]
+    for _, path in sorted(found):
+        if is_whole(path):
             publish(path)
     for path in _below(run):
         if path.name.startswith(".step-"):
@@ -160,9 +167,12 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def point_to_best(run: RunFolder, step: int) -> None:
-    """Has the link `best` name the checkpoint of this step."""
+def point_to_best(run: RunFolder, step: int | None) -> None:
+    """Has the link `best` name the checkpoint of this step; None for no link."""
     link = run.checkpoints / BEST
+    if step is None:
+        link.unlink(missing_ok=True)
+        return
     new = link.with_name(f".{BEST}")
     new.unlink(missing_ok=True)
     new.symlink_to(run.checkpoint(step).name)

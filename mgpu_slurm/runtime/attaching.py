@@ -54,7 +54,8 @@ def _make() -> Run:
     judge = None if desk is None else reporting.Caller(desk)
     run = Run(facts, _folder(facts), device, attempt, stop, judge=judge)
     surroundings.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
-    atexit.register(run.close)
+    # the interpreter notes an error that nobody caught; the others may wait for this rank then
+    atexit.register(lambda: run.close(waits=not hasattr(sys, "last_value")))
     return run
 
 

@@ -83,9 +83,9 @@ def run_attempt(
         ports: on which the ranks reach this machine; None for any.
     """
     attempt = records.attempts_started(folder) + 1
-    records.record_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes)
+    records.settle_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes)
     began = records.read_state(folder)["started"] or records.now()
-    records.update_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
+    records.settle_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
     # what the attempt before died of is over
     folder.failure.unlink(missing_ok=True)
     # several nodes have to reach the store; one node needs no other interface than loopback
@@ -105,7 +105,7 @@ def run_attempt(
     facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}
     if failure:
         facts |= {"error": failure.get("error"), "message": failure["message"]}
-    records.record_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
+    records.settle_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
     if records.attempts_started(folder) > attempt:
         return replace(ending, superseded=True)
     if failure:

@@ -93,7 +93,7 @@ def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: Laun
         reason = records.failure_line(folder)
     else:
         state, reason = states.COMPLETED, ""
-    records.update_state(folder, state=state, ended=records.now(), reason=reason)
+    records.settle_state(folder, state=state, ended=records.now(), reason=reason)
     return ending.code
 
 

@@ -30,6 +30,7 @@ class Keeper:
         self._rank = facts.rank
         self._world_size = facts.world_size
         self._attempt = attempt
+        self._saves = 0
         self._shared_copies = HostCopies()
         self._own_copies = HostCopies()
 
@@ -71,6 +72,7 @@ class Keeper:
         self._parts = self._shared_copies.take(tensors, is_main=self._rank == 0)
         self._parts |= self._own_copies.take(own_tensors, is_main=True)
         self._shared = {"facts": facts, "objects": states} if self._rank == 0 else None
+        self._saves += 1
 
     def write(self, step: int) -> None:
         """Writes this rank's part of what was copied.
@@ -81,12 +83,8 @@ class Keeper:
         state = {"own": self._own} | ({"shared": self._shared} if self._shared is not None else {})
         folders.write_part(self._hidden(step), self._rank, self._world_size, state, self._parts)
 
-    def publish(self, step: int, keep: int, best: int | None) -> None:
+    def publish(self, step: int) -> None:
         """On rank 0, when all have written.
-
-        Args:
-            keep: how many stay.
-            best: the step of the best one, which stays too.
 
         Raises:
             OSError: it has not got its name.
@@ -96,9 +94,22 @@ class Keeper:
             # as on a node that was given up and lives
             raise MgpuError(f"attempt {self._attempt} of this run was given up, and a later one goes on: this one ends")
         folders.publish(self._hidden(step))
-        if best is not None:
-            folders.point_to_best(self._run, best)
+
+    def tidy(self, keep: int, best: int | None) -> None:
+        """On rank 0: deletes what is not to stay, and has the link `best` name the best one.
+
+        Args:
+            keep: how many stay.
+            best: the step of the best one, which stays too.
+
+        Raises:
+            OSError: the link cannot be made.
+        """
         folders.trim(self._run, keep, also=best)
+        folders.point_to_best(self._run, best)
+
+    def has(self, step: int) -> bool:
+        return self._run.checkpoint(step).is_dir()
 
     def is_whole(self, step: int) -> bool:
         """Whether all have written, as far as files tell."""
@@ -109,7 +120,7 @@ class Keeper:
         shutil.rmtree(self._hidden(step), ignore_errors=True)
 
     def _hidden(self, step: int) -> Path:
-        return folders.hidden(self._run, step, self._attempt)
+        return folders.hidden(self._run, step, self._attempt, self._saves)
 
     # -- reading
 

@@ -22,9 +22,9 @@ HELD = 1 << 16
 def send_to(log: Path) -> None:
     """From here on this process, and what it starts, writes to this file; srun's --output cannot hold the number of the
     attempt."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+    flush()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    descriptor = waiting.for_the_disk(lambda: os.open(log, flags, 0o640), log)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -36,7 +36,8 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in (1, 2):
-        _log(descriptor).write(b"")
+        if _log(descriptor).held:
+            _log(descriptor).write(b"")
 
 
 @cache
@@ -53,12 +54,12 @@ def _log(descriptor: int) -> _Log:
 class _Log(io.FileIO):
     """A file that takes also what a full disk does not, and writes it when that has room again."""
 
-    _held = b""
+    held = b""
     _lost = 0
     """Bytes that were too many to hold."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        if not self._held:
+        if not self.held:
             try:
                 return super().write(data)
             except OSError as error:
@@ -68,18 +69,18 @@ class _Log(io.FileIO):
         return memoryview(data).nbytes
 
     def _write_held(self, data: bytes) -> None:
-        due = self._held + data
+        due = self.held + data
         if self._lost:
             due = f"\nmgpu_slurm: WARNING: the disk was full: {self._lost} bytes are lost here\n".encode() + due
         try:
             written = super().write(due)
         except OSError as error:
-            self._hold(self._held + data, error)
+            self._hold(self.held + data, error)
         else:
-            self._held, self._lost = due[written:], 0
+            self.held, self._lost = due[written:], 0
 
     def _hold(self, data: bytes, error: OSError) -> None:
         if error.errno not in waiting.FULL:
             raise error
-        self._held = data[-HELD:]
-        self._lost += len(data) - len(self._held)
+        self.held = data[-HELD:]
+        self._lost += len(data) - len(self.held)

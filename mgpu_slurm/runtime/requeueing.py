@@ -48,8 +48,10 @@ def start_again(folder: RunFolder, spec: Spec, job: Job) -> int:
     Raises:
         ClusterError: it is not in the queue, and why neither way worked; or nobody can tell.
     """
-    records.record_event(folder, "requeued", job_id=job.id, token=job.token)
-    records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
+    # the time limit is near, and the disk may be full
+    with contextlib.suppress(OSError):
+        records.record_event(folder, "requeued", job_id=job.id, token=job.token)
+        records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
     refused = _requeue(job)
     if refused is None:
         _cancel_if_wished(folder, job.id)

@@ -110,8 +110,6 @@ class Run:
         self._epoch: int | None = None
         self._has_gradients = False
         self._save_wanted = False
-        self._reported_step: int | None = None
-        """The step at which the last metrics were reported."""
         self._agreed = Agreed()
         self._random_to_restore: dict[str, Any] | None = None
         self._in_mid_epoch = False
@@ -274,7 +272,7 @@ class Run:
             metrics: numbers, or tensors of one element.
         """
         numbers = as_numbers(metrics)
-        if self.is_main and self._restored and self._saver.is_best(numbers):
+        if self.is_main and self._restored and self._saver.hear_report(self.step, numbers):
             self._save_wanted = True
         self._together(Call.REPORT)
         if progress <= self.progress:
@@ -282,7 +280,7 @@ class Run:
                 f"report(progress={progress}): progress counts from 1 and rises, and it was {self.progress} before"
             )
         self.progress = progress
-        self.last_metrics, self._reported_step = numbers, self.step
+        self.last_metrics = numbers
         if self._reporter is not None:
             self._reporter.report(progress, self.step, self.last_metrics)
         if self._judge is not None:
@@ -327,7 +325,7 @@ class Run:
         step = self._newest_sound()
         if step is not None:
             self._load(step)
-        for value in self._keeper.objects.values():
+        for value in objects.values():
             if isinstance(value, torch.optim.Optimizer):
                 value.register_step_post_hook(self._step_done)
         return State(self)
@@ -420,7 +418,7 @@ class Run:
             yield epoch
             self._epoch = None
             self._next_epoch = epoch + 1
-            self._remember(self._together(Call.EPOCH))
+            self._together(Call.EPOCH)
             self._act(active=None, save=True, wait=epoch == total)
 
     def _at_boundary(self, loader: Loader) -> None:
@@ -464,21 +462,18 @@ class Run:
             save: whether a checkpoint is due here anyway.
             wait: until it is written.
         """
-        stops = self._agreed.stop is not Stop.NO
-        if self._restored and (save or stops or self._agreed.save):
-            self._write_checkpoint(active, wait or stops)
+        if self._restored and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
+            own = {"random": randomness.random_state(self.device)}
+            self._saver.save(self._facts(active is not None), own)
+        # asked again: a stop may have been agreed while the checkpoint before was waited for
+        if wait or self._agreed.stop is not Stop.NO:
+            self._saver.finish()
         self._agreed = replace(self._agreed, save=False)
         # a run that keeps nothing would start at nothing, again and again
         if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self._restored):
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {self.step}")
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
-
-    def _write_checkpoint(self, active: Loader | None, wait: bool) -> None:
-        own = {"random": randomness.random_state(self.device)}
-        self._saver.save(self._facts(active is not None), own, is_reported=self._reported_step == self.step)
-        if wait:
-            self._saver.finish()
 
     def _facts(self, in_mid_pass: bool) -> dict[str, Any]:
         """Where the run stands, which is the same on all ranks."""
@@ -502,13 +497,14 @@ class Run:
     def finish(self) -> None:
         """Waits until every rank's job function has returned; a rank that still makes other calls is named."""
         self._together(Call.FINISH)
-        if self._agreed.save and self._restored:
-            # wished for after the last boundary
-            self._write_checkpoint(None, wait=True)
         self._saver.finish()
 
-    def close(self) -> None:
-        self._saver.close()
+    def close(self, waits: bool = False) -> None:
+        """
+        Args:
+            waits: for the other ranks' parts of a checkpoint, where they end in good order like this one.
+        """
+        self._saver.close(waits)
         if self._reporter is not None:
             self._reporter.close(self.step)
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mgpu_slurm.errors import MgpuError, UserError, nearest
@@ -20,7 +20,10 @@ from mgpu_slurm.runtime.agreement import Agreed
 from mgpu_slurm.runtime.keeping import Keeper
 
 CLOSE_SECONDS = 60.0
-"""For which a rank whose job has failed still writes: its checkpoint is whole if all of them come to their end."""
+"""For which a rank that ends still writes: its checkpoint is whole if all of them come to their end."""
+
+CLOSE_PAUSE = 0.05
+"""Seconds between two looks whether the others have."""
 
 DIRECTIONS = ("minimize", "maximize")
 
@@ -40,17 +43,31 @@ class Plan:
         Raises:
             UserError: names what is none.
         """
-        if self.every_steps is not None and self.every_steps < 1:
-            raise UserError(f"run.checkpoints(every_steps={self.every_steps}): expected at least 1, or None")
+        if self.every_steps is not None and not _is_whole_number(self.every_steps):
+            raise UserError(f"run.checkpoints(every_steps={self.every_steps!r}): expected 1, 2, ... or None")
         if self.every_minutes is not None and not self.every_minutes > 0:
-            raise UserError(f"run.checkpoints(every_minutes={self.every_minutes}): expected more than 0, or None")
-        if self.keep < 1:
-            raise UserError(f"run.checkpoints(keep={self.keep}): expected at least 1")
+            raise UserError(f"run.checkpoints(every_minutes={self.every_minutes!r}): expected more than 0, or None")
+        if not _is_whole_number(self.keep):
+            raise UserError(f"run.checkpoints(keep={self.keep!r}): expected 1, 2, ...")
         if self.direction not in (DIRECTIONS if self.best is not None else (None, *DIRECTIONS)):
             raise UserError(
                 f"run.checkpoints(best={self.best!r}, direction={self.direction!r}): expected direction"
                 f" {' or '.join(map(repr, DIRECTIONS))}: which values are better"
             )
+
+
+def _is_whole_number(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+@dataclass(frozen=True)
+class Best:
+    """A report that no other was as good as, and whose checkpoint has its name, or gets it next."""
+
+    metric: str
+    direction: str
+    value: float
+    step: int
 
 
 class Saver:
@@ -62,8 +79,6 @@ class Saver:
             together: has all ranks meet, and `heard` called with what they agree.
         """
         self.plan = Plan()
-        self.best: dict[str, Any] | None = None
-        """On rank 0, of the best checkpoint that has its name: its `value` and its `step`."""
         self.written = 0
         """The number of the last save that this rank is done with."""
         self.lost = 0
@@ -76,8 +91,13 @@ class Saver:
         self._last_step = 0
         self._facts: Mapping[str, Any] | None = None
         """Of the save on its way, until all ranks have heard of its end; the same on all of them."""
-        self._best: dict[str, Any] | None = None
-        """What the best is once the save on its way has its name."""
+        # of the best, rank 0 alone keeps count
+        self._best: Best | None = None
+        """Of those that have their name."""
+        self._next_best: Best | None = None
+        """Once the save on its way has its name too."""
+        self._reported: Best | None = None
+        """A report that is better, until it is saved."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._has_missed_best = False
@@ -87,12 +107,16 @@ class Saver:
     def restored(self, facts: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint."""
         self._last_step, self._begun_at = facts["step"], time.monotonic()
-        self.best = facts["best"]
+        best = facts["best"]
+        # it was deleted for one that is better, and that has been set aside since
+        is_there = best is not None and self._keeper.has(best["step"])
+        self._best = self._next_best = Best(**best) if is_there else None
 
     def is_due_at(self, step: int) -> bool:
         """Whether a checkpoint of this step is wanted; the same on all ranks."""
         every = self.plan.every_steps
-        return every is not None and step % every == 0 and step != self._last_step
+        # there may be no boundary at the very step
+        return every is not None and step // every > self._last_step // every
 
     def is_due_now(self) -> bool:
         """Whether this rank wishes one at the next boundary, for the time that has gone since the last."""
@@ -100,18 +124,26 @@ class Saver:
             return False
         return time.monotonic() >= self._begun_at + 60 * self.plan.every_minutes
 
-    def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """On rank 0: whether no checkpoint is as good as these metrics."""
-        if self.plan.best is None:
+    def hear_report(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """On rank 0: whether a checkpoint of this step would be the best, and is wanted."""
+        metric, direction = self.plan.best, self.plan.direction
+        if metric is None or direction is None:
             return False
-        value = metrics.get(self.plan.best)
-        if value is None:
+        if metric not in metrics:
             self._miss_best(list(metrics))
             return False
-        if math.isnan(value) or self.best is None:
-            return not math.isnan(value)
-        before: float = self.best["value"]
-        return value > before if self.plan.direction == "maximize" else value < before
+        value = metrics[metric]
+        before = self._of_plan(self._next_best)
+        if math.isnan(value) or (before is not None and not _is_better(value, before.value, direction)):
+            return False
+        self._reported = Best(metric, direction, value, step)
+        return True
+
+    def _of_plan(self, best: Best | None) -> Best | None:
+        """The best, where it is that of the metric which counts now."""
+        if best is None or (best.metric, best.direction) != (self.plan.best, self.plan.direction):
+            return None
+        return best
 
     def _miss_best(self, names: list[str]) -> None:
         if not self._has_missed_best:
@@ -124,13 +156,12 @@ class Saver:
 
     # -- saving; every rank makes these calls, in step
 
-    def save(self, facts: Mapping[str, Any], own: Mapping[str, Any], is_reported: bool) -> None:
+    def save(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Begins a checkpoint, unless that of the same place is on its way already.
 
         Args:
             facts: where the run stands, the same on all ranks.
             own: what this rank keeps for itself.
-            is_reported: whether the last metrics are those of the weights as they are.
 
         Raises:
             UserError: something cannot be kept.
@@ -138,12 +169,14 @@ class Saver:
         if facts == self._facts:
             return
         self.finish()
-        # the one before may be about to get its name, and to be the best
+        # the one before may be about to get its name
         self._join()
-        self._best = self.best
-        if is_reported and self.is_best(facts["metrics"]):
-            self._best = {"value": facts["metrics"][self.plan.best], "step": facts["step"]}
-        self._keeper.copy({**facts, "best": self._best}, own)
+        self._next_best = self._of_plan(self._best)
+        if self._reported is not None and self._reported.step == facts["step"]:
+            self._next_best = self._reported
+        self._reported = None
+        best = None if self._next_best is None else asdict(self._next_best)
+        self._keeper.copy({**facts, "best": best}, own)
         self._begun += 1
         self._begun_at, self._last_step, self._facts = time.monotonic(), facts["step"], facts
         self._start(self._write)
@@ -170,16 +203,23 @@ class Saver:
         facts, self._facts = self._facts, None
         if self._rank == 0:
             is_lost = agreed.lost == self._begun
+            if is_lost:
+                self._next_best = self._best
             if is_lost and self.lost != self._begun:
                 print(f"mgpu_slurm: WARNING: not all ranks could write {_name(facts)}: their logs say why", flush=True)
             self._start(lambda: self._keeper.discard(facts["step"]) if is_lost else self._publish(facts))
 
     def _publish(self, facts: Mapping[str, Any]) -> None:
         try:
-            self._keeper.publish(facts["step"], self.plan.keep, None if self._best is None else self._best["step"])
-            self.best = self._best
+            self._keeper.publish(facts["step"])
         except OSError as error:
             print(f"mgpu_slurm: WARNING: {_name(facts)} cannot get its name: {error}", flush=True)
+            return
+        self._best = self._next_best
+        try:
+            self._keeper.tidy(self.plan.keep, None if self._best is None else self._best.step)
+        except OSError as error:
+            print(f"mgpu_slurm: WARNING: the link to the best checkpoint cannot be made: {error}", flush=True)
 
     def finish(self) -> None:
         """Waits until the checkpoint on its way has its name, or is given up."""
@@ -190,12 +230,21 @@ class Saver:
             # nobody leaves before it
             self._together()
 
-    def close(self) -> None:
-        """Lets this rank's part come to its end; where another rank's has not, the next attempt finds what is whole."""
+    def close(self, waits: bool) -> None:
+        """Lets this rank's part come to its end; where another rank's does not, the next attempt finds what is whole.
+
+        Args:
+            waits: on rank 0: for the others, who come to their end too.
+        """
+        give_up = time.monotonic() + CLOSE_SECONDS
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
         facts = self._facts
-        if self._rank == 0 and facts is not None and self._keeper.is_whole(facts["step"]):
+        if self._rank != 0 or facts is None:
+            return
+        while not (is_whole := self._keeper.is_whole(facts["step"])) and waits and time.monotonic() < give_up:
+            time.sleep(CLOSE_PAUSE)
+        if is_whole:
             with suppress(MgpuError):
                 self._publish(facts)
 
@@ -216,6 +265,10 @@ class Saver:
             self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+def _is_better(value: float, before: float, direction: str) -> bool:
+    return value > before if direction == "maximize" else value < before
 
 
 def _name(facts: Mapping[str, Any]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
 
 from mgpu_slurm import config as configs
+from mgpu_slurm import waiting
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.errors import RunFailed, RunStopped, TrialPruned
 from mgpu_slurm.launch import check
@@ -73,7 +74,8 @@ class FunctionTrainer:
         values = configs.merge(spec.config, nested(order.values))
         config = check.fill_config(self._config_class, spec.target.label, values, Path(spec.project) / spec.workdir)
         if run.is_main:
-            write_whole(folder.config, configs.dump_yaml(configs.to_plain(config)), sync=False)
+            text = configs.dump_yaml(configs.to_plain(config))
+            waiting.for_the_disk(lambda: write_whole(folder.config, text, sync=False), folder.config)
         returned = self._function(run, config)
         run.finish()
         return result_of(returned, run.last_metrics)
@@ -87,7 +89,9 @@ class FunctionTrainer:
             return Ending(lambda own: own.fail(f"{record['error']}: {first_line(record['message'])}"))
         # the others may be in the middle of a collective, and this rank's next one would answer theirs
         path = self._rank.folder.rank_failure(self._rank.attempt, self._rank.facts.rank)
-        write_json(path, record | {"trial": order.number})
+        # it stands in the log too
+        with suppress(OSError):
+            write_json(path, record | {"trial": order.number})
         # new ranks would not know that the time limit is near
         code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
         raise RunStopped(code, "a trial has failed: the ranks start again") from None

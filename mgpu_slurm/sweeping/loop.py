@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from mgpu_slurm import target
+from mgpu_slurm import target, waiting
 from mgpu_slurm.errors import RunStopped
 from mgpu_slurm.paths import RunFolder, write_json
 from mgpu_slurm.records import now
@@ -117,10 +117,10 @@ class WorkerRank:
 
     def _train(self, order: Assignment) -> Ending:
         folder = self._rank.folder.group.of_trial(order.number)
-        folder.logs.mkdir(parents=True, exist_ok=True)
+        waiting.for_the_disk(lambda: folder.logs.mkdir(parents=True, exist_ok=True), folder.logs)
         with self._logging_to(folder.rank_log(order.attempt, self._rank.facts.rank)):
             if self._participant is not None:
-                self._unfinished.touch()
+                waiting.for_the_disk(self._unfinished.touch, self._unfinished)
             return self._trainer.train(order, folder)
 
     def _told(self, ask: Callable[[Participant], Any]) -> Any:
@@ -143,7 +143,8 @@ class WorkerRank:
         if self._participant is not None and not order.exit_code:
             self._participant.dismiss()
             record = {"run": self._rank.folder.run, "result": {"trials": self._participant.ended}, "ended": now()}
-            write_json(self._rank.folder.result, record)
+            result = self._rank.folder.result
+            waiting.for_the_disk(lambda: write_json(result, record), result)
         if order.exit_code == FAILED_EXIT_CODE:
             raise SweepFailed(order.reason)
         if order.exit_code:

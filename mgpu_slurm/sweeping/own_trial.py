@@ -51,7 +51,7 @@ class OwnTrial:
 
     def record(self, event: str, **facts: Any) -> None:
         """Adds to its history."""
-        records.record_event(self.folder, event, attempt=self.attempt, **facts)
+        records.settle_event(self.folder, event, attempt=self.attempt, **facts)
 
     def judge(self, progress: int, value: float) -> str | None:
         """Tells the study; why the trial is to end, or None where it goes on."""

@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def part(run: RunFolder, step: int, rank: int = 0, world_size: int = 1, attempt: int = 1) -> Path:
-    hidden = folders.hidden(run, step, attempt)
+    hidden = folders.hidden(run, step, attempt, 1)
     parts = {f"weight.{rank}": Part(torch.full((3,), float(step)), (0,))}
     folders.write_part(hidden, rank, world_size, {"own": {"step": step, "loss": 0.1 + 0.2}}, parts)
     return hidden
@@ -63,7 +63,7 @@ def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFol
     kept(run, 5)
     part(run, 7)
     part(run, 9, rank=1, world_size=2)
-    torn = folders.hidden(run, 11, 1)
+    torn = folders.hidden(run, 11, 1, 1)
     torn.mkdir()
     (torn / "rank-00000.json").write_text('{"format": 1, "world_')
     # killed as the same step took the place of another one
@@ -112,7 +112,7 @@ def test_the_newest_stay_and_one_more(run: RunFolder) -> None:
 
 
 def test_a_part_that_was_cut_short_is_written_anew(run: RunFolder) -> None:
-    hidden = folders.hidden(run, 7, 1)
+    hidden = folders.hidden(run, 7, 1, 1)
     hidden.mkdir(parents=True)
     (hidden / "rank-00000.safetensors").write_bytes(b"torn")
     part(run, 7)

@@ -56,7 +56,7 @@ def test_a_start_that_finds_nothing_left_to_do_still_knows_its_last_metrics(tmp_
 
 def test_what_a_killed_save_left_is_not_read_and_goes_away(tmp_path: Path) -> None:
     run_ranks(trained, 1, 1, folder=tmp_path)
-    hidden = checkpoints.hidden(RunFolder(tmp_path), 4, attempt=1)
+    hidden = checkpoints.hidden(RunFolder(tmp_path), 4, attempt=1, save=1)
     hidden.mkdir()
     (hidden / "rank-00000.safetensors").write_bytes(b"torn")
     (answer,) = run_ranks(trained, 1, 2, folder=tmp_path)

@@ -18,14 +18,14 @@ from tests.runtime.ranks import run_ranks
 EPOCHS, SAMPLES, BATCH = 3, 52, 8
 
 
-def trains(run: Run, stop_at: int | None, dropout: float, deterministic: bool = True) -> dict[str, Any]:
+def trains(run: Run, stop_at: int | None, dropout: float) -> dict[str, Any]:
     layers = [layer for _ in range(4) for layer in (nn.Linear(48, 48), nn.Tanh(), nn.Dropout(dropout))]
     net = nn.Sequential(*layers, nn.Linear(48, 1))
     # the same start whatever the rank
     torch.manual_seed(0)
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.2)
-    run.seed(5, deterministic)
+    run.seed(5, deterministic=True)
     model = run.wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     features = torch.randn(SAMPLES, 48, generator=torch.Generator().manual_seed(0))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from mgpu_slurm import records
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime import saving
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run, State
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
@@ -123,6 +127,84 @@ def test_what_one_rank_cannot_write_costs_that_checkpoint_alone(ranks: int, tmp_
     assert not list(Path(tmp_path, "checkpoints").glob(".*"))
 
 
+def stops_while_it_waits(run: Run) -> None:
+    """Told to stop while a save waits for the one before it."""
+    write_part = checkpoints.write_part
+
+    def slow(*arguments: Any) -> None:
+        if run.step == 2:
+            run._stop.asked = Stop.END
+        time.sleep(0.2)
+        write_part(*arguments)
+
+    model, optimizer, data, state = start(run, 10)
+    checkpoints.write_part = slow
+    run.checkpoints(every_steps=1, keep=20)
+    for _ in state.epochs(1):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_who_leaves_has_written_where_it_stands(ranks: int, tmp_path: Path) -> None:
+    for answer in run_ranks(stops_while_it_waits, ranks, folder=tmp_path):
+        assert answer.startswith("RunStopped")
+    assert checkpoints.step_of(checkpoints.newest(RunFolder(tmp_path)) or tmp_path) in (2, 3)
+    assert not list(Path(tmp_path, "checkpoints").glob(".step-*"))
+
+
+def saves_one_step(run: Run) -> list[list[int]]:
+    """No step is counted: each epoch's checkpoint takes the place of the one before."""
+    run.checkpoints(keep=2)
+    state = run.restore(model=run.wrap(nn.Linear(1, 1)))
+    publish, found = checkpoints.publish, []
+
+    def slow(folder: Path) -> Path:
+        time.sleep(0.02)
+        return publish(folder)
+
+    checkpoints.publish = slow
+    for _ in state.epochs(10):
+        run.mean(0, 1)
+        newest = checkpoints.newest(RunFolder(run.folder))
+        found.append([] if newest is None else checkpoints.ranks(newest))
+    return found
+
+
+def test_saves_of_one_step_do_not_mix(tmp_path: Path) -> None:
+    for found in run_ranks(saves_one_step, 2, folder=tmp_path):
+        assert all(ranks in ([], [0, 1]) for ranks in found)
+    assert checkpoints.ranks(Path(tmp_path, "checkpoints", "step-000000000")) == [0, 1]
+
+
+def test_a_script_s_last_one_gets_its_name_when_the_others_have_written(tmp_path: Path) -> None:
+    assert run_ranks(ends_while_it_saves, 2, folder=tmp_path) == [3, 3]
+    assert [path.name for path in checkpoints.complete(RunFolder(tmp_path))] == ["step-000000003"]
+
+
+def ends_while_it_saves(run: Run) -> int:
+    """Rank 1 takes longer, and no call brings the ranks together any more."""
+    write_part = checkpoints.write_part
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3 * run.rank)
+        write_part(*arguments)
+
+    checkpoints.write_part = slow
+    model, optimizer, data, state = start(run, 10)
+    run.checkpoints(every_steps=3)
+    for _ in state.epochs(1):
+        for (batch,) in data:
+            if run.step == 3:
+                break
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+        break
+    run.close(waits=True)
+    return run.step
+
+
 def fails_while_it_saves(run: Run) -> int:
     model, optimizer, data, state = start(run, 10)
     began = state.step
@@ -187,11 +269,47 @@ def test_what_is_asked_for_is_there(plan: dict[str, Any], expected: list[str], r
         assert sorted(found, key=int) == expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_minutes_count_from_the_one_before(ranks: int, tmp_path: Path) -> None:
-    for found, _ in run_ranks(follows, ranks, {"every_minutes": 1e-9, "keep": 99}, 1, folder=tmp_path):
-        assert len(found) > 1
-        assert "10" in found
+def counts_minutes(run: Run) -> list[str]:
+    """A clock that a step moves on by two minutes, and an epoch's end by none."""
+    model, optimizer, data, state = start(run, 10)
+    run.checkpoints(every_minutes=6, keep=99)
+    began, clock = time.monotonic(), saving.time
+    saving.time = SimpleNamespace(monotonic=lambda: began + 120 * run.step)  # type: ignore[assignment]
+    try:
+        for _ in state.epochs(2):
+            for (batch,) in data:
+                run.backward(model(batch).mean())
+                run.update(optimizer)
+                # a step takes no time here, and the one before has to be written
+                run._saver._join()
+    finally:
+        saving.time = clock
+    return steps(run)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, [3, 6, 9, 10, 13, 16, 19, 20]), (2, [4, 8, 10, 14, 18, 20])])
+def test_minutes_count_from_the_one_before(ranks: int, expected: list[int], tmp_path: Path) -> None:
+    for found in run_ranks(counts_minutes, ranks, folder=tmp_path):
+        assert sorted(map(int, found)) == expected
+
+
+def steps_twice(run: Run) -> list[str]:
+    """Two optimizers, and an odd number of steps before the first boundary."""
+    model, optimizer, data, _ = start(run, 10)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = run.restore(other=other)
+    run.checkpoints(every_steps=6, keep=99)
+    run.step = 1
+    for _ in state.epochs(1):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            optimizer.step()
+            other.step()
+    return steps(run)
+
+
+def test_steps_that_meet_no_boundary_count_at_the_next(tmp_path: Path) -> None:
+    assert run_ranks(steps_twice, 1, folder=tmp_path) == [["13", "19", "21", "7"]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -205,6 +323,59 @@ def test_the_best_report_s_checkpoint_stays(ranks: int, tmp_path: Path) -> None:
         assert (found, best) == (["40"], "step-000000040")
 
 
+def reports_twice(run: Run) -> str:
+    """The best report of the epoch is not its last."""
+    model, optimizer, data, state = start(run, 2)
+    run.checkpoints(best="accuracy", direction="maximize", keep=1)
+    for epoch in state.epochs(3):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+        run.report(2 * epoch - 1, accuracy=[0.5, 0.9, 0.1][epoch - 1])
+        run.report(2 * epoch, loss=1.0)
+    run.finish()
+    return Path(run.folder, "checkpoints", "best").readlink().name
+
+
+def test_a_report_of_something_else_does_not_matter(tmp_path: Path) -> None:
+    assert run_ranks(reports_twice, 2, folder=tmp_path) == ["step-000000004"] * 2
+
+
+def test_a_damaged_best_gives_its_place_to_what_is_there(tmp_path: Path) -> None:
+    plan = {"best": "accuracy", "direction": "maximize"}
+    run_ranks(follows, 1, plan, 2, [0.0, 0.5, 0.0, 0.9], folder=tmp_path)
+    os.truncate(tmp_path / "checkpoints" / "step-000000020" / "rank-00000.safetensors", 9)
+    (tmp_path / "metrics.jsonl").unlink()
+    ((_, best),) = run_ranks(follows, 1, plan, 3, [0, 0, 0.1, 0.2, 0.3, 0.4], folder=tmp_path)
+    assert best == "step-000000010"
+
+
+def test_the_best_of_another_metric_is_no_measure(tmp_path: Path) -> None:
+    run_ranks(follows, 1, {"best": "accuracy", "direction": "maximize"}, 1, [0.8, 0.9], folder=tmp_path)
+    plan = {"best": "accuracy", "direction": "minimize", "keep": 1}
+    ((found, best),) = run_ranks(follows, 1, plan, 2, [0, 0, 0.95, 0.99], folder=tmp_path)
+    assert (found, best) == (["15", "20"], "step-000000015")
+
+
+def cannot_link(run: Run) -> list[str]:
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoints.point_to_best = refuse
+    model, optimizer, data, state = start(run, 2)
+    run.checkpoints(best="accuracy", direction="maximize", keep=1)
+    for epoch in state.epochs(3):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+        run.report(epoch, accuracy=[0.9, 0.1, 0.2][epoch - 1])
+    return steps(run)
+
+
+def test_without_a_link_the_best_stays_all_the_same(tmp_path: Path) -> None:
+    assert run_ranks(cannot_link, 1, folder=tmp_path) == [["2", "6"]]
+
+
 def test_the_best_is_the_least_where_that_is_better(tmp_path: Path) -> None:
     plan = {"keep": 1, "best": "accuracy", "direction": "minimize"}
     ((found, best),) = run_ranks(follows, 1, plan, 2, [0.5, 0.2, 0.9, 0.3], folder=tmp_path)
@@ -214,10 +385,11 @@ def test_the_best_is_the_least_where_that_is_better(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"every_steps": 0}, "every_steps=0): expected at least 1, or None"),
+        ({"every_steps": 0}, "every_steps=0): expected 1, 2, ... or None"),
+        ({"keep": 2.0}, "keep=2.0): expected 1, 2, ..."),
         ({"every_minutes": 0}, "every_minutes=0): expected more than 0, or None"),
         ({"every_minutes": float("nan")}, "every_minutes=nan): expected more than 0, or None"),
-        ({"keep": 0}, "keep=0): expected at least 1"),
+        ({"keep": 0}, "keep=0): expected 1, 2, ..."),
         ({"best": "loss"}, "best='loss', direction=None): expected direction 'minimize' or 'maximize'"),
         ({"direction": "up"}, "best=None, direction='up'): expected direction 'minimize' or 'maximize'"),
     ],
