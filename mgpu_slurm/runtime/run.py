@@ -22,7 +22,8 @@ from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_d
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.keeping import Keeper
 from mgpu_slurm.runtime.metrics import Reporter, as_numbers
-from mgpu_slurm.runtime.saving import Plan, Saver
+from mgpu_slurm.runtime.plan import Plan
+from mgpu_slurm.runtime.saving import Saver
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 
