@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,7 @@ from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import StopFlag
 
 Work = Callable[..., Any]
+KILLED = "killed"
 
 # a server process that has imported torch and done nothing with it, so that forks of it are sound and fast
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -26,7 +28,8 @@ _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "mgpu_slurm.runtime.r
 
 
 def run_ranks(work: Work, world_size: int, *arguments: Any, folder: Path | None = None) -> list[Any]:
-    """Calls `work(run, *arguments)` on each rank; what each returned, or the error it raised as text."""
+    """Calls `work(run, *arguments)` on each rank; what each returned, or the error it raised as text, or that it was
+    killed."""
     folder = folder or Path(tempfile.mkdtemp())
     return join_ranks(_with_run, [RankFacts(rank, world_size, rank, world_size) for rank in range(world_size)], work,
                       folder, arguments)  # fmt: skip
@@ -47,14 +50,17 @@ def join_ranks(body: Work, facts: list[RankFacts], *arguments: Any) -> list[Any]
     answers = [_answer(here) for _, here in started]
     for process, _ in started:
         process.join(60)
-        assert process.exitcode == 0
+        assert process.exitcode in (0, -signal.SIGKILL)
     del store
     return answers
 
 
 def _answer(here: Connection) -> Any:
     assert here.poll(90), "a rank did not answer"
-    return here.recv()
+    try:
+        return here.recv()
+    except EOFError:
+        return KILLED
 
 
 def _process(there: Connection, body: Work, facts: RankFacts, variables: dict[str, str], arguments: Any) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,14 @@ def start(run: Run, batches: int) -> tuple[nn.Module, torch.optim.Optimizer, Any
     return model, optimizer, data, run.restore(model=model, optimizer=optimizer, data=data)
 
 
+def steps_of(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> Iterator[None]:
+    """A pass over the data, item after item a step."""
+    for (batch,) in data:
+        run.backward(model(batch).mean())
+        run.update(optimizer)
+        yield
+
+
 def weight(model: nn.Module) -> float:
     return next(model.parameters()).item()
 
@@ -59,9 +67,7 @@ def saves_slowly(run: Run) -> dict[str, Any]:
     began, weights, at_8 = state.step, {state.step: weight(model)}, []
     checkpoints.write_part = slow
     for _ in state.epochs(1):
-        for (batch,) in data:
-            run.backward(model(batch).mean())
-            run.update(optimizer)
+        for _ in steps_of(run, model, optimizer, data):
             weights[run.step] = weight(model)
             if run.step == 2 and run.rank == run.world_size - 1:
                 run.save()
@@ -90,9 +96,8 @@ def saves_at_every_step(run: Run) -> list[str]:
     model, optimizer, data, state = start(run, 10)
     run.checkpoints(every_steps=1, keep=20)
     for _ in state.epochs(1):
-        for (batch,) in data:
-            run.backward(model(batch).mean())
-            run.update(optimizer)
+        for _ in steps_of(run, model, optimizer, data):
+            pass
     return steps(run)
 
 
@@ -111,9 +116,8 @@ def cannot_write(run: Run) -> list[str]:
         raise OSError(28, "No space left on device")
 
     for epoch in state.epochs(4):
-        for (batch,) in data:
-            run.backward(model(batch).mean())
-            run.update(optimizer)
+        for _ in steps_of(run, model, optimizer, data):
+            pass
         checkpoints.write_part = full if epoch in (2, 3) and run.rank == run.world_size - 1 else write_part
         found.append(f"{run.step}: {', '.join(steps(run))}")
         assert len(list(Path(run.folder, "checkpoints").glob(".step-*"))) < 2 if run.step > 2 else True
@@ -141,9 +145,8 @@ def stops_while_it_waits(run: Run) -> None:
     checkpoints.write_part = slow
     run.checkpoints(every_steps=1, keep=20)
     for _ in state.epochs(1):
-        for (batch,) in data:
-            run.backward(model(batch).mean())
-            run.update(optimizer)
+        for _ in steps_of(run, model, optimizer, data):
+            pass
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -209,9 +212,7 @@ def fails_while_it_saves(run: Run) -> int:
     model, optimizer, data, state = start(run, 10)
     began = state.step
     for _ in state.epochs(1):
-        for (batch,) in data:
-            run.backward(model(batch).mean())
-            run.update(optimizer)
+        for _ in steps_of(run, model, optimizer, data):
             if run.step == 3:
                 run.save()
             if run.step == 4 and not began:
@@ -242,9 +243,7 @@ def follows(run: Run, plan: dict[str, Any], epochs: int, values: Sequence[float]
     model, optimizer, data, state = start(run, 10)
     run.checkpoints(**plan)
     for epoch in state.epochs(epochs):
-        for (batch,) in data:
-            run.backward(model(batch).mean())
-            run.update(optimizer)
+        for _ in steps_of(run, model, optimizer, data):
             if run.step % 5 == 0 and values:
                 progress = run.step // 5
                 run.report(progress, accuracy=values[progress - 1])
@@ -277,9 +276,7 @@ def counts_minutes(run: Run) -> list[str]:
     saving.time = SimpleNamespace(monotonic=lambda: began + 120 * run.step)  # type: ignore[assignment]
     try:
         for _ in state.epochs(2):
-            for (batch,) in data:
-                run.backward(model(batch).mean())
-                run.update(optimizer)
+            for _ in steps_of(run, model, optimizer, data):
                 # a step takes no time here, and the one before has to be written
                 run._saver._join()
     finally:
@@ -328,9 +325,8 @@ def reports_twice(run: Run) -> str:
     model, optimizer, data, state = start(run, 2)
     run.checkpoints(best="accuracy", direction="maximize", keep=1)
     for epoch in state.epochs(3):
-        for (batch,) in data:
-            run.backward(model(batch).mean())
-            run.update(optimizer)
+        for _ in steps_of(run, model, optimizer, data):
+            pass
         run.report(2 * epoch - 1, accuracy=[0.5, 0.9, 0.1][epoch - 1])
         run.report(2 * epoch, loss=1.0)
     run.finish()
@@ -365,9 +361,8 @@ def cannot_link(run: Run) -> list[str]:
     model, optimizer, data, state = start(run, 2)
     run.checkpoints(best="accuracy", direction="maximize", keep=1)
     for epoch in state.epochs(3):
-        for (batch,) in data:
-            run.backward(model(batch).mean())
-            run.update(optimizer)
+        for _ in steps_of(run, model, optimizer, data):
+            pass
         run.report(epoch, accuracy=[0.9, 0.1, 0.2][epoch - 1])
     return steps(run)
 

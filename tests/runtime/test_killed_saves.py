@@ -1,0 +1,86 @@
+"""A rank that is killed in any phase of a save costs nothing: what goes on ends as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.checkpoints import tensors
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.run import Run
+from tests.runtime.ranks import KILLED, run_ranks
+
+PHASES: dict[str, tuple[Any, str]] = {
+    "before anything is written": (checkpoints, "write_part"),
+    "in the middle of the tensors": (tensors, "_write_all"),
+    "between tensors and record": (checkpoints, "write_whole"),
+    "after the record": (checkpoints, "sync_folder"),
+    "before the name": (checkpoints, "publish"),
+    "while older ones are deleted": (shutil, "rmtree"),
+    "before the link to the best": (checkpoints, "point_to_best"),
+}
+OF_RANK_0 = ("before the name", "while older ones are deleted", "before the link to the best")
+
+
+def trains(run: Run, phase: str | None, killed: int) -> list[list[float]]:
+    """Saves at every third step; from the third save on, a rank dies in the phase."""
+    run.seed(1)
+    net = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.2), nn.Linear(32, 1))
+    model = run.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    features = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    data = run.loader(TensorDataset(features), batch_size=8, shuffle=True)
+    state = run.restore(model=model, optimizer=optimizer, data=data)
+    run.checkpoints(every_steps=3, best="loss", direction="minimize")
+    for epoch in state.epochs(4):
+        for (batch,) in data:
+            loss = model(batch).square().mean()
+            run.backward(loss)
+            run.update(optimizer)
+            if phase is not None and run.step == 8 and run.rank == killed:
+                die_in(*PHASES[phase])
+        run.report(epoch, loss=run.mean(loss.detach(), 1))
+    return [parameter.tolist() for parameter in net.parameters()]
+
+
+def die_in(module: Any, name: str) -> None:
+    real: Callable[..., Any] = getattr(module, name)
+
+    def die(*arguments: Any, **options: Any) -> NoReturn:
+        if name == "_write_all":
+            descriptor, piece = arguments
+            real(descriptor, piece[: len(piece) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    setattr(module, name, die)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(trains, 2, None, 0, folder=tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.mark.parametrize(
+    ("phase", "killed"), [(phase, rank) for phase in PHASES for rank in (0, 1) if rank == 0 or phase not in OF_RANK_0]
+)
+def test_who_goes_on_ends_with_equal_weights(phase: str, killed: int, undisturbed: Any, tmp_path: Path) -> None:
+    answers = run_ranks(trains, 2, phase, killed, folder=tmp_path)
+    assert answers[killed] == KILLED
+    assert answers[1 - killed] != undisturbed[0]
+    assert run_ranks(trains, 2, None, 0, folder=tmp_path) == undisturbed
+    run = RunFolder(tmp_path)
+    for path in checkpoints.complete(run):
+        assert checkpoints.problem(path, [0, 1]) is None
+    assert not list(run.checkpoints.glob(".*"))
+    assert (run.checkpoints / "best").resolve() in checkpoints.complete(run)
