@@ -50,6 +50,9 @@ JOB = """
                 raise ValueError(f"broken on {run.rank}")
             is_killed = config.does == "is killed" or (config.does == "is killed once" and run.attempt == 1)
             if is_killed and last and epoch == 2:
+                # with both parts of the first epoch's checkpoint on the disk, or there is none to go on from
+                while len(list(run.folder.glob("checkpoints/*step-*/rank-*.json"))) < run.world_size:
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             if config.does == "leaks":
                 LEAKED.extend(open(os.devnull) for _ in range(40))
