@@ -6,7 +6,7 @@ import errno
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,22 +60,25 @@ class Waiting:
         time.sleep(self._pause * random.uniform(0.5, 1.0))
 
 
-def patiently(ask: Callable[[], T], problem: str, seconds: float | None = None) -> T:
+def patiently(
+    ask: Callable[[], T], problem: str, seconds: float | None = None, passing: Container[int | None] | None = None
+) -> T:
     """The answer, also of a file system that is away for a while, or full.
 
     Args:
         problem: what is not to be had, to go on from `mgpu_slurm: `.
         seconds: after which it has been too long; None for `SECONDS`.
+        passing: the errors to wait for, by their numbers; None for all.
 
     Raises:
-        OSError: it has been too long.
+        OSError: it has been too long, or waiting does not help.
     """
     patience = Waiting(problem, SECONDS if seconds is None else seconds)
     while True:
         try:
             return ask()
         except OSError as error:
-            if patience.is_over():
+            if patience.is_over() or (passing is not None and error.errno not in passing):
                 raise
             patience.pause(str(error))
 
@@ -86,11 +89,4 @@ def for_the_disk(write: Callable[[], T], path: Path) -> T:
     Raises:
         OSError: it has been too long, or waiting does not help.
     """
-    patience = Waiting(f"{str(path)!r} cannot be written", SECONDS)
-    while True:
-        try:
-            return write()
-        except OSError as error:
-            if error.errno not in _PASSING or patience.is_over():
-                raise
-            patience.pause(str(error))
+    return patiently(write, f"{str(path)!r} cannot be written", passing=_PASSING)

@@ -47,12 +47,13 @@ def train(run: Run, config: Config) -> dict[str, float]:
     tensors = [*model.state_dict().values()]
     tensors += [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
     folder = run.folder / "others"
+    buffers = [torch.empty_like(tensor) for tensor in tensors]
     cases: dict[str, Callable[[], Seconds]] = {
-        "copy": functools.partial(copies, tensors, [torch.empty_like(tensor) for tensor in tensors]),
+        "copy": functools.partial(at_a_stroke, lambda: torch._foreach_copy_(buffers, tensors)),
         "run": functools.partial(by_run, run, iter(data)),
-        "torch": functools.partial(by_torch, objects, folder),
-        "torch, synced": functools.partial(by_torch_synced, objects, folder),
-        "dcp": functools.partial(by_dcp, objects, folder),
+        "torch": functools.partial(at_a_stroke, lambda: by_torch(objects, folder)),
+        "torch, synced": functools.partial(at_a_stroke, lambda: by_torch_synced(objects, folder)),
+        "dcp": functools.partial(at_a_stroke, lambda: by_dcp(objects, folder)),
         "dcp, asynchronous": functools.partial(by_dcp_asynchronously, objects, folder),
     }
     seconds = interleave({name: in_own_folder(folder, case) for name, case in cases.items()}, config.rounds, WARM_UPS)
@@ -73,9 +74,10 @@ def in_own_folder(folder: Path, case: Callable[[], Seconds]) -> Callable[[], Sec
     return measure
 
 
-def copies(tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> Seconds:
+def at_a_stroke(save: Callable[[], object]) -> Seconds:
+    """Of a way in which the training stands until all is done."""
     start = time.perf_counter()
-    torch._foreach_copy_(buffers, tensors)
+    save()
     took = time.perf_counter() - start
     return took, took
 
@@ -94,29 +96,20 @@ def states(objects: dict[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() for name, value in objects.items()}
 
 
-def by_torch(objects: dict[str, Any], folder: Path) -> Seconds:
-    start = time.perf_counter()
+def by_torch(objects: dict[str, Any], folder: Path) -> None:
     torch.save(states(objects), folder / "state.pt")
-    took = time.perf_counter() - start
-    return took, took
 
 
-def by_torch_synced(objects: dict[str, Any], folder: Path) -> Seconds:
-    start = time.perf_counter()
+def by_torch_synced(objects: dict[str, Any], folder: Path) -> None:
     with open(folder / "new.pt", "wb") as file:
         torch.save(states(objects), file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(folder / "new.pt", folder / "state.pt")
-    took = time.perf_counter() - start
-    return took, took
 
 
-def by_dcp(objects: dict[str, Any], folder: Path) -> Seconds:
-    start = time.perf_counter()
+def by_dcp(objects: dict[str, Any], folder: Path) -> None:
     dcp.save(states(objects), checkpoint_id=folder)
-    took = time.perf_counter() - start
-    return took, took
 
 
 def by_dcp_asynchronously(objects: dict[str, Any], folder: Path) -> Seconds:

@@ -34,6 +34,11 @@ SYNC_BUFFERS = "forward_sync_buffers"
 if SYNC_BUFFERS not in inspect.signature(DistributedDataParallel.__init__).parameters:
     SYNC_BUFFERS = "broadcast_buffers"
 
+OPTIONS_OF_RUN = {"gradient_as_bucket_view": True, SYNC_BUFFERS: False}
+"""Those of DDP that `run.wrap` chooses."""
+OPTIONS_IN_ORDER = OPTIONS_OF_RUN | {"find_unused_parameters": True}
+"""And what a deterministic run adds."""
+
 
 @dataclass
 class Config:
@@ -50,18 +55,8 @@ def train(run: Run, config: Config) -> dict[str, float]:
     loops: dict[str, Iterator[None]] = {
         "run": run_steps(run, make_model(config.width), data, config.batch_size),
         "plain": ddp_steps(make_model(config.width), data, config.batch_size, {}),
-        "same": ddp_steps(
-            make_model(config.width),
-            data,
-            config.batch_size,
-            {"gradient_as_bucket_view": True, SYNC_BUFFERS: False},
-        ),
-        "ordered": ddp_steps(
-            make_model(config.width),
-            data,
-            config.batch_size,
-            {"gradient_as_bucket_view": True, SYNC_BUFFERS: False, "find_unused_parameters": True},
-        ),
+        "same": ddp_steps(make_model(config.width), data, config.batch_size, OPTIONS_OF_RUN),
+        "ordered": ddp_steps(make_model(config.width), data, config.batch_size, OPTIONS_IN_ORDER),
     }
     cases = {name: functools.partial(seconds_per_step, steps, config.steps) for name, steps in loops.items()}
     seconds = interleave(cases, config.rounds, WARM_UPS)

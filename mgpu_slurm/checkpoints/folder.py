@@ -27,7 +27,7 @@ FORMAT = 1
 BEST = "best"
 
 _FINAL = re.compile(r"step-(\d{9,})")
-_HIDDEN = re.compile(r"\.(step-(\d{9,}))\.of-(\d+)-(\d+)")
+_HIDDEN = re.compile(r"\.(step-\d{9,})\.of-\d+-\d+")
 _RECORD = re.compile(r"rank-(\d{5,})\.json")
 
 
@@ -143,20 +143,22 @@ def publish(folder: Path) -> Path:
 
 def any_whole(run: RunFolder) -> bool:
     """Whether there is one to go on from, with its name or still without."""
-    return any(step_of(path) is not None or (_HIDDEN.fullmatch(path.name) and is_whole(path)) for path in _below(run))
+    return bool(complete(run) or _left_whole(run))
 
 
 def publish_left(run: RunFolder) -> None:
     """Publishes what an attempt that is over has left whole, and clears the rest away."""
-    found = [
-        (list(map(int, match.groups()[1:])), path) for path in _below(run) if (match := _HIDDEN.fullmatch(path.name))
-    ]
-    for _, path in sorted(found):
-        if is_whole(path):
-            publish(path)
+    for path in _left_whole(run):
+        publish(path)
     for path in _below(run):
         if path.name.startswith(".step-"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _left_whole(run: RunFolder) -> list[Path]:
+    """Those without their name that lack nothing, the oldest first."""
+    found = [path for path in _below(run) if _HIDDEN.fullmatch(path.name) and is_whole(path)]
+    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
 def set_aside(folder: Path) -> Path:
