@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -356,12 +357,19 @@ def _stamp(trial: RunFolder, what: str) -> int:
     now = int(time.time())
     if what == _START:
         return now - 1
-    stamps = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in trial.tensorboard.glob(f"{_PREFIX}*")]
+    stamps = [name.removeprefix(_PREFIX).partition(".")[0] for name in _names(trial)]
     return max([now, *(int(stamp) for stamp in stamps if stamp.isdigit())]) + 1
 
 
 def _files(trial: RunFolder, what: str) -> list[Path]:
-    return list(trial.tensorboard.glob(f"{_PREFIX}*.{what}"))
+    return [trial.tensorboard / name for name in _names(trial) if name.endswith(f".{what}")]
+
+
+def _names(trial: RunFolder) -> list[str]:
+    try:
+        return [name for name in os.listdir(trial.tensorboard) if name.startswith(_PREFIX)]
+    except FileNotFoundError:
+        return []
 
 
 def _remove(trial: RunFolder, what: str) -> None:

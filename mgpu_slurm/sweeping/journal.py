@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ class JournalFile(BaseJournalBackend):
         self._read_up_to = 0
         """Offset of the first line that has not been read."""
         self._lines_read = 0
+        self._syncs_each = True
         if is_new:
             os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o640))
 
@@ -91,6 +93,20 @@ class JournalFile(BaseJournalBackend):
         data = "".join(f"{json.dumps(log, separators=(',', ':'))}\n" for log in logs).encode()
         self._patiently(lambda: self._append(data))
 
+    @contextmanager
+    def synced_once(self) -> Iterator[None]:
+        """Within it each record is there for others at once, and all of them are on the disk at its end."""
+        self._syncs_each = False
+        try:
+            yield
+        finally:
+            self._syncs_each = True
+            with open(self._path, "rb") as file:
+                try:
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    self._warn(error)
+
     def _append(self, data: bytes) -> None:
         with locked(self._lock_path):
             # opened after others have written, and on the disk before they do: what a network file system asks for
@@ -107,7 +123,8 @@ class JournalFile(BaseJournalBackend):
             written = 0
             while written < len(data):
                 written += os.write(descriptor, data[written:])
-            self._sync(descriptor, before, data)
+            if self._syncs_each:
+                self._sync(descriptor, before, data)
         except OSError:
             os.ftruncate(descriptor, before)
             raise
@@ -124,8 +141,11 @@ class JournalFile(BaseJournalBackend):
                 file.seek(place)
                 if file.read(len(data)) != data:
                     raise
-            # others may have read it, so that it is not taken back
-            print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        """Others may have read what was appended, so that it is not taken back."""
+        print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         return waiting.patiently(ask, f"the study's journal {str(self._path)!r} is not to be had", self._seconds)

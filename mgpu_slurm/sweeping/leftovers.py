@@ -7,6 +7,7 @@ put back.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import os
@@ -16,6 +17,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +41,24 @@ this process too."""
 
 LITTLE_MEMORY = 1 << 26
 """Bytes that trials may leave to a later collection."""
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`, from its malloc.h."""
+
+
+def keep_freed_memory() -> None:
+    """From now on this process keeps up to 64 MB that it has freed, so that it need not ask the system for them again.
+
+    These are the values which glibc comes to by itself in a process that frees large blocks (mallopt(3)). To choose a
+    trial's parameters takes blocks just beyond the first ones, which go back to the system at each step of it; with a
+    thousand trials to choose by, about a tenth of the time went to getting them again, page by page.
+    """
+    with suppress(OSError, AttributeError):
+        # another C library has no such thing
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 26)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mgpu_slurm.runtime.entry import Rank
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.sweeping.commands import CommandTrainer
 from mgpu_slurm.sweeping.functions import FAILED_EXIT_CODE, FunctionTrainer
-from mgpu_slurm.sweeping.leftovers import Held, Reset, growth
+from mgpu_slurm.sweeping.leftovers import Held, Reset, growth, keep_freed_memory
 from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Ending, Leave, SweepFailed, undisturbed
 from mgpu_slurm.sweeping.participant import Participant
 
@@ -56,6 +56,7 @@ def _participant(rank: Rank, agreement: Agreement) -> Participant | None:
     made: list[Participant] = []
 
     def make() -> None:
+        keep_freed_memory()
         participant = Participant(rank.folder, rank.spec, rank.attempt)
         participant.settle()
         made.append(participant)

@@ -55,6 +55,10 @@ LONGEST_WAIT = 600.0
 """Seconds for which a worker whose trials fail waits for news of others before it tries another one."""
 
 
+NO_TRIAL: dict[str, Any] = {"trial": None, "reason": ""}
+"""What the state of a worker says that leaves, or waits."""
+
+
 class Participant:
     """A worker's dealings with the study."""
 
@@ -104,9 +108,10 @@ class Participant:
         Args:
             stop: what this worker was asked for.
         """
-        if stop is Stop.END:
-            return Leave(TERMINATED_EXIT_CODE, "asked to end")
         if stop is not Stop.NO:
+            self._show(**NO_TRIAL)
+            if stop is Stop.END:
+                return Leave(TERMINATED_EXIT_CODE, "asked to end")
             return Leave(REQUEUE_EXIT_CODE, "the time limit is near")
         while True:
             self._reread_sweep()
@@ -140,7 +145,7 @@ class Participant:
             return False
         if self._waits_until is None:
             self._waits_until = time.monotonic() + LONGEST_WAIT
-            self._show(reason="its last trials failed: it waits for news of other workers'")
+            self._show(trial=None, reason="its last trials failed: it waits for news of other workers'")
             self._note("the last trials failed here: waiting for what those of other workers come to")
         self._has_waited = True
         if time.monotonic() >= self._next_look:
@@ -165,7 +170,7 @@ class Participant:
             if self._reread_sweep():
                 return False
             # and what it has come to, where its last trial's metrics have stood
-            self._show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)}, reason="")
+            self._show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)}, **NO_TRIAL)
             return True
 
     def _why_over(self) -> dict[str, Any] | None:
@@ -228,7 +233,8 @@ class Participant:
         self._begun += 1
         self._waits_until = None
         own.record("started", worker=self._worker.number, job_id=records.read_state(self._folder)["job_id"])
-        values = self._chosen(trial)
+        with studies.synced_once(self._study):
+            values = self._chosen(trial)
         if values is None:
             return None
         with hparams.may_fail():
@@ -367,6 +373,7 @@ class Participant:
             has_failed = False
             own.give_back()
         self._ended(for_good=has_failed)
+        self._show(**NO_TRIAL)
         self._write_summary()
 
     def has_reported(self) -> bool:
@@ -374,9 +381,9 @@ class Participant:
         return self._running().has_reported
 
     def _ended(self, for_good: bool = True) -> None:
+        """What is shown of the worker stays as it is: the next trial, which begins at once, is there in its place."""
         self._own = None
         self.ended += for_good
-        self._show(trial=None, reason="")
 
     def _check_health(self) -> None:
         """After a trial that failed.

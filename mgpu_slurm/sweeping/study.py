@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.sweeping.file import Pruner, Sampler, Sweep
+from mgpu_slurm.sweeping.journal import JournalFile
 from mgpu_slurm.sweeping.locks import locked
 from mgpu_slurm.sweeping.space import Space, Values, label
 from mgpu_slurm.sweeping.storage import storage_of
@@ -201,6 +202,17 @@ def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back
             return None
         new = _begin(study, worker, _point(sweep, number))
     return Trial(study, new)
+
+
+@contextmanager
+def synced_once(study: Study) -> Iterator[None]:
+    """What is written within it is there for others at once, and durable at its end: a journal waits for its disk once.
+
+    A database has each call on its disk, within it too.
+    """
+    backend = getattr(study._storage, "_backend", None)
+    with backend.synced_once() if isinstance(backend, JournalFile) else nullcontext():
+        yield
 
 
 def _point(sweep: Sweep, number: int) -> Values:

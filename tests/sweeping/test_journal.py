@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import multiprocessing
+import os
 import resource
 import signal
 import threading
@@ -61,6 +62,20 @@ def test_what_is_appended_is_read_once_and_in_order(path: Path) -> None:
     # from anywhere, and again
     assert list(one.read_logs(1)) == [{"n": 1}, {"n": 2}]
     assert list(one.read_logs(0)) == [{"n": 0}, {"n": 1}, {"n": 2}]
+
+
+def test_records_that_belong_together_wait_for_the_disk_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    one, other = JournalFile(path), JournalFile(path)
+    with one.synced_once():
+        one.append_logs([{"n": 0}])
+        one.append_logs([{"n": 1}])
+        assert list(other.read_logs(0)) == [{"n": 0}, {"n": 1}]
+        assert synced == []
+    whole = path.stat().st_size
+    one.append_logs([{"n": 2}])
+    assert synced == [whole, path.stat().st_size]
 
 
 def test_many_writers_lose_nothing_and_tear_nothing(path: Path) -> None:

@@ -86,6 +86,28 @@ def test_no_trial_draws_as_the_one_before(reset: Reset) -> None:
     assert len({*first, *second, *draws()}) == 9
 
 
+def test_freed_memory_is_there_again_without_asking_the_system() -> None:
+    """Blocks of half a megabyte, each of which costs 128 pages otherwise."""
+    script = """if True:
+        import resource
+        import numpy as np
+        from mgpu_slurm.sweeping.leftovers import keep_freed_memory
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(50):
+                blocks = [np.ones(1 << 16) for _ in range(4)]
+                del blocks
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        keep_freed_memory()
+        faults()
+        print(faults())
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 128
+
+
 class TestGrowth:
     def test_nothing_is_nothing(self) -> None:
         assert growth(Held.now(), Held.now()) is None

@@ -226,6 +226,16 @@ class TestAskedToLeave:
         assert order.exit_code == code
         assert states(folder) == []
 
+    def test_it_shows_no_trial_any_more(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=3)
+        part, other = worker(folder, 0), worker(folder, 1)
+        begin(part)
+        finish(part, 0.5)
+        part.next(Stop.REQUEUE)
+        begin(other)
+        other.give_back(is_late=False, has_saved=False)
+        assert [records.read_state(folder.of_task(task))["trial"] for task in (0, 1)] == [None, None]
+
     def test_the_trial_goes_on_first_with_its_number_values_and_curve(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
         first = worker(folder, 0)
@@ -360,7 +370,8 @@ class TestWaitingForNews:
         begin(silent)
         fail(broken, 2)
         assert [broken.next(Stop.NO) for _ in range(3)] == [None] * 3
-        assert "waits for news of other workers" in records.read_state(folder.of_task(1))["reason"]
+        state = records.read_state(folder.of_task(1))
+        assert ("waits for news of other workers" in state["reason"], state["trial"]) == (True, None)
         assert broken.next(Stop.END) == Leave(TERMINATED_EXIT_CODE, "asked to end")
         silent.judge(1, {"score": 0.5})
         assert begin(broken).number == 3
