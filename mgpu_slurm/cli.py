@@ -141,6 +141,12 @@ def cli(debug: bool) -> None:
 @click.option(
     "--max-requeues", type=int, metavar="N", help="How often the run may start again at its time limit.  [default: 20]"
 )
+@click.option(
+    "--retries",
+    type=int,
+    metavar="N",
+    help="How often in a row it starts again that has failed, of anything.  [default: 3 where the cluster failed]",
+)
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; may be repeated.")
 @click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")

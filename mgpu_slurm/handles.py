@@ -336,6 +336,7 @@ def submit(
     name: str | None = None,
     signal: str | None = None,
     max_requeues: int | None = None,
+    retries: int | None = None,
     seeds: int | str | None = None,
     after: Sequence[str] = (),
     after_any: Sequence[str] = (),
@@ -348,6 +349,8 @@ def submit(
             words of a command.
         config: an instance of the function's dataclass, or a mapping of the values that differ from its defaults.
         executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
+        retries: how often in a row the run starts again, whatever it has failed of. By default it does for what the
+            cluster did, up to 3 times without a new checkpoint.
         seeds: how many runs, one per seed; `"100%10"` for at most 10 at a time. Then a `Group` is returned.
         after: names of runs that have to complete before.
         after_any: names of runs that have to end before, however they end.
@@ -373,6 +376,7 @@ def submit(
         name=name,
         signal=signal,
         max_requeues=max_requeues,
+        retries=retries,
         seeds=None if seeds is None else str(seeds),
         after=tuple(after),
         after_any=tuple(after_any),

@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from mgpu_slurm import processes, slurm
+from mgpu_slurm import processes, slurm, steps
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import allocation, local, script, simulated
 from mgpu_slurm.launch.allocation import Allocation
@@ -56,6 +57,9 @@ class Nodes(Protocol):
             UserError: the nodes do not have what the run needs.
             ClusterError: they cannot be asked for.
         """
+
+    def avoid(self, names: Container[str]) -> None:
+        """Takes other nodes for the next attempts than these, if there are enough."""
 
     def start(self, rendezvous: dict[str, str], restarts: int) -> dict[int, str]:
         """Starts the ranks with these variables added; the names of the processes to wait for, by pid."""
@@ -114,6 +118,10 @@ class SimulatedNodes:
     def prepare(self) -> Limit | None:
         limit = self._spec.resources.time_limit
         return None if limit is None else _asked_limit(limit)
+
+    def avoid(self, names: Container[str]) -> None:
+        # all of them are this machine
+        pass
 
     def start(self, rendezvous: dict[str, str], restarts: int) -> dict[int, str]:
         os.environ.update(simulated.job_variables(self._spec, self._supervisor, restarts) | rendezvous)
@@ -197,12 +205,16 @@ class HeldNodes:
         self.names: list[str] = []
         self.ports: range | None = None
         self._options: list[str] = []
+        self._avoided: Container[str] = ()
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def prepare(self) -> Limit | None:
         found = self._held()
         resources = self._spec.resources
-        nodes = allocation.choose(found, resources, wait_out(lambda: allocation.busy(self.job_id)))
+        busy = wait_out(lambda: steps.busy(self.job_id))
+        # those come last of all
+        busy |= {node.name: sys.maxsize for node in found.nodes if node.name in self._avoided}
+        nodes = allocation.choose(found, resources, busy)
         self.names = [node.name for node in nodes]
         # a login node may be behind a firewall that srun itself has to get through
         self.ports = wait_out(slurm.srun_ports)
@@ -212,6 +224,9 @@ class HeldNodes:
         if limit is None or limit == resources.time_limit:
             return None if limit is None else _asked_limit(limit)
         return Limit(limit, f"before the end of its allocation {self.job_id}; `resume` inside a new one goes on")
+
+    def avoid(self, names: Container[str]) -> None:
+        self._avoided = names
 
     def _held(self) -> Allocation:
         return wait_out(lambda: allocation.held({allocation.JOB_VARIABLE: self.job_id}))
@@ -248,7 +263,7 @@ class HeldNodes:
 
     def _signal_step(self, signum: signal.Signals) -> bool:
         """By scancel: srun passes on some signals only, and kills the ranks where it gets a SIGTERM."""
-        return allocation.signal_ranks(self.job_id, self._spec.run, signum.name.removeprefix("SIG"))
+        return steps.signal_ranks(self.job_id, self._spec.run, signum.name.removeprefix("SIG"))
 
     def told_by_others(self) -> bool:
         # a cancel on another machine reaches the ranks by scancel, and the supervisor maybe later by the shared folder

@@ -398,6 +398,10 @@ def dependency_command(job_id: str, dependency: str) -> list[str]:
     return ["scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}"]
 
 
+def exclude_command(job_id: str, nodes: str) -> list[str]:
+    return ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"]
+
+
 def requeue_command(job_id: str) -> list[str]:
     return ["scontrol", "requeue", job_id]
 

@@ -184,6 +184,8 @@ class Spec:
     after: tuple[str, ...] = ()
     """What the first attempt waits for: `afterok:RUN` or `afterany:RUN`."""
     max_requeues: int = 20
+    retries: int | None = None
+    """How often in a row the run starts again, whatever it has failed of; None for what the cluster did alone."""
     kill_wait: int = 30
     """Seconds between SIGTERM and SIGKILL, locally and in an allocation; for jobs in the queue the site has its own."""
     cluster: str | None = None
@@ -205,6 +207,8 @@ class Spec:
         check_run_name(self.run.partition("/")[0])
         if self.max_requeues < 0:
             raise UserError(f"--max-requeues {self.max_requeues}: expected 0 or more")
+        if self.retries is not None and self.retries < 0:
+            raise UserError(f"--retries {self.retries}: expected 0 or more")
 
     @property
     def rank_module(self) -> str:

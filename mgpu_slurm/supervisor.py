@@ -29,7 +29,7 @@ from mgpu_slurm.errors import ClusterError, MgpuError
 from mgpu_slurm.launch import allocation, check, dependencies
 from mgpu_slurm.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
 from mgpu_slurm.paths import RunFolder, open_to
-from mgpu_slurm.runtime import attempt
+from mgpu_slurm.runtime import attempt, retrying
 from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
@@ -116,6 +116,7 @@ class Supervisor:
         """By the monotonic clock, of ranks that start again in their place: they have what is left."""
         self._cancelled = False
         self._timed_out = False
+        self._retried: list[retrying.Event] = []
 
     def run(self) -> None:
         processes.adopt_orphans()
@@ -130,7 +131,7 @@ class Supervisor:
         restarts = 0
         while True:
             code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(restarts)
-            if self._goes_on_in_place(code):
+            if self._goes_on_in_place(code) or self._tries_again(code):
                 continue
             self._limit_ends = None
             if code != REQUEUE_EXIT_CODE or self._cancelled:
@@ -145,6 +146,22 @@ class Supervisor:
     def _goes_on_in_place(self, code: int) -> bool:
         is_wanted = attempt.goes_on_in_place(self._folder, self._spec, code)
         return is_wanted and not (self._cancelled or self._timed_out or self._nodes.lost())
+
+    def _tries_again(self, code: int) -> bool:
+        """Whether the attempt failed of something that the next one may not; then that is due now."""
+        nodes = self._nodes
+        is_told = self._cancelled or self._timed_out or nodes.told_by_others()
+        if is_told or nodes.aborted() or nodes.ran_out_of_memory() or nodes.lost():
+            return False
+        retry = retrying.due(self._folder, self._spec, code, self._retried)
+        if retry is None:
+            return False
+        self._retried.append(retry.write_down(self._folder, job_id=nodes.job_id))
+        nodes.avoid(retry.avoid)
+        for _ in retry.wait():
+            if self._is_cancelled_already():
+                break
+        return True
 
     def _is_cancelled_already(self) -> bool:
         """Whether a cancel came while no attempt was there to hear of it."""

@@ -103,3 +103,12 @@ def processes_of(folder: Path) -> list[int]:
             except OSError:
                 continue
     return found
+
+
+def shows(text: str) -> str:
+    """A shell script that prints it."""
+    return f"cat <<'END'\n{text}END"
+
+
+UNKNOWN_JOB = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+"""A shell script that says what SLURM says of a job that it does not know."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import google_crc32c
 
+from mgpu_slurm.checkpoints.names import below, complete, step_of
 from mgpu_slurm.checkpoints.tensors import SUFFIX, Part, Written, summed, write
 from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.paths import RunFolder, sync_folder, write_whole
@@ -26,28 +27,8 @@ FORMAT = 1
 
 BEST = "best"
 
-_FINAL = re.compile(r"step-(\d{9,})")
 _HIDDEN = re.compile(r"\.(step-\d{9,})\.of-\d+-\d+")
 _RECORD = re.compile(r"rank-(\d{5,})\.json")
-
-
-def complete(run: RunFolder) -> list[Path]:
-    """The whole checkpoints of a run, the oldest first."""
-    found = [(step, path) for path in _below(run) if (step := step_of(path)) is not None]
-    return [path for _, path in sorted(found)]
-
-
-def newest(run: RunFolder) -> Path | None:
-    return next(reversed(complete(run)), None)
-
-
-def step_of(path: Path) -> int | None:
-    match = _FINAL.fullmatch(path.name)
-    return int(match[1]) if match else None
-
-
-def _below(run: RunFolder) -> list[Path]:
-    return list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []
 
 
 def hidden(run: RunFolder, step: int, attempt: int, save: int) -> Path:
@@ -150,14 +131,14 @@ def publish_left(run: RunFolder) -> None:
     """Publishes what an attempt that is over has left whole, and clears the rest away."""
     for path in _left_whole(run):
         publish(path)
-    for path in _below(run):
+    for path in below(run):
         if path.name.startswith(".step-"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _left_whole(run: RunFolder) -> list[Path]:
     """Those without their name that lack nothing, the oldest first."""
-    found = [path for path in _below(run) if _HIDDEN.fullmatch(path.name) and is_whole(path)]
+    found = [path for path in below(run) if _HIDDEN.fullmatch(path.name) and is_whole(path)]
     return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 

@@ -1,6 +1,6 @@
 """An allocation that is held already, by salloc or by a batch script of the user's own.
 
-What it has, what a run takes of it, how signals reach the run's ranks in it, and how it ends.
+What it has, what a run takes of it, and how it ends.
 """
 
 from __future__ import annotations
@@ -290,68 +290,6 @@ def srun_options(found: Allocation, nodes: list[Node], resources: Resources, run
     if shares_cores(nodes, resources):
         options.append("--overcommit")
     return options
-
-
-# -- steps
-
-
-@dataclass(frozen=True)
-class Step:
-    """What srun started in an allocation."""
-
-    step_id: str
-    """`42.0`, as scancel takes it."""
-    name: str
-    nodes: tuple[str, ...]
-
-
-def steps_command(inside: str) -> list[str]:
-    return ["squeue", "--noheader", "--steps", f"--jobs={inside}", "-o", "%i|%N|%j"]
-
-
-def parse_steps(output: str) -> list[Step]:
-    """Steps that srun started; those of SLURM's own (`42.extern`, `42.batch`, `42.interactive`) are left out."""
-    rows = [line.strip().split("|", 2) for line in output.splitlines() if line.count("|") >= 2]
-    return [
-        Step(step_id, name, tuple(expand(nodes)))
-        for step_id, nodes, name in rows
-        if step_id.rpartition(".")[2].isdigit()
-    ]
-
-
-def steps(inside: str) -> list[Step]:
-    """What runs in the allocation now; nothing in one that is over.
-
-    Raises:
-        ClusterError: SLURM does not answer.
-    """
-    try:
-        return parse_steps(slurm.run(steps_command(inside)))
-    except slurm.Forgotten:
-        return []
-
-
-def busy(inside: str) -> dict[str, int]:
-    """How many steps run on each node of the allocation that has any."""
-    names = [name for step in steps(inside) for name in step.nodes]
-    return {name: names.count(name) for name in names}
-
-
-def signal_command(step_id: str, signal_name: str) -> list[str]:
-    """Without a signal's name scancel kills a step at once, and so does srun when it gets a SIGTERM itself."""
-    return ["scancel", f"--signal={signal_name}", step_id]
-
-
-def signal_ranks(inside: str, run: str, signal_name: str) -> bool:
-    """Sends a signal (`TERM`) to every process of a run's step; False where there is no such step.
-
-    Raises:
-        ClusterError: SLURM does not answer.
-    """
-    found = [step.step_id for step in steps(inside) if step.name == run]
-    for step_id in found:
-        slurm.run(signal_command(step_id, signal_name))
-    return bool(found)
 
 
 # -- the end of an allocation

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mgpu_slurm import processes, records, states
+from mgpu_slurm import processes, records, states, steps
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import allocation
 from mgpu_slurm.paths import RunFolder
@@ -203,5 +203,5 @@ def _cancel_elsewhere(folder: RunFolder, state: dict[str, Any]) -> bool:
     # its supervisor finds the wish in the shared folder, which may take a while; scancel reaches its ranks at once
     folder.cancel_wish.touch()
     with suppress(ClusterError):
-        allocation.signal_ranks(state["job_id"], state["run"], "TERM")
+        steps.signal_ranks(state["job_id"], state["run"], "TERM")
     return True

@@ -58,6 +58,7 @@ class Request:
     name: str | None = None
     signal: str | None = None
     max_requeues: int | None = None
+    retries: int | None = None
     seeds: str | None = None
     """`5`, or with a limit at a time `100%10`."""
     workers: int | None = None
@@ -165,6 +166,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         at_once=at_once,
         after=dependencies.named(request.after, request.after_any),
         max_requeues=_max_requeues(request, chosen),
+        retries=request.retries,
         kill_wait=chosen.kill_wait,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),

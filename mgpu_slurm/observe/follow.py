@@ -133,6 +133,10 @@ def _told(event: dict[str, Any]) -> Iterator[str]:
         yield f"-- started on {compress(event['nodes'])}{attempt}\n"
     elif event["event"] == "requeued":
         yield "-- requeued: it starts again from its newest checkpoint\n"
+    elif event["event"] == "retried":
+        place = "the beginning" if event["checkpoint"] is None else f"step {event['checkpoint']}"
+        without = f", without {compress(event['avoid'])}" if event["avoid"] else ""
+        yield f"-- failed: {event['why']}\n-- it starts again from {place}{without}\n"
 
 
 class _Tail:

@@ -9,16 +9,20 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from mgpu_slurm import claims, records, states
+from mgpu_slurm import claims, records, states, steps
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.processes import allow_many_files
+from mgpu_slurm.runtime import retrying
 from mgpu_slurm.runtime.attempt import WATCHED, Ending, StartRanks, goes_on_in_place, own_group, run_attempt
 from mgpu_slurm.runtime.launch_log import LaunchLog
-from mgpu_slurm.runtime.requeueing import Job, requeues, start_again
+from mgpu_slurm.runtime.requeueing import Job, can_start_without, start_again, start_again_in_time, starts
+from mgpu_slurm.runtime.retrying import Retry
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
 PATIENCE_FOR_SIGTERM = 1.0
@@ -47,10 +51,9 @@ def main(arguments: list[str]) -> int:
     while True:
         log = LaunchLog(folder.launch_log(job.id))
         ending = run_attempt(folder, spec, job.id, nodes, address, _by_launcher(command), log.describe)
-        if ending.superseded or not goes_on_in_place(folder, spec, ending.code):
-            return _conclude(folder, spec, job, ending, log)
-        if _is_slurms_doing(ending, log):
-            return ending.code
+        code = _after(folder, spec, job, ending, log, nodes)
+        if code is not None:
+            return code
 
 
 def _job_id() -> str:
@@ -71,18 +74,48 @@ def _by_launcher(command: list[str]) -> StartRanks:
     return start
 
 
-def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog) -> int:
+def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog, nodes: Sequence[str]) -> int | None:
+    """What comes after an attempt: the exit code with which the job ends, or None where another attempt is due."""
     if ending.superseded:
         # neither its end nor its wish to be started again is the run's
         return ending.code
+    in_place = goes_on_in_place(folder, spec, ending.code)
     # a job function that has returned is done. With what code a command ends when it is told to tells nothing, and
     # srun's own is 0 where a node has failed
     if (ending.code or not folder.result.exists()) and _is_slurms_doing(ending, log):
         # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
         return ending.code
-    if ending.code == REQUEUE_EXIT_CODE and requeues(folder, job) < spec.max_requeues:
+    if in_place:
+        return None
+    retry = None
+    if not log.tells_of_too_little_memory():
+        retry = retrying.due(folder, spec, ending.code, starts(folder, job, "retried"))
+    if retry is None:
+        return _conclude(folder, spec, job, ending, log)
+    return _try_again(folder, spec, job, retry, nodes)
+
+
+def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Sequence[str]) -> int | None:
+    """Here, or where one of these nodes is not to be trusted, on others."""
+    retry.write_down(folder, job_id=job.id, token=job.token)
+    if set(retry.avoid) & set(nodes) and can_start_without(folder, spec, job, retry.avoid):
         try:
-            return start_again(folder, spec, job)
+            return start_again(folder, spec, job, retry.avoid)
+        except ClusterError as problem:
+            print(f"mgpu_slurm: {problem}: the run starts again where it is", flush=True)
+    with suppress(ClusterError):
+        steps.end_all(job.id)
+    for _ in retry.wait():
+        if signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
+            return TERMINATED_EXIT_CODE
+    return None
+
+
+def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog) -> int:
+    """Writes down how the run has ended, unless it is put back into the queue; with what code the job ends."""
+    if ending.code == REQUEUE_EXIT_CODE and len(starts(folder, job, "requeued")) < spec.max_requeues:
+        try:
+            return start_again_in_time(folder, spec, job)
         except ClusterError as problem:
             state, reason = states.TIMEOUT, f"SLURM did not start it again: {problem}; `resume` goes on"
     elif ending.code == REQUEUE_EXIT_CODE:

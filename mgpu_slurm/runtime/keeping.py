@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm import records
 from mgpu_slurm.checkpoints import folder as folders
-from mgpu_slurm.checkpoints import plain
+from mgpu_slurm.checkpoints import names, plain
 from mgpu_slurm.checkpoints.host import HostCopies, is_spread
 from mgpu_slurm.checkpoints.stored import StoredTensors
 from mgpu_slurm.errors import MgpuError, UserError, nearest
@@ -127,8 +127,8 @@ class Keeper:
     def newest(self) -> tuple[int, int]:
         """On rank 0: the step of the newest checkpoint, and how many there are."""
         folders.publish_left(self._run)
-        found = folders.complete(self._run)
-        return (folders.step_of(found[-1]) or 0, len(found)) if found else (0, 0)
+        found = names.complete(self._run)
+        return (names.step_of(found[-1]) or 0, len(found)) if found else (0, 0)
 
     def problem(self, step: int) -> str | None:
         """What is wrong with this rank's share of a checkpoint's files; None if they are what was written."""

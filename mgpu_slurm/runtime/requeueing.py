@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mgpu_slurm import records, sbatch, slurm
 from mgpu_slurm.errors import ClusterError
+from mgpu_slurm.hostlist import compress, expand
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Patience
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, Spec
@@ -29,8 +32,8 @@ class Job:
     """Of the submission that it came of."""
 
 
-def requeues(folder: RunFolder, job: Job) -> int:
-    """How often the run has asked to be started again, as this job or as those that it continues.
+def starts(folder: RunFolder, job: Job, event: str) -> list[dict[str, Any]]:
+    """How the run has been started again (`requeued` or `retried`), as this job or as those that it continues.
 
     A resumed run starts counting anew.
     """
@@ -39,26 +42,35 @@ def requeues(folder: RunFolder, job: Job) -> int:
     tokens = [job.token]
     while tokens[-1] in continued:
         tokens.append(continued[tokens[-1]])
-    return sum(event["event"] == "requeued" and event["token"] in tokens for event in events)
+    return [each for each in events if each["event"] == event and each["token"] in tokens]
 
 
-def start_again(folder: RunFolder, spec: Spec, job: Job) -> int:
-    """Puts the run back into the queue; the exit code with which this job has to end, if SLURM lets it go so far.
-
-    Raises:
-        ClusterError: it is not in the queue, and why neither way worked; or nobody can tell.
-    """
+def start_again_in_time(folder: RunFolder, spec: Spec, job: Job) -> int:
+    """Puts a run back into the queue that has left before its time limit; see `start_again`."""
     # the time limit is near, and the disk may be full
     with contextlib.suppress(OSError):
         records.record_event(folder, "requeued", job_id=job.id, token=job.token)
         records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
-    refused = _requeue(job)
+    return start_again(folder, spec, job)
+
+
+def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = ()) -> int:
+    """Puts the run back into the queue; the exit code with which this job has to end, if SLURM lets it go so far.
+
+    Args:
+        avoid: nodes that it is not to get again.
+
+    Raises:
+        ClusterError: it is not in the queue, and why neither way worked; or nobody can tell.
+    """
+    excluded = {"exclude": _excluded(spec, avoid)} if avoid else {}
+    refused = _requeue(job, excluded)
     if refused is None:
         _cancel_if_wished(folder, job.id)
         return REQUEUE_EXIT_CODE
     print(f"mgpu_slurm: job {job.id} is not requeued ({refused}): submitting another one behind it", flush=True)
     try:
-        successor = _submit_behind(folder, spec, job)
+        successor = _submit_behind(folder, spec, job, excluded)
     except ClusterError as also:
         raise ClusterError(f"{refused}; nor is another job known to be in the queue: {also}") from None
     records.update_state(folder, job_id=successor, reason=f"goes on as job {successor}: {refused}")
@@ -78,12 +90,34 @@ def _cancel_if_wished(folder: RunFolder, job_id: str) -> bool:
     return True
 
 
-def _requeue(job: Job) -> ClusterError | None:
+def can_start_without(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str]) -> bool:
+    """Whether SLURM has enough other nodes for the run than these, as far as it says."""
+    options = _as_here({"exclude": _excluded(spec, avoid)}, spec)
+    script = str(folder.submission(_first(folder, job)))
+    words = sbatch.command("--test-only", *options, script, job.token)
+    try:
+        return sbatch.start_in(sbatch.call(words, slurm.scrubbed_environment(os.environ))) is not None
+    except ClusterError:
+        return False
+
+
+def _excluded(spec: Spec, avoid: Sequence[str]) -> str:
+    """As sbatch takes it: it replaces what was excluded before."""
+    return compress(list(dict.fromkeys([*expand(spec.resources.exclude or ""), *avoid])))
+
+
+def _requeue(job: Job, excluded: dict[str, str]) -> ClusterError | None:
     """Puts the job itself back into the queue, which also ends it here; why that failed, or None."""
     try:
         slurm.run(slurm.requeue_command(job.id), SCONTROL_TAKES)
     except ClusterError as refused:
         return refused
+    if excluded:
+        try:
+            # only now: of a job that runs SLURM takes no such thing
+            slurm.run(slurm.exclude_command(job.id, excluded["exclude"]), SCONTROL_TAKES)
+        except ClusterError as refused:
+            print(f"mgpu_slurm: job {job.id} may get {excluded['exclude']} again: {refused}", flush=True)
     return None
 
 
@@ -99,14 +133,23 @@ def _pass_on(job_id: str, successor: str) -> bool:
     return True
 
 
-def _submit_behind(folder: RunFolder, spec: Spec, job: Job) -> str:
-    """Submits the job's script again, for this run alone, to start when this job has ended; its id."""
+def _first(folder: RunFolder, job: Job) -> int:
+    """Of an array: the index in the group of the array's task 0."""
+    return next((each.first for each in records.submissions_of(folder) if each.token == job.token), 0)
+
+
+def _submit_behind(folder: RunFolder, spec: Spec, job: Job, more: dict[str, str]) -> str:
+    """Submits the job's script again, for this run alone, to start when this job has ended; its id.
+
+    Args:
+        more: options of sbatch.
+    """
     token = sbatch.new_token()
     _, _, task = job.id.partition("_")
-    first = next((each.first for each in records.submissions_of(folder) if each.token == job.token), 0)
+    first = _first(folder, job)
     part = {"first": first, "tasks": str(folder.task)} if task else {}
     records.record_event(folder, "submitting", token=token, continues=job.token, **part)
-    options = {"dependency": f"afterany:{job.id}", "comment": sbatch.comment(spec, token)}
+    options = {"dependency": f"afterany:{job.id}", "comment": sbatch.comment(spec, token)} | more
     options |= {"array": task} if task else {}
     words = sbatch.command("--parsable", *_as_here(options, spec), str(folder.submission(first)), token)
     environ = slurm.scrubbed_environment(os.environ)

@@ -10,7 +10,7 @@ import torch
 
 from mgpu_slurm import config as configs
 from mgpu_slurm import waiting
-from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.checkpoints import names as checkpoints
 from mgpu_slurm.errors import RunFailed, RunStopped, TrialPruned
 from mgpu_slurm.launch import check
 from mgpu_slurm.paths import RunFolder, write_json, write_whole

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mgpu_slurm.checkpoints import folder as folders
+from mgpu_slurm.checkpoints import names
 from mgpu_slurm.checkpoints.tensors import Part
 from mgpu_slurm.paths import RunFolder
 
@@ -31,7 +32,7 @@ def kept(run: RunFolder, *steps: int) -> None:
         folders.publish(part(run, step))
 
 
-def names(run: RunFolder) -> list[str]:
+def listed(run: RunFolder) -> list[str]:
     return sorted(os.listdir(run.checkpoints))
 
 
@@ -41,10 +42,10 @@ def test_it_is_whole_with_the_last_ranks_record(run: RunFolder) -> None:
         assert not folders.is_whole(hidden)
     part(run, 7, 1, world_size=3)
     assert folders.is_whole(hidden)
-    assert folders.complete(run) == []
+    assert names.complete(run) == []
     final = folders.publish(hidden)
-    assert folders.complete(run) == [final]
-    assert names(run) == ["step-000000007"]
+    assert names.complete(run) == [final]
+    assert listed(run) == ["step-000000007"]
     assert folders.ranks(final) == [0, 1, 2]
     assert folders.record(final, 2)["own"] == {"step": 7, "loss": 0.1 + 0.2}
     assert folders.problem(final, [0, 1, 2]) is None
@@ -55,7 +56,7 @@ def test_the_same_step_again_takes_the_place_of_the_one_before(run: RunFolder) -
     hidden = part(run, 7, attempt=2)
     (hidden / "newer").touch()
     assert (folders.publish(hidden) / "newer").exists()
-    assert names(run) == ["step-000000007"]
+    assert listed(run) == ["step-000000007"]
 
 
 def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFolder) -> None:
@@ -70,7 +71,7 @@ def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFol
     os.rename(run.checkpoint(5), run.checkpoints / ".step-000000005.before")
     part(run, 5, attempt=2)
     folders.publish_left(run)
-    assert names(run) == ["step-000000005", "step-000000007"]
+    assert listed(run) == ["step-000000005", "step-000000007"]
 
 
 @pytest.mark.parametrize(
@@ -101,14 +102,14 @@ def test_damage_is_found(run: RunFolder, file: str, change: object) -> None:
 def test_what_is_set_aside_is_not_read_any_more(run: RunFolder) -> None:
     kept(run, 5, 7)
     aside = folders.set_aside(run.checkpoint(7))
-    assert folders.newest(run) == run.checkpoint(5)
+    assert names.newest(run) == run.checkpoint(5)
     assert json.loads((aside / "rank-00000.json").read_text())["own"]["step"] == 7
 
 
 def test_the_newest_stay_and_one_more(run: RunFolder) -> None:
     kept(run, 1, 2, 3, 10, 9)
     folders.trim(run, keep=2, also=2)
-    assert names(run) == ["step-000000002", "step-000000009", "step-000000010"]
+    assert listed(run) == ["step-000000002", "step-000000009", "step-000000010"]
 
 
 def test_a_part_that_was_cut_short_is_written_anew(run: RunFolder) -> None:

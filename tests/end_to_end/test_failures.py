@@ -80,7 +80,7 @@ def test_a_script_that_fails_on_one_rank_shows_the_end_of_that_ranks_log(project
 
 
 def test_a_killed_rank_ends_the_others_within_seconds(failing: Project) -> None:
-    folder, facts = failing.run("fails:killed", "--nodes", "2")
+    folder, facts = failing.run("fails:killed", "--nodes", "2", "--retries", "0")
     assert facts["state"] == "FAILED"
     assert facts["reason"] == "rank 1 was ended by SIGKILL"
     wait_until(lambda: processes_of(folder) == [], seconds=20)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mgpu_slurm import records
+from mgpu_slurm.paths import RunFolder
 from tests.support import Project, log, make_project, wait_until
 
 JOB = '''
@@ -30,6 +34,10 @@ JOB = '''
         """The step of the first attempt before which every rank waits to be told to stop; 0 for never."""
         block_at: int = 0
         """The step of the first attempt after which rank 1 is blocked, and rank 0 waits for it; 0 for never."""
+        kill_at: int = 0
+        """The step of the first two attempts after which rank 1 is killed; 0 for never."""
+        fail_at: int = 0
+        """The step of the first attempt after which rank 1 fails; 0 for never."""
 
 
     def train(run, config: Config):
@@ -51,12 +59,20 @@ JOB = '''
                         time.sleep(0.01)
                 if run.attempt == 1 and run.step == config.block_at and run.rank == 1:
                     threading.Event().wait()
+                if run.attempt <= 2 and run.step == config.kill_at and run.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if run.attempt == 1 and run.step == config.fail_at and run.rank == 1:
+                    raise RuntimeError("the data is broken")
             run.report(epoch, draw=torch.rand(1).item())
         inner = model.module if hasattr(model, "module") else model
         if run.is_main:
             torch.save([inner.state_dict(), torch.rand(3)], run.folder / "final.pt")
         return {"steps": run.step}
 '''
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return records.events(RunFolder(folder))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +96,34 @@ def test_a_run_stopped_by_the_lead_signal_and_requeued_ends_with_equal_weights(
     assert (folder / "final.pt").read_bytes() == expected
 
 
+def test_ranks_that_are_killed_cost_attempts_and_nothing_else(trained: tuple[Project, bytes]) -> None:
+    project, expected = trained
+    done = project.call("submit", "train", "--nodes", "2", "--executor", "local", "kill_at=10")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("-- failed: rank 1 was ended by SIGKILL\n-- it starts again from step 7\n") == 2
+    (facts, *_) = project.json("status")
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 21, 3)
+    folder = project.runs / facts["run"]
+    assert (folder / "final.pt").read_bytes() == expected
+    (event, _) = [each for each in events(folder) if each["event"] == "retried"]
+    assert (event["why"], event["checkpoint"]) == ("rank 1 was ended by SIGKILL", 7)
+
+
+@pytest.mark.parametrize(("words", "attempts"), [((), 1), (("--retries", "1"), 2)])
+def test_an_error_of_the_program_is_tried_again_only_where_that_is_asked_for(
+    trained: tuple[Project, bytes], words: tuple[str, ...], attempts: int
+) -> None:
+    project, expected = trained
+    folder, facts = project.run("train", "--nodes", "2", "fail_at=10", *words)
+    assert facts["attempts"] == attempts
+    if attempts == 1:
+        assert facts["state"] == "FAILED"
+        assert "the data is broken" in facts["reason"]
+    else:
+        assert (facts["state"], facts["reason"]) == ("COMPLETED", "")
+        assert (folder / "final.pt").read_bytes() == expected
+
+
 def test_cancel_from_another_shell_keeps_the_work_and_resume_goes_on_exactly(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
     folder = project.submit("train", "--nodes", "2", "wait_at=9")
@@ -99,8 +143,7 @@ def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trai
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     assert (folder / "final.pt").read_bytes() == expected
-    events = [json.loads(line)["event"] for line in (folder / "attempts.jsonl").read_text().splitlines()]
-    assert events == ["started", "ended", "requeued", "started", "ended"]
+    assert [each["event"] for each in events(folder)] == ["started", "ended", "requeued", "started", "ended"]
 
 
 def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple[Project, bytes]) -> None:

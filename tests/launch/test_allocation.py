@@ -15,6 +15,7 @@ from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import allocation
 from mgpu_slurm.launch.allocation import Allocation, Node
 from mgpu_slurm.spec import Resources
+from tests.support import UNKNOWN_JOB, shows
 
 SHOWN = """\
 JobId=42 JobName=a b EndTime=never
@@ -178,15 +179,6 @@ def test_the_shorter_of_what_was_asked_and_what_is_left_is_the_limit() -> None:
     assert held(end=datetime.now() - timedelta(seconds=5)).limit(Resources()) == 0
 
 
-def test_steps_of_slurms_own_are_none() -> None:
-    listed = "42.extern|n[1-2]|extern\n42.0|n[1-2]|a|b\n42.12|n2|digits-1/3\n42.interactive|n1|interactive\n"
-    found = allocation.parse_steps(listed)
-    assert [(step.step_id, step.name, step.nodes) for step in found] == [
-        ("42.0", "a|b", ("n1", "n2")),
-        ("42.12", "digits-1/3", ("n2",)),
-    ]
-
-
 @pytest.mark.parametrize(
     ("ended", "state", "words"),
     [
@@ -206,23 +198,6 @@ def test_how_an_allocation_ended_is_how_its_run_did(ended: str, state: str, word
 # -- a SLURM that is played by scripts
 
 
-@pytest.fixture
-def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Makes a SLURM command a shell script."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    def make(command: str, script: str) -> None:
-        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / command).chmod(0o755)
-
-    return make
-
-
-def shows(text: str) -> str:
-    return f"cat <<'END'\n{text}END"
-
-
-UNKNOWN_JOB = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 SILENT = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
 
@@ -269,14 +244,3 @@ def test_what_became_of_an_allocation(answers: Callable[[str, str], None], tmp_p
         "scontrol", f"test -e {tmp_path}/asked || {{ {shows(ending)}\ntouch {tmp_path}/asked; exit; }}\n{shows(over)}"
     )
     assert allocation.lost("42") == allocation.ending("42", states.PREEMPTED)
-
-
-def test_a_signal_goes_to_the_step_of_the_run(answers: Callable[[str, str], None], tmp_path: Path) -> None:
-    answers("squeue", shows("42.0|n1|other\n42.3|n2|mine\n"))
-    answers("scancel", f'echo "$@" >> {tmp_path}/sent')
-    assert allocation.signal_ranks("42", "mine", "TERM")
-    assert (tmp_path / "sent").read_text() == "--signal=TERM 42.3\n"
-    assert not allocation.signal_ranks("42", "gone", "TERM")
-    assert allocation.busy("42") == {"n1": 1, "n2": 1}
-    answers("squeue", UNKNOWN_JOB)
-    assert not allocation.signal_ranks("42", "mine", "TERM")

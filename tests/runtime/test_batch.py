@@ -185,6 +185,64 @@ def test_an_attempt_that_was_given_up_does_not_speak_for_the_next(
     assert not Path(f"{scontrol}.calls").exists()
 
 
+KILLED_ONCE = (
+    "if [ $MGPU_ATTEMPT$RANK = 11 ]; then kill -9 $$; fi; if [ $MGPU_ATTEMPT = 1 ]; then sleep 600; fi; echo on"
+)
+
+
+def test_a_killed_rank_costs_an_attempt_and_not_the_job(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path
+) -> None:
+    assert start_batch(shell(KILLED_ONCE)).wait() == 0
+    assert [event["event"] for event in records.events(folder)] == ["started", "ended", "retried", "started", "ended"]
+    state = records.read_state(folder)
+    assert (state["state"], state["reason"], state["attempts"], state["job_id"]) == ("COMPLETED", "", 2, "9")
+    assert folder.rank_log(2, 1).read_text() == "on\n"
+    assert not folder.failure.exists()
+    assert not Path(f"{scontrol}.calls").exists()
+
+
+NODE_2_KILLS = "if [ $SLURMD_NODENAME = n2 ]; then kill -9 $$; fi; sleep 600"
+
+
+def test_a_node_that_kills_twice_is_left_for_others(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
+    sbatch = scontrol.with_name("sbatch")
+    sbatch.write_text(
+        f'#!/bin/sh\necho "$@" >> {sbatch}.calls\n'
+        "echo 'sbatch: Job 10 to start at 2030-01-01T00:00:00 using 2 processors on nodes n[3-4] in partition batch'\n"
+    )
+    sbatch.chmod(0o755)
+    assert start_batch(shell(NODE_2_KILLS)).wait() == 75
+    assert Path(f"{scontrol}.calls").read_text().splitlines() == ["requeue 9", "update JobId=9 ExcNodeList=n2"]
+    assert "--test-only --exclude=n2" in Path(f"{sbatch}.calls").read_text()
+    state = records.read_state(folder)
+    assert (state["state"], state["attempts"]) == ("REQUEUED", 2)
+    assert state["reason"].startswith("starts again (2 of 3): rank 1 on n2")
+
+
+def test_where_there_is_no_other_node_it_stays_and_fails_in_the_end(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path
+) -> None:
+    sbatch = scontrol.with_name("sbatch")
+    sbatch.write_text(
+        "#!/bin/sh\necho 'allocation failure: Requested node configuration is not available' >&2; exit 1\n"
+    )
+    sbatch.chmod(0o755)
+    assert start_batch(shell(NODE_2_KILLS), retries=2).wait() == 143
+    assert not Path(f"{scontrol}.calls").exists()
+    state = records.read_state(folder)
+    assert (state["state"], state["attempts"]) == ("FAILED", 3)
+
+
+def test_a_cancel_is_heard_before_the_next_attempt(folder: RunFolder, start_batch: StartBatch) -> None:
+    batch = start_batch(shell("kill -9 $$"), nodes=1)
+    # the second failure in a row makes it wait
+    wait_until(lambda: sum(event["event"] == "retried" for event in records.events(folder)) == 2)
+    batch.send_signal(signal.SIGTERM)
+    assert batch.wait() == 143
+    assert records.read_state(folder)["attempts"] == 2
+
+
 @pytest.mark.parametrize(
     ("end", "how"), [("kill -9 $$", "was ended by SIGKILL"), ("exit 4", "ended with exit code 4: last words")]
 )
@@ -193,7 +251,7 @@ def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
 ) -> None:
     """The other rank, which srun ends by SIGTERM, has the higher exit code."""
     folder.failure.write_text('{"message": "of the attempt before"}')
-    start_batch(shell(f"if [ $RANK = 1 ]; then echo last words; {end}; fi; sleep 600")).wait()
+    start_batch(shell(f"if [ $RANK = 1 ]; then echo last words; {end}; fi; sleep 600"), retries=0).wait()
     state = records.read_state(folder)
     assert (state["state"], state["reason"]) == ("FAILED", f"rank 1 on n2 {how}")
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.checkpoints import names
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
@@ -36,13 +37,13 @@ def trained(run: Run, epochs: int) -> dict[str, float]:
     return {"start": start, "step": run.step, "progress": state.progress, "weight": run.last_metrics["weight"]}
 
 
-def names(folder: Path) -> list[str]:
+def listed(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def test_the_newest_two_stay_and_a_later_start_goes_on_from_the_newest(tmp_path: Path) -> None:
     run_ranks(trained, 2, 3, folder=tmp_path)
-    assert names(tmp_path) == ["step-000000004", "step-000000006"]
+    assert listed(tmp_path) == ["step-000000004", "step-000000006"]
     (first, second) = run_ranks(trained, 2, 4, folder=tmp_path)
     assert (first["start"], first["step"], first["progress"]) == (6, 8, 4)
     assert first == second
@@ -61,7 +62,7 @@ def test_what_a_killed_save_left_is_not_read_and_goes_away(tmp_path: Path) -> No
     (hidden / "rank-00000.safetensors").write_bytes(b"torn")
     (answer,) = run_ranks(trained, 1, 2, folder=tmp_path)
     assert answer["start"] == 2
-    assert names(tmp_path) == ["step-000000002", "step-000000004"]
+    assert listed(tmp_path) == ["step-000000002", "step-000000004"]
 
 
 def test_training_goes_on_when_a_checkpoint_cannot_be_written(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_damaged_one_is_set_aside_for_the_one_before(tmp_path: Path, ranks: in
     os.truncate(damaged / "rank-00001.safetensors", 100)
     for answer in run_ranks(trained, ranks, 3, folder=tmp_path):
         assert (answer["start"], answer["step"]) == (2, 6)
-    assert names(tmp_path) == ["damaged-step-000000004", "step-000000004", "step-000000006"]
+    assert listed(tmp_path) == ["damaged-step-000000004", "step-000000004", "step-000000006"]
 
 
 def test_the_only_one_is_not_lost_silently(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def saves_something_odd(run: Run) -> None:
 def test_what_could_not_be_read_back_is_named_at_once(tmp_path: Path) -> None:
     (answer,) = run_ranks(saves_something_odd, 1, folder=tmp_path)
     assert answer.startswith("UserError: run.restore(odd=...): odd.where is of type PosixPath, and a checkpoint holds")
-    assert checkpoints.newest(RunFolder(tmp_path)) is None
+    assert names.newest(RunFolder(tmp_path)) is None
 
 
 def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) -> None:

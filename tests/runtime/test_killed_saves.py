@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.checkpoints import tensors
+from mgpu_slurm.checkpoints import names, tensors
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.run import Run
 from tests.runtime.ranks import KILLED, run_ranks
@@ -80,7 +80,7 @@ def test_who_goes_on_ends_with_equal_weights(phase: str, killed: int, undisturbe
     assert answers[1 - killed] != undisturbed[0]
     assert run_ranks(trains, 2, None, 0, folder=tmp_path) == undisturbed
     run = RunFolder(tmp_path)
-    for path in checkpoints.complete(run):
+    for path in names.complete(run):
         assert checkpoints.problem(path, [0, 1]) is None
     assert not list(run.checkpoints.glob(".*"))
-    assert (run.checkpoints / "best").resolve() in checkpoints.complete(run)
+    assert (run.checkpoints / "best").resolve() in names.complete(run)

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm import records
 from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.checkpoints import names
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import saving
@@ -49,7 +50,7 @@ def weight(model: nn.Module) -> float:
 
 
 def steps(run: Run) -> list[str]:
-    return sorted(path.name[5:].lstrip("0") for path in checkpoints.complete(RunFolder(run.folder)))
+    return sorted(path.name[5:].lstrip("0") for path in names.complete(RunFolder(run.folder)))
 
 
 # -- beside the training
@@ -153,7 +154,7 @@ def stops_while_it_waits(run: Run) -> None:
 def test_who_leaves_has_written_where_it_stands(ranks: int, tmp_path: Path) -> None:
     for answer in run_ranks(stops_while_it_waits, ranks, folder=tmp_path):
         assert answer.startswith("RunStopped")
-    assert checkpoints.step_of(checkpoints.newest(RunFolder(tmp_path)) or tmp_path) in (2, 3)
+    assert names.step_of(names.newest(RunFolder(tmp_path)) or tmp_path) in (2, 3)
     assert not list(Path(tmp_path, "checkpoints").glob(".step-*"))
 
 
@@ -170,7 +171,7 @@ def saves_one_step(run: Run) -> list[list[int]]:
     checkpoints.publish = slow
     for _ in state.epochs(10):
         run.mean(0, 1)
-        newest = checkpoints.newest(RunFolder(run.folder))
+        newest = names.newest(RunFolder(run.folder))
         found.append([] if newest is None else checkpoints.ranks(newest))
     return found
 
@@ -183,7 +184,7 @@ def test_saves_of_one_step_do_not_mix(tmp_path: Path) -> None:
 
 def test_a_script_s_last_one_gets_its_name_when_the_others_have_written(tmp_path: Path) -> None:
     assert run_ranks(ends_while_it_saves, 2, folder=tmp_path) == [3, 3]
-    assert [path.name for path in checkpoints.complete(RunFolder(tmp_path))] == ["step-000000003"]
+    assert [path.name for path in names.complete(RunFolder(tmp_path))] == ["step-000000003"]
 
 
 def ends_while_it_saves(run: Run) -> int:
@@ -232,7 +233,7 @@ def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
         records.record_event(folder, "started", attempt=attempt)
     (answer,) = run_ranks(saves_at_every_step, 1, folder=tmp_path)
     assert answer == "MgpuError: attempt 1 of this run was given up, and a later one goes on: this one ends"
-    assert checkpoints.complete(folder) == []
+    assert names.complete(folder) == []
 
 
 # -- when, and which stay

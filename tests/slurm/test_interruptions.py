@@ -168,6 +168,18 @@ def name_of(pid: int) -> str:
         return ""
 
 
+def process_of_rank(run: Path, rank: int) -> int:
+    """Of those that belong to it the first, which is the rank itself."""
+    return min(pid for pid in processes_of(run) if f"SLURM_PROCID={rank}" in environment_of(pid))
+
+
+def environment_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:  # it has ended
+        return []
+
+
 @contextlib.contextmanager
 def seen(run: Path) -> Iterator[list[str]]:
     """The states in which the run is seen meanwhile by one who looks all the time."""
@@ -319,6 +331,51 @@ def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
     facts = finish(run)
     assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 2)
     assert facts["reason"] == "asked to be started again, and all of --max-requeues 1 are used"
+
+
+# -- what kills ranks
+
+
+def test_a_killed_rank_costs_an_attempt_on_the_same_nodes(
+    project: Project, cluster: Cluster, undisturbed: bytes
+) -> None:
+    run = training(project, "--nodes", "2")
+    job = facts_of(run)["job_id"]
+    with seen(run) as states_seen:
+        os.kill(process_of_rank(run, 1), signal.SIGKILL)
+        facts = finish(run)
+    assert (facts["state"], facts["step"], facts["attempts"], facts["job_id"]) == ("COMPLETED", STEPS, 2, job)
+    assert attempts(run)[0] == attempts(run)[1]
+    (event,) = [each for each in records.events(RunFolder(run)) if each["event"] == "retried"]
+    assert (event["why"], event["node"], event["checkpoint"]) == ("rank 1 on n2: Killed", "n2", 7)
+    assert (run / "final.pt").read_bytes() == undisturbed
+    assert ends(states_seen) == ["COMPLETED"]
+
+
+def test_ranks_whose_launcher_was_killed_do_not_live_beside_the_next_ones(project: Project, cluster: Cluster) -> None:
+    gate = project.folder / "gate"
+    run = running(project, WAITS.format(gate=gate), "--nodes", "2", ranks=2)
+    first = [pid for pid in processes_of(run) if name_of(pid) == "sh"]
+    for pid in [pid for pid in processes_of(run) if name_of(pid) == "srun"]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: RunFolder(run).rank_log(2, 0).exists())
+    wait_until(lambda: not set(first) & set(processes_of(run)))
+    gate.touch()
+    facts = finish(run)
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
+
+
+def test_a_node_on_which_ranks_die_twice_is_left(project: Project, cluster: Cluster) -> None:
+    script = "[ $SLURMD_NODENAME != n1 ] || kill -9 $$; echo here; sleep 1"
+    run = project.submit(*NO_GPUS, "--nodes", "2", "--", "sh", "-c", script)
+    wait_until(lambda: standing(run)[::2] == ("PENDING", 2), pause=LOOK_EVERY)
+    cluster.start_now(facts_of(run)["job_id"])
+    facts = finish(run)
+    assert (facts["state"], facts["reason"], facts["attempts"]) == ("COMPLETED", "", 3)
+    first, second, third = attempts(run)
+    assert (first, second) == (["n1", "n2"], ["n1", "n2"])
+    assert "n1" not in third
 
 
 # -- what SLURM does to a run

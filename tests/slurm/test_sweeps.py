@@ -17,6 +17,7 @@ import yaml
 
 from mgpu_slurm import records
 from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.checkpoints import names
 from mgpu_slurm.checkpoints.stored import StoredTensors
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder
@@ -294,7 +295,7 @@ def test_no_trial_is_lost_or_counted_twice_whatever_happens(project: Project, cl
             assert done in ({1: [1, 2], 2: [3, 4]}, {1: [1, 2], 2: [2, 3, 4]})
     # what the best one has kept is worth what it is said to be
     best = project.json("best", "study")
-    kept = checkpoints.newest(folder.of_trial(best["number"]))
+    kept = names.newest(folder.of_trial(best["number"]))
     assert kept is not None
     stored = StoredTensors(checkpoints.tensor_files(kept), like={})
     model = torch.nn.Linear(1, 1)

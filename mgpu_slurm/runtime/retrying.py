@@ -1,0 +1,113 @@
+"""Whether an attempt that has failed is worth another one, and where.
+
+What the cluster did is tried again, and what the program did is not, unless `--retries` says so. Attempts count as long
+as they come no further: a run that saves something new between two failures of its cluster may go on for weeks.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_slurm import causes, records, states
+from mgpu_slurm.checkpoints import names as checkpoints
+from mgpu_slurm.paths import RunFolder, read_json
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE, Spec
+
+LIMIT = 3
+"""How often in a row a run starts again by itself that comes no further."""
+
+PAUSES = (0.0, 5.0, 30.0)
+"""Seconds before the first, second and each later start of those: what is wrong may pass."""
+
+LOOK_EVERY = 0.2
+"""Seconds."""
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Another attempt at the same run."""
+
+    why: str
+    """What the attempt before failed of, in one line."""
+    node: str | None
+    """Where, if that is known."""
+    checkpoint: int | None
+    """The step from which it goes on; None for the beginning."""
+    number: int
+    """How many in a row it makes that start there."""
+    of: int
+    avoid: tuple[str, ...]
+    """Nodes that had better not be among its own."""
+
+    @property
+    def pause(self) -> float:
+        """Seconds before it."""
+        return PAUSES[min(self.number, len(PAUSES)) - 1]
+
+    @property
+    def words(self) -> str:
+        return f"starts again ({self.number} of {self.of}): {self.why}"
+
+    def write_down(self, folder: RunFolder, **facts: Any) -> Event:
+        """Into the run's history and its state; the event."""
+        event = {"why": self.why, "node": self.node, "checkpoint": self.checkpoint, "avoid": list(self.avoid), **facts}
+        records.settle_event(folder, "retried", **event)
+        records.settle_state(folder, state=states.REQUEUED, reason=self.words)
+        return event
+
+    def wait(self) -> Iterator[None]:
+        """Yields now and then during its pause; for who may be asked meanwhile to stop."""
+        end = time.monotonic() + self.pause
+        while (left := end - time.monotonic()) > 0:
+            yield
+            time.sleep(min(LOOK_EVERY, left))
+
+
+def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> Retry | None:
+    """Another attempt, where the newest one has failed and that makes sense.
+
+    Args:
+        code: with which it has ended, of its own accord; negative where a signal ended what ran it.
+        earlier: the retries of this submission so far.
+    """
+    # a sweep's workers have their own way: what is lost there is a trial
+    if spec.kind != "run" or code in (0, REQUEUE_EXIT_CODE):
+        return None
+    failure = read_json(folder.failure) or _unrecorded(code)
+    cause = causes.cause_of(failure)
+    limit = spec.retries if spec.retries is not None else LIMIT if cause.is_clusters else 0
+    newest = checkpoints.newest(folder)
+    step = None if newest is None else checkpoints.step_of(newest)
+    in_vain = _last_that(earlier, step)
+    if len(in_vain) >= limit:
+        return None
+    node = causes.node_of(failure)
+    # what happens twice in a row on one node is that node's
+    is_spoilt = cause.spoils_node or any(event["node"] == node for event in in_vain[-1:])
+    avoid = [known for event in earlier[-1:] for known in event["avoid"]]
+    if node is not None and is_spoilt and node not in avoid:
+        avoid.append(node)
+    return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid))
+
+
+def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:
+    """The newest of them, as far back as they started where the next one would."""
+    found: list[Event] = []
+    for event in reversed(earlier):
+        if event["checkpoint"] != step:
+            break
+        found.insert(0, event)
+    return found
+
+
+def _unrecorded(code: int) -> dict[str, Any]:
+    """Of an attempt whose own process has died over it."""
+    if code < 0:
+        return {"message": f"the process that watched over the ranks was ended by {signal.Signals(-code).name}"}
+    return {}

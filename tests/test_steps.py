@@ -1,0 +1,37 @@
+"""Steps of a job, as squeue lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mgpu_slurm import steps
+from tests.support import UNKNOWN_JOB, shows
+
+
+def test_steps_of_slurms_own_are_none() -> None:
+    listed = "42.extern|n[1-2]|extern\n42.0|n[1-2]|a|b\n42.12|n2|digits-1/3\n42.interactive|n1|interactive\n"
+    found = steps.parse_steps(listed)
+    assert [(step.step_id, step.name, step.nodes) for step in found] == [
+        ("42.0", "a|b", ("n1", "n2")),
+        ("42.12", "digits-1/3", ("n2",)),
+    ]
+
+
+def test_a_signal_goes_to_the_step_of_the_run(answers: Callable[[str, str], None], tmp_path: Path) -> None:
+    answers("squeue", shows("42.0|n1|other\n42.3|n2|mine\n"))
+    answers("scancel", f'echo "$@" >> {tmp_path}/sent')
+    assert steps.signal_ranks("42", "mine", "TERM")
+    assert (tmp_path / "sent").read_text() == "--signal=TERM 42.3\n"
+    assert not steps.signal_ranks("42", "gone", "TERM")
+    assert steps.busy("42") == {"n1": 1, "n2": 1}
+    answers("squeue", UNKNOWN_JOB)
+    assert not steps.signal_ranks("42", "mine", "TERM")
+
+
+def test_what_an_attempt_has_left_is_ended_step_by_step(answers: Callable[[str, str], None], tmp_path: Path) -> None:
+    """Not by the job's id: that would end the job."""
+    answers("squeue", shows("42_3.batch|n1|batch\n42_3.0|n[1-2]|mine\n42_3.1|n1|mine\n"))
+    answers("scancel", f'echo "$@" >> {tmp_path}/sent')
+    steps.end_all("42_3")
+    assert (tmp_path / "sent").read_text() == "--signal=KILL 42_3.0\n--signal=KILL 42_3.1\n"
