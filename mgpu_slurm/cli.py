@@ -147,6 +147,12 @@ def cli(debug: bool) -> None:
     metavar="N",
     help="How often in a row it starts again that has failed, of anything.  [default: 3 where the cluster failed]",
 )
+@click.option(
+    "--stuck-after",
+    type=float,
+    metavar="MINUTES",
+    help="Without progress, after which it starts again; 0 for never.  [default: 30]",
+)
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; may be repeated.")
 @click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")
@@ -372,6 +378,29 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
     newest = records.attempts_started(folder)
     for line in told(warned for warned in warnings(folder) if warned.rank != rank and warned.attempt == newest):
         print(f"-- warning: {line}", file=sys.stderr)
+
+
+@cli.command()
+@click.argument("name", metavar="RUN")
+@json_flag
+def why(name: str, as_json: bool) -> None:
+    """Show why a run has failed, in plain words, and what to do.
+
+    Of a group, and of a sweep's workers, each that did not complete.
+    """
+    from mgpu_slurm.launch import registry
+    from mgpu_slurm.observe import why as reasons
+
+    folder = registry.find(name)
+    runs = list(registry.current([folder]))
+    asked = [(run, state) for run, state in runs if state["state"] != "COMPLETED"] if len(runs) > 1 else runs
+    if as_json:
+        _print_json([reasons.facts(run, state) for run, state in asked])
+        return
+    if not asked:
+        print(f"{folder.run}: all of its {len(runs)} runs are complete")
+    for number, (run, state) in enumerate(asked):
+        _print_lines([*([""] if number else []), *reasons.lines(run, state)])
 
 
 @cli.command()

@@ -337,6 +337,7 @@ def submit(
     signal: str | None = None,
     max_requeues: int | None = None,
     retries: int | None = None,
+    stuck_after: float | None = None,
     seeds: int | str | None = None,
     after: Sequence[str] = (),
     after_any: Sequence[str] = (),
@@ -351,6 +352,7 @@ def submit(
         executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
         retries: how often in a row the run starts again, whatever it has failed of. By default it does for what the
             cluster did, up to 3 times without a new checkpoint.
+        stuck_after: minutes without progress on a rank after which an attempt is ended; 30 by default, 0 for never.
         seeds: how many runs, one per seed; `"100%10"` for at most 10 at a time. Then a `Group` is returned.
         after: names of runs that have to complete before.
         after_any: names of runs that have to end before, however they end.
@@ -377,6 +379,7 @@ def submit(
         signal=signal,
         max_requeues=max_requeues,
         retries=retries,
+        stuck_after=stuck_after,
         seeds=None if seeds is None else str(seeds),
         after=tuple(after),
         after_any=tuple(after_any),

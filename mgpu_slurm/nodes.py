@@ -58,6 +58,13 @@ class Nodes(Protocol):
             ClusterError: they cannot be asked for.
         """
 
+    def clear(self) -> None:
+        """Makes sure that nothing of an attempt that has failed is left.
+
+        Raises:
+            ClusterError: nobody can tell.
+        """
+
     def avoid(self, names: Container[str]) -> None:
         """Takes other nodes for the next attempts than these, if there are enough."""
 
@@ -118,6 +125,10 @@ class SimulatedNodes:
     def prepare(self) -> Limit | None:
         limit = self._spec.resources.time_limit
         return None if limit is None else _asked_limit(limit)
+
+    def clear(self) -> None:
+        # the supervisor has ended all that this machine has of it
+        pass
 
     def avoid(self, names: Container[str]) -> None:
         # all of them are this machine
@@ -224,6 +235,9 @@ class HeldNodes:
         if limit is None or limit == resources.time_limit:
             return None if limit is None else _asked_limit(limit)
         return Limit(limit, f"before the end of its allocation {self.job_id}; `resume` inside a new one goes on")
+
+    def clear(self) -> None:
+        steps.end(self.job_id, self._spec.run)
 
     def avoid(self, names: Container[str]) -> None:
         self._avoided = names

@@ -338,6 +338,16 @@ def cut_torn_tail(descriptor: int) -> None:
     os.ftruncate(descriptor, end)
 
 
+def end_of(path: Path) -> str:
+    """The end of a log that may be long; nothing where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _BLOCK))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of the file; nothing where there is no such file."""
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mgpu_slurm import states, waiting
 from mgpu_slurm.hostlist import expand
-from mgpu_slurm.paths import RunFolder, append_jsonl, read_json, read_jsonl, write_json
+from mgpu_slurm.paths import RunFolder, append_jsonl, end_of, read_json, read_jsonl, write_json
 from mgpu_slurm.wording import first_line
 
 FIRST_STATE: dict[str, Any] = {
@@ -250,6 +250,12 @@ def attempts_started(folder: RunFolder) -> int:
 def failure_line(folder: RunFolder) -> str:
     """The first cause of a failed run in one line, for `status`."""
     return line_of(read_json(folder.failure) or {})
+
+
+def said_last(folder: RunFolder, failure: dict[str, Any]) -> str:
+    """The end of the log of the rank that failed first, where that is known."""
+    rank = str(failure.get("who", "")).removeprefix("rank ")
+    return end_of(folder.rank_log(failure["attempt"], int(rank))) if rank.isdigit() else ""
 
 
 def line_of(failure: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import signal as signals
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,9 @@ Readers = Literal["owner", "group"]
 
 ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
 """The number of the attempt, from 1, in the environment of every rank."""
+
+STUCK_AFTER_VARIABLE = "MGPU_STUCK_AFTER"
+"""Minutes, in the environment of every rank; see `Spec.stuck_after`."""
 
 SETUP_FAILED_VARIABLE = "MGPU_SETUP_FAILED"
 """The first line of a cluster's `setup` that failed, in the environment of every rank; not set where none did."""
@@ -186,6 +190,8 @@ class Spec:
     max_requeues: int = 20
     retries: int | None = None
     """How often in a row the run starts again, whatever it has failed of; None for what the cluster did alone."""
+    stuck_after: float = 30.0
+    """Minutes without progress on a rank after which an attempt is ended, and the next one started; 0 for never."""
     kill_wait: int = 30
     """Seconds between SIGTERM and SIGKILL, locally and in an allocation; for jobs in the queue the site has its own."""
     cluster: str | None = None
@@ -209,6 +215,8 @@ class Spec:
             raise UserError(f"--max-requeues {self.max_requeues}: expected 0 or more")
         if self.retries is not None and self.retries < 0:
             raise UserError(f"--retries {self.retries}: expected 0 or more")
+        if not 0 <= self.stuck_after < math.inf:
+            raise UserError(f"--stuck-after {self.stuck_after:g}: expected minutes, or 0 for never")
 
     @property
     def rank_module(self) -> str:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mgpu_slurm import slurm
+from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import expand
+from mgpu_slurm.patience import wait_out
+
+END_SECONDS = 60.0
+"""For which a step that was killed may still be there."""
+
+END_PAUSE = 0.5
+"""Seconds between two looks for it."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +77,18 @@ def signal_ranks(inside: str, run: str, signal_name: str) -> bool:
     return bool(found)
 
 
-def end_all(inside: str) -> None:
-    """Ends every step at once: ranks go on where their srun was killed.
+def end(inside: str, run: str) -> None:
+    """Ends a run's step at once, and waits until it is gone: ranks go on where their srun was killed.
 
     Raises:
-        ClusterError: SLURM does not answer.
+        ClusterError: SLURM does not answer, or cannot end it.
     """
-    for step in steps(inside):
-        slurm.run(signal_command(step.step_id, "KILL"))
+    give_up = time.monotonic() + END_SECONDS
+    while found := [step.step_id for step in wait_out(lambda: steps(inside)) if step.name == run]:
+        if time.monotonic() > give_up:
+            raise ClusterError(f"step {found[0]} is still there {END_SECONDS:g} s after it was killed")
+        for step_id in found:
+            # it may have just gone
+            with suppress(ClusterError):
+                slurm.run(signal_command(step_id, "KILL"))
+        time.sleep(END_PAUSE)

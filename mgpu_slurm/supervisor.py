@@ -150,18 +150,25 @@ class Supervisor:
     def _tries_again(self, code: int) -> bool:
         """Whether the attempt failed of something that the next one may not; then that is due now."""
         nodes = self._nodes
-        is_told = self._cancelled or self._timed_out or nodes.told_by_others()
-        if is_told or nodes.aborted() or nodes.ran_out_of_memory() or nodes.lost():
+        if self._cancelled or self._timed_out or nodes.told_by_others() or nodes.aborted() or nodes.lost():
             return False
         retry = retrying.due(self._folder, self._spec, code, self._retried)
-        if retry is None:
+        if retry is None or nodes.used_up(self._spec.lead):
             return False
+        nodes.clear()
         self._retried.append(retry.write_down(self._folder, job_id=nodes.job_id))
         nodes.avoid(retry.avoid)
+        if self._is_limit_near():
+            # new ranks would not know of it: like one that asked to be started again, it gets all of its time anew
+            self._limit_ends = None
         for _ in retry.wait():
             if self._is_cancelled_already():
                 break
         return True
+
+    def _is_limit_near(self) -> bool:
+        """Whether the lead signal has been sent already."""
+        return self._limit_ends is not None and self._limit_ends - time.monotonic() <= (self._spec.lead or 0)
 
     def _is_cancelled_already(self) -> bool:
         """Whether a cancel came while no attempt was there to hear of it."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from mgpu_slurm import steps
+from mgpu_slurm.errors import ClusterError
 from tests.support import UNKNOWN_JOB, shows
 
 
@@ -29,9 +32,21 @@ def test_a_signal_goes_to_the_step_of_the_run(answers: Callable[[str, str], None
     assert not steps.signal_ranks("42", "mine", "TERM")
 
 
-def test_what_an_attempt_has_left_is_ended_step_by_step(answers: Callable[[str, str], None], tmp_path: Path) -> None:
-    """Not by the job's id: that would end the job."""
-    answers("squeue", shows("42_3.batch|n1|batch\n42_3.0|n[1-2]|mine\n42_3.1|n1|mine\n"))
-    answers("scancel", f'echo "$@" >> {tmp_path}/sent')
-    steps.end_all("42_3")
-    assert (tmp_path / "sent").read_text() == "--signal=KILL 42_3.0\n--signal=KILL 42_3.1\n"
+LEFT = "42_3.batch|n1|batch\n42_3.0|n[1-2]|mine\n42_3.1|n1|bash\n"
+
+
+def test_what_an_attempt_has_left_is_waited_for(answers: Callable[[str, str], None], tmp_path: Path) -> None:
+    """And ended by the step: the job's id would end the job, and others have steps in it."""
+    answers("squeue", f"test $(wc -l < {tmp_path}/sent) = 2 || {{ {shows(LEFT)}\n}}")
+    answers("scancel", f'echo "$@" >> {tmp_path}/sent; exit 1')
+    (tmp_path / "sent").touch()
+    steps.end("42_3", "mine")
+    assert (tmp_path / "sent").read_text() == 2 * "--signal=KILL 42_3.0\n"
+
+
+def test_what_cannot_be_ended_is_said(answers: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "END_SECONDS", 0.1)
+    answers("squeue", shows(LEFT))
+    answers("scancel", "exit 0")
+    with pytest.raises(ClusterError, match=r"step 42_3\.0 is still there"):
+        steps.end("42_3", "mine")

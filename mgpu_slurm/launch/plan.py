@@ -59,6 +59,8 @@ class Request:
     signal: str | None = None
     max_requeues: int | None = None
     retries: int | None = None
+    stuck_after: float | None = None
+    """Minutes."""
     seeds: str | None = None
     """`5`, or with a limit at a time `100%10`."""
     workers: int | None = None
@@ -167,6 +169,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         after=dependencies.named(request.after, request.after_any),
         max_requeues=_max_requeues(request, chosen),
         retries=request.retries,
+        stuck_after=Spec.stuck_after if request.stuck_after is None else request.stuck_after,
         kill_wait=chosen.kill_wait,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),

@@ -147,7 +147,9 @@ def _body(spec: Spec, folder: RunFolder, token: str, array: Array | None) -> Ite
     yield from preparation(spec)
     yield f"run={_place(folder, array)}"
     batch = [spec.python, "-m", "mgpu_slurm.runtime.batch"]
-    yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {shlex.join(ranks_command(spec))} "$run"'
+    # by it steps of the ranks are told from others, such as those of `shell`
+    name = f"--job-name={spec.run}"
+    yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {shlex.join(ranks_command(spec, [name]))} "$run"'
 
 
 def preparation(spec: Spec) -> Iterator[str]:

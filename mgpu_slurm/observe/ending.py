@@ -38,6 +38,8 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
             lines.append(f"result    {numbers}  ({short_path(folder.result)})")
     if folder.tensorboard.is_dir():
         lines.append(_curves_line(folder))
+    if failure is not None:
+        lines.append(f"why       {program()} why {state['run']}")
     if state["state"] != "COMPLETED" and any(folder.logs.glob("*")):
         lines.append(f"logs      {short_path(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):

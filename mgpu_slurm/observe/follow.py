@@ -134,9 +134,9 @@ def _told(event: dict[str, Any]) -> Iterator[str]:
     elif event["event"] == "requeued":
         yield "-- requeued: it starts again from its newest checkpoint\n"
     elif event["event"] == "retried":
-        place = "the beginning" if event["checkpoint"] is None else f"step {event['checkpoint']}"
-        without = f", without {compress(event['avoid'])}" if event["avoid"] else ""
-        yield f"-- failed: {event['why']}\n-- it starts again from {place}{without}\n"
+        # one that is whole and has no name yet is found by the next attempt
+        place = "" if event["checkpoint"] is None else f" from step {event['checkpoint']}"
+        yield f"-- failed: {event['why']}\n-- it starts again{place}\n"
 
 
 class _Tail:

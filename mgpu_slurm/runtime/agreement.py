@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mgpu_slurm.errors import CollectiveMismatch, MgpuError
 from mgpu_slurm.patience import saying_so_after
+from mgpu_slurm.runtime.rendezvous import collective_timeout
 from mgpu_slurm.runtime.stopping import Stop
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Agreement:
 
     def __init__(self, facts: RankFacts) -> None:
         self._facts = facts
-        self._group = dist.new_group(backend="gloo") if facts.world_size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=collective_timeout()) if facts.world_size > 1 else None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def step(self, wish: Agreed) -> Agreed:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import records, waiting
+from mgpu_slurm import causes, records, waiting
 from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.runtime import rendezvous
@@ -101,7 +101,9 @@ def run_attempt(
     store.clear()
     if wish.exists():
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
-    failure = _first_cause(folder, attempt, ending, describe) if ending.code not in (0, REQUEUE_EXIT_CODE) else {}
+    failure = {}
+    if ending.code not in (0, REQUEUE_EXIT_CODE):
+        failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
     facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}
     if failure:
         facts |= {"error": failure.get("error"), "message": failure["message"]}
@@ -211,29 +213,25 @@ def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda ended: -ended[1])
 
 
-def _first_cause(folder: RunFolder, attempt: int, ending: Ending, describe: Callable[[Ending], str]) -> dict[str, Any]:
+def _first_cause(
+    folder: RunFolder, attempt: int, ending: Ending, describe: Callable[[Ending], str], ranks: int
+) -> dict[str, Any]:
     """For `failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
     description = describe(ending)
-    found = [read_json(path) for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json"))]
+    found = [each for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json")) if (each := read_json(path))]
     # of several that failed together the first; under SLURM the process that ended is srun
     named = re.match(r"ranks? (\d+)", description)
     who = f"rank {named[1]}" if named else ending.who
     # what a rank saw of another one's end is no cause, unless it was the first to end
-    causes = [record for record in found if record and (not record["consequence"] or f"rank {record['rank']}" == who)]
-    causes.sort(key=lambda record: (record["consequence"], record["time"]))
-    first = causes[0] if causes else {"message": description}
-    if "error" not in first and "exit code" in description:
-        first["message"] += _last_line(folder, attempt, who)
-    return {"attempt": attempt, "exit_code": ending.code, "who": who, **first}
-
-
-def _last_line(folder: RunFolder, attempt: int, who: str) -> str:
-    """What a rank said last: of a script that raised, its error."""
-    rank = who.removeprefix("rank ")
-    log = folder.rank_log(attempt, int(rank)) if rank.isdigit() else None
-    lines = log.read_text(errors="replace").split("\n") if log is not None and log.exists() else []
-    said = [line.strip() for line in lines if line.strip()]
-    return f": {said[-1][:200]}" if said else ""
+    known = [record for record in found if not record["consequence"] or f"rank {record['rank']}" == who]
+    known.sort(key=lambda record: (record["consequence"], record["time"]))
+    first = causes.first_stuck(found, ranks) or (known[0] if known else {"message": description})
+    failure = {"attempt": attempt, "exit_code": ending.code, "who": who, **first}
+    if "error" not in failure and "exit code" in description:
+        # of a script that raised, its error
+        said = [line.strip() for line in records.said_last(folder, failure).splitlines() if line.strip()]
+        failure["message"] += f": {said[-1][:200]}" if said else ""
+    return failure
 
 
 def own_group() -> None:

@@ -10,10 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from mgpu_slurm import claims, records, states, steps
+from mgpu_slurm import claims, records, slurm, states, steps
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, open_to
@@ -87,28 +86,38 @@ def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchL
         return ending.code
     if in_place:
         return None
-    retry = None
-    if not log.tells_of_too_little_memory():
-        retry = retrying.due(folder, spec, ending.code, starts(folder, job, "retried"))
+    retry = retrying.due(folder, spec, ending.code, starts(folder, job, "retried"))
     if retry is None:
         return _conclude(folder, spec, job, ending, log)
-    return _try_again(folder, spec, job, retry, nodes)
+    try:
+        return _try_again(folder, spec, job, retry, nodes)
+    except ClusterError as problem:
+        reason = f"{retry.why}; it did not start again: {problem}"
+        records.settle_state(folder, state=states.FAILED, ended=records.now(), reason=reason)
+        return ending.code
 
 
 def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Sequence[str]) -> int | None:
-    """Here, or where one of these nodes is not to be trusted, on others."""
+    """Here; or where one of these nodes is not to be trusted, on others; or where the time limit is near, as a new job.
+
+    Raises:
+        ClusterError: SLURM does not start it again, or does not end what this attempt has left.
+    """
     retry.write_down(folder, job_id=job.id, token=job.token)
-    if set(retry.avoid) & set(nodes) and can_start_without(folder, spec, job, retry.avoid):
-        try:
-            return start_again(folder, spec, job, retry.avoid)
-        except ClusterError as problem:
-            print(f"mgpu_slurm: {problem}: the run starts again where it is", flush=True)
-    with suppress(ClusterError):
-        steps.end_all(job.id)
+    moves = set(retry.avoid) & set(nodes) and can_start_without(folder, spec, job, retry.avoid)
+    if moves or (spec.max_requeues and _is_limit_near(spec, job)):
+        return start_again(folder, spec, job, retry.avoid)
+    steps.end(job.id, folder.group.run)
     for _ in retry.wait():
-        if signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
+        if signal.sigtimedwait({signal.SIGTERM}, 0) is not None or folder.cancel_wish.exists():
             return TERMINATED_EXIT_CODE
     return None
+
+
+def _is_limit_near(spec: Spec, job: Job) -> bool:
+    """Whether SLURM has sent the lead signal already, of which new ranks would not know."""
+    left = None if spec.lead is None else slurm.seconds_left(job.id)
+    return left is not None and left <= (spec.lead or 0)
 
 
 def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog) -> int:

@@ -174,11 +174,13 @@ class Shard:
         world_size: int,
         device: torch.device,
         before: Callable[[], None],
+        on_batch: Callable[[], None],
         **options: Any,
     ) -> None:
         begin, end = share_of(size_of(dataset), rank, world_size)
         self._device = device
         self._before = before
+        self._on_batch = on_batch
         options.setdefault("generator", torch.Generator())
         self._loader = data_loader(Subset(dataset, range(begin, end)), device, **options)
 
@@ -188,6 +190,7 @@ class Shard:
     def __iter__(self) -> Iterator[Any]:
         self._before()
         for samples in self._loader:
+            self._on_batch()
             yield to_device(samples, self._device)
 
 

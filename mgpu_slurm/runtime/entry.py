@@ -32,12 +32,13 @@ from mgpu_slurm.runtime import listening, output, surroundings
 from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
 from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag, ignore_stop_signals
-from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, Spec, read_spec
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE, Spec, read_spec
 
 if TYPE_CHECKING:
     import torch
 
     from mgpu_slurm.runtime.run import Run
+    from mgpu_slurm.runtime.watchdog import Watchdog
 
 PROJECT_VARIABLE = "MGPU_PROJECT"
 
@@ -109,6 +110,9 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
         os.environ[RUNS_VARIABLE] = str(folder.group.path.parent)
     os.environ[PROJECT_VARIABLE] = spec.project
     os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
+    os.environ[STUCK_AFTER_VARIABLE] = str(spec.stuck_after)
+    # torch's flight recorder, which it has for NCCL by itself: tells what a rank that is stuck waits for
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ["PYTHONUNBUFFERED"] = "1"
     if spec.executor == "allocation":
         # the rendezvous is beside srun, maybe on a login node, whose name means nothing here; its address does
@@ -211,11 +215,23 @@ def _train(rank: Rank, stop: StopFlag) -> None:
     from mgpu_slurm.runtime.run import Run
 
     function, config = _function_and_config(rank.spec, rank.folder)
-    with joined(rank) as device, closing(Run(rank.facts, rank.folder.path, device, rank.attempt, stop)) as run:
-        result = function(run, config)
-        run.finish()
-        if run.is_main:
-            _write_result(rank.folder, run, result)
+    with joined(rank) as device:
+        made = Run(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog(rank))
+        with closing(made) as run:
+            result = function(run, config)
+            run.finish()
+            if run.is_main:
+                _write_result(rank.folder, run, result)
+
+
+def watchdog(rank: Rank) -> Watchdog | None:
+    """Ends this rank where it comes no further; None where nobody wants that."""
+    from mgpu_slurm.runtime.watchdog import Watchdog
+
+    if not rank.spec.stuck_after:
+        return None
+    path = rank.folder.rank_failure(rank.attempt, rank.facts.rank)
+    return Watchdog(60 * rank.spec.stuck_after, rank.facts, lambda record: write_json(path, record))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from mgpu_slurm.errors import RendezvousError, UserError
 from mgpu_slurm.runtime import devices
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.surroundings import shared_gpu_warnings
+from mgpu_slurm.spec import STUCK_AFTER_VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,9 @@ ARRIVAL_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other at the start; nodes of a large job boot and import at different speeds."""
 
 _LOWEST_PORT = 10000
+
+LONGER_THAN_STUCK_MINUTES = 5.0
+"""That collectives wait beyond the time after which a rank is stuck."""
 
 
 def bind(address: str, reachable: range | None = None) -> socket.socket:
@@ -104,8 +108,16 @@ def join(
         rank=facts.rank,
         world_size=facts.world_size,
         device_id=device if device.type == "cuda" else None,
+        timeout=collective_timeout(),
     )
     return warning
+
+
+def collective_timeout() -> timedelta | None:
+    """For how long collectives wait: longer than a rank may be stuck, so that the watchdog names it before. None for
+    torch's own."""
+    minutes = float(os.environ.get(STUCK_AFTER_VARIABLE, "0"))
+    return timedelta(minutes=minutes + LONGER_THAN_STUCK_MINUTES) if minutes else None
 
 
 def connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:

@@ -51,7 +51,9 @@ def start_again_in_time(folder: RunFolder, spec: Spec, job: Job) -> int:
     with contextlib.suppress(OSError):
         records.record_event(folder, "requeued", job_id=job.id, token=job.token)
         records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
-    return start_again(folder, spec, job)
+    # what was avoided stays so also where it goes on as another job
+    avoided = [each["avoid"] for each in starts(folder, job, "retried")]
+    return start_again(folder, spec, job, avoided[-1] if avoided else [])
 
 
 def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = ()) -> int:
@@ -92,7 +94,7 @@ def _cancel_if_wished(folder: RunFolder, job_id: str) -> bool:
 
 def can_start_without(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str]) -> bool:
     """Whether SLURM has enough other nodes for the run than these, as far as it says."""
-    options = _as_here({"exclude": _excluded(spec, avoid)}, spec)
+    options = _as_here({"exclude": _excluded(spec, avoid), **_alone(job)}, spec)
     script = str(folder.submission(_first(folder, job)))
     words = sbatch.command("--test-only", *options, script, job.token)
     try:
@@ -133,6 +135,12 @@ def _pass_on(job_id: str, successor: str) -> bool:
     return True
 
 
+def _alone(job: Job) -> dict[str, str]:
+    """Options of sbatch for this run of the script's, behind this job, whatever the script waited for."""
+    _, _, task = job.id.partition("_")
+    return {"dependency": f"afterany:{job.id}", **({"array": task} if task else {})}
+
+
 def _first(folder: RunFolder, job: Job) -> int:
     """Of an array: the index in the group of the array's task 0."""
     return next((each.first for each in records.submissions_of(folder) if each.token == job.token), 0)
@@ -149,8 +157,7 @@ def _submit_behind(folder: RunFolder, spec: Spec, job: Job, more: dict[str, str]
     first = _first(folder, job)
     part = {"first": first, "tasks": str(folder.task)} if task else {}
     records.record_event(folder, "submitting", token=token, continues=job.token, **part)
-    options = {"dependency": f"afterany:{job.id}", "comment": sbatch.comment(spec, token)} | more
-    options |= {"array": task} if task else {}
+    options = {**_alone(job), "comment": sbatch.comment(spec, token), **more}
     words = sbatch.command("--parsable", *_as_here(options, spec), str(folder.submission(first)), token)
     environ = slurm.scrubbed_environment(os.environ)
     handover = sbatch.Handover(

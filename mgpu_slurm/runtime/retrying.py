@@ -38,7 +38,7 @@ class Retry:
     node: str | None
     """Where, if that is known."""
     checkpoint: int | None
-    """The step from which it goes on; None for the beginning."""
+    """The step of the newest checkpoint that has its name; None where there is none."""
     number: int
     """How many in a row it makes that start there."""
     of: int
@@ -62,11 +62,12 @@ class Retry:
         return event
 
     def wait(self) -> Iterator[None]:
-        """Yields now and then during its pause; for who may be asked meanwhile to stop."""
+        """Yields at first, and now and then during its pause: for who may have been asked meanwhile to stop."""
+        yield
         end = time.monotonic() + self.pause
         while (left := end - time.monotonic()) > 0:
-            yield
             time.sleep(min(LOOK_EVERY, left))
+            yield
 
 
 def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> Retry | None:
@@ -80,14 +81,17 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     if spec.kind != "run" or code in (0, REQUEUE_EXIT_CODE):
         return None
     failure = read_json(folder.failure) or _unrecorded(code)
-    cause = causes.cause_of(failure)
+    cause = causes.cause_of(failure, records.said_last(folder, failure))
+    if cause is causes.GPU and not spec.resources.gpus:
+        # none was asked for
+        cause = causes.PROGRAM
     limit = spec.retries if spec.retries is not None else LIMIT if cause.is_clusters else 0
     newest = checkpoints.newest(folder)
     step = None if newest is None else checkpoints.step_of(newest)
     in_vain = _last_that(earlier, step)
     if len(in_vain) >= limit:
         return None
-    node = causes.node_of(failure)
+    node = causes.node_of(failure, cause)
     # what happens twice in a row on one node is that node's
     is_spoilt = cause.spoils_node or any(event["node"] == node for event in in_vain[-1:])
     avoid = [known for event in earlier[-1:] for known in event["avoid"]]

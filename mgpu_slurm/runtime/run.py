@@ -25,6 +25,7 @@ from mgpu_slurm.runtime.metrics import Reporter, as_numbers
 from mgpu_slurm.runtime.plan import Plan
 from mgpu_slurm.runtime.saving import Saver
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.runtime.watchdog import Watchdog
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 
 Batch = TypeVar("Batch")
@@ -76,11 +77,13 @@ class Run:
         stop: StopFlag,
         agreement: Agreement | None = None,
         judge: Judge | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """
         Args:
             agreement: that of the run before, where this process has had one.
             judge: decides on each report whether the training goes on.
+            watchdog: ends this rank where it comes no further.
         """
         self.rank = facts.rank
         self.world_size = facts.world_size
@@ -97,13 +100,14 @@ class Run:
         self._files = RunFolder(folder)
         self._agreement = agreement or Agreement(facts)
         self._judge = judge
+        self._watchdog = watchdog
         self._reporter = Reporter(self._files, attempt) if self.is_main else None
         self._stop = stop
         self._seed = 0
         self._is_deterministic = False
         self._models: list[DistributedDataParallel] = []
         self._keeper = Keeper(self._files, facts, attempt)
-        self._saver = Saver(self._keeper, facts.rank, lambda: self._together(Call.SAVE))
+        self._saver = Saver(self._keeper, facts.rank, lambda: self._together(Call.SAVE), self.alive)
         self._loader: Loader | None = None
         self._loader_name = ""
         self._restored = False
@@ -116,6 +120,8 @@ class Run:
         self._in_mid_epoch = False
         self._share: Share | None = None
         self._part = 1.0
+        if watchdog is not None:
+            watchdog.watch(lambda: self.step)
 
     # -- the model and its data
 
@@ -152,6 +158,12 @@ class Run:
         self._models.append(wrapped)
         self._bring_buffers()
         return wrapped
+
+    def alive(self) -> None:
+        """Says that this rank comes on, for what takes long without any other call of the run: an evaluation of one's
+        own, or work on the data. What says nothing for `--stuck-after` is ended."""
+        if self._watchdog is not None:
+            self._watchdog.alive()
 
     def _start_shard(self) -> None:
         self._together(Call.SHARD)
@@ -193,7 +205,14 @@ class Run:
         Ranks may get different numbers of samples, so weigh what you count with `run.mean(sum, count)`.
         """
         return Shard(
-            dataset, self.rank, self.world_size, self.device, self._start_shard, batch_size=batch_size, **options
+            dataset,
+            self.rank,
+            self.world_size,
+            self.device,
+            self._start_shard,
+            self.alive,
+            batch_size=batch_size,
+            **options,
         )
 
     def _take_share(self, share: Share | None) -> None:
@@ -212,6 +231,7 @@ class Run:
             loss = loss * weight
         loss.backward()  # type: ignore[no-untyped-call]
         self._has_gradients = True
+        self.alive()
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
         """One optimizer step, gradients clipped to the norm `clip` first and cleared after."""
@@ -227,6 +247,7 @@ class Run:
         """After each step of an optimizer, whoever called it: for restored ones this is a hook."""
         self.step += 1
         self._has_gradients = False
+        self.alive()
         if self._reporter is not None:
             self._reporter.step_done(self.step)
 
@@ -428,6 +449,7 @@ class Run:
             self._in_mid_epoch = False
             self._restore_random()
         self._remember(self._agreement.step(self._wish()))
+        self.alive()
         # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
         # unless nothing is saved anyway
         if (is_restored and not self._has_gradients) or not self._restored:
@@ -453,6 +475,7 @@ class Run:
     def _together(self, call: Call) -> Agreed:
         agreed = self._agreement.together(call, self._wish())
         self._remember(agreed)
+        self.alive()
         return agreed
 
     def _act(self, active: Loader | None, save: bool = False, wait: bool = False) -> None:
@@ -505,6 +528,8 @@ class Run:
         Args:
             waits: for the other ranks' parts of a checkpoint, where they end in good order like this one.
         """
+        if self._watchdog is not None:
+            self._watchdog.rest()
         self._saver.close(waits)
         if self._reporter is not None:
             self._reporter.close(self.step)

@@ -21,6 +21,9 @@ from mgpu_slurm.runtime.plan import BestReports, Plan
 CLOSE_SECONDS = 60.0
 """For which a rank that ends still writes: its checkpoint is whole if all of them come to their end."""
 
+WAITING_SECONDS = 1.0
+"""Between two signs of life of a rank that waits for its own checkpoint."""
+
 CLOSE_PAUSE = 0.05
 """Seconds between two looks whether the others have."""
 
@@ -28,10 +31,11 @@ CLOSE_PAUSE = 0.05
 class Saver:
     """One rank's saves, one at a time."""
 
-    def __init__(self, keeper: Keeper, rank: int, together: Callable[[], Agreed]) -> None:
+    def __init__(self, keeper: Keeper, rank: int, together: Callable[[], Agreed], alive: Callable[[], None]) -> None:
         """
         Args:
             together: has all ranks meet, and `heard` called with what they agree.
+            alive: is called now and then while a checkpoint is waited for.
         """
         self.plan = Plan()
         self._best = BestReports()
@@ -42,6 +46,7 @@ class Saver:
         self._keeper = keeper
         self._rank = rank
         self._together = together
+        self._alive = alive
         self._begun = 0
         self._begun_at = time.monotonic()
         self._last_step = 0
@@ -177,8 +182,9 @@ class Saver:
         self._thread.start()
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(WAITING_SECONDS)
+            self._alive()
         if self._error is not None:
             raise self._error
 

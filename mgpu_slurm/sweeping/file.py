@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mgpu_slurm import config as configs
 from mgpu_slurm.errors import UserError, nearest
-from mgpu_slurm.spec import Resources, check_run_name, resources_from
+from mgpu_slurm.spec import Resources, Spec, check_run_name, resources_from
 from mgpu_slurm.sweeping import space as spaces
 from mgpu_slurm.sweeping.space import Space
 
@@ -147,6 +147,8 @@ class Sweep:
     """A database by its URL, `${VARIABLE}` as it stands; None for the study's own journal."""
     max_retries: int
     """How often a trial goes on whose worker has died."""
+    stuck_after: float = Spec.stuck_after
+    """Minutes without progress after which a worker's ranks are ended, and its trial with them."""
     enqueue: tuple[dict[str, Any], ...] = ()
     """Points that are known to be good: the first trials have these values."""
     warm_start: str | None = None
@@ -192,6 +194,7 @@ class _Keys:
     fixed: dict[str, Any] = field(default_factory=dict)
     storage: str | None = None
     max_retries: int = 2
+    stuck_after: float = Spec.stuck_after
     enqueue: list[dict[str, Any]] = field(default_factory=list)
     warm_start: str | None = None
 
@@ -267,6 +270,7 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         space=space,
         storage=keys.storage,
         max_retries=keys.max_retries,
+        stuck_after=keys.stuck_after,
         enqueue=tuple(keys.enqueue),
         warm_start=keys.warm_start,
     )

@@ -40,6 +40,7 @@ class FunctionTrainer:
         self._device = device
         self._agreement = agreement
         self._judge = _judge_of(participant)
+        self._watchdog = entry.watchdog(rank)
         self._function, self._config_class = entry.job_function(rank.spec, rank.folder)
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
@@ -50,7 +51,9 @@ class FunctionTrainer:
         """
         facts = self._rank.facts
         before = checkpoints.newest(folder) if facts.rank == 0 else None
-        run = Run(facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._judge)
+        run = Run(
+            facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._judge, self._watchdog
+        )
         try:
             with closing(run):
                 result = self._call(run, order, folder)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,8 @@ class JournalFile(BaseJournalBackend):
         self._read_up_to = 0
         """Offset of the first line that has not been read."""
         self._lines_read = 0
-        self._syncs_each = True
+        self._unsynced: list[tuple[int, bytes]] | None = None
+        """What was appended since the disk was last waited for, and where, while that is left to the end."""
         if is_new:
             os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o640))
 
@@ -95,17 +96,26 @@ class JournalFile(BaseJournalBackend):
 
     @contextmanager
     def synced_once(self) -> Iterator[None]:
-        """Within it each record is there for others at once, and all of them are on the disk at its end."""
-        self._syncs_each = False
+        """Within it each record is there for others at once, and all of them are on the disk at its end.
+
+        Raises:
+            MgpuError: they are gone, as where a network file system says only now that its disk is full.
+            OSError: it cannot be asked, and could not for long.
+        """
+        unsynced = self._unsynced = []
         try:
             yield
         finally:
-            self._syncs_each = True
-            with open(self._path, "rb") as file:
-                try:
-                    os.fsync(file.fileno())
-                except OSError as error:
-                    self._warn(error)
+            self._unsynced = None
+            self._patiently(lambda: self._sync_all(unsynced))
+
+    def _sync_all(self, appended: list[tuple[int, bytes]]) -> None:
+        with open(self._path, "rb") as file:
+            try:
+                self._sync(file.fileno(), appended)
+            except OSError as error:
+                # to wait for it would help nobody: others have seen them
+                raise MgpuError(f"{str(self._path)!r} has lost records that were in it: {error}") from None
 
     def _append(self, data: bytes) -> None:
         with locked(self._lock_path):
@@ -123,14 +133,19 @@ class JournalFile(BaseJournalBackend):
             written = 0
             while written < len(data):
                 written += os.write(descriptor, data[written:])
-            if self._syncs_each:
-                self._sync(descriptor, before, data)
+            if self._unsynced is None:
+                self._sync(descriptor, [(before, data)])
+            else:
+                self._unsynced.append((before, data))
         except OSError:
             os.ftruncate(descriptor, before)
             raise
 
-    def _sync(self, descriptor: int, place: int, data: bytes) -> None:
+    def _sync(self, descriptor: int, appended: Sequence[tuple[int, bytes]]) -> None:
         """
+        Args:
+            appended: where, and what.
+
         Raises:
             OSError: the records are gone, as where a network file system says only now that its disk is full.
         """
@@ -138,14 +153,12 @@ class JournalFile(BaseJournalBackend):
             os.fsync(descriptor)
         except OSError as error:
             with open(self._path, "rb") as file:
-                file.seek(place)
-                if file.read(len(data)) != data:
-                    raise
-            self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        """Others may have read what was appended, so that it is not taken back."""
-        print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
+                for place, data in appended:
+                    file.seek(place)
+                    if file.read(len(data)) != data:
+                        raise
+            # others may have read it, so that it is not taken back
+            print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         return waiting.patiently(ask, f"the study's journal {str(self._path)!r} is not to be had", self._seconds)

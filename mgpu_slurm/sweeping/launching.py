@@ -151,6 +151,7 @@ def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
         executor=options.executor,
         cluster=options.cluster,
         name=sweep.study,
+        stuck_after=sweep.stuck_after,
         workers=sweep.workers if sweep.trials is None else min(sweep.workers, sweep.trials),
         probes=_probes(sweep),
         dry_run=options.dry_run,

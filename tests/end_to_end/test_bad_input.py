@@ -151,6 +151,7 @@ BAD = {
     "unknown signal": local("train --signal HELLO", "'HELLO'", "use USR1 or USR2"),
     "signal nobody can catch": local("train --signal KILL", "'KILL'", "use USR1 or USR2"),
     "lead as a word": local("train --time 5 --signal USR2@soon", "'USR2@soon'", "USR2@120"),
+    "negative minutes": local("train --stuck-after -1", "--stuck-after -1", "0 for never"),
     "negative retries": local("train --retries -1", "--retries -1", "0 or more"),
     "negative requeues": local("train --max-requeues -1", "--max-requeues -1", "0 or more"),
     "own flag as an extra": local("train --sbatch nodes=3", "'nodes=3'", "write --nodes 3 instead"),

@@ -27,8 +27,9 @@ PLAIN = """\
 mgpu_token=${1:-mgpu-0123}
 set --
 run=/runs/digits-20240501-100000-ab12
-exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun --export=ALL \
---kill-on-bad-exit=1 --nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
+exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun \
+--job-name=digits-20240501-100000-ab12 --export=ALL --kill-on-bad-exit=1 \
+--nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
 """
 
 EVERYTHING = """\
@@ -64,8 +65,9 @@ trap - ERR; export MGPU_SETUP_FAILED
 export NCCL_DEBUG=WARN
 export MESSAGE='it'"'"'s $HOME'
 run=/runs/digits-20240501-100000-ab12
-exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun --export=ALL \
---kill-on-bad-exit=1 --nodes=2 --ntasks-per-node=4 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
+exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun \
+--job-name=digits-20240501-100000-ab12 --export=ALL --kill-on-bad-exit=1 \
+--nodes=2 --ntasks-per-node=4 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
 """
 
 
@@ -84,8 +86,9 @@ ARRAY = """\
 mgpu_token=${1:-mgpu-0123}
 set --
 run=/runs/digits-20240501-100000-ab12/tasks/$((1001 + SLURM_ARRAY_TASK_ID))
-exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun --export=ALL \
---kill-on-bad-exit=1 --nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
+exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun \
+--job-name=digits-20240501-100000-ab12 --export=ALL --kill-on-bad-exit=1 \
+--nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
 """
 
 
@@ -231,7 +234,8 @@ def test_bash_starts_the_command_that_was_meant(tmp_path: Path, name: str) -> No
     argv, value, cpus, set_up = json.loads(done.stdout)
     assert argv == [
         *(str(python), "-m", "mgpu_slurm.runtime.batch", str(folder.path), "--token", "mgpu-0123", "--"),
-        *("srun", "--export=ALL", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks-per-node=1", "--unbuffered"),
+        *("srun", f"--job-name={spec.run}", "--export=ALL", "--kill-on-bad-exit=1"),
+        *("--nodes=2", "--ntasks-per-node=1", "--unbuffered"),
         *(str(python), "-m", "mgpu_slurm.runtime.entry", str(folder.path)),
     ]
     assert (value, cpus, set_up) == (name, "3", "yes")

@@ -60,6 +60,10 @@ def scontrol(tmp_path: Path) -> Path:
     path.parent.mkdir()
     path.write_text(f'#!/bin/sh\necho "$@" >> {path}.calls\n')
     path.chmod(0o755)
+    # no step is left
+    squeue = path.with_name("squeue")
+    squeue.write_text("#!/bin/sh\n")
+    squeue.chmod(0o755)
     return path
 
 

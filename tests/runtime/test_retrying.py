@@ -21,9 +21,9 @@ NO_GPU = {"rank": 0, "node": "n1", "error": "RuntimeError", "message": "No CUDA 
 class Failing:
     """A run whose attempts fail one after the other."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, gpus: int = 1, **options: Any) -> None:
         self.folder = RunFolder(path)
-        self.spec = Spec("run", Target(function="jobs:train"), "slurm", Resources(), **options)
+        self.spec = Spec("run", Target(function="jobs:train"), "slurm", Resources(gpus_per_node=gpus), **options)
         self.retried: list[Event] = []
 
     def fails(self, failure: dict[str, Any], code: int = 1) -> Retry | None:
@@ -97,6 +97,9 @@ class TestNodes:
         retry = failing.fails(NO_GPU)
         assert retry is not None
         assert retry.avoid == ("n1",)
+
+    def test_not_for_a_gpu_that_nobody_asked_for(self, tmp_path: Path) -> None:
+        assert Failing(tmp_path, gpus=0).fails(NO_GPU) is None
 
 
 def test_what_is_written_down(failing: Failing) -> None:

@@ -1,0 +1,180 @@
+"""Why a run ended as it did, or started again: the first cause in plain words, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mgpu_slurm import causes, records, states
+from mgpu_slurm.causes import Cause
+from mgpu_slurm.observe.times import time_of
+from mgpu_slurm.paths import RunFolder, read_json
+from mgpu_slurm.wording import first_line, short_path
+
+SHOWN_LINES = 5
+"""Of what a rank said last."""
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+
+
+@dataclass(frozen=True)
+class Why:
+    """The first cause of an end."""
+
+    cause: str
+    """Its name in the table of causes."""
+    words: str
+    mend: str
+    is_clusters: bool
+    """Whether another try makes sense as it is."""
+    attempt: int | None
+    who: str
+    """`rank 1`, or what else failed first; empty where nobody knows."""
+    node: str | None
+    time: str | None
+    """ISO 8601 with the zone."""
+    error: str
+    """What was said of it, in one line."""
+    line: str | None
+    """Of the program's own code: `train.py:12 in train`."""
+    log: str | None
+    """The log to read on in."""
+
+
+def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
+    """Why a run is not complete; None where it is, or has had no trouble so far.
+
+    Args:
+        state: how it stands now.
+    """
+    if state["state"] == states.COMPLETED:
+        return None
+    failure = read_json(folder.failure)
+    of_state = causes.cause_of_state(state["state"])
+    # what SLURM says of the end comes before what ranks made of it, but for a rank that took too much memory
+    if failure is None or (of_state is not None and of_state is not causes.HOST_MEMORY):
+        return _of_state(folder, state, of_state)
+    cause = causes.cause_of(failure, records.said_last(folder, failure))
+    if of_state is not None:
+        cause = of_state
+    elif _had_returned(folder, failure["attempt"]):
+        cause = causes.AFTER_THE_END
+    return _of_failure(folder, failure, cause, state)
+
+
+def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> Why | None:
+    if states.is_alive(state["state"]):
+        return None
+    known = cause or causes.UNKNOWN
+    return Why(
+        **_words(known),
+        attempt=state["attempts"] or None,
+        who="",
+        node=None,
+        time=state["ended"],
+        error=state["reason"],
+        line=None,
+        log=_launch_log(folder, state),
+    )
+
+
+def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state: dict[str, Any]) -> Why:
+    rank = str(failure.get("rank", failure["who"].removeprefix("rank ")))
+    log = folder.rank_log(failure["attempt"], int(rank)) if rank.isdigit() else None
+    has_log = log is not None and log.exists()
+    return Why(
+        **_words(cause),
+        attempt=failure["attempt"],
+        who=f"rank {rank}" if rank.isdigit() else failure["who"],
+        node=causes.node_of(failure, cause),
+        time=failure.get("time") or _end_of_attempt(folder, failure["attempt"]),
+        error=f"{failure['error']}: {first_line(failure['message'])}" if "error" in failure else failure["message"],
+        line=_own_line(failure.get("traceback") or records.said_last(folder, failure), folder),
+        log=short_path(log) if log is not None and has_log else _launch_log(folder, state),
+    )
+
+
+def _words(cause: Cause) -> dict[str, Any]:
+    facts = asdict(cause)
+    return {"cause": facts["name"], **{name: facts[name] for name in ("words", "mend", "is_clusters")}}
+
+
+def _had_returned(folder: RunFolder, attempt: int) -> bool:
+    """Whether there is a result of this attempt; the job function has returned then."""
+    starts = [each for each in records.events(folder) if each["event"] == "started" and each["attempt"] == attempt]
+    result = read_json(folder.result)
+    began = time_of(starts[-1]["time"]) if starts else None
+    ended = time_of(result["ended"]) if result is not None else None
+    return began is not None and ended is not None and ended >= began
+
+
+def _end_of_attempt(folder: RunFolder, attempt: int) -> str | None:
+    ends = [each for each in records.events(folder) if each["event"] == "ended" and each["attempt"] == attempt]
+    return ends[-1]["time"] if ends else None
+
+
+def _own_line(traceback: str, folder: RunFolder) -> str | None:
+    """The innermost line of the run's own code in it."""
+    code = str(folder.group.code)
+    own = [match for match in _FRAME.finditer(traceback) if match["file"].startswith(code) or "/" not in match["file"]]
+    if not own:
+        return None
+    file = own[-1]["file"].removeprefix(f"{code}/")
+    return f"{file}:{own[-1]['line']} in {own[-1]['function'].strip()}"
+
+
+def _launch_log(folder: RunFolder, state: dict[str, Any]) -> str | None:
+    log = folder.launch_log(state["job_id"]) if state["job_id"] else None
+    return short_path(log) if log is not None and log.exists() else None
+
+
+def facts(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
+    """For programs."""
+    found = why(folder, state)
+    known = {name: state[name] for name in ("run", "state", "reason")}
+    return known | {"why": None if found is None else asdict(found)}
+
+
+def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    found = why(folder, state)
+    yield f"{state['state']}  {state['run']}" + (f": {state['reason']}" if state["reason"] else "")
+    yield from _history(folder)
+    if found is None:
+        if state["state"] == states.COMPLETED:
+            yield "nothing went wrong in the end"
+        else:
+            yield "nothing has gone wrong that it has not started again after"
+        return
+    yield f"why       {found.words}"
+    yield f"where     {' '.join(_where(found))}"
+    if found.line is not None:
+        yield f"line      {found.line}"
+    if found.error:
+        yield f"error     {found.error}"
+    yield f"mend      {found.mend}"
+    if found.log is not None:
+        yield f"log       {found.log}"
+
+
+def _where(found: Why) -> Iterator[str]:
+    if found.who:
+        yield found.who
+    if found.node is not None:
+        yield f"on {found.node}"
+    if found.attempt is not None:
+        yield f"in attempt {found.attempt}"
+    if (at := time_of(found.time)) is not None:
+        yield f"at {at:%Y-%m-%d %H:%M:%S}"
+
+
+def _history(folder: RunFolder) -> Iterator[str]:
+    """The attempts before, each with what ended it."""
+    events = records.events(folder)
+    for event in events:
+        if event["event"] == "retried":
+            yield f"before    {event['why']}; it started again"
+        elif event["event"] == "requeued":
+            yield "before    the time limit was near; it started again from its newest checkpoint"

@@ -1,0 +1,281 @@
+"""Sees that a rank comes on, and ends it where it does not: stuck ranks would hold their nodes until the time limit.
+
+A thread of each rank compares how often the rank has said that it is alive. Where that has not changed for long, it
+writes down where the rank is, and whether it waits there for others: of a training that is stuck all ranks stand
+still, and what tells the one that holds the others up is that it does not wait. Then it ends the rank, and with it the
+attempt.
+
+A rank whose thread cannot run, because C code holds the interpreter's lock, says nothing; its silence names it among
+others, and a timer of the system shows its stack. Alone, such a rank is not ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import site
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mgpu_slurm.causes import STUCK
+from mgpu_slurm.records import now
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from mgpu_slurm.runtime.facts import RankFacts
+
+LOOK_EVERY = 1.0
+"""Seconds, at most; a tenth of a short limit."""
+
+LONGER_THAN_EVER = 2.0
+"""Times the longest time between two signs of life so far, for which a rank may stand still in any case."""
+
+SHORTEST_GRACE, LONGEST_GRACE = 3.0, 60.0
+"""Seconds between a rank's record and its end, in which the others write theirs: a tenth of the limit."""
+
+LAST_SECONDS = 30.0
+"""After its grace a rank ends, whatever it hangs on while it says why."""
+
+Record = dict[str, Any]
+
+
+class Watchdog:
+    """Of one rank. It begins with the first sign of life: what a training takes to get there is its own affair."""
+
+    def __init__(self, seconds: float, facts: RankFacts, write: Callable[[Record], None]) -> None:
+        """
+        Args:
+            seconds: for which a rank may stand still.
+            write: keeps what there is to say of this rank.
+        """
+        self._seconds = seconds
+        self._pause = min(LOOK_EVERY, seconds / 10)
+        self._grace = min(max(SHORTEST_GRACE, seconds / 10), LONGEST_GRACE)
+        self._facts = facts
+        self._write = write
+        self._signs = 0
+        self._step: Callable[[], int] = lambda: 0
+        self._rests = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._hook: RemovableHandle | None = None
+        self._alarm = _Alarm()
+
+    def watch(self, step: Callable[[], int]) -> None:
+        """Watches the thread that calls it.
+
+        Args:
+            step: at which the rank is.
+        """
+        self._step, self._signs, self._rests = step, 0, threading.Event()
+        # also in a loop of somebody else's
+        self._hook = register_optimizer_step_post_hook(lambda *_: self.alive())
+        arguments = (threading.get_ident(), self._rests)
+        self._thread = threading.Thread(target=self._look, args=arguments, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def alive(self) -> None:
+        """The rank has come on. Costs next to nothing."""
+        if not self._signs:
+            # what comes next may not let the thread look
+            self._alarm.set(self._seconds + self._pause)
+        self._signs += 1
+
+    def rest(self) -> None:
+        """Watches no more."""
+        self._rests.set()
+        if self._hook is not None:
+            self._hook.remove()
+        if self._thread is not None:
+            # it may be about to end the process
+            self._thread.join(timeout=1.0)
+        self._alarm.clear()
+
+    def _look(self, watched: int, rests: threading.Event) -> None:
+        signs, longest = 0, 0.0
+        since = looked = time.monotonic()
+        computed = time.process_time()
+        while not rests.wait(self._pause):
+            at, since_then = time.monotonic(), time.process_time() - computed
+            late = at - looked - self._pause
+            if late > 1 and since_then < late / 10:
+                # the whole process was suspended, as SLURM does with a job; a busy machine only makes it late
+                since += late
+            if signs != self._signs:
+                longest = max(longest, at - since)
+                signs, since = self._signs, at
+                self._alarm.set(self._limit(longest) + self._pause)
+            elif signs and at - since >= self._limit(longest):
+                self._end(watched, at - since)
+            looked, computed = at, time.process_time()
+
+    def _limit(self, longest: float) -> float:
+        return max(self._seconds, LONGER_THAN_EVER * longest)
+
+    def _end(self, watched: int, seconds: float) -> None:
+        # no exit code, which would be the program's own
+        last = threading.Timer(self._grace + LAST_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
+        last.daemon = True
+        last.start()
+        self._alarm.clear()
+        try:
+            record = self._record(sys._current_frames()[watched], seconds)
+            # not by print, over which another thread may be blocked
+            os.write(1, f"mgpu_slurm: stuck: {record['message']}; this rank ends. Its threads:\n".encode())
+            faulthandler.dump_traceback(1)
+            self._write(record)
+            time.sleep(self._grace)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _record(self, innermost: FrameType, seconds: float) -> Record:
+        # without the text of its lines, which would be read from a disk that may be what everybody waits for
+        frames = traceback.StackSummary.extract(reversed(list(traceback.walk_stack(innermost))), lookup_lines=False)
+        collectives: list[Record] = []
+        with suppress(Exception):
+            # a private interface
+            collectives = _collectives()
+        unfinished = [entry for entry in collectives if not entry["retired"]]
+        waits = bool(unfinished) or _is_where_ranks_wait(frames[-1])
+        what = f" in {unfinished[0]['profiling_name']}" if unfinished else ""
+        doing = f"{f'waits for other ranks{what}' if waits else 'is'} at {_place(frames)}"
+        return {
+            "rank": self._facts.rank,
+            "node": self._facts.node_name,
+            "time": now(),
+            "error": STUCK,
+            "message": f"no progress for {_words(seconds)} since step {self._step()}: it {doing}",
+            "doing": doing,
+            "consequence": waits,
+            "collectives": len(collectives) and max(entry["record_id"] for entry in collectives),
+        }
+
+
+def _collectives() -> list[Record]:
+    """What torch's flight recorders have of this process, the oldest first; nothing where they keep none."""
+    if not dist.is_initialized():
+        return []
+    from torch._C import _distributed_c10d as recorder
+
+    found: list[Record] = []
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        if hasattr(recorder, name):
+            found += pickle.loads(getattr(recorder, name)()).get("entries", [])
+    return found
+
+
+_OTHERS = tuple(
+    str(Path(folder).resolve())
+    for folder in {
+        *site.getsitepackages(),
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        str(Path(__file__).parents[1]),
+    }
+)
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of the user's own code."""
+    own = [frame for frame in frames if not frame.filename.startswith(("<frozen", *_OTHERS))]
+    frame = (own or frames)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+_TORCH = Path(torch.__file__).parent
+_WHERE_RANKS_WAIT = (
+    str(_TORCH / "distributed"),
+    str(_TORCH / "autograd" / "graph.py"),
+    str(Path(__file__).with_name("agreement.py")),
+)
+"""For what others do not send: in collectives, also those of a backward pass."""
+
+
+def _is_where_ranks_wait(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_WHERE_RANKS_WAIT)
+
+
+def _words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+class _Alarm:
+    """Shows the stacks of this process's threads when a time is over, also where none of them can run Python code.
+
+    By a timer of the system (timer_create(2)), which a forked child does not have. The thread of C code that
+    `faulthandler.dump_traceback_later` keeps is one that a child of `os.fork` waits for at its end, and has not.
+    """
+
+    def __init__(self) -> None:
+        self._timer: ctypes.c_void_p | None = None
+
+    def set(self, seconds: float) -> None:
+        """Begins anew."""
+        with suppress(AttributeError, OSError, RuntimeError, ValueError):
+            # another C library or interpreter may not have what it takes
+            if self._timer is None:
+                self._timer = _new_timer()
+                # after the interpreter's end the signal would be an end too
+                atexit.register(self.clear)
+            self._settime(seconds)
+
+    def clear(self) -> None:
+        if self._timer is not None:
+            self._settime(0.0)
+
+    def _settime(self, seconds: float) -> None:
+        assert self._timer is not None
+        whole = int(seconds)
+        value = _TimerSpec(0, 0, whole, int((seconds - whole) * 1e9))
+        ctypes.CDLL(None).timer_settime(self._timer, 0, ctypes.byref(value), None)
+
+
+class _TimerSpec(ctypes.Structure):
+    """`struct itimerspec` of time.h: an interval, and the time until the first end."""
+
+    _fields_ = [(name, ctypes.c_long) for name in ("every", "every_ns", "value", "value_ns")]
+
+
+class _SignalEvent(ctypes.Structure):
+    """`struct sigevent` of signal.h, of 64 bytes."""
+
+    _fields_ = [
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("_", ctypes.c_char * 48),
+    ]
+
+
+_SIGEV_SIGNAL = 0
+
+
+def _new_timer() -> ctypes.c_void_p:
+    """
+    Raises:
+        AttributeError: there are no such timers.
+        OSError: the system has none left.
+    """
+    signum = signal.SIGRTMAX - 1
+    faulthandler.register(signum, file=2, all_threads=True)
+    timer = ctypes.c_void_p()
+    event = _SignalEvent(None, signum, _SIGEV_SIGNAL, b"")
+    if ctypes.CDLL(None).timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+        raise OSError("timer_create")
+    return timer

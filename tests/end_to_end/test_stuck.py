@@ -1,0 +1,117 @@
+"""A training that comes no further ends, says which rank holds it up and where, and starts again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import Project, log
+
+AFTER = ("--stuck-after", "0.15", "--nodes", "2")
+"""Nine seconds: a loaded machine takes some to start."""
+
+JOB = '''
+    """Steps of two ranks, one of which stands still at the third, in the first attempt."""
+    import re
+    import threading
+
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import TensorDataset
+
+
+    def asleep(run):
+        threading.Event().wait()
+
+
+    def holding_the_lock(run):
+        # C code that gives the interpreter's lock to nobody
+        re.match("(a+)+$", 40 * "a" + "b")
+
+
+    def elsewhere(run):
+        dist.barrier(group=run.lonely)
+
+
+    def stuck(run, config):
+        train(run, asleep)
+
+
+    def locked(run, config):
+        train(run, holding_the_lock)
+
+
+    def apart(run, config):
+        train(run, elsewhere)
+
+
+    def train(run, stand_still):
+        run.lonely = dist.new_group(backend="gloo")
+        model = run.wrap(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = run.loader(TensorDataset(torch.randn(24, 2)), batch_size=4)
+        state = run.restore(model=model, optimizer=optimizer, data=data)
+        for epoch in state.epochs(2):
+            for (batch,) in data:
+                if run.attempt == 1 and run.step == 8 and run.rank == 1:
+                    stand_still(run)
+                run.backward(model(batch).mean())
+                run.update(optimizer)
+            run.report(epoch, loss=0.0)
+'''
+
+
+@pytest.fixture
+def stuck(project: Project) -> Project:
+    project.write("train.py", JOB)
+    return project
+
+
+def retried(folder: Path) -> dict[str, Any]:
+    events = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+    (found,) = [event for event in events if event["event"] == "retried"]
+    return dict(found)
+
+
+def test_the_rank_that_holds_up_the_others_is_named_with_its_line(stuck: Project) -> None:
+    folder, facts = stuck.run("train:stuck", *AFTER)
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
+    event = retried(folder)
+    line = 1 + next(index for index, text in enumerate(lines(stuck)) if "threading.Event().wait()" in text)
+    assert event["why"] == (
+        f"rank 1 on local2: Stuck: no progress for 9 s since step 8: it is at train.py:{line} in asleep"
+    )
+    assert "restored step 6 from" in log(folder, 0, attempt=2)
+    assert "this rank ends. Its threads:" in log(folder, 1)
+    assert "in asleep" in log(folder, 1)
+    waits = log(folder, 0)
+    assert "no progress for 9 s since step 8: it waits for other ranks in gloo:all_reduce at train.py" in waits
+    assert "in train" in waits
+
+
+def lines(project: Project) -> list[str]:
+    return (project.folder / "train.py").read_text().splitlines()
+
+
+def test_one_that_holds_the_lock_of_the_interpreter_is_named_by_its_silence(stuck: Project) -> None:
+    folder, facts = stuck.run("train:locked", *AFTER)
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
+    assert retried(folder)["why"].startswith(
+        "rank 1 did not answer any more, and rank 0 had no progress for 9 s since step 8: it waits for other ranks"
+    )
+    # its stack all the same
+    assert "in holding_the_lock" in log(folder, 1)
+
+
+def test_ranks_that_wait_for_each_other_in_different_places_are_told_both(stuck: Project) -> None:
+    folder, facts = stuck.run("train:apart", *AFTER)
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
+    why = retried(folder)["why"]
+    assert why.startswith(
+        "rank 0 on local1: Stuck: no progress for 9 s since step 8: it waits for other ranks in gloo:"
+    )
+    assert "and rank 1 waits for other ranks in gloo:barrier at train.py:" in why
+    assert why.endswith("in elsewhere")

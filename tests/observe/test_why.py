@@ -1,0 +1,164 @@
+"""What a failed run failed of, from what really happened: each script here fails of its cause."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.observe.why import why
+from mgpu_slurm.paths import RunFolder
+from tests.support import Project
+
+SCRIPTS = {
+    "import": "import no_such_module",
+    "port": """
+import socket
+taken = socket.socket()
+taken.bind(("127.0.0.1", 0))
+taken.listen()
+socket.socket().bind(taken.getsockname())
+""",
+    "host-memory": """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+bytearray(1 << 32)
+""",
+    "host-memory, torch": """
+import resource, torch
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+torch.zeros(1 << 33)
+""",
+    "host-memory, loader": """
+import os, signal, torch
+from torch.utils.data import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+for batch in DataLoader(Data(), num_workers=1):
+    pass
+""",
+    "nan": """
+import torch
+torch.autograd.set_detect_anomaly(True)
+value = torch.zeros(1, requires_grad=True)
+(value.sqrt() * 0).backward()
+""",
+    "disk-full": """
+import os
+os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+""",
+    "collective-timeout": """
+from datetime import timedelta
+import os
+import torch
+import torch.distributed as dist
+store = dist.HashStore()
+if os.fork() == 0:
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=1, world_size=2)
+    import time
+    time.sleep(20)
+    os._exit(0)
+dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=0, world_size=2,
+                        timeout=timedelta(seconds=2))
+dist.all_reduce(torch.ones(1))
+""",
+    "connection": """
+import os
+import torch
+import torch.distributed as dist
+child = os.fork()
+dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=int(child == 0), world_size=2)
+dist.barrier()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+dist.all_reduce(torch.ones(1))
+""",
+    "program": "{}['missing']",
+    "crash": "import ctypes; ctypes.string_at(0)",
+    "crash, abort": "import os; os.abort()",
+    "shared-memory": """
+import mmap, os
+with open(os.environ["STORE"], "wb+") as file:
+    file.truncate(8192)
+    mapped = mmap.mmap(file.fileno(), 8192)
+    file.truncate(0)
+    mapped[5000]
+""",
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_really_fails_of_it(name: str, tmp_path: Path, project: Project) -> None:
+    project.environ["STORE"] = str(tmp_path / "store")
+    project.write("train.py", SCRIPTS[name])
+    folder, facts = project.run("--retries", "0", "--", "python", "train.py")
+    assert facts["state"] == "FAILED"
+    found = why(RunFolder(folder), facts)
+    assert found is not None
+    assert found.cause == name.partition(",")[0], found
+    assert found.who == "rank 0"
+
+
+FUNCTION = """
+    def load(path):
+        raise ValueError(f"{path} is no picture")
+
+
+    def train(run, config):
+        load("cat.txt")
+"""
+
+
+def test_an_error_of_the_program_with_its_line(project: Project) -> None:
+    project.write("train.py", FUNCTION)
+    folder, facts = project.run("train.py")
+    told = project.call("why", folder.name).stdout.splitlines()
+    assert told[0] == f"FAILED  {folder.name}: {facts['reason']}"
+    words = dict(line.split(maxsplit=1) for line in told[1:])
+    assert words["why"] == "the program failed"
+    assert words["where"].startswith("rank 0 on local1 in attempt 1 at 2")
+    assert words["line"] == "train.py:3 in load"
+    assert words["error"] == "ValueError: cat.txt is no picture"
+    assert "resume --code new" in words["mend"]
+    assert (project.folder / words["log"]).read_text().endswith("ValueError: cat.txt is no picture\n")
+    (answer,) = json.loads(project.call("why", folder.name, "--json").stdout)
+    assert (answer["run"], answer["state"]) == (folder.name, "FAILED")
+    assert (answer["why"]["cause"], answer["why"]["is_clusters"]) == ("program", False)
+
+
+def test_one_that_has_failed_after_its_end(project: Project) -> None:
+    project.write("train.py", "import os\nimport atexit\n\ndef train(run, config):\n    atexit.register(os.abort)\n")
+    folder, facts = project.run("train.py")
+    found = why(RunFolder(folder), facts)
+    assert found is not None
+    assert found.cause == "after-the-end"
+
+
+def test_what_went_wrong_before_is_told_too(project: Project) -> None:
+    project.write("train.sh", "[ $MGPU_ATTEMPT = 2 ] || kill -9 $$\n")
+    folder, _ = project.run("--", "sh", "train.sh")
+    assert project.call("why", folder.name).stdout.splitlines() == [
+        f"COMPLETED  {folder.name}",
+        "before    rank 0 was ended by SIGKILL; it started again",
+        "nothing went wrong in the end",
+    ]
+
+
+def test_of_a_group_each_that_did_not_complete(project: Project) -> None:
+    project.write("train.sh", "exit $1\n")
+    project.call("submit", "--executor", "local", "--seeds", "3", "--name", "three", "--", "sh", "train.sh", "{seed}")
+    (group,) = {facts["run"].partition("/")[0] for facts in project.json("status")}
+    answers = json.loads(project.call("why", group, "--json").stdout)
+    assert [(answer["run"], answer["why"]["error"]) for answer in answers] == [
+        (f"{group}/{task}", f"rank 0 ended with exit code {task}") for task in (1, 2)
+    ]
+    assert "nothing went wrong" in project.call("why", f"{group}/0").stdout

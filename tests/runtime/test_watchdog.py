@@ -1,0 +1,87 @@
+"""The thread that sees whether a rank comes on, in processes of their own: it ends them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import wait_until
+
+SCRIPT = """
+import json, sys, threading, time
+from pathlib import Path
+from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.runtime.watchdog import Watchdog
+
+folder = Path(sys.argv[1])
+facts = RankFacts(node_name="n1")
+watchdog = Watchdog({seconds}, facts, lambda record: (folder / "record.json").write_text(json.dumps(record)))
+watchdog.watch(lambda: 7)
+watchdog.alive()
+(folder / "ready").touch()
+{body}
+"""
+
+
+def started(folder: Path, seconds: float, body: str) -> subprocess.Popen[str]:
+    script = SCRIPT.format(seconds=seconds, body=body)
+    return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
+
+
+def test_one_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
+    process = started(tmp_path, 0.5, "threading.Event().wait()")
+    told, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert re.match(r"mgpu_slurm: stuck: no progress for \d s since step 7: it is at <string>:13 in <module>;", told)
+    assert "Current thread" in told
+    assert '"consequence": false' in (tmp_path / "record.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for _ in range(20):\n    time.sleep(0.1)\n    watchdog.alive()",
+        "watchdog.rest()\ntime.sleep(2)",
+    ],
+    ids=["comes on", "is not watched any more"],
+)
+def test_it_leaves_others_alone(tmp_path: Path, body: str) -> None:
+    process = started(tmp_path, 1.0, body)
+    assert process.communicate() == ("", None)
+    assert process.returncode == 0
+
+
+def test_a_process_that_was_suspended_has_not_stood_still(tmp_path: Path) -> None:
+    """As SLURM does with a whole job."""
+    process = started(tmp_path, 2.0, "time.sleep(1)")
+    wait_until(lambda: (tmp_path / "ready").exists())
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate() == ("", None)
+    assert process.returncode == 0
+
+
+def test_the_stack_of_one_whose_c_code_holds_the_interpreters_lock_is_shown(tmp_path: Path) -> None:
+    script = SCRIPT.format(seconds=0.5, body='import re\nre.match("(a+)+$", 40 * "a" + "b")')
+    command = ["timeout", "60", sys.executable, "-c", script, str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process:
+        # by a timer of the system; none of its own threads can run
+        assert any(line.startswith('  File "<string>", line 14') for line in process.stderr)
+        process.kill()
+
+
+def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
+    body = "import os\nchild = os.fork()\nif child: sys.exit(os.waitpid(child, 0)[1])"
+    process = started(tmp_path, 60.0, body)
+    assert process.communicate() == ("", None)
+    assert process.returncode == 0
