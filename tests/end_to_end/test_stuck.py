@@ -17,6 +17,7 @@ JOB = '''
     """Steps of two ranks, one of which stands still at the third, in the first attempt."""
     import re
     import threading
+    from dataclasses import dataclass
 
     import torch
     import torch.distributed as dist
@@ -48,6 +49,19 @@ JOB = '''
         train(run, elsewhere)
 
 
+    @dataclass
+    class Config:
+        lr: float = 0.1
+
+
+    def once(run, config: Config):
+        """The first attempt of the first trial stands still after its first report."""
+        run.report(1, loss=config.lr)
+        if run.folder.name == "0" and run.attempt == 1 and run.rank == 1:
+            asleep(run)
+        run.report(2, loss=config.lr)
+
+
     def train(run, stand_still):
         run.lonely = dist.new_group(backend="gloo")
         model = run.wrap(torch.nn.Linear(2, 1))
@@ -62,6 +76,18 @@ JOB = '''
                 run.update(optimizer)
             run.report(epoch, loss=0.0)
 '''
+
+
+SWEEP = """
+    study: search
+    job: train:once
+    metric: loss
+    direction: minimize
+    trials: 2
+    stuck_after: 0.1
+    resources: {nodes: 2}
+    space: {lr: {float: [0.1, 0.2]}}
+"""
 
 
 @pytest.fixture
@@ -115,3 +141,16 @@ def test_ranks_that_wait_for_each_other_in_different_places_are_told_both(stuck:
     )
     assert "and rank 1 waits for other ranks in gloo:barrier at train.py:" in why
     assert why.endswith("in elsewhere")
+
+
+def test_a_trial_that_is_stuck_is_lost_and_begun_again(stuck: Project) -> None:
+    stuck.write("sweep.yaml", SWEEP)
+    done = stuck.call("sweep", "sweep.yaml", "--executor", "local", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = stuck.runs / "search"
+    log_of_1 = (folder / "trials" / "0" / "logs" / "1-1.log").read_text()
+    assert "in asleep" in log_of_1
+    results = [json.loads((folder / "trials" / str(number) / "result.json").read_text()) for number in range(2)]
+    assert [result["state"] for result in results] == ["COMPLETE", "COMPLETE"]
+    ends = [json.loads(line) for line in (folder / "tasks" / "0" / "attempts.jsonl").read_text().splitlines()]
+    assert any("Stuck" in str(event.get("error")) for event in ends if event["event"] == "ended")

@@ -247,6 +247,31 @@ def test_a_cancel_is_heard_before_the_next_attempt(folder: RunFolder, start_batc
     assert records.read_state(folder)["attempts"] == 2
 
 
+def test_one_that_came_before_the_first_failure_too(folder: RunFolder, start_batch: StartBatch) -> None:
+    batch = start_batch(shell(f"touch {folder.cancel_wish}; kill -9 $$"), nodes=1)
+    assert batch.wait() == 143
+    assert records.read_state(folder)["attempts"] == 1
+
+
+def test_near_its_time_limit_a_retry_is_a_requeue(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
+    """New ranks would not hear of the limit."""
+    scontrol.with_name("squeue").write_text("#!/bin/sh\necho 0:45\n")
+    assert start_batch(shell(KILLED_ONCE), lead=60).wait() == 75
+    assert Path(f"{scontrol}.calls").read_text() == "requeue 9\n"
+    assert [event["event"] for event in records.events(folder)] == ["started", "ended", "retried"]
+
+
+def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path
+) -> None:
+    scontrol.with_name("squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Access denied' >&2; exit 1\n")
+    assert start_batch(shell(KILLED_ONCE)).wait() == 143
+    state = records.read_state(folder)
+    assert (state["state"], state["attempts"]) == ("FAILED", 1)
+    assert "rank 1 on n2" in state["reason"]
+    assert "it did not start again:" in state["reason"]
+
+
 @pytest.mark.parametrize(
     ("end", "how"), [("kill -9 $$", "was ended by SIGKILL"), ("exit 4", "ended with exit code 4: last words")]
 )

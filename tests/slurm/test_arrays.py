@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mgpu_slurm import records
+from mgpu_slurm.paths import RunFolder
 from tests.slurm.cluster import Cluster
 from tests.support import Project, wait_until
 
@@ -96,6 +98,25 @@ def test_a_requeued_task_is_started_again_alone(slurm_project: Project, cluster:
     assert slurm_project.call("wait", folder.name).returncode == 0
     assert [facts["attempts"] for facts in slurm_project.json("status", folder.name)] == [1, 2]
     assert slurm_project.call("logs", f"{folder.name}/1").stdout == "again 1\n"
+
+
+def test_a_killed_task_starts_again_alone_and_a_node_that_kills_is_left(
+    slurm_project: Project, cluster: Cluster
+) -> None:
+    # task 0 dies once; task 1 on each node that it gets first, twice
+    script = (
+        "echo $SLURMD_NODENAME > first-{seed}-$MGPU_ATTEMPT;"
+        " [ {seed}$MGPU_ATTEMPT != 01 ] || kill -9 $$;"
+        " if [ {seed} = 1 ] && [ $SLURMD_NODENAME = $(cat first-1-1) ]; then kill -9 $$; fi; echo done"
+    )
+    folder = group(slurm_project, "2", script)
+    wait_until(lambda: states(slurm_project, folder.name) in (["COMPLETED", "PENDING"], ["COMPLETED", "REQUEUED"]))
+    (facts,) = slurm_project.json("status", f"{folder.name}/1")
+    cluster.start_now(facts["job_id"])
+    assert slurm_project.call("wait", folder.name).returncode == 0
+    assert [facts["attempts"] for facts in slurm_project.json("status", folder.name)] == [2, 3]
+    nodes = [event["nodes"] for event in records.events(RunFolder(folder).of_task(1)) if event["event"] == "started"]
+    assert nodes[0] == nodes[1] != nodes[2]
 
 
 class TestAfter:
