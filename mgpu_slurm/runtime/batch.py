@@ -16,6 +16,7 @@ from mgpu_slurm import claims, records, slurm, states, steps
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, open_to
+from mgpu_slurm.patience import wait_out
 from mgpu_slurm.processes import allow_many_files
 from mgpu_slurm.runtime import retrying
 from mgpu_slurm.runtime.attempt import WATCHED, Ending, StartRanks, goes_on_in_place, own_group, run_attempt
@@ -109,14 +110,18 @@ def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Seq
         return start_again(folder, spec, job, retry.avoid)
     steps.end(job.id, folder.group.run)
     for _ in retry.wait():
-        if signal.sigtimedwait({signal.SIGTERM}, 0) is not None or folder.cancel_wish.exists():
+        if folder.cancel_wish.exists():
+            records.settle_state(folder, state=states.CANCELLED, reason="cancelled", ended=records.now())
+            return TERMINATED_EXIT_CODE
+        if signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
+            # SLURM knows why
             return TERMINATED_EXIT_CODE
     return None
 
 
 def _is_limit_near(spec: Spec, job: Job) -> bool:
     """Whether SLURM has sent the lead signal already, of which new ranks would not know."""
-    left = None if spec.lead is None else slurm.seconds_left(job.id)
+    left = None if spec.lead is None else wait_out(lambda: slurm.seconds_left(job.id))
     return left is not None and left <= (spec.lead or 0)
 
 

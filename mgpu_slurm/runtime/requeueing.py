@@ -157,7 +157,7 @@ def _submit_behind(folder: RunFolder, spec: Spec, job: Job, more: dict[str, str]
     first = _first(folder, job)
     part = {"first": first, "tasks": str(folder.task)} if task else {}
     records.record_event(folder, "submitting", token=token, continues=job.token, **part)
-    options = {**_alone(job), "comment": sbatch.comment(spec, token), **more}
+    options = {"comment": sbatch.comment(spec, token), **_alone(job), **more}
     words = sbatch.command("--parsable", *_as_here(options, spec), str(folder.submission(first)), token)
     environ = slurm.scrubbed_environment(os.environ)
     handover = sbatch.Handover(

@@ -250,7 +250,8 @@ def test_a_cancel_is_heard_before_the_next_attempt(folder: RunFolder, start_batc
 def test_one_that_came_before_the_first_failure_too(folder: RunFolder, start_batch: StartBatch) -> None:
     batch = start_batch(shell(f"touch {folder.cancel_wish}; kill -9 $$"), nodes=1)
     assert batch.wait() == 143
-    assert records.read_state(folder)["attempts"] == 1
+    state = records.read_state(folder)
+    assert (state["state"], state["reason"], state["attempts"]) == ("CANCELLED", "cancelled", 1)
 
 
 def test_near_its_time_limit_a_retry_is_a_requeue(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:

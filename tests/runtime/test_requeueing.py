@@ -12,7 +12,7 @@ from mgpu_slurm.launch import registry, script
 from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import requeueing
-from mgpu_slurm.runtime.requeueing import Job, requeues, start_again
+from mgpu_slurm.runtime.requeueing import Job, start_again, start_again_in_time, starts
 from mgpu_slurm.spec import Resources, Spec, Target
 from tests.slurm_stand_in import StandIn, stand_in
 
@@ -62,7 +62,7 @@ def arguments(slurm: StandIn) -> list[str]:
 
 def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("scontrol", f"echo \"$@\" >> '{slurm.state}/requeued'\n")
-    assert start_again(folder, spec, Job("9", "mgpu-1")) == 75
+    assert start_again_in_time(folder, spec, Job("9", "mgpu-1")) == 75
     assert (slurm.state / "requeued").read_text() == "requeue 9\n"
     assert slurm.calls == []
     state = records.read_state(folder)
@@ -77,14 +77,14 @@ def test_where_slurm_does_not_requeue_another_job_waits_for_the_end_of_this_one(
         slurm.write("scontrol", "exec sleep 600\n")
     monkeypatch.setenv("SLURM_CPU_BIND", "mask")
     monkeypatch.setenv("RANK", "3")
-    start_again(folder, spec, Job("9", "mgpu-1"))
+    start_again_in_time(folder, spec, Job("9", "mgpu-1"))
     (queued,) = slurm.queue
     job_id, _, comment = queued.partition("|")
     token = comment.removeprefix("project 7 ")
     assert arguments(slurm) == [
         "--parsable",
-        "--dependency=afterany:9",
         f"--comment=project 7 {token}",
+        "--dependency=afterany:9",
         str(folder.submission()),
         token,
     ]
@@ -109,8 +109,8 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
     token = slurm.queue[0].rpartition(" ")[2]
     assert arguments(slurm) == [
         "--parsable",
-        "--dependency=afterany:9_3",
         f"--comment=project 7 {token}",
+        "--dependency=afterany:9_3",
         "--array=3",
         str(folder.submission(1001)),
         token,
@@ -123,19 +123,19 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
 def test_jobs_that_wait_for_the_run_wait_for_its_new_job_too(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("scontrol", 'echo "$*" >> "$0.calls"; case $1 in requeue) echo "is disabled" >&2; exit 1 ;; esac\n')
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'; echo '51|afterok:8(unfulfilled)'\n")
-    assert start_again(folder, spec, Job("9", "mgpu-1")) == 0
+    assert start_again_in_time(folder, spec, Job("9", "mgpu-1")) == 0
     calls = (slurm.state / "bin" / "scontrol.calls").read_text().splitlines()
     assert calls == ["requeue 9", "update JobId=50 Dependency=afterok:9,afterok:42"]
 
 
 def test_where_they_cannot_be_told_they_do_not_start_too_soon(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'\n")
-    assert start_again(folder, spec, Job("9", "mgpu-1")) == 75
+    assert start_again_in_time(folder, spec, Job("9", "mgpu-1")) == 75
 
 
 def test_a_site_s_own_names_for_options_are_used(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     spec.rename.update({"comment": None, "dependency": "after={}"})
-    start_again(folder, spec, Job("9", "mgpu-1"))
+    start_again_in_time(folder, spec, Job("9", "mgpu-1"))
     assert arguments(slurm)[:2] == ["--parsable", "--after=afterany:9"]
     assert not any(word.startswith("--comment") for word in arguments(slurm))
 
@@ -145,7 +145,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
     folder: RunFolder, spec: Spec, slurm: StandIn, happens: str
 ) -> None:
     slurm.plan(happens)
-    start_again(folder, spec, Job("9", "mgpu-1"))
+    start_again_in_time(folder, spec, Job("9", "mgpu-1"))
     assert len(slurm.queue) == 1
     assert records.read_state(folder)["job_id"] == "42"
 
@@ -153,7 +153,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
 def test_where_neither_works_both_reasons_are_told(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match=r"presently disabled for job 9; nor is another .*: .*Invalid partition"):
-        start_again(folder, spec, Job("9", "mgpu-1"))
+        start_again_in_time(folder, spec, Job("9", "mgpu-1"))
     assert slurm.queue == []
 
 
@@ -162,14 +162,14 @@ def test_requeues_count_over_the_jobs_that_continue_each_other_and_not_over_a_re
 ) -> None:
     slurm.write("scontrol", "")
     first = Job("9", "mgpu-1")
-    start_again(folder, spec, first)
-    start_again(folder, spec, first)
-    assert requeues(folder, first) == 2
+    start_again_in_time(folder, spec, first)
+    start_again_in_time(folder, spec, first)
+    assert len(starts(folder, first, "requeued")) == 2
     slurm.write("scontrol", REFUSES.format(state=slurm.state))
-    start_again(folder, spec, first)
+    start_again_in_time(folder, spec, first)
     second = Job("42", records.submissions(folder)[-1].token)
-    assert requeues(folder, second) == 3
-    start_again(folder, spec, second)
-    assert requeues(folder, Job("43", records.submissions(folder)[-1].token)) == 4
+    assert len(starts(folder, second, "requeued")) == 3
+    start_again_in_time(folder, spec, second)
+    assert len(starts(folder, Job("43", records.submissions(folder)[-1].token), "requeued")) == 4
     records.record_event(folder, "submitting", token="resumed")
-    assert requeues(folder, Job("44", "resumed")) == 0
+    assert len(starts(folder, Job("44", "resumed"), "requeued")) == 0
