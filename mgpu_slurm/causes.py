@@ -220,6 +220,13 @@ _OF_A_STATE = {
     states.OUT_OF_MEMORY: HOST_MEMORY,
 }
 
+LAST_LINES = 20
+"""Of a log, in which its last error is looked for."""
+
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_AN_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b")
+_NODE = re.compile(r"ranks? \S+ on (?P<ranks>[\w.-]+)(?:: | )|srun: error: .*(?:failed )?on node (?P<launch>[\w.-]+)")
+
 
 def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
     """What a `failure.json` tells of.
@@ -249,11 +256,6 @@ def _told(said: str) -> Cause | None:
     return None
 
 
-_RANK = re.compile(r"^\[rank\d+\]: ?")
-_AN_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b")
-LAST_LINES = 20
-
-
 def cause_of_state(state: str) -> Cause | None:
     """What SLURM's word for the end of a run tells of; None where it tells nothing."""
     return _OF_A_STATE.get(state)
@@ -270,9 +272,6 @@ def node_of(failure: Mapping[str, Any], cause: Cause) -> str | None:
     named = _NODE.match(str(failure.get("message", "")))
     node: str | None = failure.get("node") or (named and (named["ranks"] or named["launch"]))
     return node
-
-
-_NODE = re.compile(r"ranks? \S+ on (?P<ranks>[\w.-]+)(?:: | )|srun: error: .*(?:failed )?on node (?P<launch>[\w.-]+)")
 
 
 def first_stuck(records: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any] | None:

@@ -398,18 +398,27 @@ def dependency_command(job_id: str, dependency: str) -> list[str]:
     return ["scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}"]
 
 
+def time_left_command(job_id: str) -> list[str]:
+    return ["squeue", "--noheader", f"--jobs={job_id}", "-o", "%L"]
+
+
+def parse_time_left(output: str) -> int | None:
+    """Seconds; None where a job has no limit."""
+    form = r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)"
+    match = re.fullmatch(form, output.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def seconds_left(job_id: str) -> int | None:
     """Until a job's time limit; None where it has none.
 
     Raises:
         ClusterError: SLURM does not answer.
     """
-    text = run(["squeue", "--noheader", f"--jobs={job_id}", "-o", "%L"]).strip()
-    match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    return parse_time_left(run(time_left_command(job_id)))
 
 
 def exclude_command(job_id: str, nodes: str) -> list[str]:

@@ -37,9 +37,8 @@ def test_a_submission_is_found_by_its_token() -> None:
     ("said", "seconds"),
     [("1-02:03:04", 93784), ("2:03:04", 7384), ("59:30", 3570), ("0:00", 0), ("UNLIMITED", None), ("INVALID", None)],
 )
-def test_how_much_time_a_job_has_left(fake_command: FakeCommand, said: str, seconds: int | None) -> None:
-    fake_command("squeue", f"echo '{said}'")
-    assert slurm.seconds_left("42_3") == seconds
+def test_how_much_time_a_job_has_left(said: str, seconds: int | None) -> None:
+    assert slurm.parse_time_left(f"{said}\n") == seconds
 
 
 def test_the_look_for_a_submission_asks_the_queue(fake_command: FakeCommand) -> None:

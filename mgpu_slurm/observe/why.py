@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mgpu_slurm import causes, records, states
@@ -23,12 +23,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 class Why:
     """The first cause of an end."""
 
-    cause: str
-    """Its name in the table of causes."""
-    words: str
-    mend: str
-    is_clusters: bool
-    """Whether another try makes sense as it is."""
+    cause: Cause
     attempt: int | None
     who: str
     """`rank 1`, or what else failed first; empty where nobody knows."""
@@ -67,9 +62,8 @@ def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
 def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> Why | None:
     if states.is_alive(state["state"]):
         return None
-    known = cause or causes.UNKNOWN
     return Why(
-        **_words(known),
+        cause or causes.UNKNOWN,
         attempt=state["attempts"] or None,
         who="",
         node=None,
@@ -85,7 +79,7 @@ def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state:
     log = folder.rank_log(failure["attempt"], int(rank)) if rank.isdigit() else None
     has_log = log is not None and log.exists()
     return Why(
-        **_words(cause),
+        cause,
         attempt=failure["attempt"],
         who=f"rank {rank}" if rank.isdigit() else failure["who"],
         node=causes.node_of(failure, cause),
@@ -94,11 +88,6 @@ def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state:
         line=_own_line(failure.get("traceback") or records.said_last(folder, failure), folder),
         log=short_path(log) if log is not None and has_log else _launch_log(folder, state),
     )
-
-
-def _words(cause: Cause) -> dict[str, Any]:
-    facts = asdict(cause)
-    return {"cause": facts["name"], **{name: facts[name] for name in ("words", "mend", "is_clusters")}}
 
 
 def _had_returned(folder: RunFolder, attempt: int) -> bool:
@@ -134,7 +123,13 @@ def facts(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
     """For programs."""
     found = why(folder, state)
     known = {name: state[name] for name in ("run", "state", "reason")}
-    return known | {"why": None if found is None else asdict(found)}
+    return known | {"why": None if found is None else _facts(found)}
+
+
+def _facts(found: Why) -> dict[str, Any]:
+    cause = found.cause
+    of_cause = {"cause": cause.name, "words": cause.words, "mend": cause.mend, "is_clusters": cause.is_clusters}
+    return of_cause | {name: value for name, value in vars(found).items() if name != "cause"}
 
 
 def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
@@ -148,13 +143,13 @@ def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
         else:
             yield "nothing has gone wrong that it has not started again after"
         return
-    yield f"why       {found.words}"
+    yield f"why       {found.cause.words}"
     yield f"where     {' '.join(_where(found))}"
     if found.line is not None:
         yield f"line      {found.line}"
     if found.error:
         yield f"error     {found.error}"
-    yield f"mend      {found.mend}"
+    yield f"mend      {found.cause.mend}"
     if found.log is not None:
         yield f"log       {found.log}"
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mgpu_slurm import paths
-from mgpu_slurm.paths import RunFolder, write_json
+from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.processes import RUN_VARIABLE, TRIAL_VARIABLE
 from mgpu_slurm.runtime import devices, rendezvous, reporting, surroundings
 from mgpu_slurm.runtime.facts import from_environment
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import StopFlag
-from mgpu_slurm.runtime.watchdog import Watchdog
+from mgpu_slurm.runtime.watchdog import Watchdog, watchdog
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, STUCK_AFTER_VARIABLE
 
 if TYPE_CHECKING:
@@ -53,21 +53,18 @@ def _make() -> Run:
         atexit.register(_destroy_group)
     desk = os.environ.get(reporting.VARIABLE)
     judge = None if desk is None else reporting.Caller(desk)
-    run = Run(facts, _folder(facts), device, attempt, stop, judge=judge, watchdog=_watchdog(facts, attempt))
+    run = Run(facts, _folder(facts), device, attempt, stop, judge=judge, watchdog=_watchdog_of(facts, attempt))
     surroundings.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
     # the interpreter notes an error that nobody caught; the others may wait for this rank then
     atexit.register(lambda: run.close(waits=not hasattr(sys, "last_value")))
     return run
 
 
-def _watchdog(facts: RankFacts, attempt: int) -> Watchdog | None:
-    minutes = float(os.environ.get(STUCK_AFTER_VARIABLE, "0"))
-    if not minutes:
-        return None
-    path = RunFolder(Path(os.environ[RUN_VARIABLE])).rank_failure(attempt, facts.rank)
+def _watchdog_of(facts: RankFacts, attempt: int) -> Watchdog | None:
     # of a trial its worker says how it ended
-    is_trial = TRIAL_VARIABLE in os.environ
-    return Watchdog(60 * minutes, facts, lambda record: None if is_trial else write_json(path, record))
+    is_run = RUN_VARIABLE in os.environ and TRIAL_VARIABLE not in os.environ
+    record = RunFolder(Path(os.environ[RUN_VARIABLE])).rank_failure(attempt, facts.rank) if is_run else None
+    return watchdog(float(os.environ.get(STUCK_AFTER_VARIABLE, "0")), facts, record)
 
 
 def _folder(facts: RankFacts) -> Path:

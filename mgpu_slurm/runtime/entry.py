@@ -216,7 +216,7 @@ def _train(rank: Rank, stop: StopFlag) -> None:
 
     function, config = _function_and_config(rank.spec, rank.folder)
     with joined(rank) as device:
-        made = Run(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog(rank))
+        made = Run(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog_of(rank))
         with closing(made) as run:
             result = function(run, config)
             run.finish()
@@ -224,14 +224,11 @@ def _train(rank: Rank, stop: StopFlag) -> None:
                 _write_result(rank.folder, run, result)
 
 
-def watchdog(rank: Rank) -> Watchdog | None:
+def watchdog_of(rank: Rank) -> Watchdog | None:
     """Ends this rank where it comes no further; None where nobody wants that."""
-    from mgpu_slurm.runtime.watchdog import Watchdog
+    from mgpu_slurm.runtime import watchdog
 
-    if not rank.spec.stuck_after:
-        return None
-    path = rank.folder.rank_failure(rank.attempt, rank.facts.rank)
-    return Watchdog(60 * rank.spec.stuck_after, rank.facts, lambda record: write_json(path, record))
+    return watchdog.watchdog(rank.spec.stuck_after, rank.facts, rank.folder.rank_failure(rank.attempt, rank.facts.rank))
 
 
 @contextmanager

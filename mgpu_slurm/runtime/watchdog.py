@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mgpu_slurm.causes import STUCK
+from mgpu_slurm.paths import write_json
 from mgpu_slurm.records import now
 
 if TYPE_CHECKING:
@@ -59,17 +60,17 @@ Record = dict[str, Any]
 class Watchdog:
     """Of one rank. It begins with the first sign of life: what a training takes to get there is its own affair."""
 
-    def __init__(self, seconds: float, facts: RankFacts, write: Callable[[Record], None]) -> None:
+    def __init__(self, seconds: float, facts: RankFacts, record: Path | None) -> None:
         """
         Args:
             seconds: for which a rank may stand still.
-            write: keeps what there is to say of this rank.
+            record: the file for what there is to say of this rank; None where somebody else says it.
         """
         self._seconds = seconds
         self._pause = min(LOOK_EVERY, seconds / 10)
         self._grace = min(max(SHORTEST_GRACE, seconds / 10), LONGEST_GRACE)
         self._facts = facts
-        self._write = write
+        self._file = record
         self._signs = 0
         self._step: Callable[[], int] = lambda: 0
         self._rests = threading.Event()
@@ -139,7 +140,8 @@ class Watchdog:
             # not by print, over which another thread may be blocked
             os.write(1, f"mgpu_slurm: stuck: {record['message']}; this rank ends. Its threads:\n".encode())
             faulthandler.dump_traceback(1)
-            self._write(record)
+            if self._file is not None:
+                write_json(self._file, record)
             time.sleep(self._grace)
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -165,6 +167,11 @@ class Watchdog:
             "consequence": waits,
             "collectives": len(collectives) and max(entry["record_id"] for entry in collectives),
         }
+
+
+def watchdog(minutes: float, facts: RankFacts, record: Path | None) -> Watchdog | None:
+    """None where a rank may stand still for 0 minutes, which means for as long as it likes."""
+    return Watchdog(60 * minutes, facts, record) if minutes else None
 
 
 def _collectives() -> list[Record]:

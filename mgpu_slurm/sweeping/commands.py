@@ -16,7 +16,7 @@ from typing import Any
 
 from mgpu_slurm import processes
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.paths import RunFolder, read_jsonl
+from mgpu_slurm.paths import RunFolder, end_of, read_jsonl
 from mgpu_slurm.processes import TRIAL_VARIABLE
 from mgpu_slurm.runtime import entry, rendezvous, reporting
 from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
@@ -29,9 +29,6 @@ from mgpu_slurm.sweeping.participant import Participant
 
 LOOK_EVERY = 0.2
 """Seconds between two words of the ranks on how their children are."""
-
-LAST_BYTES = 1 << 16
-"""Of a log: what is looked at for its last lines."""
 
 PATIENCE_FOR_SIGTERM = 1.0
 """Seconds."""
@@ -212,11 +209,7 @@ def _printed(folder: RunFolder) -> dict[str, float]:
 def _lines(folder: RunFolder, rank: int) -> list[str]:
     """What a rank of the newest attempt has printed last, without empty lines."""
     logs = sorted(folder.logs.glob(f"*-{rank}.log"), key=lambda path: int(path.name.partition("-")[0]))
-    if not logs:
-        return []
-    with open(logs[-1], "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
-        text = file.read().decode(errors="replace")
+    text = end_of(logs[-1]) if logs else ""
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 

@@ -40,7 +40,7 @@ class FunctionTrainer:
         self._device = device
         self._agreement = agreement
         self._judge = _judge_of(participant)
-        self._watchdog = entry.watchdog(rank)
+        self._watchdog = entry.watchdog_of(rank)
         self._function, self._config_class = entry.job_function(rank.spec, rank.folder)
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:

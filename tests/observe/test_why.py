@@ -104,7 +104,7 @@ def test_a_script_that_really_fails_of_it(name: str, tmp_path: Path, project: Pr
     assert facts["state"] == "FAILED"
     found = why(RunFolder(folder), facts)
     assert found is not None
-    assert found.cause == name.partition(",")[0], found
+    assert found.cause.name == name.partition(",")[0], found
     assert found.who == "rank 0"
 
 
@@ -140,7 +140,7 @@ def test_one_that_has_failed_after_its_end(project: Project) -> None:
     folder, facts = project.run("train.py")
     found = why(RunFolder(folder), facts)
     assert found is not None
-    assert found.cause == "after-the-end"
+    assert found.cause.name == "after-the-end"
 
 
 def test_what_went_wrong_before_is_told_too(project: Project) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -15,21 +11,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.checkpoints import names, tensors
+from mgpu_slurm.checkpoints import names
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.run import Run
+from tests.dying import OF_RANK_0, PHASES, die_in
 from tests.runtime.ranks import KILLED, run_ranks
-
-PHASES: dict[str, tuple[Any, str]] = {
-    "before anything is written": (checkpoints, "write_part"),
-    "in the middle of the tensors": (tensors, "_write_all"),
-    "between tensors and record": (checkpoints, "write_whole"),
-    "after the record": (checkpoints, "sync_folder"),
-    "before the name": (checkpoints, "publish"),
-    "while older ones are deleted": (shutil, "rmtree"),
-    "before the link to the best": (checkpoints, "point_to_best"),
-}
-OF_RANK_0 = ("before the name", "while older ones are deleted", "before the link to the best")
 
 
 def trains(run: Run, phase: str | None, killed: int) -> list[list[float]]:
@@ -48,22 +34,9 @@ def trains(run: Run, phase: str | None, killed: int) -> list[list[float]]:
             run.backward(loss)
             run.update(optimizer)
             if phase is not None and run.step == 8 and run.rank == killed:
-                die_in(*PHASES[phase])
+                die_in(phase)
         run.report(epoch, loss=run.mean(loss.detach(), 1))
     return [parameter.tolist() for parameter in net.parameters()]
-
-
-def die_in(module: Any, name: str) -> None:
-    real: Callable[..., Any] = getattr(module, name)
-
-    def die(*arguments: Any, **options: Any) -> NoReturn:
-        if name == "_write_all":
-            descriptor, piece = arguments
-            real(descriptor, piece[: len(piece) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    setattr(module, name, die)
 
 
 @pytest.fixture(scope="module")

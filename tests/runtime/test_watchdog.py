@@ -16,14 +16,14 @@ import pytest
 from tests.support import wait_until
 
 SCRIPT = """
-import json, sys, threading, time
+import sys, threading, time
 from pathlib import Path
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.watchdog import Watchdog
 
 folder = Path(sys.argv[1])
 facts = RankFacts(node_name="n1")
-watchdog = Watchdog({seconds}, facts, lambda record: (folder / "record.json").write_text(json.dumps(record)))
+watchdog = Watchdog({seconds}, facts, folder / "record.json")
 watchdog.watch(lambda: 7)
 watchdog.alive()
 (folder / "ready").touch()
