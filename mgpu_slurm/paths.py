@@ -23,6 +23,9 @@ from mgpu_slurm.errors import UserError
 LONGEST_NAME = 100
 RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 RUNS_VARIABLE = "MGPU_RUNS"
+DAMAGED = "damaged-"
+"""Before the name of a checkpoint that is not what was written."""
+
 _BLOCK = 1 << 16
 """Bytes that are read at once, from the end of a file."""
 

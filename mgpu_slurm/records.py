@@ -120,7 +120,8 @@ def cancel_unstarted(folder: RunFolder, reason: str) -> None:
 
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
-    """Appends `submitting`, `submitted`, `refused`, `started`, `ended`, `requeued`, `retried`: the run's history."""
+    """Appends `submitting`, `submitted`, `refused`, `started`, `ended`, `requeued`, `retried`, `resumed`: the run's
+    history."""
     append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
 
 

@@ -21,7 +21,7 @@ import google_crc32c
 from mgpu_slurm.checkpoints.names import below, complete, step_of
 from mgpu_slurm.checkpoints.tensors import SUFFIX, Part, Written, summed, write
 from mgpu_slurm.errors import MgpuError
-from mgpu_slurm.paths import RunFolder, sync_folder, write_whole
+from mgpu_slurm.paths import DAMAGED, RunFolder, sync_folder, write_whole
 
 FORMAT = 1
 
@@ -144,7 +144,7 @@ def _left_whole(run: RunFolder) -> list[Path]:
 
 def set_aside(folder: Path) -> Path:
     """Takes a damaged checkpoint away from those that are read; what is left of it stays."""
-    aside = folder.with_name(f"damaged-{folder.name}")
+    aside = folder.with_name(f"{DAMAGED}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(folder, aside)
     return aside

@@ -185,6 +185,8 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
         for folder in folders:
             folder.create_task()
             records.note_unseen_end(folder)
+            before = records.read_state(folder)
+            records.record_event(folder, "resumed", state=before["state"], reason=before["reason"])
             _reset_state(folder, job_id if folder == asked else None, now_with)
         if supervisor is not None:
             assert job_id is not None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mgpu_slurm import causes, records, states
 from mgpu_slurm.causes import Cause
+from mgpu_slurm.observe import attempts
 from mgpu_slurm.observe.times import time_of
-from mgpu_slurm.paths import RunFolder, read_json
+from mgpu_slurm.paths import DAMAGED, RunFolder, read_json
 from mgpu_slurm.wording import first_line, short_path
 
 SHOWN_LINES = 5
@@ -123,6 +124,7 @@ def facts(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
     """For programs."""
     found = why(folder, state)
     known = {name: state[name] for name in ("run", "state", "reason")}
+    known["before"] = [asdict(each) for each in attempts.before(folder)]
     return known | {"why": None if found is None else _facts(found)}
 
 
@@ -166,10 +168,8 @@ def _where(found: Why) -> Iterator[str]:
 
 
 def _history(folder: RunFolder) -> Iterator[str]:
-    """The attempts before, each with what ended it."""
-    events = records.events(folder)
-    for event in events:
-        if event["event"] == "retried":
-            yield f"before    {event['why']}; it started again"
-        elif event["event"] == "requeued":
-            yield "before    the time limit was near; it started again from its newest checkpoint"
+    """The attempts before, each with what ended it, and what was lost of them."""
+    for each in attempts.before(folder):
+        yield f"attempt {each.attempt} {each.ended}; {each.then}"
+    for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")):
+        yield f"damaged   {short_path(path)} was not what had been written, and was left out"

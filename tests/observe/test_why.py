@@ -148,7 +148,7 @@ def test_what_went_wrong_before_is_told_too(project: Project) -> None:
     folder, _ = project.run("--", "sh", "train.sh")
     assert project.call("why", folder.name).stdout.splitlines() == [
         f"COMPLETED  {folder.name}",
-        "before    rank 0 was ended by SIGKILL; it started again",
+        "attempt 1 rank 0 was ended by SIGKILL; it started again",
         "nothing went wrong in the end",
     ]
 

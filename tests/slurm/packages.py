@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ["slurm-wlm", "slurm-client", "slurmdbd", "munge", "mariadb-server", "iproute2", "postgresql"]
+NAMES = ["slurm-wlm", "slurm-client", "slurmdbd", "munge", "mariadb-server", "iproute2", "postgresql", "libfaketime"]
 
 POSTGRESQL_PASSWORD = "known to all tests"
 """Of the user postgres; who may not open a server's folder does not reach the server."""

@@ -1,0 +1,120 @@
+"""`make chaos`: rounds of trainings over which something comes, and a table of what came of them.
+
+    python -m tests.chaos FOLDER --rounds 100 --seed 1 --shard 2/4
+
+Each round is written down in FOLDER when it is done, and is not done again: who is interrupted goes on. Shards do
+different rounds, and may be done beside each other, on machines of their own, with one FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.chaos import rounds
+from tests.chaos.on_slurm import Slurm
+from tests.chaos.rounds import Round, Site
+from tests.slurm.cluster import Cluster
+
+ON_SLURM = 6
+"""Every sixth round is on a SLURM."""
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="trainings, and what comes over them")
+    parser.add_argument("folder", type=Path, help="where rounds are written down")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seed", default="1", help="of all rounds")
+    parser.add_argument("--shard", default="1/1", help="K/N: the K-th of N parts of them")
+    parser.add_argument("--only", choices=["local", "slurm"], help="those rounds alone")
+    parser.add_argument("--again", type=int, metavar="N", help="do this one round, whatever is known of it")
+    parser.add_argument("--table", action="store_true", help="print what is known as a table, and do nothing")
+    asked = parser.parse_args(words)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    if not asked.table:
+        do(asked)
+    found = known(asked.folder)
+    print("\n".join(table(list(found.values()))))
+    bad = [number for number, done in found.items() if done.problems]
+    print(f"\n{len(found)} rounds, {len(found) - len(bad)} of them as if nothing had happened")
+    return 1 if bad else 0
+
+
+def do(asked: argparse.Namespace) -> None:
+    part, parts = map(int, asked.shard.split("/"))
+    done = known(asked.folder)
+    mine = [number for number in range(asked.rounds) if number % parts == part - 1]
+    to_do = [number for number in mine if number not in done or done[number].problems]
+    if asked.again is not None:
+        to_do = [asked.again]
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        expected = rounds.undisturbed(scratch)
+        slurm: Site | None = None
+        for number in to_do:
+            seed = f"{asked.seed}-{number}"
+            is_on_slurm = number % ON_SLURM == ON_SLURM - 1
+            if asked.only not in (None, "slurm" if is_on_slurm else "local"):
+                continue
+            if is_on_slurm and slurm is None:
+                slurm = a_slurm(stack, scratch)
+            site: Site = slurm if is_on_slurm and slurm is not None else rounds.Here()
+            turn = number // ON_SLURM if is_on_slurm else number - number // ON_SLURM
+            one = rounds.run(site, rounds.drawn(site, turn, seed), seed, expected)
+            (asked.folder / f"{number:04d}.json").write_text(json.dumps(asdict(one)) + "\n")
+            print(line(number, one), flush=True)
+
+
+def a_slurm(stack: ExitStack, folder: Path) -> Slurm:
+    cluster = stack.enter_context(Cluster.up(folder / "cluster"))
+    # SLURM's commands for this process too, which looks at runs without starting the program each time
+    os.environ.update(cluster.environ)
+    return Slurm(cluster)
+
+
+def known(folder: Path) -> dict[int, Round]:
+    return {int(path.stem): Round(**json.loads(path.read_text())) for path in sorted(folder.glob("[0-9]*.json"))}
+
+
+def line(number: int, one: Round) -> str:
+    end = "; ".join(one.problems) or ("exact" if one.hit else "exact, and nothing was hit")
+    resumed = f", {one.resumed} by hand" if one.resumed else ""
+    figures = f"{one.attempts} attempts{resumed}, {one.seconds} s"
+    return f"{number:4} {one.where:5} seed {one.seed:7} {one.words}: {figures}: {end}"
+
+
+def table(found: Sequence[Round]) -> Iterator[str]:
+    """By fault, in Markdown."""
+    yield "| where | fault | rounds | hit | attempts | resumed by hand | exact |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    kinds = sorted({(one.where, _kind(one)) for one in found})
+    for kind in kinds:
+        yield _row(*kind, [one for one in found if (one.where, _kind(one)) == kind])
+    yield _row("", "**all**", found)
+
+
+def _kind(one: Round) -> str:
+    return one.words if len(one.faults) == 1 else "two at once"
+
+
+def _row(where: str, kind: str, some: Sequence[Round]) -> str:
+    exact = sum(not one.problems for one in some)
+    counts = [
+        len(some),
+        sum(one.hit for one in some),
+        sum(one.attempts for one in some),
+        sum(one.resumed for one in some),
+        exact,
+    ]
+    return f"| {where} | {kind} | {' | '.join(map(str, counts))} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

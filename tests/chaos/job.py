@@ -1,0 +1,74 @@
+"""The training that faults are tried on. It is slow enough to be met anywhere, and writes down what it has seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm import Run
+
+SAMPLES, BATCH, EPOCHS = 52, 8, 12
+STEPS = EPOCHS * 7
+
+
+@dataclass
+class Config:
+    ledger: str = ""
+    """Folder for what each rank of each attempt has seen, step by step."""
+    pace: float = 0.03
+    """Seconds that a step takes at least."""
+    workers: int = 0
+    """Of the loader."""
+    dies_in: str = ""
+    """The phase of a save in which a rank of the first attempt dies; see `dying.PHASES`."""
+    dies_at: int = 0
+    """The step after which it does so as soon as it comes there."""
+    dying_rank: int = 0
+
+
+def train(run: Run, config: Config) -> dict[str, float]:
+    run.seed(5)
+    ids = torch.arange(SAMPLES)
+    features = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 1))
+    model = run.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    data = run.loader(TensorDataset(ids, features), batch_size=BATCH, shuffle=True, num_workers=config.workers)
+    state = run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
+    run.checkpoints(every_steps=5, every_minutes=None, best="loss", direction="minimize")
+    with open(Path(config.ledger, f"{run.attempt}-{run.rank}.jsonl"), "w") as ledger:
+        write(ledger, pid=os.getpid(), start=state.step)
+        for epoch in state.epochs(EPOCHS):
+            for batch_ids, batch in data:
+                loss = model(batch).square().mean()
+                run.backward(loss)
+                run.update(optimizer, clip=1.0)
+                scheduler.step()
+                write(ledger, epoch=epoch, step=run.step, samples=batch_ids.tolist())
+                if config.dies_in and (run.attempt, run.rank, run.step) == (1, config.dying_rank, config.dies_at):
+                    die(config.dies_in)
+                time.sleep(config.pace)
+            run.report(epoch, loss=run.mean(loss.detach(), 1), draw=torch.rand(1).item())
+    if run.is_main:
+        torch.save([net.state_dict(), torch.rand(3)], run.folder / "final.pt")
+    return {"steps": run.step}
+
+
+def write(ledger: IO[str], **facts: Any) -> None:
+    ledger.write(json.dumps(facts) + "\n")
+    ledger.flush()
+
+
+def die(phase: str) -> None:
+    from dying import die_in  # type: ignore[import-not-found]  # beside it, in the project
+
+    die_in(phase)

@@ -1,0 +1,156 @@
+"""The training that faults are tried on, as one sees it from outside, and what can be done to its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import states
+from mgpu_slurm.handles import Handle
+from mgpu_slurm.paths import RunFolder
+from tests import dying
+from tests.chaos import job
+from tests.support import Project, processes_of, wait_until
+
+RANKS = 2
+
+MOST_RESUMES = 4
+
+
+class Over(Exception):
+    """The training has come to its end before the fault came to it."""
+
+
+class Training:
+    """One run of `job`."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self.ledger = project.folder / "ledger"
+        self.ledger.mkdir()
+        project.write("train.py", Path(job.__file__).read_text())
+        project.write("dying.py", Path(dying.__file__).read_text())
+        # the last bits of the weights depend on it
+        project.environ["OMP_NUM_THREADS"] = "1"
+        self.path = self.project.runs / "not there yet"
+        self.resumed = 0
+        """How often a person had to say so."""
+
+    def start(self, words: Iterable[str] = (), **config: Any) -> None:
+        values = [f"{name}={value}" for name, value in ({"ledger": self.ledger} | config).items()]
+        self.path = self.project.submit("train", "--nodes", str(RANKS), "--gpus-per-node", "0", *words, *values)
+
+    # -- seeing
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `status` shows."""
+        return Handle(self.folder).facts
+
+    @property
+    def has_ended(self) -> bool:
+        return not states.is_alive(self.facts["state"])
+
+    def attempts(self) -> list[int]:
+        """Those in which rank 0 has begun to train."""
+        return sorted(int(path.name.partition("-")[0]) for path in self.ledger.glob("*-0.jsonl"))
+
+    def seen(self, attempt: int, rank: int) -> list[dict[str, Any]]:
+        """What a rank has written down; its first line is of the rank itself."""
+        path = self.ledger / f"{attempt}-{rank}.jsonl"
+        # what a killed rank has begun to write is no line
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def step(self) -> int:
+        """How far the newest attempt has come."""
+        newest = self.attempts()[-1:]
+        lines = self.seen(newest[0], 0)[1:] if newest else []
+        return int(lines[-1]["step"]) if lines else 0
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """
+        Raises:
+            Over: the training ended before.
+        """
+        looks = 0
+
+        def is_so() -> bool:
+            nonlocal looks
+            looks += 1
+            if condition():
+                return True
+            # asked less often: on a cluster SLURM answers it
+            if looks % 50 == 0 and self.has_ended:
+                raise Over
+            return False
+
+        wait_until(is_so, seconds=120)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step() >= step)
+
+    def finish(self, seconds: float, look_after: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Sees it to its end, and resumes what needs a person for that; how it ended.
+
+        Args:
+            look_after: is called now and then meanwhile.
+
+        Raises:
+            TimeoutError: it has not ended by then.
+        """
+        give_up = time.monotonic() + seconds
+        while time.monotonic() < give_up:
+            facts = self.facts
+            if not states.is_alive(facts["state"]):
+                if facts["state"] == states.COMPLETED or self.resumed == MOST_RESUMES:
+                    return facts
+                self.resumed += 1
+                done = self.project.call("resume", self.path.name)
+                assert done.returncode == 0, done.stderr
+            look_after()
+            time.sleep(0.1)
+        raise TimeoutError(f"after {seconds:g} s it still is {self.facts}")
+
+    # -- its processes, by their numbers on this machine
+
+    def processes(self) -> list[int]:
+        return processes_of(self.path)
+
+    def ranks(self) -> dict[int, int]:
+        """The living processes of the newest attempt's ranks; the job knows itself by its number inside of its node."""
+        newest = self.attempts()[-1:]
+        inside = {rank: lines[0]["pid"] for rank in range(RANKS) for lines in [self.seen(newest[0], rank)] if lines}
+        outside = {_number_inside(pid): pid for pid in self.processes()} if newest else {}
+        return {rank: outside[pid] for rank, pid in inside.items() if pid in outside}
+
+    def rank(self, rank: int) -> int:
+        """Waits until it lives."""
+        self.until(lambda: rank in self.ranks())
+        return self.ranks()[rank]
+
+
+def send(pids: Iterable[int], signum: signal.Signals) -> None:
+    for pid in pids:
+        # it may have ended meanwhile
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _number_inside(pid: int) -> int:
+    try:
+        match = re.search(r"^NSpid:.*?(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) if match else pid
