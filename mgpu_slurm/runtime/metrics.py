@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import Any
 
+from mgpu_slurm.event_files import EventWriter
 from mgpu_slurm.paths import RunFolder, append_jsonl
 from mgpu_slurm.records import now, read_state, update_state
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 STATE_INTERVAL = 1.0
 """Seconds between two writes of the live state by the step count alone."""
@@ -50,20 +49,22 @@ class Reporter:
     def __init__(self, folder: RunFolder, attempt: int) -> None:
         self._folder = folder
         self._attempt = attempt
-        self._writer: SummaryWriter | None = None
-        self.restored_step: int | None = None
+        self._writer: EventWriter | None = None
+        self.begins_at = 0
+        """The step of the first point that is to come."""
+        self._due: list[dict[str, Any]] = []
+        """What is to be appended to `metrics.jsonl`."""
+        self._due_points: list[dict[str, Any]] = []
+        """What is to go into event files."""
         self._last_write = 0.0
         self._has_warned = False
         self._started = time.monotonic()
 
     def report(self, progress: int, step: int, metrics: dict[str, float]) -> None:
         record = {"progress": progress, "step": step, "time": now(), "attempt": self._attempt, "metrics": metrics}
-        with self._disk_may_fail():
-            append_jsonl(self._folder.metrics, record)
-            writer = self._tensorboard()
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
+        self._due.append(record)
+        self._due_points.append(record)
+        self._write_due()
         self._write_state(step=step, progress=progress, metrics=metrics)
         elapsed = time.monotonic() - self._started
         print(f"[{progress:>3}]  step {step:<6} {as_text(metrics)}  ({elapsed:.1f} s)", flush=True)
@@ -74,10 +75,22 @@ class Reporter:
             self._write_state(step=step)
 
     def close(self, step: int) -> None:
+        self._write_due()
         self._write_state(step=step)
         if self._writer is not None:
-            with self._disk_may_fail():
-                self._writer.close()
+            self._writer.close()
+
+    def _write_due(self) -> None:
+        """What a full disk does not take is due the next time."""
+        with self._disk_may_fail():
+            while self._due:
+                append_jsonl(self._folder.metrics, self._due[0])
+                del self._due[0]
+            while self._due_points:
+                record = self._due_points[0]
+                self._writer = self._writer or EventWriter(self._folder.tensorboard, self.begins_at)
+                self._writer.add(record["step"], record["metrics"], datetime.fromisoformat(record["time"]).timestamp())
+                del self._due_points[0]
 
     def _write_state(self, **changes: Any) -> None:
         self._last_write = time.monotonic()
@@ -89,21 +102,10 @@ class Reporter:
 
     @contextmanager
     def _disk_may_fail(self) -> Iterator[None]:
-        """A full disk must not end a training for the sake of its curves; it is said once."""
+        """A full disk must not end a training for the sake of its curves, which wait in memory; it is said once."""
         try:
             yield
         except OSError as error:
             if not self._has_warned:
-                print(f"mgpu_slurm: WARNING: metrics cannot be written: {error}; training goes on", flush=True)
+                print(f"mgpu_slurm: WARNING: metrics have to wait in memory: {error}; training goes on", flush=True)
             self._has_warned = True
-
-    def _tensorboard(self) -> SummaryWriter:
-        if self._writer is None:
-            # costs 0.1 s to import, so only the rank that reports pays, and only when it does
-            from torch.utils.tensorboard import SummaryWriter
-
-            # an attempt that died after its last checkpoint left later steps behind: TensorBoard drops them. The first
-            # attempt says so too: of a run's restarts, TensorBoard's own reader takes the first for its start
-            purge = 0 if self.restored_step is None else self.restored_step + 1
-            self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=purge)
-        return self._writer

@@ -394,7 +394,7 @@ class Run:
         self._in_mid_epoch = shared["loader"]["active"]
         self._random_to_restore = own["random"] if own is not None else None
         if self._reporter is not None:
-            self._reporter.restored_step = self.step
+            self._reporter.begins_at = self.step + 1
             name = self._files.checkpoint(step).name
             print(f"restored step {self.step} from {name} (attempt {self.attempt})", flush=True)
 

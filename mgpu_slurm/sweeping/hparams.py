@@ -7,10 +7,8 @@ whole; and a trial has a file for its start, and one for its end once that is fo
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from mgpu_slurm import event_files
 from mgpu_slurm.paths import RunFolder, read_jsonl, write_whole
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.locks import locked
@@ -37,8 +36,7 @@ PRUNED = "trial/pruned"
 """A metric of trials that have ended: 1 where the study gave the trial up, else 0, or without a pruner nothing. The
 plugin's own status of a session has no word for that."""
 
-_PREFIX = "events.out.tfevents."
-_EXPERIMENT = f"{_PREFIX}experiment"
+_EXPERIMENT = f"{event_files.PREFIX}experiment"
 _START, _END = "session-start", "session-end"
 _TOO_MANY = 10
 """Values of a choice which the tab does not offer one by one any more: it takes a pattern then, also for numbers."""
@@ -344,32 +342,18 @@ def _event(values: Sequence[Any], step: int = 0) -> Any:
 
 
 def _write_session(trial: RunFolder, what: str, values: Sequence[Any], step: int = 0) -> None:
-    path = trial.tensorboard / f"{_PREFIX}{_stamp(trial, what)}.{what}"
+    path = trial.tensorboard / f"{event_files.PREFIX}{_stamp(trial, what)}.{what}"
     _write(path, _event(values, step))
 
 
 def _stamp(trial: RunFolder, what: str) -> int:
-    """By which a start is read before all curves, and an end after them.
-
-    TensorBoard reads files of a run in the order of their names. Of a later file with an earlier step it thinks that
-    the run went back, and unless told otherwise it never returns to an earlier file.
-    """
-    now = int(time.time())
-    if what == _START:
-        return now - 1
-    stamps = [name.removeprefix(_PREFIX).partition(".")[0] for name in _names(trial)]
-    return max([now, *(int(stamp) for stamp in stamps if stamp.isdigit())]) + 1
+    """By which a start is read before all curves, and an end after them: of a later file with an earlier step
+    TensorBoard thinks that the run went back."""
+    return int(time.time()) - 1 if what == _START else event_files.next_stamp(trial.tensorboard) + 1
 
 
 def _files(trial: RunFolder, what: str) -> list[Path]:
-    return [trial.tensorboard / name for name in _names(trial) if name.endswith(f".{what}")]
-
-
-def _names(trial: RunFolder) -> list[str]:
-    try:
-        return [name for name in os.listdir(trial.tensorboard) if name.startswith(_PREFIX)]
-    except FileNotFoundError:
-        return []
+    return [trial.tensorboard / name for name in event_files.names(trial.tensorboard) if name.endswith(f".{what}")]
 
 
 def _remove(trial: RunFolder, what: str) -> None:
@@ -379,13 +363,7 @@ def _remove(trial: RunFolder, what: str) -> None:
 
 def _write(path: Path, event: Any) -> None:
     """Writes an event file whole, in the place of one that is there."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    data = io.BytesIO()
-    for each in (Event(wall_time=event.wall_time, file_version="brain.Event:2"), event):
-        RecordWriter(data).write(each.SerializeToString())
-    write_whole(path, data.getvalue(), sync=False)
+    write_whole(path, event_files.encoded([event_files.first_event(event.wall_time), event]), sync=False)
 
 
 def _contents(path: Path) -> Iterator[bytes]:

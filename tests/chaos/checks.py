@@ -18,6 +18,9 @@ from tests.chaos.job import EPOCHS, SAMPLES, STEPS
 from tests.chaos.training import RANKS, Training
 from tests.support import wait_until
 
+PATIENCE = 10.0
+"""Seconds in which the last processes end."""
+
 Points = dict[str, list[tuple[int, float]]]
 """Steps and values, by metric."""
 
@@ -76,7 +79,7 @@ def _of_its_end(training: Training, facts: dict[str, Any]) -> Iterator[str]:
     if facts["state"] != states.COMPLETED or facts["step"] != STEPS:
         yield f"it ended {facts['state']} at step {facts['step']}: {facts['reason']}"
     try:
-        wait_until(lambda: not training.processes(), seconds=10)
+        wait_until(lambda: not training.processes(), seconds=PATIENCE)
     except AssertionError:
         yield f"processes are left: {training.processes()}"
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import names
 from tests import dying
 from tests.chaos.job import STEPS
@@ -205,19 +206,19 @@ def movable_clock(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def the_newest_checkpoint_is_damaged(training: Training, draw: random.Random) -> bool:
-    """While the training stands still, of which a rank dies then."""
+    """While the training stands still, and then its ranks die."""
     training.until_step(somewhere(draw, first=15))
     ranks = training.ranks()
     send(ranks.values(), signal.SIGSTOP)
     found = names.complete(training.folder)
-    if len(found) >= 2:
-        # and what is on its way to be a newer one
-        for path in [found[-1], *training.folder.checkpoints.glob(".step-*")]:
-            if files := sorted(path.glob("rank-*")):
-                damage(draw.choice(files), draw)
-    send([draw.choice(list(ranks.values()))], signal.SIGKILL)
-    send(ranks.values(), signal.SIGCONT)
-    return len(found) >= 2
+    # what is whole already gets its name when the training goes on
+    whole = [path for path in sorted(training.folder.checkpoints.glob(".step-*")) if checkpoints.is_whole(path)]
+    if whole:
+        damage(draw.choice(sorted(whole[-1].glob("*.safetensors"))), draw)
+    elif len(found) >= 2:
+        damage(draw.choice(sorted(found[-1].glob("rank-*"))), draw)
+    send(ranks.values(), signal.SIGKILL)
+    return bool(whole or len(found) >= 2)
 
 
 def damage(file: Path, draw: random.Random) -> None:
@@ -249,7 +250,7 @@ FAULTS = (
         config=lambda draw: {"pace": draw.uniform(0.08, 0.12)},
     ),
     Fault("connections break", connections_break, "[Cc]onnection|gloo"),
-    Fault("the disk is full", the_disk_fills, "could not write|cannot be written", place=small_disk),
+    Fault("the disk is full", the_disk_fills, "could not write|have to wait in memory", place=small_disk),
     Fault("the newest checkpoint is damaged", the_newest_checkpoint_is_damaged, "is damaged"),
     Fault("the clock jumps", the_clock_jumps, "", place=movable_clock),
 )

@@ -17,7 +17,7 @@ from tests.chaos.faults import (
     phase_of_a_save,
     somewhere,
 )
-from tests.chaos.training import Training, send
+from tests.chaos.training import RANKS, Training, send, words_of
 from tests.slurm.cluster import NODES, Cluster
 from tests.support import Project, make_project
 
@@ -30,6 +30,7 @@ class Slurm:
 
     name = "slurm"
     seconds = 300.0
+    pace = 0.1
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -113,15 +114,14 @@ class Slurm:
         """A rank dies meanwhile."""
         training.until_step(somewhere(draw))
         self._cluster.stop_controller()
-        send([draw.choice(list(training.ranks().values()))], signal.SIGKILL)
+        send(list(training.ranks().values())[draw.randrange(RANKS) :][:1], signal.SIGKILL)
         time.sleep(draw.uniform(*BACK_AFTER))
         self._cluster.start_controller()
         return True
 
     def batch_step_killed(self, training: Training, draw: random.Random) -> bool:
         training.until_step(somewhere(draw))
-        words = [b"-m", b"mgpu_slurm.runtime.batch"]
-        found = [pid for pid in training.processes() if _words(pid)[1:3] == words]
+        found = [pid for pid in training.processes() if "mgpu_slurm.runtime.batch" in words_of(pid)]
         send(found, signal.SIGKILL)
         return bool(found)
 
@@ -137,10 +137,3 @@ class Slurm:
         """Of the newest attempt."""
         started = [event for event in records.events(training.folder) if event["event"] == "started"]
         return list(started[-1]["nodes"])
-
-
-def _words(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []

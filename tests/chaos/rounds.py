@@ -30,6 +30,8 @@ class Site(Protocol):
     name: str
     seconds: float
     """That a round may take."""
+    pace: float
+    """Seconds of a step, so that a training lasts longer than it takes to strike it."""
     faults: tuple[Fault, ...]
 
     def pair(self, draw: random.Random) -> tuple[Fault, ...]:
@@ -50,6 +52,7 @@ class Here:
 
     name = "local"
     seconds = 150.0
+    pace = 0.03
     faults = FAULTS
 
     def pair(self, draw: random.Random) -> tuple[Fault, ...]:
@@ -111,7 +114,7 @@ def run(site: Site, faults: Sequence[Fault], seed: str, expected: Result) -> Rou
         training = Training(site.project(folder))
         # who is interrupted leaves none behind
         stack.callback(lambda: send(training.processes(), signal.SIGKILL))
-        begin(training, faults, random.Random(seed), stack)
+        begin(training, faults, site.pace, random.Random(seed), stack)
         hit, done.problems = strike(faults, training, seed)
         try:
             facts = training.finish(site.seconds, lambda: site.look_after(training))
@@ -130,9 +133,9 @@ def run(site: Site, faults: Sequence[Fault], seed: str, expected: Result) -> Rou
     return done
 
 
-def begin(training: Training, faults: Sequence[Fault], draw: random.Random, stack: ExitStack) -> None:
+def begin(training: Training, faults: Sequence[Fault], pace: float, draw: random.Random, stack: ExitStack) -> None:
     """Starts it with what its faults want of it."""
-    config: dict[str, Any] = {"workers": draw.choice([0, 0, 1])}
+    config: dict[str, Any] = {"workers": draw.choice([0, 0, 1]), "pace": pace}
     for fault in faults:
         training.project.environ |= stack.enter_context(fault.place(training.project.folder))
         config |= fault.config(draw)

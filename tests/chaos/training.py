@@ -126,7 +126,9 @@ class Training:
     # -- its processes, by their numbers on this machine
 
     def processes(self) -> list[int]:
-        return processes_of(self.path)
+        """Also those that were told of it only by their words, as the batch step."""
+        named = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if str(self.path) in words_of(pid)]
+        return sorted({*processes_of(self.path), *named})
 
     def ranks(self) -> dict[int, int]:
         """The living processes of the newest attempt's ranks; the job knows itself by its number inside of its node."""
@@ -146,6 +148,14 @@ def send(pids: Iterable[int], signum: signal.Signals) -> None:
         # it may have ended meanwhile
         with suppress(ProcessLookupError):
             os.kill(pid, signum)
+
+
+def words_of(pid: int) -> list[str]:
+    """Of its command."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:  # it has ended
+        return []
 
 
 def _number_inside(pid: int) -> int:

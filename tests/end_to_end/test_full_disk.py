@@ -6,11 +6,13 @@ import json
 import subprocess
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support import Project, log
 
 JOB = '''
-    """Keeps the disk full in its second and third epoch."""
+    """Keeps the disk full from its second epoch to the last thing that it does in its fourth."""
+    import threading
     from pathlib import Path
 
     import torch
@@ -18,14 +20,29 @@ JOB = '''
     from torch.utils.data import TensorDataset
 
 
-    def fill(ballast: Path):
-        with open(ballast, "ab", buffering=0) as file:
-            for size in (1 << 20, 1):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError:
-                    pass
+    class Ballast(threading.Thread):
+        """Takes all room that there is, also what others make."""
+
+        def __init__(self, path: Path):
+            super().__init__(daemon=True)
+            self.is_full, self._enough = threading.Event(), threading.Event()
+            self._path = path
+
+        def run(self):
+            with open(self._path, "ab", buffering=0) as file:
+                while not self._enough.is_set():
+                    for size in (1 << 20, 1):
+                        try:
+                            while True:
+                                file.write(bytes(size))
+                        except OSError:
+                            pass
+                    self.is_full.set()
+            self._path.unlink()
+
+        def end(self):
+            self._enough.set()
+            self.join()
 
 
     def train(run, config: dict):
@@ -33,18 +50,20 @@ JOB = '''
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = run.loader(TensorDataset(torch.ones(8, 400)), batch_size=4)
         state = run.restore(model=model, optimizer=optimizer, data=data)
-        ballast, seen = run.folder / "ballast", []
+        ballast, seen = Ballast(run.folder / "ballast"), []
         for epoch in state.epochs(4):
-            if run.is_main and epoch in (2, 3):
-                fill(ballast)
-            if run.is_main and epoch == 4:
-                ballast.unlink()
+            if run.is_main and epoch == 2:
+                ballast.start()
+                ballast.is_full.wait()
             for (batch,) in data:
                 run.backward(model(batch).mean())
                 run.update(optimizer)
-                print("a line of the job" * 1000, flush=True)
-            run.report(epoch, loss=1.0)
+                print("a line of the job" * 300, flush=True)
+            # a report that does not fit into what is left of the last one's block
+            run.report(epoch, loss=1.0, **{"long" * 1100: 1.0})
             seen.append(sorted(path.name for path in Path(run.folder, "checkpoints").glob("step-*")))
+            if run.is_main and epoch == 4:
+                ballast.end()
         return {"kept": float(all(["step-000000002"] == names for names in seen[2:]))}
 '''
 
@@ -73,4 +92,9 @@ def test_training_goes_on_while_nothing_can_be_written(project: Project) -> None
     result = json.loads((folder / "result.json").read_text())["result"]
     assert result == {"kept": 1.0}
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000000002", "step-000000008"]
+    # what was reported meanwhile was only late
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [2, 4, 6, 8]
+    shown = EventAccumulator(str(folder / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [2, 4, 6, 8]
     assert "WARNING: rank 0 could not write the checkpoint of step 4: [Errno 28] No space left" in log(folder, 0)

@@ -70,7 +70,7 @@ class Sweeping:
 
     def report(self, number: int, *losses: float, attempt: int = 1, first: int = 1, **others: float) -> None:
         reporter = Reporter(self.folder.of_trial(number), attempt)
-        reporter.restored_step = (first - 1) * 10 if first > 1 else None
+        reporter.begins_at = (first - 1) * 10 + 1 if first > 1 else 0
         for progress, loss in enumerate(losses, first):
             reporter.report(progress, progress * 10, {"loss": loss, **others})
         reporter.close(0)

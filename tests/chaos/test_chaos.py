@@ -1,0 +1,141 @@
+"""Some rounds of `make chaos` on this machine, and that its checks find what they are there for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.checkpoints import names
+from tests.chaos import checks, faults, rounds
+from tests.chaos.checks import Result
+from tests.chaos.rounds import Here
+from tests.chaos.training import Training
+from tests.slurm.cluster import PREPARED
+from tests.support import make_project
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """One that nothing came over."""
+    training = Training(make_project(tmp_path_factory.mktemp("undisturbed")))
+    training.start(pace=0.0)
+    training.finish(Here.seconds)
+    return training
+
+
+@pytest.fixture(scope="module")
+def expected(trained: Training) -> Result:
+    return Result.of(trained)
+
+
+NEEDS_ROOT = ("connections break", "the disk is full")
+NEEDS_PACKAGES = ("the clock jumps",)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("all processes are killed",),
+        ("connections break",),
+        ("the clock jumps",),
+        ("the newest checkpoint is damaged", "the disk is full"),
+    ],
+    ids=" and ".join,
+)
+def test_a_training_ends_as_if_nothing_had_come_over_it(names: tuple[str, ...], expected: Result) -> None:
+    if os.geteuid() != 0 and set(names) & {*NEEDS_ROOT}:
+        pytest.skip("needs root")
+    if not (PREPARED / "ready").exists() and set(names) & {*NEEDS_PACKAGES}:
+        pytest.skip("needs make cluster-deps")
+    chosen = [fault for fault in faults.FAULTS if fault.name in names]
+    done = rounds.run(Here(), chosen, "a short selection", expected)
+    assert (done.hit, done.problems) == (True, [])
+
+
+# -- the checks
+
+
+def other_weights(training: Training) -> None:
+    final = training.path / "final.pt"
+    content = bytearray(final.read_bytes())
+    content[len(content) // 2] ^= 1
+    final.write_bytes(content)
+
+
+def a_sample_twice(training: Training) -> None:
+    """In the last step of rank 1."""
+    (file,) = training.ledger.glob("1-1.jsonl")
+    *lines, last = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, last.replace("[", "[0, ")]) + "\n")
+
+
+def a_point_of_another_value(training: Training) -> None:
+    file = training.folder.metrics
+    file.write_text(file.read_text().replace('"loss": 0.1', '"loss": 0.2'))
+
+
+def a_damaged_checkpoint(training: Training) -> None:
+    next(names.complete(training.folder)[-1].glob("*.safetensors")).write_bytes(b"")
+
+
+def a_part_of_a_checkpoint(training: Training) -> None:
+    (training.folder.checkpoints / ".step-000000090.of-1-1").mkdir()
+
+
+def an_attempt_without_an_end(training: Training) -> None:
+    file = training.folder.attempts
+    file.write_text(file.read_text().splitlines()[0] + "\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_weights, "the final weights are others"),
+        (a_sample_twice, "other samples in steps [84]"),
+        (a_sample_twice, "epoch 12 has not seen each sample once"),
+        (a_point_of_another_value, "the curves are others"),
+        (a_damaged_checkpoint, "safetensors is damaged"),
+        (a_part_of_a_checkpoint, "parts of checkpoints are left"),
+        (an_attempt_without_an_end, "of attempts [1] [] have ended"),
+    ],
+)
+def test_what_is_wrong_is_found(
+    change: Callable[[Training], None], said: str, trained: Training, expected: Result, put_back: None
+) -> None:
+    facts = trained.facts
+    assert checks.problems(trained, facts, expected) == []
+    change(trained)
+    assert any(said in problem for problem in checks.problems(trained, facts, expected))
+
+
+@pytest.fixture
+def put_back(trained: Training, tmp_path: Path) -> Iterator[None]:
+    """The training as it was, after a test."""
+    kept = shutil.copytree(trained.project.folder, tmp_path / "kept", symlinks=True)
+    yield
+    shutil.rmtree(trained.project.folder)
+    shutil.copytree(kept, trained.project.folder, symlinks=True)
+
+
+def test_a_process_that_is_left_is_found(trained: Training, expected: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "PATIENCE", 0.1)
+    with subprocess.Popen(["sleep", "60"], env=os.environ | {"MGPU_RUN_FOLDER": str(trained.path)}) as process:
+        found = checks.problems(trained, trained.facts, expected)
+        process.kill()
+    assert any("processes are left" in problem for problem in found)
+
+
+def test_a_point_that_tensorboard_shows_twice_is_found(trained: Training, expected: Result, put_back: None) -> None:
+    """As where a writer does not say that it goes back."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(trained.folder.tensorboard)) as writer:
+        writer.add_scalar("loss", 0.5, 84)
+    assert any("TensorBoard shows loss" in each for each in checks.problems(trained, trained.facts, expected))
