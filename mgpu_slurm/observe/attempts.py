@@ -14,7 +14,7 @@ from mgpu_slurm.paths import RunFolder
 
 Event = dict[str, Any]
 
-CLOCKS = timedelta(seconds=5)
+CLOCKS = timedelta(seconds=1)
 """By which a node's clock may be off the controller's."""
 
 
@@ -33,17 +33,10 @@ def before(folder: RunFolder) -> list[Before]:
     """The oldest first. Of what SLURM did by itself its accounting is asked."""
     events = records.events(folder)
     starts = [index for index, event in enumerate(events) if event["event"] == "started"]
-    untold = []
-    found: dict[int, Before] = {}
-    for start, following in itertools.pairwise(starts):
-        attempt = events[start]["attempt"]
-        told = _told(events[start + 1 : following])
-        if told is None:
-            untold.append(events[start])
-        else:
-            found[attempt] = Before(attempt, *told)
-    found |= {each.attempt: each for each in _by_slurm(untold)}
-    return [found[attempt] for attempt in sorted(found)]
+    told = {events[start]["attempt"]: _told(events[start + 1 : end]) for start, end in itertools.pairwise(starts)}
+    untold = [events[start] for start in starts[:-1] if told[events[start]["attempt"]] is None]
+    by_others = _by_others(folder, untold)
+    return [Before(attempt, *(known or by_others[attempt])) for attempt, known in told.items()]
 
 
 def _told(events: Sequence[Event]) -> tuple[str, str] | None:
@@ -59,25 +52,31 @@ def _told(events: Sequence[Event]) -> tuple[str, str] | None:
     return None
 
 
-def _by_slurm(started: Sequence[Event]) -> list[Before]:
-    """Of attempts after which SLURM has put the run back into the queue."""
-    jobs = slurm.whole_jobs(event["job_id"] for event in started)
-    accounted = slurm.accounted(jobs) if jobs else None
-    return [
-        Before(event["attempt"], _by_accounting(event, accounted or []), "SLURM started it again") for event in started
-    ]
+def _by_others(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
+    """Of attempts after which others have started the run again: SLURM, or who has ranks go on in their place."""
+    ends = {event["attempt"]: event.get("message") for event in records.events(folder) if event["event"] == "ended"}
+    # elsewhere the ids are of other jobs, or of none
+    is_slurms = bool(started) and records.read_state(folder)["executor"] == "slurm"
+    accounted = slurm.accounted(slurm.whole_jobs(event["job_id"] for event in started)) if is_slurms else None
+    found = {}
+    for event in started:
+        cause = _cause(event, accounted or [])
+        said = ends.get(event["attempt"]) or "its end was not recorded"
+        found[event["attempt"]] = (
+            (said, "it started again") if cause is None else (cause.words, "SLURM started it again")
+        )
+    return found
 
 
-def _by_accounting(started: Event, accounted: Sequence[slurm.AccountedStart]) -> str:
+def _cause(started: Event, accounted: Sequence[slurm.AccountedStart]) -> causes.Cause | None:
+    """By accounting, of the newest start of the job that was not later than the attempt's."""
     at = time_of(started["time"])
     assert at is not None
     # as SLURM prints its times
-    began = at.astimezone().replace(tzinfo=None)
-    own = [each for each in accounted if each.job_id == started["job_id"] and _is_in(each, began)]
-    cause = causes.cause_of_state(own[-1].state) if own else None
-    return cause.words if cause is not None else "its end was not recorded"
-
-
-def _is_in(start: slurm.AccountedStart, at: datetime) -> bool:
-    begun, ended = time_of(start.start), time_of(start.end)
-    return begun is not None and begun - CLOCKS <= at and (ended is None or at <= ended + CLOCKS)
+    latest = at.astimezone().replace(tzinfo=None) + CLOCKS
+    begun = [
+        each
+        for each in accounted
+        if each.job_id == started["job_id"] and each.start is not None and datetime.fromisoformat(each.start) <= latest
+    ]
+    return causes.cause_of_state(begun[-1].state) if begun else None

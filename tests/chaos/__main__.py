@@ -19,12 +19,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.chaos import rounds
+from tests.chaos.checks import Result
 from tests.chaos.on_slurm import Slurm
 from tests.chaos.rounds import Round, Site
+from tests.chaos.sweep import Sweep
+from tests.chaos.training import Training
 from tests.slurm.cluster import Cluster
 
 ON_SLURM = 6
 """Every sixth round is on a SLURM."""
+
+SWEEPS_EVERY = 5
+"""Rounds, of which one is of a sweep."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -56,7 +62,7 @@ def do(asked: argparse.Namespace) -> None:
         to_do = [asked.again]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        expected = rounds.undisturbed(scratch)
+        expected: dict[type[Training], dict[str, Result]] = {}
         slurm: Site | None = None
         for number in to_do:
             seed = f"{asked.seed}-{number}"
@@ -67,7 +73,12 @@ def do(asked: argparse.Namespace) -> None:
                 slurm = a_slurm(stack, scratch)
             site: Site = slurm if is_on_slurm and slurm is not None else rounds.Here()
             turn = number // ON_SLURM if is_on_slurm else number - number // ON_SLURM
-            one = rounds.run(site, rounds.drawn(site, turn, seed), seed, expected)
+            faults = rounds.drawn(site, turn, seed)
+            kind = Sweep if number % SWEEPS_EVERY == SWEEPS_EVERY - 1 and rounds.fit_for_sweeps(faults) else Training
+            if kind not in expected:
+                (scratch / kind.what).mkdir()
+                expected[kind] = rounds.undisturbed(kind, scratch / kind.what)
+            one = rounds.run(site, kind, faults, seed, expected[kind])
             (asked.folder / f"{number:04d}.json").write_text(json.dumps(asdict(one)) + "\n")
             print(line(number, one), flush=True)
 
@@ -87,24 +98,24 @@ def line(number: int, one: Round) -> str:
     end = "; ".join(one.problems) or ("exact" if one.hit else "exact, and nothing was hit")
     resumed = f", {one.resumed} by hand" if one.resumed else ""
     figures = f"{one.attempts} attempts{resumed}, {one.seconds} s"
-    return f"{number:4} {one.where:5} seed {one.seed:7} {one.words}: {figures}: {end}"
+    return f"{number:4} {one.where:5} {one.what:8} seed {one.seed:7} {one.words}: {figures}: {end}"
 
 
 def table(found: Sequence[Round]) -> Iterator[str]:
     """By fault, in Markdown."""
-    yield "| where | fault | rounds | hit | attempts | resumed by hand | exact |"
-    yield "|---|---|---:|---:|---:|---:|---:|"
-    kinds = sorted({(one.where, _kind(one)) for one in found})
+    yield "| where | of a | fault | rounds | hit | attempts | resumed by hand | exact |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    kinds = sorted({_kind(one) for one in found})
     for kind in kinds:
-        yield _row(*kind, [one for one in found if (one.where, _kind(one)) == kind])
-    yield _row("", "**all**", found)
+        yield _row(*kind, [one for one in found if _kind(one) == kind])
+    yield _row("", "", "**all**", found)
 
 
-def _kind(one: Round) -> str:
-    return one.words if len(one.faults) == 1 else "two at once"
+def _kind(one: Round) -> tuple[str, str, str]:
+    return one.where, one.what, one.words if len(one.faults) == 1 else "two at once"
 
 
-def _row(where: str, kind: str, some: Sequence[Round]) -> str:
+def _row(where: str, what: str, fault: str, some: Sequence[Round]) -> str:
     exact = sum(not one.problems for one in some)
     counts = [
         len(some),
@@ -113,7 +124,7 @@ def _row(where: str, kind: str, some: Sequence[Round]) -> str:
         sum(one.resumed for one in some),
         exact,
     ]
-    return f"| {where} | {kind} | {' | '.join(map(str, counts))} |"
+    return f"| {where} | {what} | {fault} | {' | '.join(map(str, counts))} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What must hold of a training at its end, whatever came over it."""
+"""What must hold of a training or a sweep at its end, whatever came over it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import names
 from mgpu_slurm.observe import histories
 from mgpu_slurm.paths import read_jsonl
-from tests.chaos.job import EPOCHS, SAMPLES, STEPS
-from tests.chaos.training import RANKS, Training
+from tests.chaos.job import SAMPLES, STEPS_OF_EPOCH
+from tests.chaos.training import RANKS, Trained, Training
 from tests.support import wait_until
 
 PATIENCE = 10.0
@@ -27,7 +27,7 @@ Points = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Result:
-    """What a training has come to."""
+    """What one training has come to."""
 
     weights: bytes
     """Of the file with the final weights, and what the random generator gives next."""
@@ -36,61 +36,78 @@ class Result:
     curves: Points
 
     @classmethod
-    def of(cls, training: Training) -> Result:
-        final = training.path / "final.pt"
-        return cls(final.read_bytes() if final.exists() else b"", samples(training), curves(training))
+    def of(cls, trained: Trained) -> Result:
+        final = trained.path / "final.pt"
+        return cls(final.read_bytes() if final.exists() else b"", samples(trained), curves(trained))
 
 
-def samples(training: Training) -> dict[int, list[list[int]]]:
+def results(training: Training) -> dict[str, Result]:
+    """Of all its parts."""
+    return {name: Result.of(part) for name, part in training.parts().items()}
+
+
+def samples(trained: Trained) -> dict[int, list[list[int]]]:
     """By step. Of a step that several attempts have done the last one counts: it went back behind it."""
     found: dict[int, list[list[int]]] = {}
-    for attempt in training.attempts():
-        of_ranks = [
-            {line["step"]: line["samples"] for line in training.seen(attempt, rank)[1:]} for rank in range(RANKS)
-        ]
+    for attempt in trained.attempts():
+        lines = [trained.seen(attempt, rank)[1:] for rank in range(RANKS)]
+        of_ranks = [{line["step"]: line["samples"] for line in of_rank} for of_rank in lines]
         for step in of_ranks[0]:
             found[step] = [of_rank.get(step, []) for of_rank in of_ranks]
     return found
 
 
-def curves(training: Training) -> Points:
+def curves(trained: Trained) -> Points:
     """As this package reads them."""
-    (history,) = histories.read(histories.sources([str(training.path)]), "step")
+    (history,) = histories.read(histories.sources([str(trained.path)]), "step")
     return {
         name: list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
         for name, curve in history.curves.items()
     }
 
 
-def problems(training: Training, facts: dict[str, Any], expected: Result) -> list[str]:
+def problems(training: Training, facts: dict[str, Any], expected: dict[str, Result]) -> list[str]:
     """What is wrong; nothing where all is as if the training had not been disturbed."""
-    found = [*_of_its_end(training, facts), *_of_checkpoints(training), *_of_record(training, facts)]
-    result = Result.of(training)
-    if result.weights != expected.weights:
-        found.append("the final weights are others")
-    found += _of_samples(result.samples, expected.samples)
-    if result.curves != expected.curves:
-        found.append(f"the curves are others: {result.curves} instead of {expected.curves}")
-    found += _of_tensorboard(training, expected.curves)
+    found = [*_of_its_end(training, facts), *_of_record(training, facts)]
+    parts = training.parts()
+    if parts.keys() != expected.keys():
+        found.append(f"there are {sorted(parts)}, and not {sorted(expected)}")
+    for name in sorted(parts.keys() & expected.keys()):
+        found += [f"{name}: {problem}" if name else problem for problem in _of_part(parts[name], expected[name])]
     return found
 
 
+def _of_part(trained: Trained, expected: Result) -> Iterator[str]:
+    result = Result.of(trained)
+    if result.weights != expected.weights:
+        yield "the final weights are others"
+    yield from _of_checkpoints(trained, max(expected.samples))
+    yield from _of_samples(result.samples, expected.samples)
+    if result.curves != expected.curves:
+        yield f"the curves are others: {result.curves} instead of {expected.curves}"
+    yield from _of_tensorboard(trained, expected.curves)
+
+
 def _of_its_end(training: Training, facts: dict[str, Any]) -> Iterator[str]:
-    if facts["state"] != states.COMPLETED or facts["step"] != STEPS:
-        yield f"it ended {facts['state']} at step {facts['step']}: {facts['reason']}"
+    if facts["state"] != states.COMPLETED:
+        yield f"it ended {facts['state']}: {facts['reason']}"
     try:
         wait_until(lambda: not training.processes(), seconds=PATIENCE)
     except AssertionError:
         yield f"processes are left: {training.processes()}"
 
 
-def _of_checkpoints(training: Training) -> Iterator[str]:
-    run = training.folder
+def _of_checkpoints(trained: Trained, last: int) -> Iterator[str]:
+    """
+    Args:
+        last: the step at the end.
+    """
+    run = trained.folder
     found = names.complete(run)
     for path in found:
         if (problem := checkpoints.problem(path, range(RANKS))) is not None:
             yield f"{path.name}: {problem}"
-    if not found or names.step_of(found[-1]) != STEPS:
+    if not found or names.step_of(found[-1]) != last:
         yield f"the newest checkpoint is {found[-1].name if found else 'none'}"
     if torn := [path.name for path in names.below(run) if path.name.startswith(".")]:
         yield f"parts of checkpoints are left: {' '.join(torn)}"
@@ -102,9 +119,8 @@ def _of_samples(seen: dict[int, list[list[int]]], expected: dict[int, list[list[
     if seen != expected:
         differing = sorted(step for step in seen.keys() | expected.keys() if seen.get(step) != expected.get(step))
         yield f"other samples in steps {differing}"
-    per_epoch = STEPS // EPOCHS
-    for epoch in range(EPOCHS):
-        steps = range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)
+    for epoch in range(max(expected) // STEPS_OF_EPOCH):
+        steps = range(epoch * STEPS_OF_EPOCH + 1, (epoch + 1) * STEPS_OF_EPOCH + 1)
         drawn = sorted(itertools.chain(*(ids for step in steps for ids in seen.get(step, []))))
         if drawn != list(range(SAMPLES)):
             yield f"epoch {epoch + 1} has not seen each sample once"
@@ -112,20 +128,20 @@ def _of_samples(seen: dict[int, list[list[int]]], expected: dict[int, list[list[
 
 def _of_record(training: Training, facts: dict[str, Any]) -> Iterator[str]:
     """Each attempt has begun, and all but the last have ended and been followed by a reason to start again."""
-    events = list(read_jsonl(training.folder.attempts))
+    events = list(read_jsonl(training.worker.attempts))
     started = [event["attempt"] for event in events if event["event"] == "started"]
     ended = [event["attempt"] for event in events if event["event"] == "ended"]
     if started != list(range(1, facts["attempts"] + 1)):
         yield f"the record has attempts {started}, and the state {facts['attempts']}"
     if sorted(set(ended)) != started:
         yield f"of attempts {started} {ended} have ended"
-    if any(end is None for _, end in records.spans(training.folder)):
+    if any(end is None for _, end in records.spans(training.worker)):
         yield "an attempt has no end"
 
 
-def _of_tensorboard(training: Training, expected: Points) -> Iterator[str]:
+def _of_tensorboard(trained: Trained, expected: Points) -> Iterator[str]:
     """By its own reader: no step twice, none missing."""
-    shown = EventAccumulator(str(training.folder.tensorboard), size_guidance={"scalars": 0})
+    shown = EventAccumulator(str(trained.folder.tensorboard), size_guidance={"scalars": 0})
     shown.Reload()
     for name, points in expected.items():
         steps = [event.step for event in shown.Scalars(name)] if name in shown.Tags()["scalars"] else []

@@ -22,7 +22,7 @@ from typing import Any
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import names
 from tests import dying
-from tests.chaos.job import STEPS
+from tests.chaos.job import EPOCHS, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Training, send
 from tests.slurm.cluster import PREPARED
 
@@ -50,7 +50,7 @@ class Fault:
 
 def somewhere(draw: random.Random, first: int = 1) -> int:
     """A step that is neither its first nor so late that nothing is left to disturb."""
-    return draw.randint(first, STEPS - 14)
+    return draw.randint(first, STEPS_OF_EPOCH * EPOCHS - 14)
 
 
 # -- processes
@@ -89,7 +89,7 @@ def a_rank_hangs(training: Training, draw: random.Random) -> bool:
 
 def dies_in_a_save(training: Training, draw: random.Random) -> bool:
     """The job does it itself, at the right line."""
-    training.until(lambda: len(training.attempts()) > 1)
+    training.until(lambda: len(training.current().attempts()) > 1)
     return True
 
 
@@ -109,7 +109,7 @@ def it_is_cancelled(training: Training, draw: random.Random) -> bool:
 
 
 def its_time_is_up(training: Training, draw: random.Random) -> bool:
-    training.until(lambda: len(training.attempts()) > 1)
+    training.until(lambda: len(training.current().attempts()) > 1)
     return True
 
 
@@ -210,9 +210,10 @@ def the_newest_checkpoint_is_damaged(training: Training, draw: random.Random) ->
     training.until_step(somewhere(draw, first=15))
     ranks = training.ranks()
     send(ranks.values(), signal.SIGSTOP)
-    found = names.complete(training.folder)
+    run = training.current().folder
+    found = names.complete(run)
     # what is whole already gets its name when the training goes on
-    whole = [path for path in sorted(training.folder.checkpoints.glob(".step-*")) if checkpoints.is_whole(path)]
+    whole = [path for path in sorted(run.checkpoints.glob(".step-*")) if checkpoints.is_whole(path)]
     if whole:
         damage(draw.choice(sorted(whole[-1].glob("*.safetensors"))), draw)
     elif len(found) >= 2:

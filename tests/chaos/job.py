@@ -15,14 +15,17 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm import Run
 
-SAMPLES, BATCH, EPOCHS = 52, 8, 12
-STEPS = EPOCHS * 7
+SAMPLES, BATCH = 52, 8
+STEPS_OF_EPOCH = 7
+EPOCHS = 12
 
 
 @dataclass
 class Config:
     ledger: str = ""
-    """Folder for what each rank of each attempt has seen, step by step."""
+    """Folder for what each rank of each attempt has seen, step by step; each run has one of its own in it."""
+    epochs: int = EPOCHS
+    lr: float = 0.01
     pace: float = 0.03
     """Seconds that a step takes at least."""
     workers: int = 0
@@ -40,14 +43,16 @@ def train(run: Run, config: Config) -> dict[str, float]:
     features = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 1))
     model = run.wrap(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs * STEPS_OF_EPOCH)
     data = run.loader(TensorDataset(ids, features), batch_size=BATCH, shuffle=True, num_workers=config.workers)
     state = run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
     run.checkpoints(every_steps=5, every_minutes=None, best="loss", direction="minimize")
-    with open(Path(config.ledger, f"{run.attempt}-{run.rank}.jsonl"), "w") as ledger:
+    own = Path(config.ledger, run.folder.name)
+    own.mkdir(exist_ok=True)
+    with open(own / f"{run.attempt}-{run.rank}.jsonl", "w") as ledger:
         write(ledger, pid=os.getpid(), start=state.step)
-        for epoch in state.epochs(EPOCHS):
+        for epoch in state.epochs(config.epochs):
             for batch_ids, batch in data:
                 loss = model(batch).square().mean()
                 run.backward(loss)

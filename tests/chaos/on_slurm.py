@@ -130,10 +130,10 @@ class Slurm:
         training.until_step(draw.randint(1, 20))
         job = training.facts["job_id"]
         self._cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+45seconds")
-        training.until(lambda: len(training.attempts()) > 1)
+        training.until(lambda: len(training.current().attempts()) > 1)
         return True
 
     def _nodes(self, training: Training) -> list[str]:
         """Of the newest attempt."""
-        started = [event for event in records.events(training.folder) if event["event"] == "started"]
+        started = [event for event in records.events(training.worker) if event["event"] == "started"]
         return list(started[-1]["nodes"])

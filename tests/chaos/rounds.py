@@ -75,6 +75,7 @@ class Round:
     faults: list[str]
     seed: str
     where: str = "local"
+    what: str = "training"
     hit: bool = False
     """Whether a fault came in time."""
     attempts: int = 0
@@ -95,23 +96,28 @@ def drawn(site: Site, turn: int, seed: str) -> tuple[Fault, ...]:
     return (site.faults[(turn - turn // PAIRS_EVERY) % len(site.faults)],)
 
 
-def undisturbed(folder: Path) -> Result:
-    """What a training comes to that nothing comes over."""
-    training = Training(make_project(folder))
+def fit_for_sweeps(faults: Sequence[Fault]) -> bool:
+    """A sweep has its own way with time limits; tests/slurm/test_sweeps.py and tests/end_to_end/test_sweeps.py."""
+    return not any("--time" in fault.words for fault in faults)
+
+
+def undisturbed(kind: type[Training], folder: Path) -> dict[str, Result]:
+    """What it comes to where nothing comes over it."""
+    training = kind(make_project(folder))
     training.start(pace=0.0)
     facts = training.finish(Here.seconds)
     assert facts["state"] == "COMPLETED", facts
-    return Result.of(training)
+    return checks.results(training)
 
 
-def run(site: Site, faults: Sequence[Fault], seed: str, expected: Result) -> Round:
+def run(site: Site, kind: type[Training], faults: Sequence[Fault], seed: str, expected: dict[str, Result]) -> Round:
     """One round."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    done = Round([fault.name for fault in faults], seed, site.name)
+    done = Round([fault.name for fault in faults], seed, site.name, kind.what)
     began = time.monotonic()
     with ExitStack() as stack:
         stack.callback(site.tidy)
-        training = Training(site.project(folder))
+        training = kind(site.project(folder))
         # who is interrupted leaves none behind
         stack.callback(lambda: send(training.processes(), signal.SIGKILL))
         begin(training, faults, site.pace, random.Random(seed), stack)
@@ -166,7 +172,8 @@ def strike(faults: Sequence[Fault], training: Training, seed: str) -> tuple[list
 
 
 def record_of(training: Training) -> str:
-    """What there is to read of a run: `why`, and the logs of its ranks."""
+    """What there is to read of it: `why`, the logs of its ranks, and the history of its parts."""
     why = training.project.call("why", training.path.name)
-    logs = [path.read_text(errors="replace") for path in sorted(training.folder.logs.glob("*.log"))]
-    return "\n".join([why.stdout, why.stderr, *logs])
+    folders = [training.worker, *(part.folder for part in training.parts().values())]
+    files = [file for folder in folders for file in (*folder.logs.glob("*.log"), folder.attempts) if file.exists()]
+    return "\n".join([why.stdout, why.stderr, *(file.read_text(errors="replace") for file in files)])

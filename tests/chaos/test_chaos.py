@@ -31,8 +31,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 @pytest.fixture(scope="module")
-def expected(trained: Training) -> Result:
-    return Result.of(trained)
+def expected(trained: Training) -> dict[str, Result]:
+    return checks.results(trained)
 
 
 NEEDS_ROOT = ("connections break", "the disk is full")
@@ -49,13 +49,13 @@ NEEDS_PACKAGES = ("the clock jumps",)
     ],
     ids=" and ".join,
 )
-def test_a_training_ends_as_if_nothing_had_come_over_it(names: tuple[str, ...], expected: Result) -> None:
+def test_a_training_ends_as_if_nothing_had_come_over_it(names: tuple[str, ...], expected: dict[str, Result]) -> None:
     if os.geteuid() != 0 and set(names) & {*NEEDS_ROOT}:
         pytest.skip("needs root")
     if not (PREPARED / "ready").exists() and set(names) & {*NEEDS_PACKAGES}:
         pytest.skip("needs make cluster-deps")
     chosen = [fault for fault in faults.FAULTS if fault.name in names]
-    done = rounds.run(Here(), chosen, "a short selection", expected)
+    done = rounds.run(Here(), Training, chosen, "a short selection", expected)
     assert (done.hit, done.problems) == (True, [])
 
 
@@ -71,26 +71,26 @@ def other_weights(training: Training) -> None:
 
 def a_sample_twice(training: Training) -> None:
     """In the last step of rank 1."""
-    (file,) = training.ledger.glob("1-1.jsonl")
+    (file,) = training.ledger.glob("*/1-1.jsonl")
     *lines, last = file.read_text().splitlines()
     file.write_text("\n".join([*lines, last.replace("[", "[0, ")]) + "\n")
 
 
 def a_point_of_another_value(training: Training) -> None:
-    file = training.folder.metrics
+    file = training.submitted.metrics
     file.write_text(file.read_text().replace('"loss": 0.1', '"loss": 0.2'))
 
 
 def a_damaged_checkpoint(training: Training) -> None:
-    next(names.complete(training.folder)[-1].glob("*.safetensors")).write_bytes(b"")
+    next(names.complete(training.submitted)[-1].glob("*.safetensors")).write_bytes(b"")
 
 
 def a_part_of_a_checkpoint(training: Training) -> None:
-    (training.folder.checkpoints / ".step-000000090.of-1-1").mkdir()
+    (training.submitted.checkpoints / ".step-000000090.of-1-1").mkdir()
 
 
 def an_attempt_without_an_end(training: Training) -> None:
-    file = training.folder.attempts
+    file = training.submitted.attempts
     file.write_text(file.read_text().splitlines()[0] + "\n")
 
 
@@ -107,7 +107,7 @@ def an_attempt_without_an_end(training: Training) -> None:
     ],
 )
 def test_what_is_wrong_is_found(
-    change: Callable[[Training], None], said: str, trained: Training, expected: Result, put_back: None
+    change: Callable[[Training], None], said: str, trained: Training, expected: dict[str, Result], put_back: None
 ) -> None:
     facts = trained.facts
     assert checks.problems(trained, facts, expected) == []
@@ -124,7 +124,9 @@ def put_back(trained: Training, tmp_path: Path) -> Iterator[None]:
     shutil.copytree(kept, trained.project.folder, symlinks=True)
 
 
-def test_a_process_that_is_left_is_found(trained: Training, expected: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_left_is_found(
+    trained: Training, expected: dict[str, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "PATIENCE", 0.1)
     with subprocess.Popen(["sleep", "60"], env=os.environ | {"MGPU_RUN_FOLDER": str(trained.path)}) as process:
         found = checks.problems(trained, trained.facts, expected)
@@ -132,10 +134,12 @@ def test_a_process_that_is_left_is_found(trained: Training, expected: Result, mo
     assert any("processes are left" in problem for problem in found)
 
 
-def test_a_point_that_tensorboard_shows_twice_is_found(trained: Training, expected: Result, put_back: None) -> None:
+def test_a_point_that_tensorboard_shows_twice_is_found(
+    trained: Training, expected: dict[str, Result], put_back: None
+) -> None:
     """As where a writer does not say that it goes back."""
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(trained.folder.tensorboard)) as writer:
+    with SummaryWriter(str(trained.submitted.tensorboard)) as writer:
         writer.add_scalar("loss", 0.5, 84)
     assert any("TensorBoard shows loss" in each for each in checks.problems(trained, trained.facts, expected))

@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,39 @@ class Over(Exception):
     """The training has come to its end before the fault came to it."""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What one run of `job` has left."""
+
+    path: Path
+    ledger: Path
+    """What its ranks have written down."""
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    def attempts(self) -> list[int]:
+        """Those in which rank 0 has begun to train."""
+        return sorted(int(path.name.partition("-")[0]) for path in self.ledger.glob("*-0.jsonl"))
+
+    def seen(self, attempt: int, rank: int) -> list[dict[str, Any]]:
+        """What a rank has written down; its first line is of the rank itself."""
+        path = self.ledger / f"{attempt}-{rank}.jsonl"
+        # what a killed rank has begun to write is no line
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def steps(self) -> int:
+        """How far the newest attempt has come."""
+        lines = [line for attempt in self.attempts()[-1:] for line in self.seen(attempt, 0)[1:]]
+        return int(lines[-1]["step"]) if lines else 0
+
+
 class Training:
-    """One run of `job`."""
+    """One run of `job`, while it goes on."""
+
+    what = "training"
 
     def __init__(self, project: Project) -> None:
         self.project = project
@@ -43,41 +75,42 @@ class Training:
         self.resumed = 0
         """How often a person had to say so."""
 
-    def start(self, words: Iterable[str] = (), **config: Any) -> None:
+    def start(self, words: Sequence[str] = (), **config: Any) -> None:
         values = [f"{name}={value}" for name, value in ({"ledger": self.ledger} | config).items()]
         self.path = self.project.submit("train", "--nodes", str(RANKS), "--gpus-per-node", "0", *words, *values)
 
     # -- seeing
 
     @property
-    def folder(self) -> RunFolder:
+    def submitted(self) -> RunFolder:
+        """Of what was submitted."""
         return RunFolder(self.path)
+
+    @property
+    def worker(self) -> RunFolder:
+        """Of what has the processes."""
+        return self.submitted
+
+    def parts(self) -> dict[str, Trained]:
+        """What it is to leave, by names that are the same each time."""
+        return {"": self.current()}
+
+    def current(self) -> Trained:
+        """What trains now, or has last."""
+        return Trained(self.path, self.ledger / self.path.name)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What `status` shows."""
-        return Handle(self.folder).facts
+        return Handle(self.submitted).facts
 
     @property
     def has_ended(self) -> bool:
         return not states.is_alive(self.facts["state"])
 
-    def attempts(self) -> list[int]:
-        """Those in which rank 0 has begun to train."""
-        return sorted(int(path.name.partition("-")[0]) for path in self.ledger.glob("*-0.jsonl"))
-
-    def seen(self, attempt: int, rank: int) -> list[dict[str, Any]]:
-        """What a rank has written down; its first line is of the rank itself."""
-        path = self.ledger / f"{attempt}-{rank}.jsonl"
-        # what a killed rank has begun to write is no line
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
-
     def step(self) -> int:
-        """How far the newest attempt has come."""
-        newest = self.attempts()[-1:]
-        lines = self.seen(newest[0], 0)[1:] if newest else []
-        return int(lines[-1]["step"]) if lines else 0
+        """How far it has come."""
+        return self.current().steps()
 
     def until(self, condition: Callable[[], bool]) -> None:
         """
@@ -127,15 +160,17 @@ class Training:
 
     def processes(self) -> list[int]:
         """Also those that were told of it only by their words, as the batch step."""
-        named = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if str(self.path) in words_of(pid)]
-        return sorted({*processes_of(self.path), *named})
+        path = str(self.worker.path)
+        named = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if path in words_of(pid)]
+        return sorted({*processes_of(self.worker.path), *named})
 
     def ranks(self) -> dict[int, int]:
         """The living processes of the newest attempt's ranks; the job knows itself by its number inside of its node."""
-        newest = self.attempts()[-1:]
-        inside = {rank: lines[0]["pid"] for rank in range(RANKS) for lines in [self.seen(newest[0], rank)] if lines}
-        outside = {_number_inside(pid): pid for pid in self.processes()} if newest else {}
-        return {rank: outside[pid] for rank, pid in inside.items() if pid in outside}
+        current = self.current()
+        first = [(rank, lines[0]) for attempt in current.attempts()[-1:] for rank in range(RANKS)
+                 if (lines := current.seen(attempt, rank))]  # fmt: skip
+        outside = {_number_inside(pid): pid for pid in self.processes()} if first else {}
+        return {rank: outside[line["pid"]] for rank, line in first if line["pid"] in outside}
 
     def rank(self, rank: int) -> int:
         """Waits until it lives."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.chaos import rounds
 from tests.chaos.on_slurm import Slurm
+from tests.chaos.training import Training
 from tests.slurm.cluster import Cluster
 
 
@@ -20,5 +21,5 @@ def test_a_training_ends_as_if_nothing_had_come_over_it(
         monkeypatch.setenv(name, value)
     slurm = Slurm(cluster)
     chosen = [fault for fault in slurm.faults if fault.name in ("the controller is away", "the batch step is killed")]
-    done = rounds.run(slurm, chosen, "a short selection", rounds.undisturbed(tmp_path))
+    done = rounds.run(slurm, Training, chosen, "a short selection", rounds.undisturbed(Training, tmp_path))
     assert (done.hit, done.problems) == (True, [])

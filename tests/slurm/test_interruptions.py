@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm import records, states
+from mgpu_slurm import causes, records, states
 from mgpu_slurm.handles import Handle
 from mgpu_slurm.launch import last_words
+from mgpu_slurm.observe.attempts import Before, before
+from mgpu_slurm.observe.why import why
 from mgpu_slurm.paths import RunFolder
 from tests.slurm.cluster import Cluster
 from tests.support import Project, log, make_project, processes_of, wait_until
@@ -159,6 +161,17 @@ def attempts(run: Path) -> list[list[str]]:
 def ended(run: Path) -> list[int]:
     """The attempts that have ended, in this order."""
     return [event["attempt"] for event in records.events(RunFolder(run)) if event["event"] == "ended"]
+
+
+def cause_of(run: Path) -> causes.Cause | None:
+    """As `why` tells it."""
+    found = why(RunFolder(run), facts_of(run))
+    return None if found is None else found.cause
+
+
+def until_told(run: Path, expected: Before) -> None:
+    """Accounting hears of it some seconds after SLURM itself."""
+    wait_until(lambda: before(RunFolder(run)) == [expected], pause=LOOK_EVERY)
 
 
 def name_of(pid: int) -> str:
@@ -321,6 +334,10 @@ def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_i
     assert last is not None
     assert last["state"] == "TIMEOUT"
     assert log(deaf, 0) == "ready\n"
+    assert cause_of(deaf) is causes.TIME_LIMIT
+    assert before(RunFolder(run)) == [
+        Before(1, "it asked to be started again, as it does before its time limit", "it started again")
+    ]
     assert project.call("wait", deaf.name).returncode == 1
 
 
@@ -399,6 +416,7 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     assert f"restored step {step} from " in log(run, 0, attempt=2)
     assert (run / "final.pt").read_bytes() == undisturbed
     assert ends(states_seen) == ["COMPLETED"]
+    until_told(run, Before(1, causes.PREEMPTED.words, "SLURM started it again"))
 
 
 def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: Project, cluster: Cluster) -> None:
@@ -430,6 +448,7 @@ def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluste
         facts = finish(run)
     assert (facts["state"], facts["reason"], facts["attempts"], facts["job_id"]) == ("COMPLETED", "", 2, job)
     assert attempts(run) == [["n1", "n2"], ["n1", "n3"]]
+    until_told(run, Before(1, causes.NODE.words, "SLURM started it again"))
     assert log(run, 1, attempt=2) == "attempt 2 on n3\n"
     assert ends(states_seen) == ["COMPLETED"]
 
@@ -502,6 +521,7 @@ def test_without_requeues_a_lost_node_is_the_end(project: Project, cluster: Clus
     cluster.node_down("n2")
     facts = finish(run)
     assert (facts["state"], facts["reason"], facts["attempts"]) == ("NODE_FAIL", "NodeDown", 1)
+    assert cause_of(run) is causes.NODE
     assert project.call("wait", run.name).returncode == 1
     assert project.call("resume", run.name, "--time", "5").returncode == 0
     wait_until(lambda: standing(run) == ("RUNNING", "", 2), pause=LOOK_EVERY)
