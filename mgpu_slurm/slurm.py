@@ -113,8 +113,6 @@ class AccountedStart:
 
     job_id: str
     state: str
-    start: str | None
-    """Local time without a zone, as SLURM prints it."""
     end: str | None
 
 
@@ -348,9 +346,8 @@ def parse_sacct(output: str) -> list[AccountedStart]:
 
 
 def _accounted_starts(row: list[str]) -> list[AccountedStart]:
-    job_ids, word, _, start, end = row
-    state = states.from_slurm(word)
-    return [AccountedStart(each, state, _text(start), _text(end)) for each in _array_tasks(_whole_id(job_ids))]
+    job_ids, state, _, _, end = row
+    return [AccountedStart(job_id, states.from_slurm(state), _text(end)) for job_id in _array_tasks(_whole_id(job_ids))]
 
 
 def _array_tasks(job_id: str) -> list[str]:

@@ -143,10 +143,10 @@ def test_parse_sacct_orders_the_starts_of_a_requeued_job() -> None:
         "44|PENDING|2024-05-01T12:00:02|Unknown|Unknown\n"
     )
     assert slurm.parse_sacct(output) == [
-        AccountedStart("42", "PREEMPTED", "2024-05-01T10:00:05", "2024-05-01T12:00:00"),
-        AccountedStart("42", "CANCELLED", "2024-05-01T12:05:00", "2024-05-01T13:00:00"),
-        AccountedStart("43", "FAILED", "2024-05-01T12:00:02", "2024-05-01T12:00:09"),
-        AccountedStart("44", "PENDING", None, None),
+        AccountedStart("42", "PREEMPTED", "2024-05-01T12:00:00"),
+        AccountedStart("42", "CANCELLED", "2024-05-01T13:00:00"),
+        AccountedStart("43", "FAILED", "2024-05-01T12:00:09"),
+        AccountedStart("44", "PENDING", None),
     ]
 
 

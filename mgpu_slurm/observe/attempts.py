@@ -5,17 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from typing import Any
 
 from mgpu_slurm import causes, records, slurm
-from mgpu_slurm.observe.times import time_of
 from mgpu_slurm.paths import RunFolder
 
 Event = dict[str, Any]
-
-CLOCKS = timedelta(seconds=1)
-"""By which a node's clock may be off the controller's."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +64,7 @@ def _by_others(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[s
 
 
 def _cause(started: Event, accounted: Sequence[slurm.AccountedStart]) -> causes.Cause | None:
-    """By accounting, of the newest start of the job that was not later than the attempt's."""
-    at = time_of(started["time"])
-    assert at is not None
-    # as SLURM prints its times
-    latest = at.astimezone().replace(tzinfo=None) + CLOCKS
-    begun = [
-        each
-        for each in accounted
-        if each.job_id == started["job_id"] and each.start is not None and datetime.fromisoformat(each.start) <= latest
-    ]
-    return causes.cause_of_state(begun[-1].state) if begun else None
+    """By accounting, which has a line for each start of a job."""
+    starts = [each for each in accounted if each.job_id == started["job_id"]]
+    number = started.get("restarts", 0)
+    return causes.cause_of_state(starts[number].state) if number < len(starts) else None

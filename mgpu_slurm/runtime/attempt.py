@@ -83,7 +83,9 @@ def run_attempt(
         ports: on which the ranks reach this machine; None for any.
     """
     attempt = records.attempts_started(folder) + 1
-    records.settle_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes)
+    # which of the job's starts it is, by which accounting tells of it
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    records.settle_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes, restarts=restarts)
     began = records.read_state(folder)["started"] or records.now()
     records.settle_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
     # what the attempt before died of is over
