@@ -38,6 +38,8 @@ SAMPLES = 1_000_000
 the Python reader, the fast data server makes none."""
 
 HOST = "127.0.0.1"
+"""TensorBoard asks nobody for a password; who is elsewhere comes by a tunnel."""
+
 FIRST_PORT = 6006
 """TensorBoard's own."""
 PORTS = 200

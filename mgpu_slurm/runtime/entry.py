@@ -287,10 +287,18 @@ def _function_and_config(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
 
 
 def _unpickled(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
+    """
+    Raises:
+        UserError: it is somebody else's, and whoever wrote a pickle decides what code runs when it is loaded.
+    """
     _stand_in(spec, folder)
     import cloudpickle  # type: ignore[import-untyped]
 
     with open(folder.function, "rb") as file:
+        # of what is open, which nobody can put another file in the place of
+        owner = os.fstat(file.fileno()).st_uid
+        if owner != os.geteuid():
+            raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
         function, config, types_of_fields = cloudpickle.load(file)
     configs.settle_classes(types_of_fields)
     return function, config

@@ -39,7 +39,9 @@ def bind(address: str, reachable: range | None = None) -> socket.socket:
     """A listening socket on a random port outside Linux's ephemeral range, where no outgoing connection takes it.
 
     Args:
-        address: the interface to listen on; an empty text for all, which several nodes need.
+        address: the interface to listen on; an empty text for all, which several nodes need: by which of this node's
+            addresses the others know it is theirs to find out. Torch's store asks nobody for a password. Who reaches
+            the port while the job runs can disturb it; sites keep compute nodes in a network of their own.
         reachable: the ports that firewalls leave open, where a site has named them.
     """
     low, high = _ephemeral_range()

@@ -95,6 +95,7 @@ class CommandTrainer:
         made = []
 
         def make() -> int:
+            # as the run's own: the loopback interface, or what the job's other nodes can reach
             listener = rendezvous.bind("127.0.0.1" if self._address.startswith("127.") else "")
             port: int = listener.getsockname()[1]
             made.append(rendezvous.serve(listener))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -281,3 +282,35 @@ def test_a_sweep_file_takes_other_values(project: Project) -> None:
 def test_a_command_is_a_list_of_words(project: Project) -> None:
     code = "run = submit(['echo', 'a  b'], executor='local'); print(run.wait(), run.logs())"
     assert python(project, "-c", f"from mgpu_slurm import submit; {code}") == "COMPLETED a  b\n\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+def test_a_pickle_of_somebody_else_is_not_loaded(tmp_path: Path) -> None:
+    """As in the place of a run's own, where a folder is shared."""
+    project = make_project(tmp_path)
+    code = """
+        from mgpu_slurm import submit
+        def train(run, config):
+            raise ValueError("once")
+        print(submit(train, executor="local").name)
+    """
+    name = python(project, "-c", textwrap.dedent(code)).strip()
+    folder = project.runs / name
+    project.finish(folder)
+    mark = project.folder / "was run"
+    (folder / "function.pkl").write_bytes(pickle.dumps(Opened(str(mark))))
+    os.chown(folder / "function.pkl", 65534, 65534)
+    done = project.call("resume", name, "--follow")
+    assert done.returncode == 1
+    assert "function.pkl' belongs to user 65534: submit the function yourself" in done.stdout
+    assert not mark.exists()
+
+
+class Opened:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, (self._path, "w")
