@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from mgpu_slurm.paths import read_jsonl
 from tests.chaos.job import SAMPLES, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Trained, Training
 from tests.support import wait_until
+
+# it says of each attempt that the run went back
+logging.getLogger("tensorboard").setLevel(logging.ERROR)
 
 PATIENCE = 10.0
 """Seconds in which the last processes end."""

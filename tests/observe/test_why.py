@@ -153,6 +153,33 @@ def test_what_went_wrong_before_is_told_too(project: Project) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ("exit 3", "FAILED: rank 0 ended with exit code 3; it was resumed"),
+        ("exit 75", "it asked to be started again, as it does before its time limit; it started again"),
+        ("kill -9 $PPID", "the process that watched over the ranks was ended by SIGKILL; it started again"),
+    ],
+)
+def test_what_ended_the_attempt_before(project: Project, first: str, told: str) -> None:
+    project.write("train.sh", f"[ $MGPU_ATTEMPT = 2 ] || {{ {first}; sleep 60; }}\n")
+    folder, facts = project.run("--", "sh", "train.sh")
+    if facts["state"] != "COMPLETED":
+        done = project.call("resume", folder.name, "--follow")
+        assert done.returncode == 0, done.stdout
+    assert project.call("why", folder.name).stdout.splitlines()[1] == f"attempt 1 {told}"
+    (answer,) = json.loads(project.call("why", folder.name, "--json").stdout)
+    ended, _, then = told.partition("; ")
+    assert answer["before"] == [{"attempt": 1, "ended": ended, "then": then}]
+
+
+def test_a_damaged_checkpoint_is_told(project: Project) -> None:
+    folder, _ = project.run("--", "true")
+    (folder / "checkpoints" / "damaged-step-000000007").mkdir(parents=True)
+    told = project.call("why", folder.name).stdout
+    assert f"damaged   runs/{folder.name}/checkpoints/damaged-step-000000007 was not what had been written" in told
+
+
 def test_of_a_group_each_that_did_not_complete(project: Project) -> None:
     project.write("train.sh", "exit $1\n")
     project.call("submit", "--executor", "local", "--seeds", "3", "--name", "three", "--", "sh", "train.sh", "{seed}")
