@@ -232,7 +232,8 @@ def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
     """What a `failure.json` tells of.
 
     Args:
-        failure: with `consequence` where no rank had an error of its own, but saw another one's end.
+        failure: with `consequence` where no rank had an error of its own, but saw another one's end, and with
+            `oom_kills`, which the kernel of the batch step's machine has done during the attempt.
         said: what the rank that failed first has said last, where it left no record of an error.
     """
     if failure.get("error") == STUCK or failure.get("is_silent"):
@@ -243,7 +244,8 @@ def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
         return _found(_OF_AN_ERROR, f"{failure['error']}: {message}") or fallback
     if not message:
         return UNKNOWN
-    return _told(said) or _found(_OF_AN_END, message) or PROGRAM
+    cause = _told(said) or _found(_OF_AN_END, message) or PROGRAM
+    return HOST_MEMORY if cause is KILLED and failure.get("oom_kills") else cause
 
 
 def _told(said: str) -> Cause | None:

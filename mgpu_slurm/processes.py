@@ -124,6 +124,16 @@ def allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def oom_kills() -> int:
+    """How many processes of this machine the kernel has killed for want of memory since it started, also within the
+    limit of a cgroup; 0 where it does not count them."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
 def thread_count() -> int:
     return len(os.listdir("/proc/self/task"))
 

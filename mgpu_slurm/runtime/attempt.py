@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import causes, records, waiting
+from mgpu_slurm import causes, processes, records, waiting
 from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.runtime import rendezvous
@@ -95,6 +95,7 @@ def run_attempt(
     variables = rendezvous.exports(address, listener.getsockname()[1])
     variables |= {ATTEMPT_VARIABLE: str(attempt), RUN_VARIABLE: str(folder.path)}
     offer = Offer(listener) if _rank_0_serves(spec) else None
+    oom_kills = processes.oom_kills()
     alive = start_ranks(variables | (offer.variables() if offer else {}))
     store = _serve_in_background(listener, offer, wanted=spec.resources.ranks > 1)
     wish = folder.requeue_wish(attempt)
@@ -106,6 +107,7 @@ def run_attempt(
     failure = {}
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
+        failure["oom_kills"] = processes.oom_kills() - oom_kills
     facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}
     if failure:
         facts |= {"error": failure.get("error"), "message": failure["message"]}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mgpu_slurm import causes
 from mgpu_slurm.observe.why import why
 from mgpu_slurm.paths import RunFolder
-from tests.support import Project
+from tests.support import Project, wait_until
 
 SCRIPTS = {
     "import": "import no_such_module",
@@ -106,6 +109,43 @@ def test_a_script_that_really_fails_of_it(name: str, tmp_path: Path, project: Pr
     assert found is not None
     assert found.cause.name == name.partition(",")[0], found
     assert found.who == "rank 0"
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A control group of 512 MB, in which the kernel kills what takes more."""
+    own = Path("/proc/self/cgroup").read_text().splitlines()
+    places = {line.split(":")[1]: line.split(":")[2] for line in own}
+    if "memory" in places:
+        group, limit = Path(f"/sys/fs/cgroup/memory{places['memory']}/mgpu-test-{os.getpid()}"), "memory.limit_in_bytes"
+    else:
+        group, limit = Path(f"/sys/fs/cgroup{places['']}/mgpu-test-{os.getpid()}"), "memory.max"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        if not (group / limit).exists():
+            pytest.skip("control groups have no limit of memory here")
+        (group / limit).write_text(str(512 << 20))
+        yield group
+        wait_until(lambda: not (group / "cgroup.procs").read_text())
+    finally:
+        group.rmdir()
+
+
+def test_one_that_the_kernel_has_killed_for_want_of_memory(project: Project, little_memory: Path) -> None:
+    enter = ("sh", "-c", f'echo $$ > {little_memory}/cgroup.procs; exec "$@"', "sh")
+    words = ("submit", "--executor", "local", "--", "python", "-c", "bytearray(1 << 30)")
+    done = project.call(*words, prefix=enter)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (folder,) = project.runs.iterdir()
+    (facts,) = project.json("status", folder.name)
+    assert (facts["state"], facts["attempts"]) == ("FAILED", 1)
+    found = why(RunFolder(folder), facts)
+    assert found is not None
+    assert found.cause is causes.HOST_MEMORY
+    assert found.error == "rank 0 was ended by SIGKILL"
 
 
 FUNCTION = """
