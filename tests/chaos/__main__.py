@@ -57,7 +57,7 @@ def do(asked: argparse.Namespace) -> None:
     part, parts = map(int, asked.shard.split("/"))
     done = known(asked.folder)
     mine = [number for number in range(asked.rounds) if number % parts == part - 1]
-    to_do = [number for number in mine if number not in done or done[number].problems]
+    to_do = [number for number in mine if number not in done]
     if asked.again is not None:
         to_do = [asked.again]
     with ExitStack() as stack:

@@ -174,8 +174,14 @@ class Training:
 
     def rank(self, rank: int) -> int:
         """Waits until it lives."""
-        self.until(lambda: rank in self.ranks())
-        return self.ranks()[rank]
+        found: dict[int, int] = {}
+
+        def is_there() -> bool:
+            found.update(self.ranks())
+            return rank in found
+
+        self.until(is_there)
+        return found[rank]
 
 
 def send(pids: Iterable[int], signum: signal.Signals) -> None:
