@@ -43,7 +43,8 @@ def _told(events: Sequence[Event]) -> tuple[str, str] | None:
     if "retried" in named:
         return named["retried"]["why"], "it started again"
     if "requeued" in named:
-        return "it asked to be started again, as it does before its time limit", "it started again"
+        said = named.get("ended", {}).get("message")
+        return said or "it asked to be started again, as it does before its time limit", "it started again"
     return None
 
 

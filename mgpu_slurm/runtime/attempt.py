@@ -102,13 +102,18 @@ def run_attempt(
     # what is left of the lead then is for the requeue
     ending = _wait(alive, wish, max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2))
     store.clear()
+    failure: dict[str, Any] = {}
+    first = None
     if wish.exists():
+        # of a sweep's ranks those that are left ask for it where one has died
+        first = describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else None
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
-    failure = {}
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
         failure["oom_kills"] = processes.oom_kills() - oom_kills
     facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}
+    if first is not None:
+        facts["message"] = first
     if failure:
         facts |= {"error": failure.get("error"), "message": failure["message"]}
     records.settle_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
