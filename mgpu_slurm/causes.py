@@ -232,8 +232,7 @@ def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
     """What a `failure.json` tells of.
 
     Args:
-        failure: with `consequence` where no rank had an error of its own, but saw another one's end, and with
-            `oom_kills`, which the kernel of the batch step's machine has done during the attempt.
+        failure: with `consequence` where no rank had an error of its own, but saw another one's end.
         said: what the rank that failed first has said last, where it left no record of an error.
     """
     if failure.get("error") == STUCK or failure.get("is_silent"):
@@ -244,13 +243,14 @@ def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
         return _found(_OF_AN_ERROR, f"{failure['error']}: {message}") or fallback
     if not message:
         return UNKNOWN
-    cause = _told(said) or _found(_OF_AN_END, message) or PROGRAM
-    return HOST_MEMORY if cause is KILLED and failure.get("oom_kills") else cause
+    return _told(said) or _found(_OF_AN_END, message) or PROGRAM
 
 
 def _told(said: str) -> Cause | None:
     """What the last error of a log tells of; lines after it may be of the process's end."""
-    lines = [_RANK.sub("", line.strip()) for line in said.splitlines() if line.strip()]
+    # what this package says of itself are warnings that a run outlives
+    own = [line.strip() for line in said.splitlines() if not line.startswith("mgpu_slurm: ")]
+    lines = [_RANK.sub("", line) for line in own if line]
     for line in reversed(lines[-LAST_LINES:]):
         cause = _found(_OF_AN_ERROR, line)
         if cause is not None or _AN_ERROR.match(line):

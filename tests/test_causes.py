@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mgpu_slurm import causes
 from mgpu_slurm.causes import cause_of, first_stuck, node_of
 
 
@@ -144,3 +145,10 @@ def test_where() -> None:
     # who waited was not the one
     assert place(of_rank("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete")) is None
     assert place(of_rank("RuntimeError", "Connection closed by peer", consequence=True)) is None
+
+
+def test_what_this_package_warned_of_is_no_cause() -> None:
+    """A full disk that has passed, and then somebody kills the rank."""
+    said = "mgpu_slurm: WARNING: metrics have to wait in memory: [Errno 28] No space left on device; training goes on\n"
+    killed = {"message": "rank 0 was ended by SIGKILL", "who": "rank 0"}
+    assert cause_of(killed, f"{said}[  1]  step 7      loss 0.1\n") is causes.KILLED

@@ -9,6 +9,7 @@ from typing import Any
 
 from mgpu_slurm import causes, records, slurm
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.wording import first_line
 
 Event = dict[str, Any]
 
@@ -27,45 +28,49 @@ class Before:
 def before(folder: RunFolder) -> list[Before]:
     """The oldest first. Of what SLURM did by itself its accounting is asked."""
     events = records.events(folder)
-    starts = [index for index, event in enumerate(events) if event["event"] == "started"]
-    told = {events[start]["attempt"]: _told(events[start + 1 : end]) for start, end in itertools.pairwise(starts)}
-    untold = [events[start] for start in starts[:-1] if told[events[start]["attempt"]] is None]
-    by_others = _by_others(folder, untold)
-    return [Before(attempt, *(known or by_others[attempt])) for attempt, known in told.items()]
+    starts = {event["attempt"]: index for index, event in enumerate(events) if event["event"] == "started"}
+    spans = [
+        (events[start], events[start + 1 : end], events[end]) for start, end in itertools.pairwise(starts.values())
+    ]
+    by_slurm = _by_slurm(folder, [start for start, between, after in spans if _was_requeued(start, between, after)])
+    return [
+        Before(start["attempt"], *(by_slurm.get(start["attempt"]) or _told(start["attempt"], between)))
+        for start, between, _ in spans
+    ]
 
 
-def _told(events: Sequence[Event]) -> tuple[str, str] | None:
-    """By what the run itself has written down between two starts; None where it has not."""
-    named = {event["event"]: event for event in events}
-    if "resumed" in named:
-        state, reason = named["resumed"]["state"], named["resumed"]["reason"]
-        return (f"{state}: {reason}" if reason else state), "it was resumed"
-    if "retried" in named:
-        return named["retried"]["why"], "it started again"
-    if "requeued" in named:
-        said = named.get("ended", {}).get("message")
-        return said or "it asked to be started again, as it does before its time limit", "it started again"
-    return None
+def _was_requeued(start: Event, between: Sequence[Event], after: Event) -> bool:
+    """Whether SLURM has started the same job again, and nobody had asked it to."""
+    is_same = start["job_id"] == after["job_id"] and after.get("restarts", 0) > start.get("restarts", 0)
+    return is_same and not any(event["event"] in ("resumed", "retried", "requeued") for event in between)
 
 
-def _by_others(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
-    """Of attempts after which others have started the run again: SLURM, or who has ranks go on in their place."""
-    ends = {event["attempt"]: event.get("message") for event in records.events(folder) if event["event"] == "ended"}
+def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
+    """What accounting says of these attempts, where it says anything: it has a line for each start of a job."""
+    state = records.read_state(folder)
     # elsewhere the ids are of other jobs, or of none
-    is_slurms = bool(started) and records.read_state(folder)["executor"] == "slurm"
-    accounted = slurm.accounted(slurm.whole_jobs(event["job_id"] for event in started)) if is_slurms else None
+    if not started or state["executor"] != "slurm" or state["slurm_cluster"] not in (None, slurm.cluster_name()):
+        return {}
+    accounted = slurm.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
     found = {}
     for event in started:
-        cause = _cause(event, accounted or [])
-        said = ends.get(event["attempt"]) or "its end was not recorded"
-        found[event["attempt"]] = (
-            (said, "it started again") if cause is None else (cause.words, "SLURM started it again")
-        )
+        starts = [each for each in accounted if each.job_id == event["job_id"]]
+        number = event["restarts"]
+        cause = causes.cause_of_state(starts[number].state) if number < len(starts) else None
+        if cause is not None:
+            found[event["attempt"]] = (cause.words, "SLURM started it again")
     return found
 
 
-def _cause(started: Event, accounted: Sequence[slurm.AccountedStart]) -> causes.Cause | None:
-    """By accounting, which has a line for each start of a job."""
-    starts = [each for each in accounted if each.job_id == started["job_id"]]
-    number = started.get("restarts", 0)
-    return causes.cause_of_state(starts[number].state) if number < len(starts) else None
+def _told(attempt: int, between: Sequence[Event]) -> tuple[str, str]:
+    """By what the run itself has written down between two starts: the first of it is of the attempt's end."""
+    ended = next((event for event in between if event["event"] == "ended" and event["attempt"] == attempt), {})
+    said = first_line(ended.get("message") or "")
+    for event in between:
+        if event["event"] == "resumed":
+            return ": ".join(filter(None, [event["state"], event["reason"]])), "it was resumed"
+        if event["event"] == "retried":
+            return event["why"], "it started again"
+        if event["event"] == "requeued":
+            return said or "it asked to be started again, as it does before its time limit", "it started again"
+    return said or "its end was not recorded", "it started again"

@@ -53,6 +53,9 @@ def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
     if failure is None or (of_state is not None and of_state is not causes.HOST_MEMORY):
         return _of_state(folder, state, of_state)
     cause = causes.cause_of(failure, records.said_last(folder, failure))
+    if cause is causes.KILLED and failure.get("oom_kills"):
+        # likely, not certain: others' processes count too, so that it does not keep a run from being tried again
+        cause = causes.HOST_MEMORY
     if of_state is not None:
         cause = of_state
     elif _had_returned(folder, failure["attempt"]):

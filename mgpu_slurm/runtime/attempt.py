@@ -110,7 +110,9 @@ def run_attempt(
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
-        failure["oom_kills"] = processes.oom_kills() - oom_kills
+        if spec.executor == "local":
+            # elsewhere ranks are on other machines too, and SLURM says it
+            failure["oom_kills"] = processes.oom_kills() - oom_kills
     facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}
     if first is not None:
         facts["message"] = first

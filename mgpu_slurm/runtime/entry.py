@@ -295,9 +295,9 @@ def _unpickled(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
     import cloudpickle  # type: ignore[import-untyped]
 
     with open(folder.function, "rb") as file:
-        # of what is open, which nobody can put another file in the place of
+        # compared with this rank's own log: a file server may give all files of a user to somebody else
         owner = os.fstat(file.fileno()).st_uid
-        if owner != os.geteuid():
+        if owner not in (os.geteuid(), os.fstat(1).st_uid):
             raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
         function, config, types_of_fields = cloudpickle.load(file)
     configs.settle_classes(types_of_fields)

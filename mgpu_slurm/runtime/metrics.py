@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -52,9 +53,9 @@ class Reporter:
         self._writer: EventWriter | None = None
         self.begins_at = 0
         """The step of the first point that is to come."""
-        self._due: list[dict[str, Any]] = []
+        self._due: deque[dict[str, Any]] = deque()
         """What is to be appended to `metrics.jsonl`."""
-        self._due_points: list[dict[str, Any]] = []
+        self._due_points: deque[dict[str, Any]] = deque()
         """What is to go into event files."""
         self._last_write = 0.0
         self._has_warned = False
@@ -72,25 +73,29 @@ class Reporter:
     def step_done(self, step: int) -> None:
         """Keeps the live state's step fresh, at most once an interval."""
         if time.monotonic() - self._last_write >= STATE_INTERVAL:
+            self._write_due()
             self._write_state(step=step)
 
     def close(self, step: int) -> None:
         self._write_due()
         self._write_state(step=step)
         if self._writer is not None:
-            self._writer.close()
+            with self._disk_may_fail():
+                self._writer.close()
+            self._writer = None
 
     def _write_due(self) -> None:
         """What a full disk does not take is due the next time."""
         with self._disk_may_fail():
             while self._due:
                 append_jsonl(self._folder.metrics, self._due[0])
-                del self._due[0]
+                self._due.popleft()
+        with self._disk_may_fail():
             while self._due_points:
                 record = self._due_points[0]
                 self._writer = self._writer or EventWriter(self._folder.tensorboard, self.begins_at)
                 self._writer.add(record["step"], record["metrics"], datetime.fromisoformat(record["time"]).timestamp())
-                del self._due_points[0]
+                self._due_points.popleft()
 
     def _write_state(self, **changes: Any) -> None:
         self._last_write = time.monotonic()

@@ -349,7 +349,7 @@ def _write_session(trial: RunFolder, what: str, values: Sequence[Any], step: int
 def _stamp(trial: RunFolder, what: str) -> int:
     """By which a start is read before all curves, and an end after them: of a later file with an earlier step
     TensorBoard thinks that the run went back."""
-    return int(time.time()) - 1 if what == _START else event_files.next_stamp(trial.tensorboard) + 1
+    return int(time.time()) - 1 if what == _START else event_files.next_stamp(trial.tensorboard)
 
 
 def _files(trial: RunFolder, what: str) -> list[Path]:

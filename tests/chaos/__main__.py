@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
 
 def do(asked: argparse.Namespace) -> None:
     part, parts = map(int, asked.shard.split("/"))
-    done = known(asked.folder)
+    done = {number for number, one in known(asked.folder).items() if one.seed.startswith(f"{asked.seed}-")}
     mine = [number for number in range(asked.rounds) if number % parts == part - 1]
     to_do = [number for number in mine if number not in done]
     if asked.again is not None:

@@ -136,7 +136,7 @@ def little_memory() -> Iterator[Path]:
 
 def test_one_that_the_kernel_has_killed_for_want_of_memory(project: Project, little_memory: Path) -> None:
     enter = ("sh", "-c", f'echo $$ > {little_memory}/cgroup.procs; exec "$@"', "sh")
-    words = ("submit", "--executor", "local", "--", "python", "-c", "bytearray(1 << 30)")
+    words = ("submit", "--executor", "local", "--retries", "0", "--", "python", "-c", "bytearray(1 << 30)")
     done = project.call(*words, prefix=enter)
     assert done.returncode == 1, done.stdout + done.stderr
     (folder,) = project.runs.iterdir()
