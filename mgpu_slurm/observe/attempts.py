@@ -55,7 +55,7 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
     found = {}
     for event in started:
         starts = [each for each in accounted if each.job_id == event["job_id"]]
-        number = event["restarts"]
+        number = event.get("restarts", 0)
         cause = causes.cause_of_state(starts[number].state) if number < len(starts) else None
         if cause is not None:
             found[event["attempt"]] = (cause.words, "SLURM started it again")
