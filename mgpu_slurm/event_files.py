@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -90,12 +89,9 @@ def _event(at: float, step: int = 0, **what: Any) -> Event:
 
 def encoded(events: Iterable[Event]) -> bytes:
     """As they stand in a file."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
+    from mgpu_slurm.event_records import framed
 
-    data = io.BytesIO()
-    for event in events:
-        RecordWriter(data).write(event.SerializeToString())
-    return data.getvalue()
+    return b"".join(framed(event.SerializeToString()) for event in events)
 
 
 def names(folder: Path) -> list[str]:

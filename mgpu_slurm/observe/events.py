@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_slurm.observe.event_records import Records, find_records
+from mgpu_slurm.event_records import Records, find_records
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mgpu_slurm import records
@@ -86,28 +87,24 @@ class Slurm:
         return True
 
     def node_lost(self, training: Training, draw: random.Random) -> bool:
-        training.until_step(somewhere(draw))
-        node = draw.choice(self._nodes(training))
-        self._cluster.node_down(node)
-        time.sleep(draw.uniform(*BACK_AFTER))
-        self._cluster.node_up(node)
-        return True
+        return self._without_a_node(training, draw, self._cluster.node_down, self._cluster.node_up)
 
     def cut(self, training: Training, draw: random.Random) -> bool:
         """What runs there goes on, for a while, and hears nothing."""
-        training.until_step(somewhere(draw))
-        node = draw.choice(self._nodes(training))
-        self._cluster.cut(node)
-        time.sleep(draw.uniform(*BACK_AFTER))
-        self._cluster.mend(node)
-        return True
+        return self._without_a_node(training, draw, self._cluster.cut, self._cluster.mend)
 
     def node_given_up(self, training: Training, draw: random.Random) -> bool:
+        return self._without_a_node(training, draw, self._cluster.node_given_up, self._cluster.node_up)
+
+    def _without_a_node(
+        self, training: Training, draw: random.Random, take: Callable[[str], None], bring_back: Callable[[str], None]
+    ) -> bool:
+        """One of its own, for a while."""
         training.until_step(somewhere(draw))
         node = draw.choice(self._nodes(training))
-        self._cluster.node_given_up(node)
+        take(node)
         time.sleep(draw.uniform(*BACK_AFTER))
-        self._cluster.node_up(node)
+        bring_back(node)
         return True
 
     def controller_away(self, training: Training, draw: random.Random) -> bool:

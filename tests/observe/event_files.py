@@ -13,7 +13,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.util import tensor_util
 
-from mgpu_slurm.observe.event_records import framed
+from mgpu_slurm.event_records import framed
 
 Point = tuple[int, bytes, float]
 """Step, value bit by bit, and time."""

@@ -16,8 +16,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.util import tensor_util
 
+from mgpu_slurm.event_records import find_records, framed
 from mgpu_slurm.observe import events
-from mgpu_slurm.observe.event_records import find_records, framed
 from mgpu_slurm.observe.events import EventFile, read_files
 from mgpu_slurm.runtime.vision import import_torchvision
 from tests.observe.event_files import Point, bits, opened, read_by_tensorboard, restarted, scalar, write
