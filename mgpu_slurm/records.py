@@ -8,7 +8,7 @@ stands as its group does.
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -229,12 +229,17 @@ def last_sign_of_life(folder: RunFolder) -> str:
     return datetime.fromtimestamp(last, timezone.utc).isoformat(timespec="seconds")
 
 
-def note_unseen_end(folder: RunFolder) -> None:
-    """Writes down the end of an attempt that nobody was there to write down, before the run starts again."""
-    ended = read_state(folder)["ended"]
+def note_unseen_end(folder: RunFolder, write: Callable[..., None] = record_event) -> None:
+    """Writes down the end of an attempt that nobody was there to write down, before the run starts again.
+
+    Args:
+        write: `settle_event` in a job.
+    """
     last = [event for event in events(folder) if event["event"] in ("started", "ended")][-1:]
-    if ended and last and last[0]["event"] == "started":
-        record_event(folder, "ended", attempt=last[0]["attempt"], time=ended)
+    if last and last[0]["event"] == "started":
+        # SLURM starts a run whose node is lost again before anybody has noted that it ended
+        ended = read_state(folder)["ended"] or last_sign_of_life(folder)
+        write(folder, "ended", attempt=last[0]["attempt"], time=ended)
 
 
 def hours(folder: RunFolder) -> float:

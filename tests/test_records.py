@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_a_lost_attempt_took_as_long_as_it_lived_whenever_it_is_resumed(folder: 
     records.note_unseen_end(folder)
     # as a resume does
     records.update_state(folder, state="PENDING", ended=None)
+    records.record_event(folder, "started", attempt=2, time=LATER)
+    assert seconds(folder) == [3600.0, None]
+
+
+def test_one_that_slurm_starts_again_by_itself_ended_with_its_last_sign_of_life(folder: RunFolder) -> None:
+    records.record_event(folder, "started", attempt=1, time=BEGUN)
+    os.utime(folder.state, times=(datetime.fromisoformat(LAST).timestamp(),) * 2)
+    records.note_unseen_end(folder, records.settle_event)
     records.record_event(folder, "started", attempt=2, time=LATER)
     assert seconds(folder) == [3600.0, None]
 

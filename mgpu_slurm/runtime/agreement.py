@@ -2,80 +2,44 @@
 
 Each call that all ranks have to make sends one small message of one form over a gloo group of its own. As all messages
 have the same form, ranks that make different calls still complete each other's message, read that they differ, and say
-which rank called what, where other tools hang until the time-out.
+which rank called what, where other tools hang until the time-out. Between these calls `boundaries` has them agree.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from mgpu_slurm.errors import CollectiveMismatch, MgpuError
-from mgpu_slurm.patience import saying_so_after
+from mgpu_slurm.runtime.boundaries import Boundaries
+from mgpu_slurm.runtime.calls import Agreed, Call, different_calls
 from mgpu_slurm.runtime.rendezvous import collective_timeout
 from mgpu_slurm.runtime.stopping import Stop
+from mgpu_slurm.runtime.tally import Tally
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from mgpu_slurm.runtime.facts import RankFacts
 
 T = TypeVar("T")
 
-SLOW_CALL_SECONDS = 60
+LOOKS = (1.0, 1.0, 8.0, 50.0)
+"""Seconds for which a rank waits for the others in a call, between looks at where they are."""
 
-
-class Call(IntEnum):
-    """The calls that every rank makes."""
-
-    STEP = 0
-    REPORT = 1
-    MEAN = 2
-    RESTORE = 3
-    EPOCH = 4
-    SAVE = 5
-    SHARD = 6
-    FINISH = 7
-    TRIAL = 8
-
-    @property
-    def words(self) -> str:
-        return {
-            Call.STEP: "the next batch of a loader",
-            Call.REPORT: "run.report()",
-            Call.MEAN: "run.mean()",
-            Call.RESTORE: "run.restore()",
-            Call.EPOCH: "the end of an epoch",
-            Call.SAVE: "writing a checkpoint",
-            Call.SHARD: "the start of a pass over run.shard()",
-            Call.FINISH: "the end of the job function",
-            Call.TRIAL: "the next trial",
-        }[self]
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What the ranks decided together: the strongest wish of any of them."""
-
-    stop: Stop = Stop.NO
-    save: bool = False
-    failed: bool = False
-    """Some rank could not do its part of the call before this one."""
-    written: int = 0
-    """The number of the last save that all ranks are done with."""
-    lost: int = 0
-    """The number of the last save that some rank could not write."""
-
-
-# A message, reduced by MAX: stop, save, failed, -written, lost, then per call the highest rank that made it and the
-# highest -rank.
-_STOP, _SAVE, _FAILED, _WRITTEN, _LOST, _CALLS = 0, 1, 2, 3, 4, 5
+# A message, reduced by MAX: stop, save, failed, the boundaries passed with the rank, the same negative, then per call
+# the highest rank that made it and the highest -rank.
+_STOP, _SAVE, _FAILED, _MOST, _LEAST, _CALLS = 0, 1, 2, 3, 4, 5
+_RANKS = 2**24
 _NOBODY = -(2**31)
-_LENGTH = _CALLS + 2 * len(Call)
 
 
 class Agreement:
@@ -83,21 +47,20 @@ class Agreement:
 
     def __init__(self, facts: RankFacts) -> None:
         self._facts = facts
-        self._group = dist.new_group(backend="gloo", timeout=collective_timeout()) if facts.world_size > 1 else None
-        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._store: Store = HashStore()
+        self._boundaries: Boundaries | None = None
+        self._tallies = 0
+        if facts.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
+            self._store = dist.distributed_c10d._get_default_store()
+            self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", self._store)
+            self._boundaries = Boundaries(facts, self._store)
 
     def step(self, wish: Agreed) -> Agreed:
-        """At a step boundary: sends this rank's wish without waiting and returns what was agreed a boundary ago.
-
-        The message travels while the step computes, so it costs the step tens of microseconds, and all ranks read the
-        same answer at the same boundary.
-        """
-        if self._group is None:
-            return wish
-        agreed = self._collect()
-        # a save that is about to happen is not asked for again
-        self._send(Call.STEP, replace(wish, save=wish.save and not agreed.save))
-        return agreed
+        """At a step boundary: returns what all ranks do at this one. Costs a message only where somebody wishes
+        something, and then that is done a few boundaries later."""
+        return wish if self._boundaries is None else self._boundaries.pass_one(wish)
 
     def together(self, call: Call, wish: Agreed) -> Agreed:
         """Makes sure that all ranks make this call now, and returns what they agreed.
@@ -105,19 +68,24 @@ class Agreement:
         Raises:
             CollectiveMismatch: some ranks called something else; the message says who called what.
         """
-        if self._group is None:
+        if self._boundaries is None:
             return wish
-        before = self._collect()
-        self._send(call, wish)
-        with saying_so_after(SLOW_CALL_SECONDS, lambda: self._say_who_waits(call)):
-            agreed = self._collect()
-        return Agreed(
-            stop=max(before.stop, agreed.stop),
-            save=before.save or agreed.save,
-            failed=before.failed or agreed.failed,
-            written=agreed.written,
-            lost=agreed.lost,
-        )
+        self._boundaries.begin(call, wish.stop)
+        answer = self._exchanged(call, wish, self._boundaries)
+        _check_same_call(answer)
+        _check_same_place(answer)
+        agreed = Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]))
+        self._boundaries.end(agreed.stop)
+        return agreed
+
+    def tally(self) -> Tally:
+        """One for each run; every rank makes it."""
+        self._tallies += 1
+        return Tally(PrefixStore(f"saves {self._tallies}", self._store), self._facts.world_size)
+
+    def close(self) -> None:
+        if self._boundaries is not None:
+            self._boundaries.close()
 
     def total(self, values: list[float]) -> list[float]:
         """The sum of each value over the ranks, in double precision; comes after `together`."""
@@ -146,30 +114,40 @@ class Agreement:
             raise failure
         return cast(T, found)
 
-    def _send(self, call: Call, wish: Agreed) -> None:
-        message = [int(wish.stop), int(wish.save), int(wish.failed), -wish.written, wish.lost]
+    def _exchanged(self, call: Call, wish: Agreed, boundaries: Boundaries) -> list[int]:
+        rank, passed = self._facts.rank, boundaries.passed
+        message = [int(wish.stop), int(wish.save), int(wish.failed), passed * _RANKS + rank, -passed * _RANKS + rank]
         message += [_NOBODY] * (2 * len(Call))
-        message[_CALLS + 2 * call] = self._facts.rank
-        message[_CALLS + 2 * call + 1] = -self._facts.rank
+        message[_CALLS + 2 * call] = rank
+        message[_CALLS + 2 * call + 1] = -rank
         tensor = torch.tensor(message, dtype=torch.int64)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._pending = work, tensor
+        try:
+            self._wait(work, call, boundaries)
+        except CollectiveMismatch:
+            # never to be destroyed: it would wait for the others to answer this message
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            raise
+        except RuntimeError:
+            # the others may have left because of it
+            boundaries.check()
+            raise
+        return cast("list[int]", tensor.tolist())
 
-    def _collect(self) -> Agreed:
-        """The answer to the message on its way, or nothing agreed where none is."""
-        if self._pending is None:
-            return Agreed()
-        work, tensor = self._pending
-        self._pending = None
+    def _wait(self, work: dist.Work, call: Call, boundaries: Boundaries) -> None:
+        for seconds in LOOKS:
+            if _is_done_within(work, seconds):
+                return
+            # who does not come may have gone past this call, and wait for this rank elsewhere
+            boundaries.check()
+            boundaries.ring()
+        self._say_who_waits(call)
         work.wait()
-        answer = tensor.tolist()
-        _check_same_call(answer)
-        return Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]), -answer[_WRITTEN], answer[_LOST])
 
     def _say_who_waits(self, call: Call) -> None:
         print(
-            f"mgpu_slurm: rank {self._facts.rank} has waited {SLOW_CALL_SECONDS} s at {call.words} for the other ranks;"
+            f"mgpu_slurm: rank {self._facts.rank} has waited {sum(LOOKS):.0f} s at {call.words} for the other ranks;"
             " every rank has to make that call",
             flush=True,
         )
@@ -184,16 +162,29 @@ def _portable(error: BaseException) -> BaseException:
     return error
 
 
+def _is_done_within(work: dist.Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # it failed, or came at the last moment
+        work.wait()
+    return True
+
+
 def _check_same_call(answer: list[int]) -> None:
     made = [call for call in Call if answer[_CALLS + 2 * call] != _NOBODY]
-    if len(made) == 1:
-        return
-    parts = []
-    for call in made:
-        highest, lowest = answer[_CALLS + 2 * call], -answer[_CALLS + 2 * call + 1]
-        who = f"rank {lowest}" if lowest == highest else f"ranks {lowest} to {highest}"
-        parts.append(f"{who} at {call.words}")
-    raise CollectiveMismatch(
-        f"the ranks make different calls: {', '.join(parts)}. Every rank has to make these calls: "
-        "move what only some make out of its `if`, such as `if run.is_main:`"
-    )
+    if len(made) > 1:
+        ends = [((-answer[_CALLS + 2 * call + 1], call), (answer[_CALLS + 2 * call], call)) for call in made]
+        raise different_calls(itertools.chain(*ends))
+
+
+def _check_same_place(answer: list[int]) -> None:
+    most, who_most = divmod(answer[_MOST], _RANKS)
+    least, who_least = divmod(answer[_LEAST], _RANKS)
+    if most != -least:
+        raise CollectiveMismatch(
+            f"rank {who_most} has taken {most + least} batches of run.loader more than rank {who_least}: every rank has"
+            " to take as many, also where only one of them needs what comes of it"
+        )

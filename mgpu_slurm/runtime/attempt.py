@@ -82,6 +82,7 @@ def run_attempt(
         describe: tells a failure in words where no rank did.
         ports: on which the ranks reach this machine; None for any.
     """
+    records.note_unseen_end(folder, records.settle_event)
     attempt = records.attempts_started(folder) + 1
     # which of the job's starts it is, by which accounting tells of it
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -118,9 +119,10 @@ def run_attempt(
         facts["message"] = first
     if failure:
         facts |= {"error": failure.get("error"), "message": failure["message"]}
-    records.settle_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
     if records.attempts_started(folder) > attempt:
+        # as on a node that was given up and lives; the next one has noted this one's end
         return replace(ending, superseded=True)
+    records.settle_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
     if failure:
         waiting.for_the_disk(lambda: write_json(folder.failure, failure), folder.failure)
     return ending

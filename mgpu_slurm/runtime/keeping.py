@@ -111,10 +111,6 @@ class Keeper:
     def has(self, step: int) -> bool:
         return self._run.checkpoint(step).is_dir()
 
-    def is_whole(self, step: int) -> bool:
-        """Whether all have written, as far as files tell."""
-        return folders.is_whole(self._hidden(step))
-
     def discard(self, step: int) -> None:
         """On rank 0, when all are done and one has failed: where the disk is full its space is wanted."""
         shutil.rmtree(self._hidden(step), ignore_errors=True)

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 from mgpu_slurm.errors import MgpuError, RunStopped, TrialPruned, UserError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import randomness
-from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
+from mgpu_slurm.runtime.agreement import Agreement
+from mgpu_slurm.runtime.calls import Agreed, Call
 from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_dimension, mixed, size_of, split
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.keeping import Keeper
@@ -99,6 +100,7 @@ class Run:
         self.last_metrics: dict[str, float] = {}
         self._files = RunFolder(folder)
         self._agreement = agreement or Agreement(facts)
+        self._owns_agreement = agreement is None
         self._judge = judge
         self._watchdog = watchdog
         self._reporter = Reporter(self._files, attempt) if self.is_main else None
@@ -107,7 +109,9 @@ class Run:
         self._is_deterministic = False
         self._models: list[DistributedDataParallel] = []
         self._keeper = Keeper(self._files, facts, attempt)
-        self._saver = Saver(self._keeper, facts.rank, lambda: self._together(Call.SAVE), self.alive)
+        self._saver = Saver(
+            self._keeper, facts.rank, self._agreement.tally(), lambda: self._together(Call.SAVE), self.alive
+        )
         self._loader: Loader | None = None
         self._loader_name = ""
         self._restored = False
@@ -449,6 +453,7 @@ class Run:
             self._in_mid_epoch = False
             self._restore_random()
         self._remember(self._agreement.step(self._wish()))
+        self._saver.check()
         self.alive()
         # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
         # unless nothing is saved anyway
@@ -463,10 +468,9 @@ class Run:
 
     def _wish(self) -> Agreed:
         save = not self._agreed.save and (self._save_wanted or self._saver.is_due_now())
-        return Agreed(self._stop.due, save, written=self._saver.written, lost=self._saver.lost)
+        return Agreed(self._stop.due, save)
 
     def _remember(self, agreed: Agreed) -> None:
-        self._saver.heard(agreed)
         self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
         if agreed.save:
             # what is agreed is not asked for again
@@ -531,6 +535,8 @@ class Run:
         if self._watchdog is not None:
             self._watchdog.rest()
         self._saver.close(waits)
+        if self._owns_agreement:
+            self._agreement.close()
         if self._reporter is not None:
             self._reporter.close(self.step)
 

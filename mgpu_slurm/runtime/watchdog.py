@@ -154,7 +154,7 @@ class Watchdog:
             # a private interface
             collectives = _collectives()
         unfinished = [entry for entry in collectives if not entry["retired"]]
-        waits = bool(unfinished) or _is_where_ranks_wait(frames[-1])
+        waits = bool(unfinished) or _is_where_ranks_wait(frames)
         what = f" in {unfinished[0]['profiling_name']}" if unfinished else ""
         doing = f"{f'waits for other ranks{what}' if waits else 'is'} at {_place(frames)}"
         return {
@@ -210,12 +210,15 @@ _WHERE_RANKS_WAIT = (
     str(_TORCH / "distributed"),
     str(_TORCH / "autograd" / "graph.py"),
     str(Path(__file__).with_name("agreement.py")),
+    str(Path(__file__).with_name("boundaries.py")),
 )
 """For what others do not send: in collectives, also those of a backward pass."""
 
 
-def _is_where_ranks_wait(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_WHERE_RANKS_WAIT)
+def _is_where_ranks_wait(frames: Sequence[traceback.FrameSummary]) -> bool:
+    # a condition of Python's own is what one waits with, and not for
+    innermost = next((frame for frame in reversed(frames) if frame.filename != threading.__file__), frames[-1])
+    return innermost.filename.startswith(_WHERE_RANKS_WAIT)
 
 
 def _words(seconds: float) -> str:

@@ -19,7 +19,8 @@ from mgpu_slurm.errors import UserError
 from mgpu_slurm.paths import RunFolder, end_of, read_jsonl
 from mgpu_slurm.processes import TRIAL_VARIABLE
 from mgpu_slurm.runtime import entry, rendezvous, reporting
-from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
+from mgpu_slurm.runtime.agreement import Agreement
+from mgpu_slurm.runtime.calls import Agreed, Call
 from mgpu_slurm.runtime.entry import Rank
 from mgpu_slurm.runtime.reporting import Desk
 from mgpu_slurm.runtime.stopping import Stop, StopFlag

@@ -7,7 +7,7 @@ after it, all of them end, and are started again in their place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -18,7 +18,8 @@ from mgpu_slurm.errors import RunStopped
 from mgpu_slurm.paths import RunFolder, write_json
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime import entry, output
-from mgpu_slurm.runtime.agreement import Agreed, Agreement, Call
+from mgpu_slurm.runtime.agreement import Agreement
+from mgpu_slurm.runtime.calls import Agreed, Call
 from mgpu_slurm.runtime.entry import Rank
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.sweeping.commands import CommandTrainer
@@ -40,8 +41,8 @@ def serve(rank: Rank, stop: StopFlag) -> None:
     # what a study names by its import path is the run's own too
     target.stand_in(rank.folder.code / rank.spec.workdir)
     # a context on the GPU would take memory from the commands
-    with entry.joined(rank, torch.device("cpu") if rank.spec.target.is_command else None) as device:
-        agreement = Agreement(rank.facts)
+    own_device = torch.device("cpu") if rank.spec.target.is_command else None
+    with entry.joined(rank, own_device) as device, closing(Agreement(rank.facts)) as agreement:
         participant = _participant(rank, agreement)
         trainer: Trainer
         if rank.spec.target.is_command:

