@@ -16,17 +16,20 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm import records
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import names
+from mgpu_slurm.paths import read_jsonl
 from tests import dying
 from tests.chaos.job import EPOCHS, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Training, send
 from tests.slurm.cluster import PREPARED
 
-Strike = Callable[[Training, random.Random], bool]
+Strike = Callable[[Training, int, random.Random], bool]
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,15 @@ class Fault:
 
     name: str
     strike: Strike
-    """Waits for its time; whether it has hit something."""
+    """Waits for a step; whether it has hit something."""
     told: str
     """What the record says of it; empty where it need not leave a trace."""
     words: tuple[str, ...] = ()
     """Of the submission."""
+    by_hand: bool = False
+    """Whether somebody may have to resume what it has hit."""
+    costs_checkpoints: bool = False
+    """Whether one may not be written, which may be the best."""
     config: Callable[[random.Random], Mapping[str, Any]] = lambda draw: {}
     """Of the job."""
     place: Callable[[Path], contextlib.AbstractContextManager[Mapping[str, str]]] = field(
@@ -48,30 +55,34 @@ class Fault:
     """What the project's folder has to be; the variables that the submission gets for it."""
 
 
-def somewhere(draw: random.Random, first: int = 1) -> int:
-    """A step that is neither its first nor so late that nothing is left to disturb."""
-    return draw.randint(first, STEPS_OF_EPOCH * EPOCHS - 14)
+def somewhere(draw: random.Random) -> int:
+    """A step that is not so late that nothing is left to disturb."""
+    return draw.randint(1, STEPS_OF_EPOCH * EPOCHS - 14)
 
 
 # -- processes
 
 
-def a_rank_dies(training: Training, draw: random.Random) -> bool:
-    training.until_step(somewhere(draw))
+def a_rank_dies(training: Training, at: int, draw: random.Random) -> bool:
+    training.until_step(at)
     send([training.rank(draw.randrange(RANKS))], signal.SIGKILL)
     return True
 
 
-def any_process_dies(training: Training, draw: random.Random) -> bool:
-    """From the first moment on, also of those that nobody thinks of: supervisor, batch step, loader workers."""
-    time.sleep(draw.uniform(0.0, 4.0))
+def any_process_dies(training: Training, at: int, draw: random.Random) -> bool:
+    """Also of those that nobody thinks of: supervisor, batch step, loader workers; every second time from the first
+    moment on, when there are no ranks yet."""
+    if draw.random() < 0.5:
+        time.sleep(draw.uniform(0.0, 4.0))
+    else:
+        training.until_step(at)
     found = training.processes()
     send([draw.choice(found)] if found else [], signal.SIGKILL)
     return bool(found)
 
 
-def the_power_fails(training: Training, draw: random.Random) -> bool:
-    training.until_step(somewhere(draw))
+def the_power_fails(training: Training, at: int, draw: random.Random) -> bool:
+    training.until_step(at)
     _kill_all(training)
     return True
 
@@ -81,16 +92,16 @@ def _kill_all(training: Training) -> None:
         send(found, signal.SIGKILL)
 
 
-def a_rank_hangs(training: Training, draw: random.Random) -> bool:
-    training.until_step(somewhere(draw))
+def a_rank_hangs(training: Training, at: int, draw: random.Random) -> bool:
+    training.until_step(at)
     send([training.rank(draw.randrange(RANKS))], signal.SIGSTOP)
     return True
 
 
-def dies_in_a_save(training: Training, draw: random.Random) -> bool:
+def dies_in_a_save(training: Training, at: int, draw: random.Random) -> bool:
     """The job does it itself, at the right line."""
     training.until(lambda: len(training.current().attempts()) > 1)
-    return True
+    return any(training.ledger.glob("*/dies"))
 
 
 def phase_of_a_save(draw: random.Random) -> dict[str, Any]:
@@ -102,23 +113,23 @@ def phase_of_a_save(draw: random.Random) -> dict[str, Any]:
 # -- who may end it
 
 
-def it_is_cancelled(training: Training, draw: random.Random) -> bool:
-    training.until_step(somewhere(draw))
+def it_is_cancelled(training: Training, at: int, draw: random.Random) -> bool:
+    training.until_step(at)
     done = training.project.call("cancel", training.path.name)
     return "asked to" in done.stdout
 
 
-def its_time_is_up(training: Training, draw: random.Random) -> bool:
-    training.until(lambda: len(training.current().attempts()) > 1)
+def its_time_is_up(training: Training, at: int, draw: random.Random) -> bool:
+    training.until(lambda: any(event["event"] == "requeued" for event in records.events(training.worker)))
     return True
 
 
 # -- network, disk, clock
 
 
-def connections_break(training: Training, draw: random.Random) -> bool:
+def connections_break(training: Training, at: int, draw: random.Random) -> bool:
     """All of one rank's, as by a switch that restarts."""
-    training.until_step(somewhere(draw))
+    training.until_step(at)
     pid = training.rank(draw.randrange(RANKS))
     shown = subprocess.run([ss(), "-Htnp", "state", "established"], capture_output=True, text=True, check=True).stdout
     own = [line.split()[2:4] for line in shown.splitlines() if f"pid={pid}," in line]
@@ -132,9 +143,9 @@ def ss() -> str:
     return shutil.which("ss") or str(PREPARED / "packages/usr/bin/ss")
 
 
-def the_disk_fills(training: Training, draw: random.Random) -> bool:
+def the_disk_fills(training: Training, at: int, draw: random.Random) -> bool:
     # early: what the job writes at its own end is not to fail
-    training.until_step(draw.randint(1, 20))
+    training.until_step(min(at, 20))
     ballast = training.path.parent / "ballast"
     end = time.monotonic() + draw.uniform(0.5, 2.0)
     try:
@@ -165,13 +176,19 @@ def small_disk(folder: Path) -> Iterator[dict[str, str]]:
         subprocess.run(["umount", "--lazy", runs], check=True)
 
 
-def the_clock_jumps(training: Training, draw: random.Random) -> bool:
-    training.until_step(somewhere(draw))
+def the_clock_jumps(training: Training, at: int, draw: random.Random) -> bool:
+    training.until_step(at)
     for _ in range(draw.randint(1, 2)):
-        seconds = draw.choice([-86400, -3600, -30, 30, 3600, 86400])
+        seconds = draw.choice([-86400, -3600, -60, 60, 3600, 86400])
         _set_clock(training.project.folder / "clock", seconds)
         time.sleep(draw.uniform(0.1, 0.5))
+    # what is reported from now on is of another time
+    training.until(lambda: any(_is_off(record["time"]) for record in read_jsonl(training.current().folder.metrics)))
     return True
+
+
+def _is_off(at: str) -> bool:
+    return abs(datetime.fromisoformat(at).timestamp() - time.time()) > 45
 
 
 def _set_clock(file: Path, seconds: int) -> None:
@@ -205,9 +222,9 @@ def movable_clock(folder: Path) -> Iterator[dict[str, str]]:
 # -- what was kept
 
 
-def the_newest_checkpoint_is_damaged(training: Training, draw: random.Random) -> bool:
+def the_newest_checkpoint_is_damaged(training: Training, at: int, draw: random.Random) -> bool:
     """While the training stands still, and then its ranks die."""
-    training.until_step(somewhere(draw, first=15))
+    training.until_step(max(at, 15))
     ranks = training.ranks()
     send(ranks.values(), signal.SIGSTOP)
     run = training.current().folder
@@ -238,11 +255,11 @@ def damage(file: Path, draw: random.Random) -> None:
 
 FAULTS = (
     Fault("a rank is killed", a_rank_dies, "SIGKILL"),
-    Fault("any process is killed", any_process_dies, ""),
-    Fault("all processes are killed", the_power_fails, "killed"),
+    Fault("any process is killed", any_process_dies, "", by_hand=True),
+    Fault("all processes are killed", the_power_fails, "killed", by_hand=True),
     Fault("killed in a phase of a save", dies_in_a_save, "SIGKILL", config=phase_of_a_save),
     Fault("a rank hangs", a_rank_hangs, "did not answer any more|no progress", words=("--stuck-after", "0.1")),
-    Fault("cancelled", it_is_cancelled, "CANCELLED"),
+    Fault("cancelled", it_is_cancelled, "CANCELLED", by_hand=True),
     Fault(
         "its time is up",
         its_time_is_up,
@@ -251,7 +268,13 @@ FAULTS = (
         config=lambda draw: {"pace": draw.uniform(0.08, 0.12)},
     ),
     Fault("connections break", connections_break, "[Cc]onnection|gloo"),
-    Fault("the disk is full", the_disk_fills, "could not write|have to wait in memory", place=small_disk),
+    Fault(
+        "the disk is full",
+        the_disk_fills,
+        "could not write|have to wait in memory",
+        costs_checkpoints=True,
+        place=small_disk,
+    ),
     Fault("the newest checkpoint is damaged", the_newest_checkpoint_is_damaged, "is damaged"),
     Fault("the clock jumps", the_clock_jumps, "", place=movable_clock),
 )

@@ -60,7 +60,7 @@ def train(run: Run, config: Config) -> dict[str, float]:
                 scheduler.step()
                 write(ledger, epoch=epoch, step=run.step, samples=batch_ids.tolist())
                 if config.dies_in and (run.attempt, run.rank, run.step) == (1, config.dying_rank, config.dies_at):
-                    die(config.dies_in)
+                    die(config.dies_in, own)
                 time.sleep(config.pace)
             run.report(epoch, loss=run.mean(loss.detach(), 1), draw=torch.rand(1).item())
     if run.is_main:
@@ -73,7 +73,8 @@ def write(ledger: IO[str], **facts: Any) -> None:
     ledger.flush()
 
 
-def die(phase: str) -> None:
+def die(phase: str, own: Path) -> None:
     from dying import die_in  # type: ignore[import-not-found]  # beside it, in the project
 
+    (own / "dies").touch()
     die_in(phase)

@@ -16,7 +16,6 @@ from tests.chaos.faults import (
     dies_in_a_save,
     it_is_cancelled,
     phase_of_a_save,
-    somewhere,
 )
 from tests.chaos.training import RANKS, Training, send, words_of
 from tests.slurm.cluster import NODES, Cluster
@@ -40,12 +39,12 @@ class Slurm:
             Fault("preempted", self.preempted, "SLURM took the nodes"),
             Fault("a node is lost", self.node_lost, "a node failed"),
             Fault("a node's network is cut", self.cut, "a node failed"),
-            Fault("the controller is away", self.controller_away, ""),
-            Fault("the batch step is killed", self.batch_step_killed, "FAILED"),
+            Fault("the controller is away", self.controller_away, "Killed|SIGKILL"),
+            Fault("the batch step is killed", self.batch_step_killed, "FAILED", by_hand=True),
             Fault("a node is given up", self.node_given_up, "a node failed"),
-            Fault("cancelled", it_is_cancelled, "CANCELLED"),
+            Fault("cancelled", it_is_cancelled, "CANCELLED", by_hand=True),
             Fault("killed in a phase of a save", dies_in_a_save, "Killed|SIGKILL", config=phase_of_a_save),
-            Fault("any process is killed", any_process_dies, ""),
+            Fault("any process is killed", any_process_dies, "", by_hand=True),
             Fault(
                 "its time is up",
                 self.time_up,
@@ -80,51 +79,57 @@ class Slurm:
 
     # -- faults
 
-    def preempted(self, training: Training, draw: random.Random) -> bool:
-        training.until_step(somewhere(draw))
+    def preempted(self, training: Training, at: int, draw: random.Random) -> bool:
+        training.until_step(at)
         taker = self._cluster.preempt(NODES)
         self._cluster.release(taker)
         return True
 
-    def node_lost(self, training: Training, draw: random.Random) -> bool:
-        return self._without_a_node(training, draw, self._cluster.node_down, self._cluster.node_up)
+    def node_lost(self, training: Training, at: int, draw: random.Random) -> bool:
+        return self._without_a_node(training, at, draw, self._cluster.node_down, self._cluster.node_up)
 
-    def cut(self, training: Training, draw: random.Random) -> bool:
+    def cut(self, training: Training, at: int, draw: random.Random) -> bool:
         """What runs there goes on, for a while, and hears nothing."""
-        return self._without_a_node(training, draw, self._cluster.cut, self._cluster.mend)
+        return self._without_a_node(training, at, draw, self._cluster.cut, self._cluster.mend)
 
-    def node_given_up(self, training: Training, draw: random.Random) -> bool:
-        return self._without_a_node(training, draw, self._cluster.node_given_up, self._cluster.node_up)
+    def node_given_up(self, training: Training, at: int, draw: random.Random) -> bool:
+        return self._without_a_node(training, at, draw, self._cluster.node_given_up, self._cluster.node_up)
 
     def _without_a_node(
-        self, training: Training, draw: random.Random, take: Callable[[str], None], bring_back: Callable[[str], None]
+        self,
+        training: Training,
+        at: int,
+        draw: random.Random,
+        take: Callable[[str], None],
+        bring_back: Callable[[str], None],
     ) -> bool:
         """One of its own, for a while."""
-        training.until_step(somewhere(draw))
+        training.until_step(at)
         node = draw.choice(self._nodes(training))
         take(node)
         time.sleep(draw.uniform(*BACK_AFTER))
         bring_back(node)
         return True
 
-    def controller_away(self, training: Training, draw: random.Random) -> bool:
+    def controller_away(self, training: Training, at: int, draw: random.Random) -> bool:
         """A rank dies meanwhile."""
-        training.until_step(somewhere(draw))
+        training.until_step(at)
         self._cluster.stop_controller()
-        send(list(training.ranks().values())[draw.randrange(RANKS) :][:1], signal.SIGKILL)
+        killed = list(training.ranks().values())[draw.randrange(RANKS) :][:1]
+        send(killed, signal.SIGKILL)
         time.sleep(draw.uniform(*BACK_AFTER))
         self._cluster.start_controller()
-        return True
+        return bool(killed)
 
-    def batch_step_killed(self, training: Training, draw: random.Random) -> bool:
-        training.until_step(somewhere(draw))
+    def batch_step_killed(self, training: Training, at: int, draw: random.Random) -> bool:
+        training.until_step(at)
         found = [pid for pid in training.processes() if "mgpu_slurm.runtime.batch" in words_of(pid)]
         send(found, signal.SIGKILL)
         return bool(found)
 
-    def time_up(self, training: Training, draw: random.Random) -> bool:
+    def time_up(self, training: Training, at: int, draw: random.Random) -> bool:
         """SLURM looks at limits every 30 s."""
-        training.until_step(draw.randint(1, 20))
+        training.until_step(min(at, 20))
         job = training.facts["job_id"]
         self._cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+45seconds")
         training.until(lambda: len(training.current().attempts()) > 1)

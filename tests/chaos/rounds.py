@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from tests.chaos import checks
 from tests.chaos.checks import Result
-from tests.chaos.faults import FAULTS, Fault, told
+from tests.chaos.faults import FAULTS, Fault, somewhere, told
 from tests.chaos.training import Over, Training, send
 from tests.support import Project, make_project
 
@@ -107,7 +107,10 @@ def undisturbed(kind: type[Training], folder: Path) -> dict[str, Result]:
     training.start(pace=0.0)
     facts = training.finish(Here.seconds)
     assert facts["state"] == "COMPLETED", facts
-    return checks.results(training)
+    results = checks.results(training)
+    assert results
+    assert all(result.weights and result.samples and result.curves and result.best for result in results.values())
+    return results
 
 
 def run(site: Site, kind: type[Training], faults: Sequence[Fault], seed: str, expected: dict[str, Result]) -> Round:
@@ -124,11 +127,14 @@ def run(site: Site, kind: type[Training], faults: Sequence[Fault], seed: str, ex
         hit, done.problems = strike(faults, training, seed)
         try:
             facts = training.finish(site.seconds, lambda: site.look_after(training))
-            done.problems += checks.problems(training, facts, expected)
+            has_cost = any(fault.costs_checkpoints for fault in faults)
+            done.problems += checks.problems(training, facts, expected, has_cost)
             done.attempts = facts["attempts"]
         except (AssertionError, TimeoutError) as error:
             done.problems.append(str(error))
         record = record_of(training)
+        if training.resumed and not any(fault.by_hand for fault in hit):
+            done.problems.append(f"it was resumed by hand {training.resumed} times: {record}")
         if hit and not any(told(fault, record) for fault in hit):
             done.problems.append(f"its record does not tell of it: {record}")
     done.hit, done.resumed, done.seconds = bool(hit), training.resumed, round(time.monotonic() - began, 1)
@@ -152,11 +158,11 @@ def strike(faults: Sequence[Fault], training: Training, seed: str) -> tuple[list
     """All of them at once; those that have hit something, and what went wrong with that."""
     hit: list[Fault] = []
     problems: list[str] = []
+    at = somewhere(random.Random(f"{seed} strike"))
 
     def one(fault: Fault) -> None:
         try:
-            # the same step for all of them
-            if fault.strike(training, random.Random(f"{seed} strike")):
+            if fault.strike(training, at, random.Random(f"{seed} {fault.name}")):
                 hit.append(fault)
         except Over:
             pass

@@ -28,7 +28,7 @@ class Sweep(Training):
     def start(self, words: Sequence[str] = (), **config: Any) -> None:
         epochs = EPOCHS // len(RATES)
         if "dies_at" in config:
-            # in the first of them
+            # in each of them, in its first attempt
             config["dies_at"] = config["dies_at"] % ((epochs - 1) * STEPS_OF_EPOCH) + 1
         sweep = {
             "study": STUDY,

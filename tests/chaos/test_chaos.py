@@ -89,6 +89,14 @@ def a_part_of_a_checkpoint(training: Training) -> None:
     (training.submitted.checkpoints / ".step-000000090.of-1-1").mkdir()
 
 
+def another_best(training: Training) -> None:
+    """The link leads to the newest one instead."""
+    link = training.submitted.checkpoints / "best"
+    others = [path for path in names.complete(training.submitted) if path != link.resolve()]
+    link.unlink()
+    link.symlink_to(others[0].name)
+
+
 def an_attempt_without_an_end(training: Training) -> None:
     file = training.submitted.attempts
     file.write_text(file.read_text().splitlines()[0] + "\n")
@@ -102,6 +110,7 @@ def an_attempt_without_an_end(training: Training) -> None:
         (a_sample_twice, "epoch 12 has not seen each sample once"),
         (a_point_of_another_value, "the curves are others"),
         (a_damaged_checkpoint, "safetensors is damaged"),
+        (another_best, "the best checkpoint is"),
         (a_part_of_a_checkpoint, "parts of checkpoints are left"),
         (an_attempt_without_an_end, "of attempts [1] [] have ended"),
     ],

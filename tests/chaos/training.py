@@ -160,9 +160,10 @@ class Training:
 
     def processes(self) -> list[int]:
         """Also those that were told of it only by their words, as the batch step."""
-        path = str(self.worker.path)
-        named = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if path in words_of(pid)]
-        return sorted({*processes_of(self.worker.path), *named})
+        path = str(self.submitted.path)
+        pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+        named = [pid for pid in pids if any(word.startswith(path) for word in words_of(pid))]
+        return sorted({*processes_of(self.submitted.path), *processes_of(self.worker.path), *named})
 
     def ranks(self) -> dict[int, int]:
         """The living processes of the newest attempt's ranks; the job knows itself by its number inside of its node."""
