@@ -44,6 +44,47 @@ class HostCopies:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
+SMALL = 1 << 20
+"""Bytes of a tensor that is compared itself; larger ones are told by their place and how often they were changed."""
+
+
+class Traces:
+    """What tells whether tensors are what they were."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], is_main: bool) -> None:
+        """
+        Args:
+            is_main: see `HostCopies.take`; other tensors do not matter.
+        """
+        self._is_main = is_main
+        self._traces = {name: _trace(own[0]) for name, tensor in tensors.items() if (own := _own(tensor, is_main))}
+
+    def are_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        now = {name: own[0] for name, tensor in tensors.items() if (own := _own(tensor, self._is_main))}
+        return now.keys() == self._traces.keys() and all(
+            _is_same(trace, now[name]) for name, trace in self._traces.items()
+        )
+
+
+def _trace(tensor: torch.Tensor) -> torch.Tensor | tuple[int, int] | None:
+    """None where nothing can tell."""
+    if tensor.nbytes <= SMALL:
+        return tensor.detach().clone()
+    # nobody counts the changes of an array of NumPy, whose memory it is then
+    return (tensor.data_ptr(), tensor._version) if tensor.untyped_storage().resizable() else None
+
+
+def _is_same(trace: torch.Tensor | tuple[int, int] | None, tensor: torch.Tensor) -> bool:
+    if isinstance(trace, torch.Tensor):
+        return trace.dtype == tensor.dtype and _bytes_of(trace).equal(_bytes_of(tensor))
+    return trace is not None and trace == _trace(tensor)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """As they are: a NaN equals itself."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def is_spread(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, told without loading what those need."""
     return hasattr(tensor, "__create_chunk_list__")

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -50,6 +51,8 @@ class Agreement:
         self._group: dist.ProcessGroup | None = None
         self._store: Store = HashStore()
         self._boundaries: Boundaries | None = None
+        self._is_leaving = False
+        """From an evaluation, at different batches of it."""
         self._tallies = 0
         if facts.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
@@ -69,14 +72,22 @@ class Agreement:
             CollectiveMismatch: some ranks called something else; the message says who called what.
         """
         if self._boundaries is None:
-            return wish
+            return replace(wish, leave=call is Call.LEAVE)
         self._boundaries.begin(call, wish.stop)
         answer = self._exchanged(call, wish, self._boundaries)
-        _check_same_call(answer)
-        _check_same_place(answer)
-        agreed = Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]))
+        leave = answer[_CALLS + 2 * Call.LEAVE] != _NOBODY
+        self._is_leaving = leave or (self._is_leaving and call is Call.SAVE)
+        if not leave:
+            _check_same_call(answer)
+        if not self._is_leaving:
+            _check_same_place(answer)
+        agreed = Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]), leave)
         self._boundaries.end(agreed.stop)
         return agreed
+
+    def stop_known(self, wish: Stop) -> Stop:
+        """At any place: the stop of which all ranks know; tells them of one that is wished, without waiting."""
+        return wish if self._boundaries is None else self._boundaries.stop_known(wish)
 
     def tally(self) -> Tally:
         """One for each run; every rank makes it."""

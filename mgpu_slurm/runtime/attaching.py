@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mgpu_slurm import paths
+from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.processes import RUN_VARIABLE, TRIAL_VARIABLE
 from mgpu_slurm.runtime import devices, rendezvous, reporting, surroundings
 from mgpu_slurm.runtime.facts import from_environment
 from mgpu_slurm.runtime.run import Run
-from mgpu_slurm.runtime.stopping import StopFlag
+from mgpu_slurm.runtime.stopping import LEAD_SECONDS_VARIABLE, PART_OF_LEAD, StopFlag, say_where_it_stands
 from mgpu_slurm.runtime.watchdog import Watchdog, watchdog
-from mgpu_slurm.spec import ATTEMPT_VARIABLE, STUCK_AFTER_VARIABLE
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE
 
 if TYPE_CHECKING:
     from mgpu_slurm.runtime.facts import RankFacts
@@ -46,6 +47,8 @@ def _make() -> Run:
     device = devices.choose(facts)
     stop = StopFlag()
     stop.listen()
+    if _is_the_run() and (lead := os.environ.get(LEAD_SECONDS_VARIABLE)):
+        stop.leave_at_last(PART_OF_LEAD * float(lead), _leave_at_last)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
     shared = None
     if facts.world_size > 1 and not dist.is_initialized():
@@ -62,9 +65,20 @@ def _make() -> Run:
 
 def _watchdog_of(facts: RankFacts, attempt: int) -> Watchdog | None:
     # of a trial its worker says how it ended
-    is_run = RUN_VARIABLE in os.environ and TRIAL_VARIABLE not in os.environ
-    record = RunFolder(Path(os.environ[RUN_VARIABLE])).rank_failure(attempt, facts.rank) if is_run else None
+    record = RunFolder(Path(os.environ[RUN_VARIABLE])).rank_failure(attempt, facts.rank) if _is_the_run() else None
     return watchdog(float(os.environ.get(STUCK_AFTER_VARIABLE, "0")), facts, record)
+
+
+def _is_the_run() -> bool:
+    """And no trial, nor started by hand."""
+    return RUN_VARIABLE in os.environ and TRIAL_VARIABLE not in os.environ
+
+
+def _leave_at_last() -> None:
+    """Where this process reaches no boundary before the time limit; `entry` takes its exit code for a wish."""
+    if checkpoints.any_whole(RunFolder(Path(os.environ[RUN_VARIABLE]))):
+        say_where_it_stands()
+        os._exit(REQUEUE_EXIT_CODE)
 
 
 def _folder(facts: RankFacts) -> Path:

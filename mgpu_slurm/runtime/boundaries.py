@@ -14,6 +14,7 @@ import json
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,6 +112,14 @@ class Boundaries:
     @property
     def passed(self) -> int:
         return self._place.passed
+
+    def stop_known(self, wish: Stop) -> Stop:
+        """The stop of which all ranks know; tells them of one that is wished, without waiting."""
+        if wish > self._stop:
+            with self._changed:
+                self._wish = replace(self._wish, stop=wish)
+            self.ring()
+        return self._stop
 
     def begin(self, call: Call, stop: Stop) -> None:
         """This rank makes a call that all make together."""

@@ -7,7 +7,6 @@ function. Under the local executor it is called in a forked process that has tor
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import os
 import shutil
 import signal
@@ -31,7 +30,14 @@ from mgpu_slurm.records import now
 from mgpu_slurm.runtime import listening, output, surroundings
 from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
-from mgpu_slurm.runtime.stopping import LEAD_SIGNAL_VARIABLE, StopFlag, ignore_stop_signals
+from mgpu_slurm.runtime.stopping import (
+    LEAD_SECONDS_VARIABLE,
+    LEAD_SIGNAL_VARIABLE,
+    PART_OF_LEAD,
+    StopFlag,
+    ignore_stop_signals,
+    say_where_it_stands,
+)
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE, Spec, read_spec
 
 if TYPE_CHECKING:
@@ -41,10 +47,6 @@ if TYPE_CHECKING:
     from mgpu_slurm.runtime.watchdog import Watchdog
 
 PROJECT_VARIABLE = "MGPU_PROJECT"
-
-PART_OF_LEAD = 0.75
-"""Of the time between the lead signal and the time limit, after which a rank that is blocked leaves; the rest is for
-the requeue."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
         os.environ[RUNS_VARIABLE] = str(folder.group.path.parent)
     os.environ[PROJECT_VARIABLE] = spec.project
     os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
+    os.environ[LEAD_SECONDS_VARIABLE] = str(spec.lead or "")
     os.environ[STUCK_AFTER_VARIABLE] = str(spec.stuck_after)
     # torch's flight recorder, which it has for NCCL by itself: tells what a rank that is stuck waits for
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -189,9 +192,7 @@ def _leave_at_last(rank: Rank) -> None:
         # it would start at nothing, again and again
         return
     try:
-        # not by print, over which another thread may be blocked
-        os.write(1, b"mgpu_slurm: WARNING: the time limit is near: this rank leaves, and could not save from here:\n")
-        faulthandler.dump_traceback(1)
+        say_where_it_stands()
         _wish_to_requeue(rank.folder, rank.attempt)
     finally:
         os._exit(REQUEUE_EXIT_CODE if rank.spec.executor == "local" else 0)

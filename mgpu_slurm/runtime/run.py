@@ -200,7 +200,14 @@ class Run:
             raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower one")
         sampler = GlobalBatches(size, batch_size, shuffle, drop_last, self.rank, self.world_size, self._seed)
         return Loader(
-            dataset, sampler, self.device, self._at_boundary, self._take_share, lambda: self._epoch, **options
+            dataset,
+            sampler,
+            self.device,
+            self._at_boundary,
+            self._at_end_of_pass,
+            self._take_share,
+            lambda: self._epoch,
+            **options,
         )
 
     def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard:
@@ -214,7 +221,7 @@ class Run:
             self.world_size,
             self.device,
             self._start_shard,
-            self.alive,
+            self._evaluates,
             batch_size=batch_size,
             **options,
         )
@@ -446,12 +453,14 @@ class Run:
             self._next_epoch = epoch + 1
             self._together(Call.EPOCH)
             self._act(active=None, save=True, wait=epoch == total)
+            self._note(in_mid_pass=False)
 
     def _at_boundary(self, loader: Loader) -> None:
         is_restored = loader is self._loader
         if is_restored:
             self._in_mid_epoch = False
             self._restore_random()
+            self._saver.note(None, {})
         self._remember(self._agreement.step(self._wish()))
         self._saver.check()
         self.alive()
@@ -459,6 +468,36 @@ class Run:
         # unless nothing is saved anyway
         if (is_restored and not self._has_gradients) or not self._restored:
             self._act(active=loader, save=self._saver.is_due_at(self.step))
+        else:
+            self._evaluates()
+
+    def _at_end_of_pass(self, loader: Loader) -> None:
+        if loader is not self._loader:
+            return
+        # one that was interrupted after its last batch goes on here
+        self._in_mid_epoch = False
+        self._restore_random()
+        self._note(in_mid_pass=True)
+
+    def _note(self, in_mid_pass: bool) -> None:
+        """An evaluation may begin here."""
+        if self._restored and not self._has_gradients:
+            self._saver.note(self._facts(in_mid_pass), {"random": randomness.random_state(self.device)})
+
+    def _evaluates(self) -> None:
+        """At each batch of an evaluation: who is told to stop in it leaves from the end of the pass before."""
+        self.alive()
+        if self._saver.has_note and self._agreement.stop_known(self._stop.due) is not Stop.NO:
+            self._together(Call.LEAVE)
+
+    def _leave_evaluation(self) -> None:
+        """Does so, unless the model is not what it was then on some rank, which shows only now."""
+        wish = replace(self._wish(), failed=not self._saver.is_as_noted(self.progress))
+        if not self._agreement.together(Call.SAVE, wish).failed:
+            self._saver.save_noted()
+            self._saver.finish()
+            self._leave()
+        self._saver.note(None, {})
 
     def _restore_random(self) -> None:
         """At the very place where the state was taken, so that what user code draws before it changes nothing."""
@@ -480,6 +519,10 @@ class Run:
         agreed = self._agreement.together(call, self._wish())
         self._remember(agreed)
         self.alive()
+        if agreed.leave:
+            self._leave_evaluation()
+            # it stays, and has not met the others yet
+            return agreed if call is Call.LEAVE else self._together(call)
         return agreed
 
     def _act(self, active: Loader | None, save: bool = False, wait: bool = False) -> None:
@@ -497,6 +540,10 @@ class Run:
         if wait or self._agreed.stop is not Stop.NO:
             self._saver.finish()
         self._agreed = replace(self._agreed, save=False)
+        self._leave()
+
+    def _leave(self) -> None:
+        """If that was agreed."""
         # a run that keeps nothing would start at nothing, again and again
         if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self._restored):
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {self.step}")

@@ -50,6 +50,8 @@ class Saver:
         self._last_step = 0
         self._facts: Mapping[str, Any] | None = None
         """Of the save that was begun last, until it was waited for; the same on all ranks."""
+        self._noted: Mapping[str, Any] | None = None
+        """Of the pass whose evaluation goes on; the same on all ranks."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up_at = math.inf
@@ -95,6 +97,39 @@ class Saver:
             return
         self.finish()
         self._keeper.copy({**facts, "best": self._best.begin(self.plan, facts["step"])}, own)
+        self._begin(facts)
+
+    # -- where a run evaluates
+
+    def note(self, facts: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
+        """The end of a pass, of which a checkpoint can be written while its evaluation goes on.
+
+        Args:
+            facts: see `save`; None where an evaluation is over.
+        """
+        self._noted = facts
+        if facts is not None:
+            self._keeper.note(facts, own)
+
+    @property
+    def has_note(self) -> bool:
+        return self._noted is not None
+
+    def is_as_noted(self, progress: int) -> bool:
+        """Whether a checkpoint of that place can be written now: nothing was trained or reported since."""
+        return self._noted is not None and self._noted["progress"] == progress and self._keeper.is_as_noted()
+
+    def save_noted(self) -> None:
+        """Like `save`, of the place that was noted."""
+        assert self._noted is not None
+        self.finish()
+        # a report at this step is made again by who goes on from here
+        self._keeper.copy_noted(self._best.begin(self.plan, step=-1))
+        self._begin(self._noted)
+
+    # -- beside the training
+
+    def _begin(self, facts: Mapping[str, Any]) -> None:
         self._begun += 1
         self._begun_at, self._last_step, self._facts = time.monotonic(), facts["step"], facts
         self._thread = threading.Thread(target=self._write_and_name, name="checkpoint", daemon=True)

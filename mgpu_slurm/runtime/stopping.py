@@ -5,6 +5,7 @@ A collective inside a handler deadlocks, and a save on one rank alone tears the 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -14,6 +15,11 @@ from enum import IntEnum
 from types import FrameType
 
 LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
+LEAD_SECONDS_VARIABLE = "MGPU_LEAD_SECONDS"
+
+PART_OF_LEAD = 0.75
+"""Of the time between the lead signal and the time limit, after which a rank that is blocked leaves; the rest is for
+the requeue."""
 
 
 class Stop(IntEnum):
@@ -81,6 +87,13 @@ class StopFlag:
             # a second one does not wait for a boundary
             signal.default_int_handler(signum, frame)
         self.asked = Stop.END
+
+
+def say_where_it_stands() -> None:
+    """Into the log, of a rank that leaves from where it cannot save."""
+    # not by print, over which another thread may be blocked
+    os.write(1, b"mgpu_slurm: WARNING: the time limit is near: this rank leaves, and could not save from here:\n")
+    faulthandler.dump_traceback(1)
 
 
 def _lead_signal() -> signal.Signals:

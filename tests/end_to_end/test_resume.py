@@ -151,11 +151,45 @@ def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple
     folder = project.submit("train", "--nodes", "2", "block_at=10", "--time", "0:20", "--signal", "USR2@12")
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
-    for rank, blocked in [(0, "_collect"), (1, "wait")]:
+    for rank, blocked in [(0, "_wait"), (1, "wait")]:
         assert "this rank leaves, and could not save from here:" in log(folder, rank)
         assert f"in {blocked}" in log(folder, rank) or "in backward" in log(folder, rank)
     assert "restored step 7 from step-000000007 (attempt 2)" in log(folder, 0, attempt=2)
     assert (folder / "final.pt").read_bytes() == expected
+
+
+SCRIPT = """
+import threading
+
+import torch
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm import attach
+
+run = attach()
+run.seed(0)
+model = run.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = run.loader(TensorDataset(torch.ones(12, 1)), batch_size=2)
+state = run.restore(model=model, optimizer=optimizer, data=data)
+for epoch in state.epochs(2):
+    for (batch,) in data:
+        if (run.attempt, run.step) == (1, 8):
+            # on one rank; the other waits for its gradients
+            run.rank and threading.Event().wait()
+        run.backward(model(batch).mean())
+        run.update(optimizer)
+"""
+
+
+def test_a_script_that_reaches_no_boundary_leaves_too(project: Project) -> None:
+    project.write("script.py", SCRIPT)
+    words = ["--nodes", "2", "--time", "0:20", "--signal", "USR2@12", "--", "python", "script.py"]
+    folder = project.submit(*words)
+    facts = project.finish(folder)
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
+    assert "this rank leaves, and could not save from here:" in log(folder, 1)
+    assert "restored step 6 from step-000000006 (attempt 2)" in log(folder, 0, attempt=2)
 
 
 def test_without_a_checkpoint_they_stay(project: Project) -> None:

@@ -128,7 +128,7 @@ def lonely_evaluation(run: Run) -> None:
 
 def test_evaluation_on_one_rank_alone_is_named() -> None:
     for answer in run_ranks(lonely_evaluation, 2):
-        assert "rank 1 at run.mean(), rank 0 at the start of a pass over run.shard()" in answer
+        assert "rank 0 at the start of a pass over run.shard(), rank 1 at run.mean()" in answer
 
 
 def wrongly_reported(run: Run) -> None:

@@ -1,0 +1,134 @@
+"""Who is told to stop in an evaluation leaves at once, and goes on as if it had not been told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm.checkpoints import host, names
+from mgpu_slurm.checkpoints.host import Traces
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.stopping import Stop
+from tests.runtime.ranks import run_ranks
+
+EPOCHS, STEPS = 4, 3
+EVALUATED = 80
+"""Samples, in batches of two on each rank."""
+
+
+def trains(run: Run, how: str, stop_in: int, after: int, spoils: bool = False) -> dict[str, Any]:
+    """Stops the last rank in the evaluation of an epoch, after some batches; no epoch is the one behind them all."""
+    run.seed(3)
+    # run.shard brings rank 0's statistics of batch norm to all ranks, and a loader does not
+    norm = nn.BatchNorm1d(16) if how == "shard" else nn.LayerNorm(16)
+    net = nn.Sequential(nn.Linear(4, 16), norm, nn.Dropout(0.3), nn.Linear(16, 1))
+    model = run.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    features = torch.randn(8 * STEPS, 4, generator=torch.Generator().manual_seed(0))
+    data = run.loader(TensorDataset(features), batch_size=8, shuffle=True)
+    held = TensorDataset(torch.ones(EVALUATED + run.world_size - 1, 4))
+    state = run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
+    run.checkpoints(every_minutes=None)
+
+    def evaluation(epoch: int) -> Iterator[torch.Tensor]:
+        batches = run.shard(held, batch_size=2) if how == "shard" else run.loader(held, batch_size=2 * run.world_size)
+        for number, (batch,) in enumerate(batches):
+            if (epoch, number, run.rank, run.attempt) == (stop_in, after, run.world_size - 1, 1):
+                run._stop.asked = Stop.END
+            (run.folder / f"evaluated-{run.attempt}-{run.rank}").write_text(f"{epoch} {number}")
+            time.sleep(0.002)
+            if spoils and number == 0:
+                net[0].bias.data += 1.0
+            net.eval()
+            with torch.no_grad():
+                yield net(batch).sum()
+            net.train()
+
+    for epoch in state.epochs(EPOCHS):
+        for (batch,) in data:
+            run.backward(model(batch).square().mean())
+            run.update(optimizer, clip=1.0)
+        # between the pass and its evaluation, so that nobody may do it twice
+        scheduler.step()
+        total = sum(evaluation(epoch), torch.zeros(()))
+        run.report(epoch, loss=run.mean(total, 1), draw=torch.rand(1).item())
+    last = run.mean(sum(evaluation(EPOCHS + 1), torch.zeros(())), 1)
+    return {
+        "weights": [each.tolist() for each in net.parameters()],
+        "last": last,
+        "rate": scheduler.get_last_lr(),
+    }
+
+
+def curve(folder: Path) -> list[tuple[int, int, float, float]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(each["progress"], each["step"], each["metrics"]["loss"], each["metrics"]["draw"]) for each in records]
+
+
+def goes_on(run: Run, *arguments: Any) -> Any:
+    run.attempt = 2
+    return trains(run, *arguments)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["shard", "loader"])
+@pytest.mark.parametrize(("stop_in", "at"), [(1, STEPS), (3, 3 * STEPS), (EPOCHS + 1, EPOCHS * STEPS)])
+def test_it_leaves_from_the_end_of_the_pass_before(ranks: int, how: str, stop_in: int, at: int, tmp_path: Path) -> None:
+    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
+    undisturbed.mkdir()
+    stopped.mkdir()
+    expected = run_ranks(trains, ranks, how, 0, 0, folder=undisturbed)
+    for answer in run_ranks(trains, ranks, how, stop_in, 3, folder=stopped):
+        assert answer == "RunStopped: 143"
+    newest = names.newest(RunFolder(stopped))
+    assert newest is not None
+    assert names.step_of(newest) == at
+    for rank in range(ranks):
+        # and soon: the other rank may do a few batches until it hears of it
+        epoch, batch = map(int, (stopped / f"evaluated-1-{rank}").read_text().split())
+        assert epoch == stop_in
+        assert batch < EVALUATED // 2 // ranks - 1
+    assert run_ranks(goes_on, ranks, how, 0, 0, folder=stopped) == expected
+    assert curve(stopped) == curve(undisturbed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_an_evaluation_changes_is_not_kept_as_if_it_had_not(ranks: int, tmp_path: Path) -> None:
+    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
+    undisturbed.mkdir()
+    stopped.mkdir()
+    expected = run_ranks(trains, ranks, "shard", 0, 0, True, folder=undisturbed)
+    assert run_ranks(trains, ranks, "shard", 2, 3, True, folder=stopped) == ["RunStopped: 143"] * ranks
+    # at the end of the epoch, as all that cannot leave before
+    assert len(curve(stopped)) == 2
+    assert run_ranks(goes_on, ranks, "shard", 0, 0, True, folder=stopped) == expected
+
+
+@pytest.mark.parametrize("size", [4, host.SMALL])
+@pytest.mark.parametrize("change", ["nothing", "a value", "another tensor", "a NaN"])
+def test_tensors_are_told_to_be_what_they_were(size: int, change: str) -> None:
+    tensor = torch.zeros(size)
+    if change == "a NaN":
+        tensor[0] = float("nan")
+    traces = Traces({"weight": tensor.detach()}, is_main=True)
+    if change == "a value":
+        tensor[1] += 1
+    if change == "another tensor":
+        tensor = tensor.clone() + 1
+    assert traces.are_of({"weight": tensor.detach()}) is (change in ("nothing", "a NaN"))
+
+
+def test_of_a_large_array_nothing_can_be_told() -> None:
+    tensor = torch.from_numpy(np.zeros(host.SMALL))
+    assert not Traces({"table": tensor}, is_main=True).are_of({"table": tensor})
