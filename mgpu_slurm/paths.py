@@ -173,6 +173,10 @@ class RunFolder:
         """What the job of `doctor --submit` has found so far."""
         return self.path / "checkup.jsonl"
 
+    def flight_prefix(self, attempt: int) -> Path:
+        """With a rank's number behind it, what torch's flight recorder has written of its collectives."""
+        return self.logs / f"{attempt}-flight-"
+
     def requeue_wish(self, attempt: int) -> Path:
         """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"

@@ -12,7 +12,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from mgpu_slurm import states
 from mgpu_slurm.errors import ClusterError, UserError
@@ -23,6 +23,9 @@ SQUEUE_TAKES = 10.0
 
 FORESEEABLE = timedelta(days=300)
 """A start that SLURM expects later than that is behind jobs without a time limit, which it takes for a year long."""
+
+TAKEN_WITHIN = timedelta(seconds=60)
+"""After nodes were taken, for the job that they were taken for to begin."""
 
 THREADS_VARIABLE = "MGPU_THREADS"
 """Has the value of `OMP_NUM_THREADS` where that is no wish of the user's but this package's."""
@@ -36,6 +39,7 @@ _DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _UNCUT = {"SLURM_BITSTR_LEN": "0"}
 _QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "Reason")
 _ACCOUNTING_FIELDS = ("JobID", "State", "Submit", "Start", "End")
+_OWNER_FIELDS = ("JobID", "User", "Partition", "Start")
 _NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
 _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
 """Where it is unless `SLURM_CONF` names another; a site that has it elsewhere is asked."""
@@ -114,6 +118,15 @@ class AccountedStart:
     job_id: str
     state: str
     end: str | None
+
+
+@dataclass(frozen=True)
+class Taker:
+    """A job that has got nodes which others had."""
+
+    job_id: str
+    user: str
+    partition: str
 
 
 @dataclass(frozen=True)
@@ -343,6 +356,38 @@ def parse_sacct(output: str) -> list[AccountedStart]:
     rows = [row for row in rows if len(row) == len(_ACCOUNTING_FIELDS) and _is_job_id(row[0])]
     rows.sort(key=lambda row: (row[2], row[3]))
     return [start for row in rows for start in _accounted_starts(row)]
+
+
+def began_command(nodes: Sequence[str], since: datetime, until: datetime) -> list[str]:
+    """Asks for whose jobs were on any of the nodes meanwhile."""
+    span = ["-S", since.isoformat(timespec="seconds"), "-E", until.isoformat(timespec="seconds")]
+    return ["sacct", "--noheader", "-P", "-X", "-a", "-o", ",".join(_OWNER_FIELDS), "-N", ",".join(nodes), *span]
+
+
+def began_on(nodes: Sequence[str], after: str) -> list[Taker]:
+    """The jobs that began on these nodes at a time or soon after it, as far as accounting shows those of others.
+
+    Args:
+        after: as accounting writes it, in this machine's zone.
+    """
+    begin = datetime.fromisoformat(after)
+    try:
+        output = run(began_command(nodes, begin, begin + TAKEN_WITHIN))
+    except ClusterError:
+        return []
+    return parse_began(output, begin)
+
+
+def parse_began(output: str, after: datetime) -> list[Taker]:
+    """Those that began neither before nor long after, in the order of their ids."""
+    rows = [line.split("|") for line in output.splitlines()]
+    found = []
+    for row in rows:
+        if len(row) == len(_OWNER_FIELDS) and _is_job_id(row[0]) and _text(row[3]) is not None:
+            begun = datetime.fromisoformat(row[3])
+            if after <= begun <= after + TAKEN_WITHIN:
+                found.append(Taker(*row[:3]))
+    return found
 
 
 def _accounted_starts(row: list[str]) -> list[AccountedStart]:

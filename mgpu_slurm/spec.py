@@ -20,6 +20,9 @@ Readers = Literal["owner", "group"]
 ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
 """The number of the attempt, from 1, in the environment of every rank."""
 
+FLIGHT_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
+"""Of torch: what the files begin with that its flight recorders write; the rank's number follows."""
+
 STUCK_AFTER_VARIABLE = "MGPU_STUCK_AFTER"
 """Minutes, in the environment of every rank; see `Spec.stuck_after`."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,20 @@ def test_parse_sacct_orders_the_starts_of_a_requeued_job() -> None:
         AccountedStart("42", "CANCELLED", "2024-05-01T13:00:00"),
         AccountedStart("43", "FAILED", "2024-05-01T12:00:09"),
         AccountedStart("44", "PENDING", None),
+    ]
+
+
+def test_who_began_where_nodes_were_taken() -> None:
+    output = (
+        "40|ann|main|2024-05-01T11:59:59\n"
+        "41|bob|high|2024-05-01T12:00:00\n"
+        "42_7|cy|urgent|2024-05-01T12:01:00\n"
+        "43|dan|main|2024-05-01T12:01:01\n"
+        "44|eve|main|Unknown\n"
+    )
+    assert slurm.parse_began(output, datetime(2024, 5, 1, 12)) == [
+        slurm.Taker("41", "bob", "high"),
+        slurm.Taker("42_7", "cy", "urgent"),
     ]
 
 

@@ -14,6 +14,10 @@ from mgpu_slurm.wording import first_line
 Event = dict[str, Any]
 
 
+MOST_TAKERS = 3
+"""Named."""
+
+
 @dataclass(frozen=True)
 class Before:
     """One attempt that another one followed."""
@@ -47,19 +51,45 @@ def _was_requeued(start: Event, between: Sequence[Event], after: Event) -> bool:
 
 def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
     """What accounting says of these attempts, where it says anything: it has a line for each start of a job."""
-    state = records.read_state(folder)
-    # elsewhere the ids are of other jobs, or of none
-    if not started or state["executor"] != "slurm" or state["slurm_cluster"] not in (None, slurm.cluster_name()):
-        return {}
-    accounted = slurm.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
+    accounted = _accounted(records.read_state(folder), started)
     found = {}
     for event in started:
         starts = [each for each in accounted if each.job_id == event["job_id"]]
         number = event.get("restarts", 0)
         cause = causes.cause_of_state(starts[number].state) if number < len(starts) else None
         if cause is not None:
-            found[event["attempt"]] = (cause.words, "SLURM started it again")
+            takers = taken_by(event, starts[number]) if cause is causes.PREEMPTED else ""
+            found[event["attempt"]] = (cause.words + (f" ({takers})" if takers else ""), "SLURM started it again")
     return found
+
+
+def last_taken_by(folder: RunFolder, state: dict[str, Any]) -> str:
+    """Like `taken_by`, of a preempted run's newest attempt."""
+    started = [event for event in records.events(folder) if event["event"] == "started"][-1:]
+    accounted = _accounted(state, started)
+    return taken_by(started[0], accounted[-1]) if accounted else ""
+
+
+def _accounted(state: dict[str, Any], started: Sequence[Event]) -> list[slurm.AccountedStart]:
+    """What accounting has of the jobs of these attempts."""
+    # elsewhere the ids are of other jobs, or of none
+    if not started or state["executor"] != "slurm" or state["slurm_cluster"] not in (None, slurm.cluster_name()):
+        return []
+    return slurm.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
+
+
+def taken_by(started: Event, accounted: slurm.AccountedStart) -> str:
+    """Who has got the nodes that were taken from an attempt: SLURM does not say for whom it took them, but who began
+    there next.
+
+    Args:
+        started: of the attempt.
+        accounted: what accounting has of it.
+    """
+    if accounted.end is None:
+        return ""
+    takers = [each for each in slurm.began_on(started["nodes"], accounted.end) if each.job_id != started["job_id"]]
+    return ", ".join(f"job {each.job_id} of {each.user} in partition {each.partition}" for each in takers[:MOST_TAKERS])
 
 
 def _told(attempt: int, between: Sequence[Event]) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu_slurm import causes, records, states
 from mgpu_slurm.causes import Cause
-from mgpu_slurm.observe import attempts
+from mgpu_slurm.observe import attempts, flight
 from mgpu_slurm.observe.times import time_of
 from mgpu_slurm.paths import DAMAGED, RunFolder, read_json
 from mgpu_slurm.wording import first_line, short_path
@@ -35,6 +35,8 @@ class Why:
     """What was said of it, in one line."""
     line: str | None
     """Of the program's own code: `train.py:12 in train`."""
+    lagged: str | None
+    """Which rank did not come to a collective, as torch's flight recorders tell it."""
     log: str | None
     """The log to read on in."""
 
@@ -66,14 +68,16 @@ def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
 def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> Why | None:
     if states.is_alive(state["state"]):
         return None
+    takers = attempts.last_taken_by(folder, state) if cause is causes.PREEMPTED else ""
     return Why(
         cause or causes.UNKNOWN,
         attempt=state["attempts"] or None,
         who="",
         node=None,
         time=state["ended"],
-        error=state["reason"],
+        error="; ".join(filter(None, [state["reason"], takers and f"{takers} began there"])),
         line=None,
+        lagged=None,
         log=_launch_log(folder, state),
     )
 
@@ -90,6 +94,7 @@ def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state:
         time=failure.get("time") or _end_of_attempt(folder, failure["attempt"]),
         error=f"{failure['error']}: {first_line(failure['message'])}" if "error" in failure else failure["message"],
         line=_own_line(failure.get("traceback") or records.said_last(folder, failure), folder),
+        lagged=flight.lagging(folder, failure["attempt"]),
         log=short_path(log) if log is not None and has_log else _launch_log(folder, state),
     )
 
@@ -154,6 +159,8 @@ def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
         yield f"line      {found.line}"
     if found.error:
         yield f"error     {found.error}"
+    if found.lagged is not None:
+        yield f"lagged    {found.lagged}"
     yield f"mend      {found.cause.mend}"
     if found.log is not None:
         yield f"log       {found.log}"

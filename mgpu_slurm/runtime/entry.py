@@ -38,7 +38,7 @@ from mgpu_slurm.runtime.stopping import (
     ignore_stop_signals,
     say_where_it_stands,
 )
-from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE, Spec, read_spec
+from mgpu_slurm.spec import ATTEMPT_VARIABLE, FLIGHT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE, Spec, read_spec
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +116,8 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
     os.environ[STUCK_AFTER_VARIABLE] = str(spec.stuck_after)
     # torch's flight recorder, which it has for NCCL by itself: tells what a rank that is stuck waits for
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    attempt = int(os.environ[ATTEMPT_VARIABLE])
+    os.environ.setdefault(FLIGHT_VARIABLE, str(folder.flight_prefix(attempt)))
     os.environ["PYTHONUNBUFFERED"] = "1"
     if spec.executor == "allocation":
         # the rendezvous is beside srun, maybe on a login node, whose name means nothing here; its address does

@@ -36,6 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mgpu_slurm.causes import STUCK
 from mgpu_slurm.paths import write_json
 from mgpu_slurm.records import now
+from mgpu_slurm.spec import FLIGHT_VARIABLE
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -152,7 +153,7 @@ class Watchdog:
         collectives: list[Record] = []
         with suppress(Exception):
             # a private interface
-            collectives = _collectives()
+            collectives = _collectives(self._facts.rank)
         unfinished = [entry for entry in collectives if not entry["retired"]]
         waits = bool(unfinished) or _is_where_ranks_wait(frames)
         what = f" in {unfinished[0]['profiling_name']}" if unfinished else ""
@@ -174,16 +175,20 @@ def watchdog(minutes: float, facts: RankFacts, record: Path | None) -> Watchdog 
     return Watchdog(60 * minutes, facts, record) if minutes else None
 
 
-def _collectives() -> list[Record]:
-    """What torch's flight recorders have of this process, the oldest first; nothing where they keep none."""
+def _collectives(rank: int) -> list[Record]:
+    """What torch's flight recorders have of this process, the oldest first; nothing where they keep none. It is left
+    beside the logs too, as torch itself does at an NCCL time-out."""
     if not dist.is_initialized():
         return []
     from torch._C import _distributed_c10d as recorder
 
     found: list[Record] = []
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+    for name, file in (("_dump_fr_trace", f"{rank}-cpu"), ("_dump_nccl_trace", f"{rank}")):
         if hasattr(recorder, name):
-            found += pickle.loads(getattr(recorder, name)()).get("entries", [])
+            dump = getattr(recorder, name)()
+            found += pickle.loads(dump).get("entries", [])
+            if prefix := os.environ.get(FLIGHT_VARIABLE):
+                Path(prefix + file).write_bytes(dump)
     return found
 
 

@@ -416,7 +416,8 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     assert f"restored step {step} from " in log(run, 0, attempt=2)
     assert (run / "final.pt").read_bytes() == undisturbed
     assert ends(states_seen) == ["COMPLETED"]
-    until_told(run, Before(1, causes.PREEMPTED.words, "SLURM started it again"))
+    taken = f"{causes.PREEMPTED.words} (job {taker} of root in partition high)"
+    until_told(run, Before(1, taken, "SLURM started it again"))
 
 
 def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: Project, cluster: Cluster) -> None:
