@@ -194,7 +194,10 @@ _OF_AN_ERROR = [
         (r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)", HOST_MEMORY),
         (r"returned nan values|^(?:\w+\.)*FloatingPointError\b", NOT_A_NUMBER),
         (r"NCCL error.*(?:invalid usage|invalid argument)|Duplicate GPU detected", PROGRAM),
-        (r"Connection (?:closed|reset) by peer|gloo/\S+ .*Broken pipe|NCCL error", CONNECTION),
+        (
+            r"Connection (?:closed|reset) by peer|Connection was likely closed|gloo/\S+ .*Broken pipe|NCCL error",
+            CONNECTION,
+        ),
     )
 ]
 """By an error's name and what it says."""

@@ -11,7 +11,6 @@ import ctypes
 import itertools
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -51,8 +50,6 @@ class Agreement:
         self._group: dist.ProcessGroup | None = None
         self._store: Store = HashStore()
         self._boundaries: Boundaries | None = None
-        self._is_leaving = False
-        """From an evaluation, at different batches of it."""
         self._tallies = 0
         if facts.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
@@ -61,8 +58,8 @@ class Agreement:
             self._boundaries = Boundaries(facts, self._store)
 
     def step(self, wish: Agreed) -> Agreed:
-        """At a step boundary: returns what all ranks do at this one. Costs a message only where somebody wishes
-        something, and then that is done a few boundaries later."""
+        """At a boundary: returns what all ranks do at this one. Costs a message only where somebody wishes something;
+        that is done here, or at the first boundary that no rank has passed."""
         return wish if self._boundaries is None else self._boundaries.pass_one(wish)
 
     def together(self, call: Call, wish: Agreed) -> Agreed:
@@ -72,22 +69,23 @@ class Agreement:
             CollectiveMismatch: some ranks called something else; the message says who called what.
         """
         if self._boundaries is None:
-            return replace(wish, leave=call is Call.LEAVE)
+            return wish
         self._boundaries.begin(call, wish.stop)
         answer = self._exchanged(call, wish, self._boundaries)
-        leave = answer[_CALLS + 2 * Call.LEAVE] != _NOBODY
-        self._is_leaving = leave or (self._is_leaving and call is Call.SAVE)
-        if not leave:
-            _check_same_call(answer)
-        if not self._is_leaving:
-            _check_same_place(answer)
-        agreed = Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]), leave)
+        _check_same_call(answer)
+        _check_same_place(answer)
+        agreed = Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]))
         self._boundaries.end(agreed.stop)
         return agreed
 
-    def stop_known(self, wish: Stop) -> Stop:
-        """At any place: the stop of which all ranks know; tells them of one that is wished, without waiting."""
-        return wish if self._boundaries is None else self._boundaries.stop_known(wish)
+    @property
+    def passed(self) -> int:
+        """Boundaries."""
+        return 0 if self._boundaries is None else self._boundaries.passed
+
+    def go_on_from(self, passed: int) -> Agreed:
+        """Leaves out the boundaries that this rank does not come to; returns what would have been done at them."""
+        return Agreed() if self._boundaries is None else self._boundaries.go_on_from(passed)
 
     def tally(self) -> Tally:
         """One for each run; every rank makes it."""

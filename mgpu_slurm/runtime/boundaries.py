@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +31,10 @@ FOREVER = timedelta(days=7)
 CLOSE_SECONDS = 1.0
 """For the thread's end."""
 
-RING, CLOSE = "ring", "close"
+LOOK_SECONDS = 2.0
+"""For which one waits for an answer, between looks whether all are there to give one."""
+
+RING, CLOSE, GONE = "ring", "close", "gone"
 
 
 class Place(NamedTuple):
@@ -83,7 +85,7 @@ class Boundaries:
         """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._is_held)
+                self._await(lambda: not self._is_held)
                 self.check()
                 self._wish = self._not_agreed_yet(wish)
                 if self._wish == Agreed() or self._is_deaf:
@@ -95,7 +97,13 @@ class Boundaries:
 
     def _wait_for_answer(self, turn: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._round > turn or self._is_deaf)
+            self._await(lambda: self._round > turn)
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        """As long as there is anybody to wait for."""
+        while not (condition() or self._is_deaf):
+            if not self._changed.wait(LOOK_SECONDS) and self._store.check([GONE]):
+                self._is_deaf = True
 
     def _not_agreed_yet(self, wish: Agreed) -> Agreed:
         stop = wish.stop if wish.stop > self._stop else Stop.NO
@@ -103,6 +111,9 @@ class Boundaries:
 
     def _pass(self) -> Agreed:
         self._place = self._place._replace(passed=self._place.passed + 1)
+        return self._done_here()
+
+    def _done_here(self) -> Agreed:
         agreed = Agreed()
         while self._due and self._due[0][0] <= self._place.passed:
             _, due = self._due.pop(0)
@@ -113,13 +124,12 @@ class Boundaries:
     def passed(self) -> int:
         return self._place.passed
 
-    def stop_known(self, wish: Stop) -> Stop:
-        """The stop of which all ranks know; tells them of one that is wished, without waiting."""
-        if wish > self._stop:
-            with self._changed:
-                self._wish = replace(self._wish, stop=wish)
-            self.ring()
-        return self._stop
+    def go_on_from(self, passed: int) -> Agreed:
+        """Leaves out boundaries; what would have been done at them."""
+        with self._changed:
+            self._await(lambda: not self._is_held)
+            self._place = self._place._replace(passed=passed)
+            return self._done_here()
 
     def begin(self, call: Call, stop: Stop) -> None:
         """This rank makes a call that all make together."""
@@ -165,13 +175,18 @@ class Boundaries:
     # -- the thread beside it
 
     def _listen(self) -> None:
-        # the store goes with whoever serves it, and so does the attempt
-        with suppress(RuntimeError):
-            while self._heard("bell") == RING:
-                self._answer()
-        with self._changed:
-            self._is_held, self._is_deaf = False, True
-            self._changed.notify_all()
+        try:
+            # the store goes with whoever serves it, and so does the attempt
+            with suppress(RuntimeError):
+                while self._heard("bell") == RING:
+                    self._answer()
+        finally:
+            with self._changed:
+                self._is_held, self._is_deaf = False, True
+                self._changed.notify_all()
+            with suppress(RuntimeError):
+                # who asks now would wait for ever
+                self._store.set(GONE, str(self._rank))
 
     def _answer(self) -> None:
         turn = self._round
@@ -186,6 +201,8 @@ class Boundaries:
         text = self._heard("answer")
         if text == CLOSE:
             return
+        for what in ("bell", "place", "answer"):
+            self._waiting_store.delete_key(f"{what}/{turn}/{self._rank}")
         answer = json.loads(text)
         with self._changed:
             self._round = turn + 1

@@ -23,8 +23,6 @@ class Call(IntEnum):
     SHARD = 6
     FINISH = 7
     TRIAL = 8
-    LEAVE = 9
-    """Of a rank that was told to stop while it evaluates. It is answered wherever the others come to meet next."""
 
     @property
     def words(self) -> str:
@@ -38,7 +36,6 @@ class Call(IntEnum):
             Call.SHARD: "the start of a pass over run.shard()",
             Call.FINISH: "the end of the job function",
             Call.TRIAL: "the next trial",
-            Call.LEAVE: "the next batch of an evaluation",
         }[self]
 
 
@@ -50,8 +47,6 @@ class Agreed:
     save: bool = False
     failed: bool = False
     """Some rank could not do its part of the call before this one."""
-    leave: bool = False
-    """Some rank has made `Call.LEAVE`, so that nobody has done anything else here."""
 
 
 def different_calls(made: Iterable[tuple[int, Call]]) -> CollectiveMismatch:

@@ -344,7 +344,11 @@ def _is_lost_connection(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         words in text
-        for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "gloo")
+        for words in (
+            *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "gloo"),
+            # of torch's store
+            "Connection was likely closed",
+        )
     )
 
 

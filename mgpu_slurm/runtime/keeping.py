@@ -91,7 +91,7 @@ class Keeper:
 
     def note(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Takes down how the run stands now but for its tensors, of which it can be told later whether they are the
-        same: costs little, and no memory to speak of.
+        same.
 
         Args:
             facts: see `copy`.
@@ -100,6 +100,9 @@ class Keeper:
         states, tensors = self._states()
         moment = _Moment(facts, states, *plain.split(own, f"rank-{self._rank}"))
         self._noted = moment, Traces(tensors, is_main=self._rank == 0)
+
+    def forget_note(self) -> None:
+        self._noted = None
 
     def is_as_noted(self) -> bool:
         """Whether this rank's tensors are what they were then."""

@@ -221,7 +221,7 @@ class Run:
             self.world_size,
             self.device,
             self._start_shard,
-            self._evaluates,
+            self._shard_boundaries,
             batch_size=batch_size,
             **options,
         )
@@ -461,15 +461,20 @@ class Run:
             self._in_mid_epoch = False
             self._restore_random()
             self._saver.note(None, {})
-        self._remember(self._agreement.step(self._wish()))
-        self._saver.check()
-        self.alive()
+        self._pass_boundary()
         # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
         # unless nothing is saved anyway
         if (is_restored and not self._has_gradients) or not self._restored:
             self._act(active=loader, save=self._saver.is_due_at(self.step))
         else:
-            self._evaluates()
+            self._leave_evaluation()
+
+    def _pass_boundary(self) -> None:
+        self._remember(self._agreement.step(self._wish()))
+        self._saver.check()
+        self.alive()
+
+    # -- where it evaluates
 
     def _at_end_of_pass(self, loader: Loader) -> None:
         if loader is not self._loader:
@@ -477,23 +482,41 @@ class Run:
         # one that was interrupted after its last batch goes on here
         self._in_mid_epoch = False
         self._restore_random()
-        self._note(in_mid_pass=True)
+        if self._epoch is not None:
+            # a loop of one's own may count its epochs by what it finds in the run
+            self._note(in_mid_pass=True)
 
     def _note(self, in_mid_pass: bool) -> None:
         """An evaluation may begin here."""
         if self._restored and not self._has_gradients:
             self._saver.note(self._facts(in_mid_pass), {"random": randomness.random_state(self.device)})
 
-    def _evaluates(self) -> None:
-        """At each batch of an evaluation: who is told to stop in it leaves from the end of the pass before."""
-        self.alive()
-        if self._saver.has_note and self._agreement.stop_known(self._stop.due) is not Stop.NO:
-            self._together(Call.LEAVE)
+    @contextlib.contextmanager
+    def _shard_boundaries(self, count: int) -> Iterator[Callable[[], None]]:
+        """Of a pass over a shard; who does not go to its end has passed them all the same."""
+        end = self._agreement.passed + count
+        try:
+            yield self._at_shard_boundary if count else self.alive
+        except GeneratorExit:
+            self._remember(self._agreement.go_on_from(end))
+            raise
+
+    def _at_shard_boundary(self) -> None:
+        self._pass_boundary()
+        if self._restored:
+            self._leave_evaluation()
+        else:
+            self._act(active=None)
 
     def _leave_evaluation(self) -> None:
-        """Does so, unless the model is not what it was then on some rank, which shows only now."""
-        wish = replace(self._wish(), failed=not self._saver.is_as_noted(self.progress))
-        if not self._agreement.together(Call.SAVE, wish).failed:
+        """Where a stop was agreed: with a checkpoint of the end of the pass before, unless the model is not what it was
+        then on some rank, which shows only now."""
+        if self._agreed.stop is Stop.NO or not self._saver.has_note:
+            return
+        wish = replace(self._wish(), failed=not self._saver.is_as_noted(self.step, self.progress))
+        agreed = self._agreement.together(Call.SAVE, wish)
+        self._remember(agreed)
+        if not agreed.failed:
             self._saver.save_noted()
             self._saver.finish()
             self._leave()
@@ -506,7 +529,7 @@ class Run:
             self._random_to_restore = None
 
     def _wish(self) -> Agreed:
-        save = not self._agreed.save and (self._save_wanted or self._saver.is_due_now())
+        save = self._restored and not self._agreed.save and (self._save_wanted or self._saver.is_due_now())
         return Agreed(self._stop.due, save)
 
     def _remember(self, agreed: Agreed) -> None:
@@ -519,10 +542,6 @@ class Run:
         agreed = self._agreement.together(call, self._wish())
         self._remember(agreed)
         self.alive()
-        if agreed.leave:
-            self._leave_evaluation()
-            # it stays, and has not met the others yet
-            return agreed if call is Call.LEAVE else self._together(call)
         return agreed
 
     def _act(self, active: Loader | None, save: bool = False, wait: bool = False) -> None:

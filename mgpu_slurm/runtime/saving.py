@@ -52,6 +52,7 @@ class Saver:
         """Of the save that was begun last, until it was waited for; the same on all ranks."""
         self._noted: Mapping[str, Any] | None = None
         """Of the pass whose evaluation goes on; the same on all ranks."""
+        self._has_written = True
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up_at = math.inf
@@ -108,20 +109,27 @@ class Saver:
             facts: see `save`; None where an evaluation is over.
         """
         self._noted = facts
-        if facts is not None:
+        if facts is None:
+            self._keeper.forget_note()
+        else:
             self._keeper.note(facts, own)
 
     @property
     def has_note(self) -> bool:
         return self._noted is not None
 
-    def is_as_noted(self, progress: int) -> bool:
+    def is_as_noted(self, step: int, progress: int) -> bool:
         """Whether a checkpoint of that place can be written now: nothing was trained or reported since."""
-        return self._noted is not None and self._noted["progress"] == progress and self._keeper.is_as_noted()
+        facts = self._noted
+        return (
+            facts is not None and (facts["step"], facts["progress"]) == (step, progress) and self._keeper.is_as_noted()
+        )
 
     def save_noted(self) -> None:
         """Like `save`, of the place that was noted."""
         assert self._noted is not None
+        if self._noted == self._facts:
+            return
         self.finish()
         # a report at this step is made again by who goes on from here
         self._keeper.copy_noted(self._best.begin(self.plan, step=-1))
@@ -131,6 +139,7 @@ class Saver:
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._begun += 1
+        self._has_written = False
         self._begun_at, self._last_step, self._facts = time.monotonic(), facts["step"], facts
         self._thread = threading.Thread(target=self._write_and_name, name="checkpoint", daemon=True)
         self._thread.start()
@@ -140,6 +149,7 @@ class Saver:
         facts, number = self._facts, self._begun
         try:
             has_written = self._write(facts)
+            self._has_written = True
             self._tally.done(number, is_lost=not has_written)
             if self._rank == 0:
                 self._end(facts, number, has_written)
@@ -192,7 +202,9 @@ class Saver:
         if self._facts is not None:
             while self._thread is not None and self._is_writing:
                 self._thread.join(WAITING_SECONDS)
-                self._alive()
+                if not self._has_written:
+                    # what others take is for them to say
+                    self._alive()
             self.check()
             # nobody goes on before it
             self._together()

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from mgpu_slurm.runtime import boundaries
 from mgpu_slurm.runtime.boundaries import Place, have_lost_each_other
 from mgpu_slurm.runtime.calls import Agreed, Call
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
+from tests.support import wait_until
 
 NOTHING = Agreed()
 
@@ -149,6 +151,32 @@ def ends(run: Run) -> list[str]:
 
 def test_its_thread_ends_with_the_run() -> None:
     assert run_ranks(ends, 2) == [[], []]
+
+
+def goes_on_alone(run: Run) -> list[Stop]:
+    """Rank 1 has ended, and rank 0 is told to stop after that."""
+    run.mean(0, 1)
+    if run.rank == 1:
+        run.close()
+        return []
+    wait_until(lambda: run._agreement._store.check([boundaries.GONE]))
+    return [run._agreement.step(Agreed(stop=Stop.END)).stop for _ in range(3)]
+
+
+def test_nobody_waits_for_one_that_has_ended() -> None:
+    assert run_ranks(goes_on_alone, 2) == [[Stop.NO] * 3, []]
+
+
+def trains_unrestored(run: Run) -> int:
+    """A run that keeps nothing does not ask for checkpoints, however long it goes on."""
+    run.checkpoints(every_minutes=1e-6)
+    for _ in run.loader(TensorDataset(torch.ones(20, 1)), batch_size=2):
+        pass
+    return run._agreement._boundaries._round if run._agreement._boundaries is not None else -1
+
+
+def test_who_keeps_nothing_asks_for_nothing() -> None:
+    assert run_ranks(trains_unrestored, 2) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,10 +19,17 @@ from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
+from tests.support import wait_until
 
 EPOCHS, STEPS = 4, 3
 EVALUATED = 80
 """Samples, in batches of two on each rank."""
+
+
+def has_reached(folder: Path, rank: int, epoch: int, batch: int) -> bool:
+    file = folder / f"evaluated-1-{rank}"
+    # which may be about to be written
+    return file.exists() and (text := file.read_text()) != "" and [*map(int, text.split())] >= [epoch, batch]
 
 
 def trains(run: Run, how: str, stop_in: int, after: int, spoils: bool = False) -> dict[str, Any]:
@@ -47,7 +53,8 @@ def trains(run: Run, how: str, stop_in: int, after: int, spoils: bool = False) -
             if (epoch, number, run.rank, run.attempt) == (stop_in, after, run.world_size - 1, 1):
                 run._stop.asked = Stop.END
             (run.folder / f"evaluated-{run.attempt}-{run.rank}").write_text(f"{epoch} {number}")
-            time.sleep(0.002)
+            if (epoch, number, run.attempt) == (stop_in, after + 1, 1) and run.rank != run.world_size - 1:
+                wait_until(functools.partial(has_reached, run.folder, run.world_size - 1, epoch, after))
             if spoils and number == 0:
                 net[0].bias.data += 1.0
             net.eval()
@@ -115,20 +122,51 @@ def test_what_an_evaluation_changes_is_not_kept_as_if_it_had_not(ranks: int, tmp
     assert run_ranks(goes_on, ranks, "shard", 0, 0, True, folder=stopped) == expected
 
 
-@pytest.mark.parametrize("size", [4, host.SMALL])
-@pytest.mark.parametrize("change", ["nothing", "a value", "another tensor", "a NaN"])
-def test_tensors_are_told_to_be_what_they_were(size: int, change: str) -> None:
-    tensor = torch.zeros(size)
-    if change == "a NaN":
-        tensor[0] = float("nan")
-    traces = Traces({"weight": tensor.detach()}, is_main=True)
-    if change == "a value":
-        tensor[1] += 1
-    if change == "another tensor":
-        tensor = tensor.clone() + 1
-    assert traces.are_of({"weight": tensor.detach()}) is (change in ("nothing", "a NaN"))
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a value": lambda tensor: tensor[3].add_(1),
+    "all values, unseen by autograd": lambda tensor: tensor.data.mul_(-1),
+    "two that change places": lambda tensor: tensor[:2].copy_(tensor[:2].flip(0).clone()),
+    "a bit of a NaN": lambda tensor: tensor.view(torch.int32)[2].bitwise_xor_(1),
+}
 
 
-def test_of_a_large_array_nothing_can_be_told() -> None:
-    tensor = torch.from_numpy(np.zeros(host.SMALL))
-    assert not Traces({"table": tensor}, is_main=True).are_of({"table": tensor})
+@pytest.mark.parametrize("size", [4, 5, host.PIECE // 4 + 3])
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_tensors_are_told_to_be_what_they_were(size: int, change: str | None) -> None:
+    # which begins anywhere in the memory of a larger one
+    tensor = torch.arange(1.0, size + 2)[1:]
+    tensor[2] = float("nan")
+    traces = Traces({"weight": tensor}, is_main=True)
+    if change is not None:
+        CHANGES[change](tensor)
+    assert traces.are_of({"weight": tensor}) is (change is None)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor(True), torch.ones(3, 2).T, torch.ones(2).bfloat16()])
+def test_tensors_of_all_shapes_are_themselves(tensor: torch.Tensor) -> None:
+    assert Traces({"it": tensor}, is_main=True).are_of({"it": tensor.clone()})
+    longer = torch.cat([tensor.reshape(-1), torch.zeros(1, dtype=tensor.dtype)])
+    assert not Traces({"it": tensor}, is_main=True).are_of({"it": longer})
+
+
+def breaks_off(run: Run) -> list[int]:
+    """Each rank looks at another number of batches."""
+    data = run.loader(TensorDataset(torch.ones(20, 1)), batch_size=2)
+    held = TensorDataset(torch.ones(41, 1))
+    run.restore(data=data)
+    saves = []
+    for batch, _ in enumerate(data):
+        for number, _ in enumerate(run.shard(held, batch_size=1)):
+            if batch == 2 and number == 1 and run.rank == 1:
+                run.save()
+            if number == 3 * run.rank + 2:
+                break
+        run.mean(0, 1)
+        saves.append(run._saver._begun)
+    return saves
+
+
+def test_a_shard_that_ranks_do_not_go_to_the_end_of_keeps_them_together(tmp_path: Path) -> None:
+    first, second = run_ranks(breaks_off, 2, folder=tmp_path)
+    assert first == second
+    assert (first[1], first[4]) == (0, 1)

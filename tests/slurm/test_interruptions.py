@@ -19,6 +19,7 @@ from mgpu_slurm.launch import last_words
 from mgpu_slurm.observe.attempts import Before, before
 from mgpu_slurm.observe.why import why
 from mgpu_slurm.paths import RunFolder
+from tests.chaos.training import words_of
 from tests.slurm.cluster import Cluster
 from tests.support import Project, log, make_project, processes_of, wait_until
 
@@ -494,9 +495,10 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate))
     job = facts_of(run)["job_id"]
-    first = processes_of(run)
-    launchers = [pid for pid in first if name_of(pid) == "srun"]
+    launchers = [pid for pid in processes_of(run) if name_of(pid) == "srun"]
+    first = {pid for pid in processes_of(run) if "mgpu_slurm.runtime.batch" in words_of(pid)}
     assert launchers != []
+    assert first != set()
     with seen(run) as states_seen:
         cluster.cut("n1")
         cluster.until_job(job, "PENDING")
@@ -508,7 +510,7 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
             # two that need each other
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not {*first} & {*processes_of(run)})
+        wait_until(lambda: not first & {*processes_of(run)})
         assert ended(run) == [1]
         assert standing(run) == ("RUNNING", "", 2)
         gate.touch()
