@@ -175,6 +175,10 @@ def until_told(run: Path, expected: Before) -> None:
     wait_until(lambda: before(RunFolder(run)) == [expected], pause=LOOK_EVERY)
 
 
+def is_batch_step(pid: int, run: Path) -> bool:
+    return {"mgpu_slurm.runtime.batch", str(run)} <= {*words_of(pid)}
+
+
 def name_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
@@ -496,9 +500,9 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
     run = running(project, WAITS.format(gate=gate))
     job = facts_of(run)["job_id"]
     launchers = [pid for pid in processes_of(run) if name_of(pid) == "srun"]
-    first = {pid for pid in processes_of(run) if "mgpu_slurm.runtime.batch" in words_of(pid)}
+    batch = {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_batch_step(pid, run)}
     assert launchers != []
-    assert first != set()
+    assert batch != set()
     with seen(run) as states_seen:
         cluster.cut("n1")
         cluster.until_job(job, "PENDING")
@@ -510,7 +514,7 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
             # two that need each other
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not first & {*processes_of(run)})
+        wait_until(lambda: not any(is_batch_step(pid, run) for pid in batch))
         assert ended(run) == [1]
         assert standing(run) == ("RUNNING", "", 2)
         gate.touch()
