@@ -10,9 +10,6 @@ import torch
 from mgpu_slurm.checkpoints.tensors import Part, is_writable
 from mgpu_slurm.errors import UserError
 
-PIECE = 1 << 24
-"""Bytes that are summed at a time, a multiple of 8."""
-
 
 class HostCopies:
     """Copies of one state after the other, each in the memory of the one before."""
@@ -45,51 +42,6 @@ class HostCopies:
         if known is not None and (known.shape, known.dtype) == (like.shape, like.dtype):
             return known
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-
-
-class Traces:
-    """What tells whether tensors are what they were: sums of all their bits, which take no memory."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], is_main: bool) -> None:
-        """
-        Args:
-            is_main: see `HostCopies.take`; other tensors do not matter.
-
-        Raises:
-            UserError: see `HostCopies.take`.
-        """
-        self._is_main = is_main
-        self._sums = self._sums_of(tensors)
-
-    def are_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        now = self._sums_of(tensors)
-        return now.keys() == self._sums.keys() and all(
-            shape == now[name][0] and sums.equal(now[name][1]) for name, (shape, sums) in self._sums.items()
-        )
-
-    def _sums_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, torch.Tensor]]:
-        found = {}
-        for name, tensor in tensors.items():
-            own = _own(tensor, self._is_main)
-            if own is not None:
-                _refuse_unwritable(name, own[0])
-                found[name] = ((own[0].shape, own[0].dtype), _sums(own[0]))
-        return found
-
-
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Of its bits as whole numbers, alone and times their place, modulo 2 to the 64; on its device, which is not waited
-    for."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    sums = flat[whole:].sum(dtype=torch.int64) * torch.ones(2, dtype=torch.int64, device=flat.device)
-    for begin in range(0, whole, PIECE):
-        piece = flat[begin : min(begin + PIECE, whole)]
-        # a part of a larger tensor may begin anywhere
-        numbers = (piece if piece.storage_offset() % 8 == 0 else piece.clone()).view(torch.int64)
-        places = torch.arange(begin + 1, begin + 1 + numbers.numel(), device=flat.device)
-        sums += torch.stack([numbers.sum(), (numbers * places).sum()])
-    return sums
 
 
 def is_spread(tensor: torch.Tensor) -> bool:

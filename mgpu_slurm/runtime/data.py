@@ -94,7 +94,6 @@ class Loader:
         sampler: GlobalBatches,
         device: torch.device,
         at_boundary: Callable[[Loader], None],
-        at_end: Callable[[Loader], None],
         on_share: Callable[[Share | None], None],
         epoch: Callable[[], int | None],
         **options: Any,
@@ -102,7 +101,6 @@ class Loader:
         self._sampler = sampler
         self._device = device
         self._at_boundary = at_boundary
-        self._at_end = at_end
         self._on_share = on_share
         self._epoch = epoch
         self.passes = 0
@@ -135,8 +133,6 @@ class Loader:
             self._on_share(self._sampler.share(batch))
             yield to_device(samples, self._device)
         self._on_share(None)
-        self.batch = len(self)
-        self._at_end(self)
 
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:

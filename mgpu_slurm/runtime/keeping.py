@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from mgpu_slurm import records
 from mgpu_slurm.checkpoints import folder as folders
 from mgpu_slurm.checkpoints import names, plain
-from mgpu_slurm.checkpoints.host import HostCopies, Traces, is_spread
+from mgpu_slurm.checkpoints.host import HostCopies, is_spread
 from mgpu_slurm.checkpoints.stored import StoredTensors
 from mgpu_slurm.errors import MgpuError, UserError, nearest
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.facts import RankFacts
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """How a run stood, but for the tensors of its objects."""
-
-    facts: Mapping[str, Any]
-    states: dict[str, Any]
-    own: Any
-    own_tensors: dict[str, torch.Tensor]
 
 
 class Keeper:
@@ -44,7 +33,6 @@ class Keeper:
         self._saves = 0
         self._shared_copies = HostCopies()
         self._own_copies = HostCopies()
-        self._noted: tuple[_Moment, Traces] | None = None
 
     def add(self, name: str, value: Any) -> None:
         """
@@ -80,43 +68,11 @@ class Keeper:
             UserError: an object keeps what a checkpoint cannot hold.
         """
         states, tensors = self._states()
-        self._take(_Moment(facts, states, *plain.split(own, f"rank-{self._rank}")), tensors)
-
-    def _take(self, moment: _Moment, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._own = moment.own
+        self._own, own_tensors = plain.split(own, f"rank-{self._rank}")
         self._parts = self._shared_copies.take(tensors, is_main=self._rank == 0)
-        self._parts |= self._own_copies.take(moment.own_tensors, is_main=True)
-        self._shared = {"facts": moment.facts, "objects": moment.states} if self._rank == 0 else None
+        self._parts |= self._own_copies.take(own_tensors, is_main=True)
+        self._shared = {"facts": facts, "objects": states} if self._rank == 0 else None
         self._saves += 1
-
-    def note(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Takes down how the run stands now but for its tensors, of which it can be told later whether they are the
-        same.
-
-        Args:
-            facts: see `copy`.
-            own: see `copy`.
-        """
-        states, tensors = self._states()
-        moment = _Moment(facts, states, *plain.split(own, f"rank-{self._rank}"))
-        self._noted = moment, Traces(tensors, is_main=self._rank == 0)
-
-    def forget_note(self) -> None:
-        self._noted = None
-
-    def is_as_noted(self) -> bool:
-        """Whether this rank's tensors are what they were then."""
-        return self._noted is not None and self._noted[1].are_of(self._states()[1])
-
-    def copy_noted(self, best: Any) -> None:
-        """Like `copy`, of the moment that was noted.
-
-        Args:
-            best: the fact of this name.
-        """
-        assert self._noted is not None
-        moment, _ = self._noted
-        self._take(replace(moment, facts={**moment.facts, "best": best}), self._states()[1])
 
     def write(self, step: int) -> None:
         """Writes this rank's part of what was copied.

@@ -204,7 +204,6 @@ class Run:
             sampler,
             self.device,
             self._at_boundary,
-            self._at_end_of_pass,
             self._take_share,
             lambda: self._epoch,
             **options,
@@ -420,7 +419,8 @@ class Run:
     ) -> None:
         """Says when to save, and what stays, for a run that saves otherwise at the end of each epoch and every ten
         minutes, and keeps the newest two checkpoints. What a run restores is saved; the training waits only until it is
-        copied in main memory, unless the checkpoint before is still being written.
+        copied in main memory, unless the checkpoint before is still being written. It is copied before the last batch
+        of each pass, too, for a stop in the evaluation that may follow.
 
         Every rank calls it, alike.
 
@@ -453,19 +453,21 @@ class Run:
             self._next_epoch = epoch + 1
             self._together(Call.EPOCH)
             self._act(active=None, save=True, wait=epoch == total)
-            self._note(in_mid_pass=False)
 
     def _at_boundary(self, loader: Loader) -> None:
         is_restored = loader is self._loader
         if is_restored:
             self._in_mid_epoch = False
             self._restore_random()
-            self._saver.note(None, {})
+            self._saver.release()
         self._pass_boundary()
         # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
         # unless nothing is saved anyway
         if (is_restored and not self._has_gradients) or not self._restored:
             self._act(active=loader, save=self._saver.is_due_at(self.step))
+            if is_restored and self._restored and loader.batch == len(loader) - 1:
+                # an evaluation may follow, and nowhere in that can a run stop
+                self._saver.hold(*self._moment(in_mid_pass=True))
         else:
             self._leave_evaluation()
 
@@ -475,21 +477,6 @@ class Run:
         self.alive()
 
     # -- where it evaluates
-
-    def _at_end_of_pass(self, loader: Loader) -> None:
-        if loader is not self._loader:
-            return
-        # one that was interrupted after its last batch goes on here
-        self._in_mid_epoch = False
-        self._restore_random()
-        if self._epoch is not None:
-            # a loop of one's own may count its epochs by what it finds in the run
-            self._note(in_mid_pass=True)
-
-    def _note(self, in_mid_pass: bool) -> None:
-        """An evaluation may begin here."""
-        if self._restored and not self._has_gradients:
-            self._saver.note(self._facts(in_mid_pass), {"random": randomness.random_state(self.device)})
 
     @contextlib.contextmanager
     def _shard_boundaries(self, count: int) -> Iterator[Callable[[], None]]:
@@ -509,18 +496,10 @@ class Run:
             self._act(active=None)
 
     def _leave_evaluation(self) -> None:
-        """Where a stop was agreed: with a checkpoint of the end of the pass before, unless the model is not what it was
-        then on some rank, which shows only now."""
-        if self._agreed.stop is Stop.NO or not self._saver.has_note:
-            return
-        wish = replace(self._wish(), failed=not self._saver.is_as_noted(self.step, self.progress))
-        agreed = self._agreement.together(Call.SAVE, wish)
-        self._remember(agreed)
-        if not agreed.failed:
-            self._saver.save_noted()
+        """Where a stop was agreed: with a checkpoint of the last batch of the pass before, which is done again then."""
+        if self._agreed.stop is not Stop.NO and self._saver.save_held(self.step):
             self._saver.finish()
             self._leave()
-        self._saver.note(None, {})
 
     def _restore_random(self) -> None:
         """At the very place where the state was taken, so that what user code draws before it changes nothing."""
@@ -553,8 +532,7 @@ class Run:
             wait: until it is written.
         """
         if self._restored and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
-            own = {"random": randomness.random_state(self.device)}
-            self._saver.save(self._facts(active is not None), own)
+            self._saver.save(*self._moment(active is not None))
         # asked again: a stop may have been agreed while the checkpoint before was waited for
         if wait or self._agreed.stop is not Stop.NO:
             self._saver.finish()
@@ -569,10 +547,10 @@ class Run:
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
 
-    def _facts(self, in_mid_pass: bool) -> dict[str, Any]:
-        """Where the run stands, which is the same on all ranks."""
+    def _moment(self, in_mid_pass: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where the run stands, which is the same on all ranks, and what this rank keeps for itself."""
         batch, passes = (self._loader.batch, self._loader.passes) if self._loader is not None else (0, 0)
-        return {
+        facts = {
             "step": self.step,
             "progress": self.progress,
             "metrics": self.last_metrics,
@@ -585,6 +563,7 @@ class Run:
                 "passes": passes - in_mid_pass,
             },
         }
+        return facts, {"random": randomness.random_state(self.device)}
 
     # -- the end
 

@@ -50,8 +50,10 @@ class Saver:
         self._last_step = 0
         self._facts: Mapping[str, Any] | None = None
         """Of the save that was begun last, until it was waited for; the same on all ranks."""
-        self._noted: Mapping[str, Any] | None = None
-        """Of the pass whose evaluation goes on; the same on all ranks."""
+        self._held: Mapping[str, Any] | None = None
+        """Of the place before an evaluation, while that goes on; the same on all ranks."""
+        self._has_saved = False
+        """This attempt, or one that it goes on from."""
         self._has_written = True
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -61,7 +63,7 @@ class Saver:
 
     def restored(self, facts: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint."""
-        self._last_step, self._begun_at = facts["step"], time.monotonic()
+        self._last_step, self._begun_at, self._has_saved = facts["step"], time.monotonic(), True
         best = facts["best"]
         # it was deleted for one that is better, and that has been set aside since
         self._best.restored(best if best is not None and self._keeper.has(best["step"]) else None)
@@ -97,49 +99,43 @@ class Saver:
         if facts == self._facts:
             return
         self.finish()
+        self._held = None
         self._keeper.copy({**facts, "best": self._best.begin(self.plan, facts["step"])}, own)
         self._begin(facts)
 
-    # -- where a run evaluates
-
-    def note(self, facts: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
-        """The end of a pass, of which a checkpoint can be written while its evaluation goes on.
+    def hold(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Copies what a checkpoint of this place would hold, for `save_held`, unless there is one on its way.
 
         Args:
-            facts: see `save`; None where an evaluation is over.
+            facts: see `save`.
+            own: see `save`.
         """
-        self._noted = facts
-        if facts is None:
-            self._keeper.forget_note()
-        else:
-            self._keeper.note(facts, own)
+        if facts != self._facts:
+            self.finish()
+            self._keeper.copy({**facts, "best": self._best.begin(self.plan, step=-1)}, own)
+        self._held = facts
 
-    @property
-    def has_note(self) -> bool:
-        return self._noted is not None
+    def release(self) -> None:
+        """What was held is of no use any more: the training goes on."""
+        self._held = None
 
-    def is_as_noted(self, step: int, progress: int) -> bool:
-        """Whether a checkpoint of that place can be written now: nothing was trained or reported since."""
-        facts = self._noted
-        return (
-            facts is not None and (facts["step"], facts["progress"]) == (step, progress) and self._keeper.is_as_noted()
-        )
+    def save_held(self, step: int) -> bool:
+        """Begins a checkpoint of the place that is held.
 
-    def save_noted(self) -> None:
-        """Like `save`, of the place that was noted."""
-        assert self._noted is not None
-        if self._noted == self._facts:
-            return
-        self.finish()
-        # a report at this step is made again by who goes on from here
-        self._keeper.copy_noted(self._best.begin(self.plan, step=-1))
-        self._begin(self._noted)
+        Returns:
+            whether it can be left at this step: nothing was trained since that place, or since the last checkpoint.
+        """
+        if self._held is None:
+            return self._has_saved and step == self._last_step
+        if self._held != self._facts:
+            self._begin(self._held)
+        return True
 
     # -- beside the training
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._begun += 1
-        self._has_written = False
+        self._has_saved, self._has_written = True, False
         self._begun_at, self._last_step, self._facts = time.monotonic(), facts["step"], facts
         self._thread = threading.Thread(target=self._write_and_name, name="checkpoint", daemon=True)
         self._thread.start()

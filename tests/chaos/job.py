@@ -16,6 +16,8 @@ from torch.utils.data import TensorDataset
 from mgpu_slurm import Run
 
 SAMPLES, BATCH = 52, 8
+HELD = 7
+"""Samples to evaluate on."""
 STEPS_OF_EPOCH = 7
 EPOCHS = 12
 
@@ -62,10 +64,23 @@ def train(run: Run, config: Config) -> dict[str, float]:
                 if config.dies_in and (run.attempt, run.rank, run.step) == (1, config.dying_rank, config.dies_at):
                     die(config.dies_in, own)
                 time.sleep(config.pace)
-            run.report(epoch, loss=run.mean(loss.detach(), 1), draw=torch.rand(1).item())
+            held = evaluate(run, net, config.pace)
+            run.report(epoch, loss=run.mean(loss.detach(), 1), held=held, draw=torch.rand(1).item())
     if run.is_main:
         torch.save([net.state_dict(), torch.rand(3)], run.folder / "final.pt")
     return {"steps": run.step}
+
+
+def evaluate(run: Run, net: nn.Module, pace: float) -> float:
+    """Of samples that the ranks do not have equally many of."""
+    total = torch.zeros(())
+    net.eval()
+    with torch.no_grad():
+        for (batch,) in run.shard(TensorDataset(torch.linspace(-1, 1, HELD * 8).reshape(HELD, 8)), batch_size=1):
+            total += net(batch).sum()
+            time.sleep(pace)
+    net.train()
+    return run.mean(total, HELD)
 
 
 def write(ledger: IO[str], **facts: Any) -> None:

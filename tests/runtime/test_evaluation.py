@@ -1,10 +1,10 @@
-"""Who is told to stop in an evaluation leaves at once, and goes on as if it had not been told."""
+"""Who is told to stop in an evaluation leaves soon, and goes on as if it had not been told."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mgpu_slurm.checkpoints import host, names
-from mgpu_slurm.checkpoints.host import Traces
+from mgpu_slurm.checkpoints import names
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
@@ -32,7 +31,7 @@ def has_reached(folder: Path, rank: int, epoch: int, batch: int) -> bool:
     return file.exists() and (text := file.read_text()) != "" and [*map(int, text.split())] >= [epoch, batch]
 
 
-def trains(run: Run, how: str, stop_in: int, after: int, spoils: bool = False) -> dict[str, Any]:
+def trains(run: Run, how: str, stop_in: int, after: int) -> dict[str, Any]:
     """Stops the last rank in the evaluation of an epoch, after some batches; no epoch is the one behind them all."""
     run.seed(3)
     # run.shard brings rank 0's statistics of batch norm to all ranks, and a loader does not
@@ -55,8 +54,9 @@ def trains(run: Run, how: str, stop_in: int, after: int, spoils: bool = False) -
             (run.folder / f"evaluated-{run.attempt}-{run.rank}").write_text(f"{epoch} {number}")
             if (epoch, number, run.attempt) == (stop_in, after + 1, 1) and run.rank != run.world_size - 1:
                 wait_until(functools.partial(has_reached, run.folder, run.world_size - 1, epoch, after))
-            if spoils and number == 0:
-                net[0].bias.data += 1.0
+            if number == 0:
+                # an evaluation may do anything
+                net[0].bias.data *= 0.9
             net.eval()
             with torch.no_grad():
                 yield net(batch).sum()
@@ -90,8 +90,10 @@ def goes_on(run: Run, *arguments: Any) -> Any:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("how", ["shard", "loader"])
-@pytest.mark.parametrize(("stop_in", "at"), [(1, STEPS), (3, 3 * STEPS), (EPOCHS + 1, EPOCHS * STEPS)])
-def test_it_leaves_from_the_end_of_the_pass_before(ranks: int, how: str, stop_in: int, at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stop_in", "at"), [(1, STEPS - 1), (3, 3 * STEPS - 1), (EPOCHS + 1, EPOCHS * STEPS)])
+def test_it_leaves_with_the_last_batch_of_the_pass_before_to_be_done_again(
+    ranks: int, how: str, stop_in: int, at: int, tmp_path: Path
+) -> None:
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
     undisturbed.mkdir()
     stopped.mkdir()
@@ -108,45 +110,6 @@ def test_it_leaves_from_the_end_of_the_pass_before(ranks: int, how: str, stop_in
         assert batch < EVALUATED // 2 // ranks - 1
     assert run_ranks(goes_on, ranks, how, 0, 0, folder=stopped) == expected
     assert curve(stopped) == curve(undisturbed)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_an_evaluation_changes_is_not_kept_as_if_it_had_not(ranks: int, tmp_path: Path) -> None:
-    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
-    undisturbed.mkdir()
-    stopped.mkdir()
-    expected = run_ranks(trains, ranks, "shard", 0, 0, True, folder=undisturbed)
-    assert run_ranks(trains, ranks, "shard", 2, 3, True, folder=stopped) == ["RunStopped: 143"] * ranks
-    # at the end of the epoch, as all that cannot leave before
-    assert len(curve(stopped)) == 2
-    assert run_ranks(goes_on, ranks, "shard", 0, 0, True, folder=stopped) == expected
-
-
-CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a value": lambda tensor: tensor[3].add_(1),
-    "all values, unseen by autograd": lambda tensor: tensor.data.mul_(-1),
-    "two that change places": lambda tensor: tensor[:2].copy_(tensor[:2].flip(0).clone()),
-    "a bit of a NaN": lambda tensor: tensor.view(torch.int32)[2].bitwise_xor_(1),
-}
-
-
-@pytest.mark.parametrize("size", [4, 5, host.PIECE // 4 + 3])
-@pytest.mark.parametrize("change", [None, *CHANGES])
-def test_tensors_are_told_to_be_what_they_were(size: int, change: str | None) -> None:
-    # which begins anywhere in the memory of a larger one
-    tensor = torch.arange(1.0, size + 2)[1:]
-    tensor[2] = float("nan")
-    traces = Traces({"weight": tensor}, is_main=True)
-    if change is not None:
-        CHANGES[change](tensor)
-    assert traces.are_of({"weight": tensor}) is (change is None)
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor(True), torch.ones(3, 2).T, torch.ones(2).bfloat16()])
-def test_tensors_of_all_shapes_are_themselves(tensor: torch.Tensor) -> None:
-    assert Traces({"it": tensor}, is_main=True).are_of({"it": tensor.clone()})
-    longer = torch.cat([tensor.reshape(-1), torch.zeros(1, dtype=tensor.dtype)])
-    assert not Traces({"it": tensor}, is_main=True).are_of({"it": longer})
 
 
 def breaks_off(run: Run) -> list[int]:
