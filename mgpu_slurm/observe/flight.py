@@ -15,7 +15,7 @@ from mgpu_slurm.paths import RunFolder
 
 Collective = dict[str, Any]
 
-_RANK = re.compile(r"-flight-(\d+)")
+_RANK = re.compile(r"-flight-(\d+)(.*)")
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -26,12 +26,13 @@ class _PlainUnpickler(pickle.Unpickler):
 def lagging(folder: RunFolder, attempt: int) -> str | None:
     """Which ranks have begun fewer collectives than others of their group, in words; None where nothing tells of it."""
     # by group, the newest collective of each rank
-    newest: dict[str, dict[int, Collective]] = defaultdict(dict)
+    newest: dict[tuple[str, str], dict[int, Collective]] = defaultdict(dict)
     for path in sorted(folder.logs.glob(f"{folder.flight_prefix(attempt).name}*")):
         match = _RANK.search(path.name)
         for each in _collectives(path) if match else []:
             if not each["is_p2p"]:
-                newest[each["process_group"][0]][int(match[1])] = each  # type: ignore[index]
+                # one group may have collectives of gloo and of NCCL, each with numbers of their own
+                newest[match[2], each["process_group"][0]][int(match[1])] = each  # type: ignore[index]
     found = [_behind(of_ranks) for _, of_ranks in sorted(newest.items())]
     return next((words for words in found if words is not None), None)
 

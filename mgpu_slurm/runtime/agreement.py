@@ -78,15 +78,6 @@ class Agreement:
         self._boundaries.end(agreed.stop)
         return agreed
 
-    @property
-    def passed(self) -> int:
-        """Boundaries."""
-        return 0 if self._boundaries is None else self._boundaries.passed
-
-    def go_on_from(self, passed: int) -> Agreed:
-        """Leaves out the boundaries that this rank does not come to; returns what would have been done at them."""
-        return Agreed() if self._boundaries is None else self._boundaries.go_on_from(passed)
-
     def tally(self) -> Tally:
         """One for each run; every rank makes it."""
         self._tallies += 1
@@ -140,6 +131,7 @@ class Agreement:
             raise
         except RuntimeError:
             # the others may have left because of it
+            boundaries.settle()
             boundaries.check()
             raise
         return cast("list[int]", tensor.tolist())

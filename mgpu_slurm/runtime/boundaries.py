@@ -29,7 +29,7 @@ FOREVER = timedelta(days=7)
 """That one waits for a bell; torch's store warns when it is over, and it begins anew."""
 
 CLOSE_SECONDS = 1.0
-"""For the thread's end."""
+"""For the thread's end, and for the last answer where ranks end."""
 
 LOOK_SECONDS = 2.0
 """For which one waits for an answer, between looks whether all are there to give one."""
@@ -111,9 +111,6 @@ class Boundaries:
 
     def _pass(self) -> Agreed:
         self._place = self._place._replace(passed=self._place.passed + 1)
-        return self._done_here()
-
-    def _done_here(self) -> Agreed:
         agreed = Agreed()
         while self._due and self._due[0][0] <= self._place.passed:
             _, due = self._due.pop(0)
@@ -123,13 +120,6 @@ class Boundaries:
     @property
     def passed(self) -> int:
         return self._place.passed
-
-    def go_on_from(self, passed: int) -> Agreed:
-        """Leaves out boundaries; what would have been done at them."""
-        with self._changed:
-            self._await(lambda: not self._is_held)
-            self._place = self._place._replace(passed=passed)
-            return self._done_here()
 
     def begin(self, call: Call, stop: Stop) -> None:
         """This rank makes a call that all make together."""
@@ -163,6 +153,11 @@ class Boundaries:
         """
         if self._lost:
             raise different_calls(self._lost)
+
+    def settle(self) -> None:
+        """Waits for the answer to a round that goes on, if there is one soon."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_held, CLOSE_SECONDS)
 
     def close(self) -> None:
         """Ends the thread: one that waits in C++ at the interpreter's end would abort the process."""

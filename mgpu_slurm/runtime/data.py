@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sized
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -165,10 +164,6 @@ def size_of(dataset: Dataset[Any]) -> int:
     return size
 
 
-_OF_LENGTH = ("batch_size", "drop_last")
-"""Options on which it depends how many batches a DataLoader has."""
-
-
 class Shard:
     """This rank's part of a dataset for evaluation: no sample twice, none padded; batches on the run's device."""
 
@@ -179,28 +174,13 @@ class Shard:
         world_size: int,
         device: torch.device,
         before: Callable[[], None],
-        at_boundaries: Callable[[int], AbstractContextManager[Callable[[], None]]],
+        on_batch: Callable[[], None],
         **options: Any,
     ) -> None:
-        """
-        Args:
-            before: is called by every rank before each pass.
-            at_boundaries: given how many boundaries a pass has, what to call at each of them.
-        """
-        size = size_of(dataset)
-        begin, end = share_of(size, rank, world_size)
+        begin, end = share_of(size_of(dataset), rank, world_size)
         self._device = device
         self._before = before
-        self._at_boundaries = at_boundaries
-        largest = range(-(-size // world_size))
-        # as many boundaries on all ranks, also where a rank has a batch less
-        self._boundaries = (
-            0
-            if options.keys() & {"sampler", "batch_sampler"}
-            else len(
-                DataLoader(cast("Dataset[Any]", largest), **{key: options[key] for key in options.keys() & _OF_LENGTH})
-            )
-        )
+        self._on_batch = on_batch
         options.setdefault("generator", torch.Generator())
         self._loader = data_loader(Subset(dataset, range(begin, end)), device, **options)
 
@@ -209,12 +189,9 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         self._before()
-        with self._at_boundaries(self._boundaries) as at_boundary:
-            for samples in self._loader:
-                at_boundary()
-                yield to_device(samples, self._device)
-            for _ in range(len(self._loader), self._boundaries):
-                at_boundary()
+        for samples in self._loader:
+            self._on_batch()
+            yield to_device(samples, self._device)
 
 
 def to_device(samples: Any, device: torch.device) -> Any:

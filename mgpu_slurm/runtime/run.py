@@ -122,6 +122,9 @@ class Run:
         self._agreed = Agreed()
         self._random_to_restore: dict[str, Any] | None = None
         self._in_mid_epoch = False
+        self._evaluates, self._has_evaluated = True, False
+        """Whether there was an evaluation after the pass before this one, which nobody knows at first; and whether one
+        has begun since."""
         self._share: Share | None = None
         self._part = 1.0
         if watchdog is not None:
@@ -170,7 +173,9 @@ class Run:
             self._watchdog.alive()
 
     def _start_shard(self) -> None:
+        self._has_evaluated = True
         self._together(Call.SHARD)
+        self._leave_evaluation()
         self._bring_buffers()
 
     def _bring_buffers(self) -> None:
@@ -220,7 +225,7 @@ class Run:
             self.world_size,
             self.device,
             self._start_shard,
-            self._shard_boundaries,
+            self.alive,
             batch_size=batch_size,
             **options,
         )
@@ -290,6 +295,7 @@ class Run:
         Collective: every rank calls it.
         """
         self._together(Call.MEAN)
+        self._leave_evaluation()
         sums = self._agreement.total([float(total), float(count)])
         return sums[0] / sums[1] if sums[1] else float("nan")
 
@@ -459,15 +465,16 @@ class Run:
         if is_restored:
             self._in_mid_epoch = False
             self._restore_random()
-            self._saver.release()
+            self._go_on_training()
+        else:
+            self._has_evaluated = True
         self._pass_boundary()
         # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
         # unless nothing is saved anyway
         if (is_restored and not self._has_gradients) or not self._restored:
             self._act(active=loader, save=self._saver.is_due_at(self.step))
-            if is_restored and self._restored and loader.batch == len(loader) - 1:
-                # an evaluation may follow, and nowhere in that can a run stop
-                self._saver.hold(*self._moment(in_mid_pass=True))
+            if is_restored and self._evaluates and loader.batch == len(loader) - 1:
+                self._hold()
         else:
             self._leave_evaluation()
 
@@ -478,22 +485,22 @@ class Run:
 
     # -- where it evaluates
 
-    @contextlib.contextmanager
-    def _shard_boundaries(self, count: int) -> Iterator[Callable[[], None]]:
-        """Of a pass over a shard; who does not go to its end has passed them all the same."""
-        end = self._agreement.passed + count
-        try:
-            yield self._at_shard_boundary if count else self.alive
-        except GeneratorExit:
-            self._remember(self._agreement.go_on_from(end))
-            raise
+    def _hold(self) -> None:
+        """An evaluation may follow, and nowhere in that can a run stop."""
+        facts, own = self._moment(in_mid_pass=True)
+        # nobody waits for another checkpoint that is still being written, and all do the same
+        wish = replace(self._wish(), failed=self._saver.is_writing_other(facts))
+        agreed = self._agreement.together(Call.SAVE, wish)
+        self._remember(agreed)
+        if not agreed.failed:
+            self._saver.hold(facts, own)
 
-    def _at_shard_boundary(self) -> None:
-        self._pass_boundary()
-        if self._restored:
-            self._leave_evaluation()
-        else:
-            self._act(active=None)
+    def _go_on_training(self) -> None:
+        assert self._loader is not None
+        self._saver.release()
+        if self._loader.batch == 0 and self._loader.passes > 1:
+            # by the pass before
+            self._evaluates, self._has_evaluated = self._has_evaluated, False
 
     def _leave_evaluation(self) -> None:
         """Where a stop was agreed: with a checkpoint of the last batch of the pass before, which is done again then."""

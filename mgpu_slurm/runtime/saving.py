@@ -115,6 +115,10 @@ class Saver:
             self._keeper.copy({**facts, "best": self._best.begin(self.plan, step=-1)}, own)
         self._held = facts
 
+    def is_writing_other(self, facts: Mapping[str, Any]) -> bool:
+        """Whether this rank's part of a checkpoint of another place is being written, or on rank 0 anybody's."""
+        return self._is_writing and facts != self._facts
+
     def release(self) -> None:
         """What was held is of no use any more: the training goes on."""
         self._held = None

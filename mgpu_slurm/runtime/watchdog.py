@@ -217,6 +217,7 @@ _WHERE_RANKS_WAIT = (
     str(_TORCH / "autograd" / "graph.py"),
     str(Path(__file__).with_name("agreement.py")),
     str(Path(__file__).with_name("boundaries.py")),
+    str(Path(__file__).with_name("saving.py")),
 )
 """For what others do not send: in collectives, also those of a backward pass."""
 

@@ -60,6 +60,9 @@ JOB = '''
                 if run.attempt == 1 and run.step == config.block_at and run.rank == 1:
                     threading.Event().wait()
                 if run.attempt <= 2 and run.step == config.kill_at and run.rank == 1:
+                    # it may still be on its way to the disk
+                    while not Path(run.folder, "checkpoints", "step-000000007").exists():
+                        time.sleep(0.01)
                     os.kill(os.getpid(), signal.SIGKILL)
                 if run.attempt == 1 and run.step == config.fail_at and run.rank == 1:
                     raise RuntimeError("the data is broken")

@@ -87,8 +87,9 @@ def counts_messages(run: Run) -> list[int]:
             run.save()
         run.backward(model(batch).mean())
         run.update(optimizer)
+    counts.append(calls[0])
     run.close()
-    return [*counts, calls[0]]
+    return counts
 
 
 def _counting(function: Any, calls: list[int]) -> Any:
