@@ -19,7 +19,13 @@ from mgpu_slurm.processes import RUN_VARIABLE, TRIAL_VARIABLE
 from mgpu_slurm.runtime import devices, rendezvous, reporting, surroundings
 from mgpu_slurm.runtime.facts import from_environment
 from mgpu_slurm.runtime.run import Run
-from mgpu_slurm.runtime.stopping import LEAD_SECONDS_VARIABLE, PART_OF_LEAD, StopFlag, say_where_it_stands
+from mgpu_slurm.runtime.stopping import (
+    LEAD_SECONDS_VARIABLE,
+    PART_OF_LEAD,
+    StopFlag,
+    ignore_stop_signals,
+    say_where_it_stands,
+)
 from mgpu_slurm.runtime.watchdog import Watchdog, watchdog
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE
 
@@ -47,6 +53,8 @@ def _make() -> Run:
     device = devices.choose(facts)
     stop = StopFlag()
     stop.listen()
+    # called last: an interpreter that ends gives handled signals back their default, which is to kill it
+    atexit.register(ignore_stop_signals)
     if _is_the_run() and (lead := os.environ.get(LEAD_SECONDS_VARIABLE)):
         stop.leave_at_last(PART_OF_LEAD * float(lead), _leave_at_last)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))

@@ -197,6 +197,31 @@ def test_a_script_that_reaches_no_boundary_leaves_too(project: Project) -> None:
     assert "restored step 6 from step-000000006 (attempt 2)" in log(folder, 0, attempt=2)
 
 
+ENDS = """
+import os
+import signal
+
+from mgpu_slurm import attach
+
+run = attach()
+
+
+class AtTheEnd:
+    def __del__(self, kill=os.kill, pid=os.getpid(), signum=signal.SIGUSR2):
+        # the interpreter has its signals no more
+        kill(pid, signum)
+
+
+kept = AtTheEnd()
+"""
+
+
+def test_the_lead_signal_does_not_kill_a_script_that_is_about_to_be_over(project: Project) -> None:
+    project.write("script.py", ENDS)
+    folder = project.submit("--", "python", "script.py")
+    assert project.finish(folder)["state"] == "COMPLETED"
+
+
 def test_without_a_checkpoint_they_stay(project: Project) -> None:
     project.write("train.py", JOB)
     project.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}")
