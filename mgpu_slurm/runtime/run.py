@@ -109,9 +109,7 @@ class Run:
         self._is_deterministic = False
         self._models: list[DistributedDataParallel] = []
         self._keeper = Keeper(self._files, facts, attempt)
-        self._saver = Saver(
-            self._keeper, facts.rank, self._agreement.tally(), lambda: self._together(Call.SAVE), self.alive
-        )
+        self._saver = Saver(self._keeper, facts.rank, self._agreement.tally(), self._is_so_anywhere, self.alive)
         self._loader: Loader | None = None
         self._loader_name = ""
         self._restored = False
@@ -489,10 +487,7 @@ class Run:
         """An evaluation may follow, and nowhere in that can a run stop."""
         facts, own = self._moment(in_mid_pass=True)
         # nobody waits for another checkpoint that is still being written, and all do the same
-        wish = replace(self._wish(), failed=self._saver.is_writing_other(facts))
-        agreed = self._agreement.together(Call.SAVE, wish)
-        self._remember(agreed)
-        if not agreed.failed:
+        if not self._is_so_anywhere(self._saver.is_writing_other(facts)):
             self._saver.hold(facts, own)
 
     def _go_on_training(self) -> None:
@@ -529,6 +524,13 @@ class Run:
         self._remember(agreed)
         self.alive()
         return agreed
+
+    def _is_so_anywhere(self, is_so: bool) -> bool:
+        """At a place for a checkpoint: whether that is so on any rank."""
+        agreed = self._agreement.together(Call.SAVE, replace(self._wish(), failed=is_so))
+        self._remember(agreed)
+        self.alive()
+        return agreed.failed
 
     def _act(self, active: Loader | None, save: bool = False, wait: bool = False) -> None:
         """Does what was agreed, on all ranks at the same boundary.

@@ -31,11 +31,11 @@ class Saver:
     """One rank's saves, one at a time."""
 
     def __init__(
-        self, keeper: Keeper, rank: int, tally: Tally, together: Callable[[], object], alive: Callable[[], None]
+        self, keeper: Keeper, rank: int, tally: Tally, together: Callable[[bool], bool], alive: Callable[[], None]
     ) -> None:
         """
         Args:
-            together: has all ranks meet.
+            together: has all ranks meet, given what is true of this one; whether it is true of any.
             alive: is called now and then while a checkpoint is waited for.
         """
         self.plan = Plan()
@@ -52,9 +52,11 @@ class Saver:
         """Of the save that was begun last, until it was waited for; the same on all ranks."""
         self._held: Mapping[str, Any] | None = None
         """Of the place before an evaluation, while that goes on; the same on all ranks."""
-        self._has_saved = False
-        """This attempt, or one that it goes on from."""
+        self._kept_step: int | None = None
+        """Of the newest checkpoint, unless that was lost; the same on all ranks."""
         self._has_written = True
+        self._has_lost = False
+        """Its part of the save that was begun last."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up_at = math.inf
@@ -63,7 +65,8 @@ class Saver:
 
     def restored(self, facts: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint."""
-        self._last_step, self._begun_at, self._has_saved = facts["step"], time.monotonic(), True
+        self._last_step = self._kept_step = facts["step"]
+        self._begun_at = time.monotonic()
         best = facts["best"]
         # it was deleted for one that is better, and that has been set aside since
         self._best.restored(best if best is not None and self._keeper.has(best["step"]) else None)
@@ -130,7 +133,8 @@ class Saver:
             whether it can be left at this step: nothing was trained since that place, or since the last checkpoint.
         """
         if self._held is None:
-            return self._has_saved and step == self._last_step
+            self.finish()
+            return step == self._kept_step
         if self._held != self._facts:
             self._begin(self._held)
         return True
@@ -139,7 +143,8 @@ class Saver:
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._begun += 1
-        self._has_saved, self._has_written = True, False
+        self._has_written, self._has_lost = False, False
+        self._kept_step = facts["step"]
         self._begun_at, self._last_step, self._facts = time.monotonic(), facts["step"], facts
         self._thread = threading.Thread(target=self._write_and_name, name="checkpoint", daemon=True)
         self._thread.start()
@@ -148,11 +153,11 @@ class Saver:
         assert self._facts is not None
         facts, number = self._facts, self._begun
         try:
-            has_written = self._write(facts)
+            self._has_lost = not self._write(facts)
             self._has_written = True
-            self._tally.done(number, is_lost=not has_written)
+            self._tally.done(number, self._has_lost)
             if self._rank == 0:
-                self._end(facts, number, has_written)
+                self._end(facts, number)
         except BaseException as error:
             self._error = error
 
@@ -168,7 +173,7 @@ class Saver:
             return False
         return True
 
-    def _end(self, facts: Mapping[str, Any], number: int, has_written: bool) -> None:
+    def _end(self, facts: Mapping[str, Any], number: int) -> None:
         """On rank 0, once all ranks are done with it."""
         while not self._tally.is_over(number):
             if time.monotonic() >= self._give_up_at:
@@ -178,7 +183,7 @@ class Saver:
         is_lost = self._tally.is_lost(number)
         self._tally.forget(number)
         if is_lost:
-            if has_written:
+            if not self._has_lost:
                 print(f"mgpu_slurm: WARNING: not all ranks could write {_name(facts)}: their logs say why", flush=True)
             self._best.lost()
             self._keeper.discard(facts["step"])
@@ -207,7 +212,8 @@ class Saver:
                     self._alive()
             self.check()
             # nobody goes on before it
-            self._together()
+            if self._together(self._has_lost):
+                self._kept_step = None
             self._facts = None
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import names
+from mgpu_slurm.errors import RunStopped
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
@@ -91,10 +94,17 @@ def goes_on(run: Run, *arguments: Any) -> Any:
     return trains(run, *arguments)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["shard", "loader"])
-@pytest.mark.parametrize(("stop_in", "at"), [(1, STEPS - 1), (3, 3 * STEPS - 1), (EPOCHS + 1, EPOCHS * STEPS)])
-def test_it_leaves_with_the_last_batch_of_the_pass_before_to_be_done_again(
+@pytest.mark.parametrize(
+    ("ranks", "how", "stop_in", "at"),
+    [
+        (1, "loader", 3, 3 * STEPS - 1),
+        (1, "shard", EPOCHS + 1, EPOCHS * STEPS),
+        (2, "loader", 1, STEPS - 1),
+        (2, "loader", EPOCHS + 1, EPOCHS * STEPS),
+        (2, "shard", 3, 3 * STEPS - 1),
+    ],
+)
+def test_it_leaves_from_the_last_batch_of_the_pass_before(
     ranks: int, how: str, stop_in: int, at: int, tmp_path: Path
 ) -> None:
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
@@ -114,3 +124,33 @@ def test_it_leaves_with_the_last_batch_of_the_pass_before_to_be_done_again(
         assert how == "shard" or batch < EVALUATED // 2 // ranks - 1
     assert run_ranks(goes_on, ranks, how, 0, 0, folder=stopped) == expected
     assert curve(stopped) == curve(undisturbed)
+
+
+def evaluates_after_an_epoch(run: Run, is_lost: bool) -> int:
+    """Is told to stop in an evaluation after the last epoch; the batches that it did all the same."""
+    model = run.wrap(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = run.loader(TensorDataset(torch.ones(8, 1)), batch_size=2)
+    state = run.restore(model=model, optimizer=optimizer, data=data)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for _ in state.epochs(1):
+        for (batch,) in data:
+            run.backward(model(batch).mean())
+            run.update(optimizer)
+        if is_lost and run.rank == run.world_size - 1:
+            checkpoints.write_part = full
+    done = 0
+    with contextlib.suppress(RunStopped):
+        for _ in run.loader(TensorDataset(torch.ones(20, 1)), batch_size=2):
+            run._stop.asked = Stop.END
+            done += 1
+    return done
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("is_lost", "batches"), [(False, 1), (True, 10)])
+def test_it_does_not_leave_what_was_not_written(is_lost: bool, batches: int, ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(evaluates_after_an_epoch, ranks, is_lost, folder=tmp_path) == [batches] * ranks
