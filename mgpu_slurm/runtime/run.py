@@ -486,7 +486,7 @@ class Run:
     def _hold(self) -> None:
         """An evaluation may follow, and nowhere in that can a run stop."""
         facts, own = self._moment(in_mid_pass=True)
-        # nobody waits for another checkpoint that is still being written, and all do the same
+        # nobody waits long for another checkpoint that is still being written, and all do the same
         if not self._is_so_anywhere(self._saver.is_writing_other(facts)):
             self._saver.hold(facts, own)
 

@@ -23,6 +23,9 @@ CLOSE_SECONDS = 60.0
 WAITING_SECONDS = 1.0
 """Between two signs of life of a rank that waits for its own checkpoint."""
 
+HOLD_SECONDS = 1.0
+"""For which a copy before an evaluation waits for a checkpoint that is being written."""
+
 LOOK_PAUSE = 0.02
 """Seconds between two looks whether all have written."""
 
@@ -119,8 +122,11 @@ class Saver:
         self._held = facts
 
     def is_writing_other(self, facts: Mapping[str, Any]) -> bool:
-        """Whether this rank's part of a checkpoint of another place is being written, or on rank 0 anybody's."""
-        return self._is_writing and facts != self._facts
+        """Whether this rank's part of a checkpoint of another place is still being written, or on rank 0 anybody's."""
+        if self._thread is None or facts == self._facts:
+            return False
+        self._thread.join(HOLD_SECONDS)
+        return self._thread.is_alive()
 
     def release(self) -> None:
         """What was held is of no use any more: the training goes on."""

@@ -69,9 +69,6 @@ def trains(run: Run, how: str, stop_in: int, after: int) -> dict[str, Any]:
         for (batch,) in data:
             run.backward(model(batch).square().mean())
             run.update(optimizer, clip=1.0)
-            if run._saver._thread is not None:
-                # an epoch takes no time here, and nothing is copied while the one before is being written
-                run._saver._thread.join()
         # between the pass and its evaluation, so that nobody may do it twice
         scheduler.step()
         total = sum(evaluation(epoch), torch.zeros(()))
