@@ -201,7 +201,8 @@ def test_history_has_one_start_and_one_end(digits: Submitted) -> None:
     started, ended = read_jsonl(digits.folder / "attempts.jsonl")
     assert (started["event"], started["attempt"], started["nodes"]) == ("started", 1, ["local1", "local2"])
     assert (ended["event"], ended["exit_code"]) == ("ended", 0)
-    assert processes_of(digits.folder) == []
+    # the last of them ends when it has told how the run ended
+    wait_until(lambda: processes_of(digits.folder) == [], seconds=20)
 
 
 def test_a_run_is_found_from_another_folder(digits: Submitted, tmp_path: Path) -> None:
