@@ -24,7 +24,7 @@ from mgpu_slurm.runtime.stopping import (
     PART_OF_LEAD,
     StopFlag,
     ignore_stop_signals,
-    say_where_it_stands,
+    leave_from_here,
 )
 from mgpu_slurm.runtime.watchdog import Watchdog, watchdog
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE
@@ -85,8 +85,7 @@ def _is_the_run() -> bool:
 def _leave_at_last() -> None:
     """Where this process reaches no boundary before the time limit; `entry` takes its exit code for a wish."""
     if checkpoints.any_whole(RunFolder(Path(os.environ[RUN_VARIABLE]))):
-        say_where_it_stands()
-        os._exit(REQUEUE_EXIT_CODE)
+        leave_from_here(REQUEUE_EXIT_CODE)
 
 
 def _folder(facts: RankFacts) -> Path:

@@ -36,7 +36,7 @@ from mgpu_slurm.runtime.stopping import (
     PART_OF_LEAD,
     StopFlag,
     ignore_stop_signals,
-    say_where_it_stands,
+    leave_from_here,
 )
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, FLIGHT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE, Spec, read_spec
 
@@ -193,11 +193,8 @@ def _leave_at_last(rank: Rank) -> None:
     if rank.spec.kind == "run" and not checkpoints.any_whole(rank.folder):
         # it would start at nothing, again and again
         return
-    try:
-        say_where_it_stands()
-        _wish_to_requeue(rank.folder, rank.attempt)
-    finally:
-        os._exit(REQUEUE_EXIT_CODE if rank.spec.executor == "local" else 0)
+    code = REQUEUE_EXIT_CODE if rank.spec.executor == "local" else 0
+    leave_from_here(code, lambda: _wish_to_requeue(rank.folder, rank.attempt))
 
 
 def _wish_to_requeue(folder: RunFolder, attempt: int) -> None:

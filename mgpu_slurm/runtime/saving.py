@@ -136,7 +136,7 @@ class Saver:
         """Begins a checkpoint of the place that is held.
 
         Returns:
-            whether it can be left at this step: nothing was trained since that place, or since the last checkpoint.
+            whether the run can be left: a place is held, or nothing was trained since the last checkpoint.
         """
         if self._held is None:
             self.finish()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
+from typing import NoReturn
 
 LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
 LEAD_SECONDS_VARIABLE = "MGPU_LEAD_SECONDS"
@@ -89,11 +90,19 @@ class StopFlag:
         self.asked = Stop.END
 
 
-def say_where_it_stands() -> None:
-    """Into the log, of a rank that leaves from where it cannot save."""
-    # not by print, over which another thread may be blocked
-    os.write(1, b"mgpu_slurm: WARNING: the time limit is near: this rank leaves, and could not save from here:\n")
-    faulthandler.dump_traceback(1)
+def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> NoReturn:
+    """Ends a rank that cannot save from where it is, which its log shows.
+
+    Args:
+        tell: is called before.
+    """
+    try:
+        # not by print, over which another thread may be blocked
+        os.write(1, b"mgpu_slurm: WARNING: the time limit is near: this rank leaves, and could not save from here:\n")
+        faulthandler.dump_traceback(1)
+        tell()
+    finally:
+        os._exit(exit_code)
 
 
 def _lead_signal() -> signal.Signals:

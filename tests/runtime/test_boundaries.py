@@ -81,13 +81,12 @@ def counts_messages(run: Run) -> list[int]:
     for name in ("set", "add", "get", "check"):
         setattr(type(store), name, _counting(getattr(type(store), name), calls))
     for (batch,) in data:
-        if run.step in (5, 95):
+        if run.step in (5, 95, 98):
             counts.append(calls[0])
         if run.step == 95 and run.rank == 1:
             run.save()
         run.backward(model(batch).mean())
         run.update(optimizer)
-    counts.append(calls[0])
     run.close()
     return counts
 
@@ -101,8 +100,8 @@ def _counting(function: Any, calls: list[int]) -> Any:
 
 
 def test_a_step_sends_nothing_until_somebody_wants_something() -> None:
-    for at_5, at_95, at_100 in run_ranks(counts_messages, 2):
-        assert at_5 == at_95 < at_100
+    for at_5, at_95, at_98 in run_ranks(counts_messages, 2):
+        assert at_5 == at_95 < at_98
 
 
 def evaluates_alone(run: Run) -> None:
