@@ -5,29 +5,28 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from mgpu_slurm.errors import MgpuError, RunStopped, TrialPruned, UserError
+from mgpu_slurm.errors import MgpuError, TrialPruned, UserError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import randomness
 from mgpu_slurm.runtime.agreement import Agreement
-from mgpu_slurm.runtime.calls import Agreed, Call
+from mgpu_slurm.runtime.calls import Call
 from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_dimension, mixed, size_of, split
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.keeping import Keeper
 from mgpu_slurm.runtime.metrics import Reporter, as_numbers
 from mgpu_slurm.runtime.plan import Plan
-from mgpu_slurm.runtime.saving import Saver
-from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.runtime.position import Position
+from mgpu_slurm.runtime.steering import Steering
+from mgpu_slurm.runtime.stopping import StopFlag
 from mgpu_slurm.runtime.watchdog import Watchdog
-from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 
 Batch = TypeVar("Batch")
 
@@ -45,25 +44,26 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
 class State:
     """Where a run stands: at the start, or at the checkpoint it was restored from."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, position: Position, steering: Steering) -> None:
+        self._position = position
+        self._steering = steering
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._run.step
+        return self._position.step
 
     @property
     def progress(self) -> int:
         """The last progress reported; 0 before the first."""
-        return self._run.progress
+        return self._position.progress
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs that are left, from 1 to `total`; the one that was interrupted comes first.
 
         The end of each epoch is a boundary: a checkpoint is written, and a stop that was asked for happens.
         """
-        return self._run._epochs(total)
+        return self._steering.epochs(total)
 
 
 class Run:
@@ -94,39 +94,42 @@ class Run:
         self.is_main = facts.rank == 0
         self.folder = folder
         self.attempt = attempt
-        self.step = 0
-        """Optimizer steps done, over all attempts."""
-        self.progress = 0
-        self.last_metrics: dict[str, float] = {}
         self._files = RunFolder(folder)
         self._agreement = agreement or Agreement(facts)
         self._owns_agreement = agreement is None
         self._judge = judge
         self._watchdog = watchdog
         self._reporter = Reporter(self._files, attempt) if self.is_main else None
-        self._stop = stop
         self._seed = 0
         self._is_deterministic = False
         self._models: list[DistributedDataParallel] = []
+        self._position = Position()
         self._keeper = Keeper(self._files, facts, attempt)
-        self._saver = Saver(self._keeper, facts.rank, self._agreement.tally(), self._is_so_anywhere, self.alive)
-        self._loader: Loader | None = None
-        self._loader_name = ""
-        self._restored = False
-        self._next_epoch = 1
-        self._epoch: int | None = None
-        self._has_gradients = False
-        self._save_wanted = False
-        self._agreed = Agreed()
-        self._random_to_restore: dict[str, Any] | None = None
-        self._in_mid_epoch = False
-        self._evaluates, self._has_evaluated = True, False
-        """Whether there was an evaluation after the pass before this one, which nobody knows at first; and whether one
-        has begun since."""
+        self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
+        self._saver = self._steering.saver
         self._share: Share | None = None
         self._part = 1.0
         if watchdog is not None:
             watchdog.watch(lambda: self.step)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, over all attempts."""
+        return self._position.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._position.step = step
+
+    @property
+    def progress(self) -> int:
+        """The last progress reported; 0 before the first."""
+        return self._position.progress
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """Those of the last report."""
+        return self._position.metrics
 
     # -- the model and its data
 
@@ -171,9 +174,7 @@ class Run:
             self._watchdog.alive()
 
     def _start_shard(self) -> None:
-        self._has_evaluated = True
-        self._together(Call.SHARD)
-        self._leave_evaluation()
+        self._steering.begin_evaluation()
         self._bring_buffers()
 
     def _bring_buffers(self) -> None:
@@ -206,9 +207,9 @@ class Run:
             dataset,
             sampler,
             self.device,
-            self._at_boundary,
+            self._steering.before_batch,
             self._take_share,
-            lambda: self._epoch,
+            lambda: self._position.epoch,
             **options,
         )
 
@@ -243,7 +244,7 @@ class Run:
         if weight != 1.0:
             loss = loss * weight
         loss.backward()  # type: ignore[no-untyped-call]
-        self._has_gradients = True
+        self._steering.has_gradients = True
         self.alive()
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
@@ -259,7 +260,7 @@ class Run:
     def _step_done(self, *_: Any) -> None:
         """After each step of an optimizer, whoever called it: for restored ones this is a hook."""
         self.step += 1
-        self._has_gradients = False
+        self._steering.has_gradients = False
         self.alive()
         if self._reporter is not None:
             self._reporter.step_done(self.step)
@@ -292,8 +293,7 @@ class Run:
 
         Collective: every rank calls it.
         """
-        self._together(Call.MEAN)
-        self._leave_evaluation()
+        self._steering.in_evaluation(Call.MEAN)
         sums = self._agreement.total([float(total), float(count)])
         return sums[0] / sums[1] if sums[1] else float("nan")
 
@@ -308,22 +308,19 @@ class Run:
             metrics: numbers, or tensors of one element.
         """
         numbers = as_numbers(metrics)
-        if self.is_main and self._restored and self._saver.hear_report(self.step, numbers):
-            self._save_wanted = True
-        self._together(Call.REPORT)
+        if self.is_main and self._steering.keeps and self._saver.hear_report(self.step, numbers):
+            self._steering.save_wanted = True
+        self._steering.together(Call.REPORT)
         if progress <= self.progress:
             raise UserError(
                 f"report(progress={progress}): progress counts from 1 and rises, and it was {self.progress} before"
             )
-        self.progress = progress
-        self.last_metrics = numbers
+        self._position.progress, self._position.metrics = progress, numbers
         if self._reporter is not None:
-            self._reporter.report(progress, self.step, self.last_metrics)
+            self._reporter.report(progress, self.step, numbers)
         if self._judge is not None:
             self._listen_to(self._judge)
-        if not self._restored:
-            # a loop of one's own may have no other boundary, and there is nothing to save
-            self._act(active=None)
+        self._steering.reported()
 
     def _listen_to(self, judge: Judge) -> None:
         """Rank 0 asks, and all ranks end alike where the answer is no."""
@@ -346,25 +343,25 @@ class Run:
         Raises:
             UserError: an object that cannot be saved, or names that the checkpoint does not have.
         """
-        self._together(Call.RESTORE)
+        self._steering.together(Call.RESTORE)
         for name, value in objects.items():
             if isinstance(value, Loader):
-                if self._loader is not None:
+                if self._position.loader is not None:
                     raise UserError(
                         f"run.restore({name}=...): a run stops at the batches of one loader;"
-                        f" {self._loader_name!r} is restored already"
+                        f" {self._position.loader_name!r} is restored already"
                     )
-                self._loader_name, self._loader = name, value
+                self._position.loader_name, self._position.loader = name, value
             else:
                 self._keeper.add(name, value)
-        self._restored = True
+        self._steering.keeps = True
         step = self._newest_sound()
         if step is not None:
             self._load(step)
         for value in objects.values():
             if isinstance(value, torch.optim.Optimizer):
                 value.register_step_post_hook(self._step_done)
-        return State(self)
+        return State(self._position, self._steering)
 
     def _newest_sound(self) -> int | None:
         """The step of the newest checkpoint that is what was written; newer ones are set aside."""
@@ -374,9 +371,7 @@ class Run:
             if not count:
                 return None
             problem = self._keeper.problem(step)
-            agreed = self._agreement.together(Call.RESTORE, replace(self._wish(), failed=problem is not None))
-            self._remember(agreed)
-            if not agreed.failed:
+            if not self._steering.is_so_anywhere(problem is not None, Call.RESTORE):
                 return step
             self._set_aside(step, problem, is_last=count == 1)
 
@@ -396,17 +391,14 @@ class Run:
             print(f"mgpu_slurm: WARNING: {said}: going back to the one before it", flush=True)
         if self.is_main:
             self._keeper.set_aside(step)
-        self._together(Call.RESTORE)
+        self._steering.together(Call.RESTORE)
 
     def _load(self, step: int) -> None:
-        shared, own = self._keeper.load(step, [*self._keeper.objects, *([self._loader_name] if self._loader else [])])
-        if self._loader is not None:
-            self._loader.first_batch, self._loader.passes = shared["loader"]["batch"], shared["loader"]["passes"]
-        self.step, self.progress, self.last_metrics = shared["step"], shared["progress"], shared["metrics"]
-        self._next_epoch = shared["next_epoch"]
+        names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader else [])]
+        shared, own = self._keeper.load(step, names)
+        self._position.go_to(shared)
         self._saver.restored(shared)
-        self._in_mid_epoch = shared["loader"]["active"]
-        self._random_to_restore = own["random"] if own is not None else None
+        self._steering.random_to_restore = own["random"] if own is not None else None
         if self._reporter is not None:
             self._reporter.begins_at = self.step + 1
             name = self._files.checkpoint(step).name
@@ -445,140 +437,13 @@ class Run:
 
     def save(self) -> None:
         """Asks for a checkpoint at the next boundary: the next batch of a restored loader, or the end of the epoch."""
-        self._save_wanted = True
-
-    def _epochs(self, total: int) -> Iterator[int]:
-        if not self._in_mid_epoch:
-            self._restore_random()
-        for epoch in range(self._next_epoch, total + 1):
-            self._epoch = epoch
-            yield epoch
-            self._epoch = None
-            self._next_epoch = epoch + 1
-            self._together(Call.EPOCH)
-            self._act(active=None, save=True, wait=epoch == total)
-
-    def _at_boundary(self, loader: Loader) -> None:
-        is_restored = loader is self._loader
-        if is_restored:
-            self._in_mid_epoch = False
-            self._restore_random()
-            self._go_on_training()
-        else:
-            self._has_evaluated = True
-        self._pass_boundary()
-        # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
-        # unless nothing is saved anyway
-        if (is_restored and not self._has_gradients) or not self._restored:
-            self._act(active=loader, save=self._saver.is_due_at(self.step))
-            if is_restored and self._evaluates and loader.batch == len(loader) - 1:
-                self._hold()
-        else:
-            self._leave_evaluation()
-
-    def _pass_boundary(self) -> None:
-        self._remember(self._agreement.step(self._wish()))
-        self._saver.check()
-        self.alive()
-
-    # -- where it evaluates
-
-    def _hold(self) -> None:
-        """An evaluation may follow, and nowhere in that can a run stop."""
-        facts, own = self._moment(in_mid_pass=True)
-        # nobody waits long for another checkpoint that is still being written, and all do the same
-        if not self._is_so_anywhere(self._saver.is_writing_other(facts)):
-            self._saver.hold(facts, own)
-
-    def _go_on_training(self) -> None:
-        assert self._loader is not None
-        self._saver.release()
-        if self._loader.batch == 0 and self._loader.passes > 1:
-            # by the pass before
-            self._evaluates, self._has_evaluated = self._has_evaluated, False
-
-    def _leave_evaluation(self) -> None:
-        """Where a stop was agreed: with a checkpoint of the last batch of the pass before, which is done again then."""
-        if self._agreed.stop is not Stop.NO and self._saver.save_held(self.step):
-            self._saver.finish()
-            self._leave()
-
-    def _restore_random(self) -> None:
-        """At the very place where the state was taken, so that what user code draws before it changes nothing."""
-        if self._random_to_restore is not None:
-            randomness.set_random_state(self._random_to_restore, self.device)
-            self._random_to_restore = None
-
-    def _wish(self) -> Agreed:
-        save = self._restored and not self._agreed.save and (self._save_wanted or self._saver.is_due_now())
-        return Agreed(self._stop.due, save)
-
-    def _remember(self, agreed: Agreed) -> None:
-        self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
-        if agreed.save:
-            # what is agreed is not asked for again
-            self._save_wanted = False
-
-    def _together(self, call: Call) -> Agreed:
-        agreed = self._agreement.together(call, self._wish())
-        self._remember(agreed)
-        self.alive()
-        return agreed
-
-    def _is_so_anywhere(self, is_so: bool) -> bool:
-        """At a place for a checkpoint: whether that is so on any rank."""
-        agreed = self._agreement.together(Call.SAVE, replace(self._wish(), failed=is_so))
-        self._remember(agreed)
-        self.alive()
-        return agreed.failed
-
-    def _act(self, active: Loader | None, save: bool = False, wait: bool = False) -> None:
-        """Does what was agreed, on all ranks at the same boundary.
-
-        Args:
-            active: the loader in whose pass this is.
-            save: whether a checkpoint is due here anyway.
-            wait: until it is written.
-        """
-        if self._restored and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
-            self._saver.save(*self._moment(active is not None))
-        # asked again: a stop may have been agreed while the checkpoint before was waited for
-        if wait or self._agreed.stop is not Stop.NO:
-            self._saver.finish()
-        self._agreed = replace(self._agreed, save=False)
-        self._leave()
-
-    def _leave(self) -> None:
-        """If that was agreed."""
-        # a run that keeps nothing would start at nothing, again and again
-        if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self._restored):
-            _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {self.step}")
-        if self._agreed.stop is Stop.END:
-            _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {self.step}")
-
-    def _moment(self, in_mid_pass: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Where the run stands, which is the same on all ranks, and what this rank keeps for itself."""
-        batch, passes = (self._loader.batch, self._loader.passes) if self._loader is not None else (0, 0)
-        facts = {
-            "step": self.step,
-            "progress": self.progress,
-            "metrics": self.last_metrics,
-            "next_epoch": self._epoch if in_mid_pass and self._epoch is not None else self._next_epoch,
-            "loader": {
-                "name": self._loader_name,
-                "active": in_mid_pass,
-                "batch": batch if in_mid_pass else 0,
-                # the pass that was begun is begun again
-                "passes": passes - in_mid_pass,
-            },
-        }
-        return facts, {"random": randomness.random_state(self.device)}
+        self._steering.save_wanted = True
 
     # -- the end
 
     def finish(self) -> None:
         """Waits until every rank's job function has returned; a rank that still makes other calls is named."""
-        self._together(Call.FINISH)
+        self._steering.together(Call.FINISH)
         self._saver.finish()
 
     def close(self, waits: bool = False) -> None:
@@ -593,8 +458,3 @@ class Run:
             self._agreement.close()
         if self._reporter is not None:
             self._reporter.close(self.step)
-
-
-def _stop(exit_code: int, reason: str) -> NoReturn:
-    print(f"mgpu_slurm: {reason}", flush=True)
-    raise RunStopped(exit_code, reason)

@@ -41,7 +41,7 @@ def trains(run: Run, stop_at: int | None, dropout: float) -> dict[str, Any]:
                 run.update(optimizer, clip=1.0)
                 seen += [(epoch, number) for number in numbers.tolist()]
                 if run.step == stop_at and run.rank == run.world_size - 1:
-                    run._stop.asked = Stop.END
+                    run._steering.stop.asked = Stop.END
             squares = [net(batch).square().sum().item() for (batch, _) in run.shard(data._loader.dataset, 8)]
             losses[epoch] = run.mean(sum(squares), SAMPLES / run.world_size)
     except BaseException as stopped:

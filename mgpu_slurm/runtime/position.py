@@ -1,0 +1,55 @@
+"""Where a run stands: what a checkpoint says of it, and what a new attempt goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mgpu_slurm.runtime.data import Loader
+
+
+class Position:
+    """The same on all ranks."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Optimizer steps done, over all attempts."""
+        self.progress = 0
+        """The last one reported, and its metrics."""
+        self.metrics: dict[str, float] = {}
+        self.epoch: int | None = None
+        """That of `state.epochs` which goes on."""
+        self.next_epoch = 1
+        self.loader: Loader | None = None
+        """The one that is restored: its batches are places to go on from."""
+        self.loader_name = ""
+        self.goes_on_in_pass = False
+        """It was restored there, and has not come to its next batch yet."""
+
+    def facts(self, in_pass: bool) -> dict[str, Any]:
+        """What a checkpoint of here holds.
+
+        Args:
+            in_pass: whether a pass over the loader goes on.
+        """
+        batch, passes = (self.loader.batch, self.loader.passes) if self.loader is not None else (0, 0)
+        return {
+            "step": self.step,
+            "progress": self.progress,
+            "metrics": self.metrics,
+            "next_epoch": self.epoch if in_pass and self.epoch is not None else self.next_epoch,
+            "loader": {
+                "name": self.loader_name,
+                "active": in_pass,
+                "batch": batch if in_pass else 0,
+                # the pass that was begun is begun again
+                "passes": passes - in_pass,
+            },
+        }
+
+    def go_to(self, facts: Mapping[str, Any]) -> None:
+        """Takes over what a checkpoint holds."""
+        self.step, self.progress, self.metrics = facts["step"], facts["progress"], facts["metrics"]
+        self.next_epoch, self.goes_on_in_pass = facts["next_epoch"], facts["loader"]["active"]
+        if self.loader is not None:
+            self.loader.first_batch, self.loader.passes = facts["loader"]["batch"], facts["loader"]["passes"]

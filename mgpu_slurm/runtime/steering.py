@@ -1,0 +1,191 @@
+"""Where a run saves and where it stops: at the same place on all ranks, and where it can go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from mgpu_slurm.errors import RunStopped
+from mgpu_slurm.runtime import randomness
+from mgpu_slurm.runtime.agreement import Agreement
+from mgpu_slurm.runtime.calls import Agreed, Call
+from mgpu_slurm.runtime.data import Loader
+from mgpu_slurm.runtime.keeping import Keeper
+from mgpu_slurm.runtime.position import Position
+from mgpu_slurm.runtime.saving import Saver
+from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+
+
+class Steering:
+    """One rank's part: it takes down what is wished, agrees with the others, and does what was agreed at the next place
+    for it: a batch of the restored loader, or the end of an epoch."""
+
+    def __init__(
+        self,
+        position: Position,
+        device: torch.device,
+        rank: int,
+        agreement: Agreement,
+        keeper: Keeper,
+        stop: StopFlag,
+        alive: Callable[[], None],
+    ) -> None:
+        self._position = position
+        self._device = device
+        self._agreement = agreement
+        self._alive = alive
+        self._agreed = Agreed()
+        self._evaluates, self._has_evaluated = True, False
+        """Whether there was an evaluation after the pass before this one, which nobody knows at first; and whether one
+        has begun since."""
+        self.stop = stop
+        self.saver = Saver(keeper, rank, agreement.tally(), self.is_so_anywhere, alive)
+        self.keeps = False
+        """Whether there is anything to save, and so to come back to."""
+        self.save_wanted = False
+        self.has_gradients = False
+        """It is in the middle of a step."""
+        self.random_to_restore: dict[str, Any] | None = None
+
+    # -- agreeing; every rank makes these calls
+
+    def together(self, call: Call) -> None:
+        self._exchange(call)
+
+    def is_so_anywhere(self, is_so: bool, call: Call = Call.SAVE) -> bool:
+        """Whether that is so on any rank."""
+        return self._exchange(call, failed=is_so).failed
+
+    def _exchange(self, call: Call, failed: bool = False) -> Agreed:
+        agreed = self._agreement.together(call, replace(self._wish(), failed=failed))
+        self._remember(agreed)
+        self._alive()
+        return agreed
+
+    def _wish(self) -> Agreed:
+        save = self.keeps and not self._agreed.save and (self.save_wanted or self.saver.is_due_now())
+        return Agreed(self.stop.due, save)
+
+    def _remember(self, agreed: Agreed) -> None:
+        self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
+        if agreed.save:
+            # what is agreed is not asked for again
+            self.save_wanted = False
+
+    # -- the places
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Those that are left, from 1; at the end of each a checkpoint is written."""
+        position = self._position
+        if not position.goes_on_in_pass:
+            self._restore_random()
+        for epoch in range(position.next_epoch, total + 1):
+            position.epoch = epoch
+            yield epoch
+            position.epoch = None
+            position.next_epoch = epoch + 1
+            self.together(Call.EPOCH)
+            self._act(in_pass=False, save=True, wait=epoch == total)
+
+    def before_batch(self, loader: Loader) -> None:
+        """In a pass over any loader."""
+        is_restored = loader is self._position.loader
+        if is_restored:
+            self._position.goes_on_in_pass = False
+            self._restore_random()
+            self._go_on_training(loader)
+        else:
+            self._has_evaluated = True
+        self._remember(self._agreement.step(self._wish()))
+        self.saver.check()
+        self._alive()
+        # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
+        # unless nothing is saved anyway
+        if (is_restored and not self.has_gradients) or not self.keeps:
+            self._act(in_pass=True, save=self.saver.is_due_at(self._position.step))
+            if is_restored and self._evaluates and loader.batch == len(loader) - 1:
+                self._hold()
+        else:
+            self._leave_evaluation()
+
+    def reported(self) -> None:
+        """After each report, the only place in many a loop of one's own that keeps nothing."""
+        if not self.keeps:
+            self._act(in_pass=False)
+
+    def _restore_random(self) -> None:
+        """At the very place where the state was taken, so that what user code draws before it changes nothing."""
+        if self.random_to_restore is not None:
+            randomness.set_random_state(self.random_to_restore, self._device)
+            self.random_to_restore = None
+
+    # -- where it evaluates
+
+    def begin_evaluation(self) -> None:
+        """Every rank calls it."""
+        self._has_evaluated = True
+        self.in_evaluation(Call.SHARD)
+
+    def in_evaluation(self, call: Call) -> None:
+        """Every rank makes this call."""
+        self.together(call)
+        self._leave_evaluation()
+
+    def _hold(self) -> None:
+        """An evaluation may follow, and nowhere in that can a run stop."""
+        facts, own = self._moment(in_pass=True)
+        # nobody waits long for another checkpoint that is still being written, and all do the same
+        if not self.is_so_anywhere(self.saver.is_writing_other(facts)):
+            self.saver.hold(facts, own)
+
+    def _go_on_training(self, loader: Loader) -> None:
+        self.saver.release()
+        if loader.batch == 0 and loader.passes > 1:
+            # by the pass before
+            self._evaluates, self._has_evaluated = self._has_evaluated, False
+
+    def _leave_evaluation(self) -> None:
+        """Where a stop was agreed: with a checkpoint of the last batch of the pass before, which is done again then."""
+        if self._agreed.stop is not Stop.NO and self.saver.save_held(self._position.step):
+            self.saver.finish()
+            self._leave()
+
+    # -- what was agreed
+
+    def _act(self, in_pass: bool, save: bool = False, wait: bool = False) -> None:
+        """Does it, on all ranks at the same place.
+
+        Args:
+            in_pass: whether that is in a pass over a loader.
+            save: whether a checkpoint is due here anyway.
+            wait: until it is written.
+        """
+        if self.keeps and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
+            self.saver.save(*self._moment(in_pass))
+        # asked again: a stop may have been agreed while the checkpoint before was waited for
+        if wait or self._agreed.stop is not Stop.NO:
+            self.saver.finish()
+        self._agreed = replace(self._agreed, save=False)
+        self._leave()
+
+    def _moment(self, in_pass: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where the run stands, and what this rank keeps for itself."""
+        return self._position.facts(in_pass), {"random": randomness.random_state(self._device)}
+
+    def _leave(self) -> None:
+        """If that was agreed."""
+        step = self._position.step
+        # a run that keeps nothing would start at nothing, again and again
+        if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self.keeps):
+            _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {step}")
+        if self._agreed.stop is Stop.END:
+            _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {step}")
+
+
+def _stop(exit_code: int, reason: str) -> NoReturn:
+    print(f"mgpu_slurm: {reason}", flush=True)
+    raise RunStopped(exit_code, reason)
