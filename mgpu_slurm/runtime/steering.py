@@ -42,6 +42,10 @@ class Steering:
         self._evaluates, self._has_evaluated = True, False
         """Whether there was an evaluation after the pass before this one, which nobody knows at first; and whether one
         has begun since."""
+        self._last_place: int | None = None
+        self._place = 0
+        """The last batch of the pass before at which the run could stop, None where nobody knows; and of this pass so
+        far."""
         self.stop = stop
         self.saver = Saver(keeper, rank, agreement.tally(), self.is_so_anywhere, alive)
         self.keeps = False
@@ -97,7 +101,8 @@ class Steering:
         if is_restored:
             self._position.goes_on_in_pass = False
             self._restore_random()
-            self._go_on_training(loader)
+            if loader.batch == 0:
+                self._begin_pass(loader)
         else:
             self._has_evaluated = True
         self._remember(self._agreement.step(self._wish()))
@@ -106,9 +111,10 @@ class Steering:
         # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
         # unless nothing is saved anyway
         if (is_restored and not self.has_gradients) or not self.keeps:
+            self.saver.release()
             self._act(in_pass=True, save=self.saver.is_due_at(self._position.step))
-            if is_restored and self._evaluates and loader.batch == len(loader) - 1:
-                self._hold()
+            if is_restored:
+                self._hold_at_last(loader)
         else:
             self._leave_evaluation()
 
@@ -135,18 +141,22 @@ class Steering:
         self.together(call)
         self._leave_evaluation()
 
-    def _hold(self) -> None:
+    def _hold_at_last(self, loader: Loader) -> None:
         """An evaluation may follow, and nowhere in that can a run stop."""
+        self._place = loader.batch
+        last = len(loader) - 1 if self._last_place is None else self._last_place
+        if not self._evaluates or loader.batch != last:
+            return
         facts, own = self._moment(in_pass=True)
         # nobody waits long for another checkpoint that is still being written, and all do the same
         if not self.is_so_anywhere(self.saver.is_writing_other(facts)):
             self.saver.hold(facts, own)
 
-    def _go_on_training(self, loader: Loader) -> None:
-        self.saver.release()
-        if loader.batch == 0 and loader.passes > 1:
-            # by the pass before
+    def _begin_pass(self, loader: Loader) -> None:
+        if loader.passes > 1:
+            # by the pass before, which may have been left in the middle, or of a step
             self._evaluates, self._has_evaluated = self._has_evaluated, False
+            self._last_place = self._place
 
     def _leave_evaluation(self) -> None:
         """Where a stop was agreed: with a checkpoint of the last batch of the pass before, which is done again then."""
