@@ -94,18 +94,17 @@ def train(run: Run, config: Config) -> dict[str, float]:
     optimizer = make_optimizer(config, list(model.parameters()))
     data = run.loader(train_set, batch_size=config.batch_size, shuffle=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.epochs * len(data))
+    mean_loss = run.meter("loss")
     state = run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
 
     for epoch in state.epochs(config.epochs):
         model.train()
-        loss_sum, seen = torch.zeros((), device=run.device), 0
         for images, labels in data:
             loss = cross_entropy(model(images), labels)
             run.backward(loss)
             run.update(optimizer, clip=1.0)
             scheduler.step()
-            loss_sum += loss.detach() * len(labels)
-            seen += len(labels)
-        run.report(epoch, accuracy=test_accuracy(run, model, test_set), loss=run.mean(loss_sum, seen))
+            mean_loss.add(loss)
+        run.report(epoch, accuracy=test_accuracy(run, model, test_set), loss=mean_loss.mean())
 
     return {"accuracy": test_accuracy(run, model, test_set)}

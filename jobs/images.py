@@ -224,19 +224,18 @@ def train(run: Run, config: Config) -> dict[str, float]:
         train_set, batch_size=config.batch_size, shuffle=True, drop_last=is_large, num_workers=config.workers
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.epochs * len(data))
+    mean_loss = run.meter("loss")
     state = run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
 
     for epoch in state.epochs(config.epochs):
         # batch norm's statistics are part of what is frozen
         model.train(not config.freeze)
-        loss_sum, seen = torch.zeros((), device=run.device), 0
         for images, labels in data:
             loss = cross_entropy(model(images), labels)
             run.backward(loss)
             run.update(optimizer, clip=5.0)
             scheduler.step()
-            loss_sum += loss.detach() * len(labels)
-            seen += len(labels)
-        run.report(epoch, accuracy=val_accuracy(run, model, val_set, config), loss=run.mean(loss_sum, seen))
+            mean_loss.add(loss)
+        run.report(epoch, accuracy=val_accuracy(run, model, val_set, config), loss=mean_loss.mean())
 
     return {"accuracy": val_accuracy(run, model, val_set, config)}

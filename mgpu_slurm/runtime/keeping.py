@@ -136,8 +136,9 @@ class Keeper:
     def set_aside(self, step: int) -> None:
         folders.set_aside(self._run.checkpoint(step))
 
-    def load(self, step: int, names: list[str]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Loads the objects, and returns the facts and what this rank kept, None where it did not exist.
+    def load(self, step: int, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Loads the objects, and returns the facts, and what this rank kept, where it existed, and after it those that
+        exist no more: of each of them one rank hears.
 
         Args:
             names: of all that is to be restored; the facts have those that are no objects.
@@ -160,8 +161,8 @@ class Keeper:
         tensors = StoredTensors(folders.tensor_files(path), like)
         for name, value in self.objects.items():
             value.load_state_dict(plain.joined(shared["objects"][name], tensors))
-        own = folders.record(path, self._rank)["own"] if self._rank in folders.ranks(path) else None
-        return shared["facts"], plain.joined(own, tensors)
+        heard_of = folders.ranks(path)[self._rank :: self._world_size]
+        return shared["facts"], [plain.joined(folders.record(path, rank)["own"], tensors) for rank in heard_of]
 
 
 def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:

@@ -21,6 +21,7 @@ from mgpu_slurm.runtime.calls import Call
 from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_dimension, mixed, size_of, split
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.keeping import Keeper
+from mgpu_slurm.runtime.meter import Meter
 from mgpu_slurm.runtime.metrics import Reporter, as_numbers
 from mgpu_slurm.runtime.plan import Plan
 from mgpu_slurm.runtime.position import Position
@@ -174,6 +175,8 @@ class Run:
             self._watchdog.alive()
 
     def _start_shard(self) -> None:
+        # the pass before may have been left in the middle
+        self._share = None
         self._steering.begin_evaluation()
         self._bring_buffers()
 
@@ -297,6 +300,26 @@ class Run:
         sums = self._agreement.total([float(total), float(count)])
         return sums[0] / sums[1] if sums[1] else float("nan")
 
+    def meter(self, name: str) -> Meter:
+        """A mean over the samples of an epoch, such as the loss: `add` them as they come, and report its `mean()`.
+        Checkpoints in the middle hold what was added so far.
+
+        Args:
+            name: under which it does.
+
+        Raises:
+            UserError: a second one of that name, or one that comes after `restore`.
+        """
+        if name in self._steering.meters:
+            raise UserError(f"run.meter({name!r}): there is one of that name: take it, or another name")
+        if self._steering.keeps:
+            raise UserError(f"run.meter({name!r}): run.restore has been called: make it before that")
+        self._steering.meters[name] = Meter(self.device, self.mean, self._samples)
+        return self._steering.meters[name]
+
+    def _samples(self) -> float | None:
+        return None if self._share is None else self._share.count * self._part
+
     def report(self, progress: int, **metrics: Any) -> None:
         """Reports metrics to TensorBoard, `metrics.jsonl`, the screen and `status`.
 
@@ -395,10 +418,13 @@ class Run:
 
     def _load(self, step: int) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader else [])]
-        shared, own = self._keeper.load(step, names)
+        shared, owns = self._keeper.load(step, names)
         self._position.go_to(shared)
         self._saver.restored(shared)
-        self._steering.random_to_restore = own["random"] if own is not None else None
+        # where there was no such rank its seed stays
+        self._steering.random_to_restore = owns[0]["random"] if owns else None
+        for name, meter in self._steering.meters.items():
+            meter.go_on_from(own["meters"][name] for own in owns if name in own["meters"])
         if self._reporter is not None:
             self._reporter.begins_at = self.step + 1
             name = self._files.checkpoint(step).name

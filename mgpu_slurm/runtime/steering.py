@@ -14,6 +14,7 @@ from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.calls import Agreed, Call
 from mgpu_slurm.runtime.data import Loader
 from mgpu_slurm.runtime.keeping import Keeper
+from mgpu_slurm.runtime.meter import Meter
 from mgpu_slurm.runtime.position import Position
 from mgpu_slurm.runtime.saving import Saver
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
@@ -54,6 +55,7 @@ class Steering:
         self.has_gradients = False
         """It is in the middle of a step."""
         self.random_to_restore: dict[str, Any] | None = None
+        self.meters: dict[str, Meter] = {}
 
     # -- agreeing; every rank makes these calls
 
@@ -184,7 +186,8 @@ class Steering:
 
     def _moment(self, in_pass: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Where the run stands, and what this rank keeps for itself."""
-        return self._position.facts(in_pass), {"random": randomness.random_state(self._device)}
+        meters = {name: meter.state() for name, meter in self.meters.items()}
+        return self._position.facts(in_pass), {"random": randomness.random_state(self._device), "meters": meters}
 
     def _leave(self) -> None:
         """If that was agreed."""

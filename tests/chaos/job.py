@@ -48,6 +48,7 @@ def train(run: Run, config: Config) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs * STEPS_OF_EPOCH)
     data = run.loader(TensorDataset(ids, features), batch_size=BATCH, shuffle=True, num_workers=config.workers)
+    mean_loss = run.meter("loss")
     state = run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
     run.checkpoints(every_steps=5, every_minutes=None, best="loss", direction="minimize")
     own = Path(config.ledger, run.folder.name)
@@ -60,12 +61,15 @@ def train(run: Run, config: Config) -> dict[str, float]:
                 run.backward(loss)
                 run.update(optimizer, clip=1.0)
                 scheduler.step()
+                mean_loss.add(loss)
                 write(ledger, epoch=epoch, step=run.step, samples=batch_ids.tolist())
                 if config.dies_in and (run.attempt, run.rank, run.step) == (1, config.dying_rank, config.dies_at):
                     die(config.dies_in, own)
                 time.sleep(config.pace)
             held = evaluate(run, net, config.pace)
-            run.report(epoch, loss=run.mean(loss.detach(), 1), held=held, draw=torch.rand(1).item())
+            run.report(
+                epoch, loss=run.mean(loss.detach(), 1), held=held, mean=mean_loss.mean(), draw=torch.rand(1).item()
+            )
     if run.is_main:
         torch.save([net.state_dict(), torch.rand(3)], run.folder / "final.pt")
     return {"steps": run.step}

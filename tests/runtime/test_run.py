@@ -156,6 +156,10 @@ def _loader(run: Run) -> Any:
         (lambda run: run.restore(model=3), "int has no state_dict"),
         (lambda run: run.restore(a=_loader(run), b=_loader(run)), r"restore\(b=...\): .* 'a' is restored already"),
         (lambda run: next(run.accumulate(torch.ones(2), parts=0)), "parts=0"),
+        (lambda run: [run.meter("loss") for _ in "12"], "'loss'.: there is one of that name"),
+        (lambda run: (run.restore(), run.meter("loss")), "make it before"),
+        (lambda run: run.meter("loss").add(torch.ones(2)), "say of how many"),
+        (lambda run: run.meter("loss").add(torch.ones(2), 2), r"shape \[2\]"),
         (lambda run: next(run.accumulate(["text"], parts=1)), "no tensor"),
     ],
 )
@@ -166,6 +170,26 @@ def test_wrong_arguments_are_named(use: Any, words: str, tmp_path: Path) -> None
     run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
     with pytest.raises(UserError, match=words):
         use(run)
+
+
+def metered(run: Run, samples: int) -> list[float]:
+    meter = run.meter("square")
+    data = run.loader(TensorDataset(FEATURES[:samples]), batch_size=8)
+    found = []
+    for _ in range(2):
+        for (batch,) in data:
+            for micro in run.accumulate(batch, 2):
+                meter.add(micro.square().mean())
+        found.append(meter.mean())
+    return [*found, meter.mean()]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_meter_is_the_mean_over_all_samples_of_all_ranks(world_size: int) -> None:
+    # of the last batch of one sample two of three ranks have none, and get the same one to go through the motions
+    expected = FEATURES[:17].square().mean().item()
+    for means in run_ranks(metered, world_size, 17):
+        assert means == pytest.approx([expected, expected, float("nan")], nan_ok=True)
 
 
 def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:

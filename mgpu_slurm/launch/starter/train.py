@@ -66,17 +66,17 @@ def train(run: Run, config: Config) -> dict[str, float]:
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
     data = run.loader(spirals(2000, config.noise, seed=1), batch_size=config.batch_size, shuffle=True)
     test_set = spirals(1000, config.noise, seed=2)
+    mean_loss = run.meter("loss")
     # goes on from the newest checkpoint where the run was interrupted
     state = run.restore(model=model, optimizer=optimizer, data=data)
 
     for epoch in state.epochs(config.epochs):
         model.train()
-        total = torch.zeros((), device=run.device)
         for points, labels in data:
             loss = binary_cross_entropy_with_logits(model(points), labels)
             run.backward(loss)
             run.update(optimizer)
-            total += loss.detach()
-        run.report(epoch, accuracy=test_accuracy(run, model, test_set), loss=run.mean(total, len(data)))
+            mean_loss.add(loss)
+        run.report(epoch, accuracy=test_accuracy(run, model, test_set), loss=mean_loss.mean())
 
     return {"accuracy": test_accuracy(run, model, test_set)}
