@@ -29,7 +29,7 @@ from mgpu_slurm.errors import ClusterError, MgpuError
 from mgpu_slurm.launch import allocation, check, dependencies
 from mgpu_slurm.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
 from mgpu_slurm.paths import RunFolder, open_to
-from mgpu_slurm.runtime import attempt, retrying
+from mgpu_slurm.runtime import attempt, output, retrying
 from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
@@ -51,6 +51,7 @@ def main(executor: str, ranks_of_function: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     # what a user's module prints on import belongs to no answer
     os.dup2(2, 1)
+    output.outlive_a_full_disk()
     forked_ranks = ranks_of_function if executor == "local" else 0
     if forked_ranks:
         # libgomp reads it once, when torch is imported

@@ -18,7 +18,7 @@ from mgpu_slurm.hostlist import expand
 from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.patience import wait_out
 from mgpu_slurm.processes import allow_many_files
-from mgpu_slurm.runtime import retrying
+from mgpu_slurm.runtime import output, retrying
 from mgpu_slurm.runtime.attempt import WATCHED, Ending, StartRanks, goes_on_in_place, own_group, run_attempt
 from mgpu_slurm.runtime.launch_log import LaunchLog
 from mgpu_slurm.runtime.requeueing import Job, can_start_without, start_again, start_again_in_time, starts
@@ -30,6 +30,7 @@ PATIENCE_FOR_SIGTERM = 1.0
 
 
 def main(arguments: list[str]) -> int:
+    output.outlive_a_full_disk()
     path, option, token, separator, *command = arguments
     assert (option, separator) == ("--token", "--"), arguments
     folder = RunFolder(Path(path))

@@ -57,6 +57,8 @@ class Reporter:
         """What is to be appended to `metrics.jsonl`."""
         self._due_points: deque[dict[str, Any]] = deque()
         """What is to go into event files."""
+        self._due_state: dict[str, Any] = {}
+        """What is to be written into the live state."""
         self._last_write = 0.0
         self._has_warned = False
         self._started = time.monotonic()
@@ -99,11 +101,13 @@ class Reporter:
 
     def _write_state(self, **changes: Any) -> None:
         self._last_write = time.monotonic()
+        self._due_state |= changes
         # a script that was not submitted has output, and no state that anybody keeps
         with self._disk_may_fail():
             # one that was given up with its node, and goes on there, does not speak for the attempt after it
             if self._folder.state.exists() and read_state(self._folder)["attempts"] <= self._attempt:
-                update_state(self._folder, sync=False, **changes)
+                update_state(self._folder, sync=False, **self._due_state)
+            self._due_state.clear()
 
     @contextmanager
     def _disk_may_fail(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A rank's output goes into its own log; a disk that is full costs lines of it, and not the training."""
+"""A job's output goes into logs, a rank's into its own; a disk that is full costs lines of it, and not the training."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def send_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    outlive_a_full_disk()
+
+
+def outlive_a_full_disk() -> None:
+    """What this process prints from here on waits in memory where the disk does not take it."""
     sys.stdout, sys.stderr = _stream(1), _stream(2)
 
 

@@ -67,6 +67,29 @@ JOB = '''
         return {"kept": float(all(["step-000000002"] == names for names in seen[2:]))}
 '''
 
+STEPS = """
+    import time
+
+
+    def train(run, config: dict):
+        for step in range(1, 1000):
+            run.report(step, loss=1.0)
+            time.sleep(0.05)
+"""
+
+CANCELLED_WHILE_FULL = """
+mkdir runs && mount -t tmpfs -o size=8m tmpfs runs || exit 99
+"$@" submit train --executor local --name full --json || exit 1
+until grep -q '"progress": [1-9]' runs/full-*/state.json; do sleep 0.1; done
+dd if=/dev/zero of=runs/ballast bs=4k 2>/dev/null
+"$@" cancel full
+# longer than one waits for a disk without a word, for which there is no room either
+sleep 7
+rm runs/ballast
+"$@" wait full --timeout 60
+cp -r runs kept
+"""
+
 IN_A_SMALL_FILE_SYSTEM = """
 mkdir runs && mount -t tmpfs -o size=8m tmpfs runs || exit 99
 "$@"
@@ -78,15 +101,19 @@ exit $code
 
 def call_on_a_small_disk(project: Project, *words: str) -> subprocess.CompletedProcess[str]:
     """The program with a runs folder on a file system of 8 MB; what is in it at the end lies in `kept`."""
-    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", IN_A_SMALL_FILE_SYSTEM, "sh"]
-    return project.call(*words, prefix=command)
+    return in_a_namespace(project, IN_A_SMALL_FILE_SYSTEM, *words)
+
+
+def in_a_namespace(project: Project, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    done = project.call(*words, prefix=["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh"])
+    if done.returncode == 99:
+        pytest.skip("no file system can be mounted here")
+    return done
 
 
 def test_training_goes_on_while_nothing_can_be_written(project: Project) -> None:
     project.write("train.py", JOB)
     done = call_on_a_small_disk(project, "submit", "train", "--executor", "local", "--nodes", "2", "--follow")
-    if done.returncode == 99:
-        pytest.skip("no file system can be mounted here")
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (project.folder / "kept").glob("train-*")
     result = json.loads((folder / "result.json").read_text())["result"]
@@ -97,4 +124,18 @@ def test_training_goes_on_while_nothing_can_be_written(project: Project) -> None
     shown = EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
     assert [event.step for event in shown.Scalars("loss")] == [2, 4, 6, 8]
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["progress"], state["step"], state["metrics"]["loss"]) == (4, 8, 1.0)
     assert "WARNING: rank 0 could not write the checkpoint of step 4: [Errno 28] No space left" in log(folder, 0)
+
+
+def test_a_run_that_is_cancelled_meanwhile_is_cancelled(project: Project) -> None:
+    project.write("train.py", STEPS)
+    done = in_a_namespace(project, CANCELLED_WHILE_FULL)
+    (folder,) = (project.folder / "kept").glob("full-*")
+    state = json.loads((folder / "state.json").read_text())
+    assert state["state"] == "CANCELLED", done.stdout + done.stderr
+    assert (
+        "cannot be written ([Errno 28] No space left on device); trying again until"
+        in (folder / "logs" / "launch-local.log").read_text()
+    )
