@@ -202,9 +202,6 @@ _OF_AN_ERROR = [
 ]
 """By an error's name and what it says."""
 
-_ALARM = r"^[\w\- ]+ (?:on \S+ )?was ended by SIGALRM|^ranks? \S+ on \S+: Alarm clock"
-"""By which a rank ends that came no further, and could not run the code that says so."""
-
 _OF_AN_END = [
     (re.compile(pattern), cause)
     for pattern, cause in (
@@ -212,7 +209,6 @@ _OF_AN_END = [
         (r"^ranks? \S+ on \S+: Out Of Memory$", HOST_MEMORY),
         (r"^(?:[\w\- ]+ on \S+|[\w ]+) was ended by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
         (r"^[\w\- ]+ (?:on \S+ )?was ended by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
-        (_ALARM, NO_PROGRESS),
         (r"was ended by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)", CRASH),
         (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
     )
@@ -263,13 +259,6 @@ def _told(said: str) -> Cause | None:
         if cause is not None or _AN_ERROR.match(line):
             return cause
     return None
-
-
-def explained(message: str) -> str:
-    """How a process ended, with what that means where only this package knows it."""
-    if re.search(_ALARM, message):
-        return f"{message}: it came no further, and could not say where: see its log"
-    return message
 
 
 def cause_of_state(state: str) -> Cause | None:

@@ -20,8 +20,6 @@ def of_rank(error: str, message: str, consequence: bool = False) -> dict[str, An
     ("failure", "name"),
     [
         ({"message": "rank 1 was ended by SIGKILL"}, "killed"),
-        ({"message": "rank 0 on local1 was ended by SIGALRM"}, "stuck"),
-        ({"message": "rank 0 on n1: Alarm clock"}, "stuck"),
         ({"message": "rank 1 on n2: Killed"}, "killed"),
         ({"message": "srun was ended by SIGKILL"}, "killed"),
         ({"message": "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"}, "launch"),
@@ -55,14 +53,6 @@ def test_what_the_cluster_did(failure: dict[str, Any], name: str) -> None:
 )
 def test_words_of_torch_that_need_a_gpu_or_a_cluster(error: str, message: str, name: str) -> None:
     assert cause_of(of_rank(error, message)).name == name
-
-
-def test_an_end_that_this_package_brought_about_says_what_it_means() -> None:
-    assert causes.explained("rank 0 was ended by SIGALRM").endswith(
-        "it came no further, and could not say where: see its log"
-    )
-    assert cause_of({"message": causes.explained("rank 0 on n1: Alarm clock")}) is causes.NO_PROGRESS
-    assert causes.explained("rank 0 was ended by SIGKILL") == "rank 0 was ended by SIGKILL"
 
 
 def test_of_a_script_the_end_of_its_log_tells() -> None:

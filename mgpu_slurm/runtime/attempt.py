@@ -238,7 +238,7 @@ def _first_cause(
     # what a rank saw of another one's end is no cause, unless it was the first to end
     known = [record for record in found if not record["consequence"] or f"rank {record['rank']}" == who]
     known.sort(key=lambda record: (record["consequence"], record["time"]))
-    first = causes.first_stuck(found, ranks) or (known[0] if known else {"message": causes.explained(description)})
+    first = causes.first_stuck(found, ranks) or (known[0] if known else {"message": description})
     failure = {"attempt": attempt, "exit_code": ending.code, "who": who, **first}
     if "error" not in failure and "exit code" in description:
         # of a script that raised, its error

@@ -442,7 +442,8 @@ class Run:
         """Says when to save, and what stays, for a run that saves otherwise at the end of each epoch and every ten
         minutes, and keeps the newest two checkpoints. What a run restores is saved; the training waits only until it is
         copied in main memory, unless the checkpoint before is still being written. It is copied before the last batch
-        of each pass, too, for a stop in the evaluation that may follow.
+        of each pass, too (the last one at which the pass before could stop), for a stop in the evaluation that may
+        follow.
 
         Every rank calls it, alike.
 

@@ -41,10 +41,9 @@ class Steering:
         self._alive = alive
         self._agreed = Agreed()
         self._evaluates, self._has_evaluated = True, False
-        """Whether there was an evaluation after the pass before this one, which nobody knows at first; and whether one
-        has begun since."""
+        """Whether an evaluation may follow this pass: in the first one nobody knows; and whether there was any."""
         self._last_place: int | None = None
-        self._place = 0
+        self._place: int | None = None
         """The last batch of the pass before at which the run could stop, None where nobody knows; and of this pass so
         far."""
         self.stop = stop
@@ -104,7 +103,7 @@ class Steering:
             self._position.goes_on_in_pass = False
             self._restore_random()
             if loader.batch == 0:
-                self._begin_pass(loader)
+                self._begin_pass()
         else:
             self._has_evaluated = True
         self._remember(self._agreement.step(self._wish()))
@@ -154,14 +153,13 @@ class Steering:
         if not self.is_so_anywhere(self.saver.is_writing_other(facts)):
             self.saver.hold(facts, own)
 
-    def _begin_pass(self, loader: Loader) -> None:
-        if loader.passes > 1:
+    def _begin_pass(self) -> None:
+        if self._place is not None:
             # by the pass before, which may have been left in the middle, or of a step
-            self._evaluates, self._has_evaluated = self._has_evaluated, False
-            self._last_place = self._place
+            self._evaluates, self._last_place = self._has_evaluated, self._place
 
     def _leave_evaluation(self) -> None:
-        """Where a stop was agreed: with a checkpoint of the last batch of the pass before, which is done again then."""
+        """Where a stop was agreed, with what was copied in the pass before: all that came after is done again."""
         if self._agreed.stop is not Stop.NO and self.saver.save_held(self._position.step):
             self.saver.finish()
             self._leave()

@@ -6,7 +6,7 @@ still, and what tells the one that holds the others up is that it does not wait.
 attempt.
 
 A rank whose thread cannot run, because C code holds the interpreter's lock, says nothing; its silence names it among
-others, and timers of the system show its stack and end it.
+others, and a timer of the system shows its stack. Alone, such a rank is not ended.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
-import functools
-import math
 import os
 import pickle
 import signal
@@ -53,9 +51,6 @@ LONGER_THAN_EVER = 2.0
 
 SHORTEST_GRACE, LONGEST_GRACE = 3.0, 60.0
 """Seconds between a rank's record and its end, in which the others write theirs: a tenth of the limit."""
-
-ALARM_SECONDS = signal.SIGRTMAX - 1
-"""63, between the stacks of a rank that can run no Python code and its end."""
 
 LAST_SECONDS = 30.0
 """After its grace a rank ends, whatever it hangs on while it says why."""
@@ -124,9 +119,6 @@ class Watchdog:
             if late > 1 and since_then < late / 10:
                 # the whole process was suspended, as SLURM does with a job; a busy machine only makes it late
                 since += late
-                if signs:
-                    self._alarm.set(self._limit(longest) - (at - since) + self._pause)
-            self._alarm.take_back()
             if signs != self._signs:
                 longest = max(longest, at - since)
                 signs, since = self._signs, at
@@ -241,16 +233,14 @@ def _words(seconds: float) -> str:
 
 
 class _Alarm:
-    """Shows the stacks of this process's threads when a time is over, also where none of them can run Python code, and
-    a minute later ends it by SIGALRM: a process that was suspended has until then to take that back.
+    """Shows the stacks of this process's threads when a time is over, also where none of them can run Python code.
 
-    By timers of the system, which a forked child does not have. The thread of C code that
+    By a timer of the system (timer_create(2)), which a forked child does not have. The thread of C code that
     `faulthandler.dump_traceback_later` keeps is one that a child of `os.fork` waits for at its end, and has not.
     """
 
     def __init__(self) -> None:
         self._timer: ctypes.c_void_p | None = None
-        self._due = self._was_due = math.inf
 
     def set(self, seconds: float) -> None:
         """Begins anew."""
@@ -261,23 +251,10 @@ class _Alarm:
                 # after the interpreter's end the signal would be an end too
                 atexit.register(self.clear)
             self._settime(seconds)
-            self.take_back()
-            self._due = time.monotonic() + seconds
 
     def clear(self) -> None:
         if self._timer is not None:
             self._settime(0.0)
-            self.take_back()
-            self._due = math.inf
-
-    def take_back(self) -> None:
-        """What can call this is not to be ended. To be repeated: the thread to which the signal goes may run later."""
-        now = time.monotonic()
-        if now >= self._due:
-            self._was_due, self._due = self._due, math.inf
-        # else an alarm that is set is the user's own
-        if 0 <= now - self._was_due < ALARM_SECONDS:
-            signal.alarm(0)
 
     def _settime(self, seconds: float) -> None:
         assert self._timer is not None
@@ -306,30 +283,16 @@ class _SignalEvent(ctypes.Structure):
 _SIGEV_SIGNAL = 0
 
 
-@functools.cache
-def _alarm_signal() -> int:
-    """The signal that shows the stacks and sets the alarm.
-
-    Raises:
-        AttributeError: another C library.
-    """
-    # the one way to have both without Python code: faulthandler calls the handler that was there before, with the
-    # signal's number, and alarm(2) takes that for seconds
-    signum = ALARM_SECONDS
-    library = ctypes.CDLL(None)
-    library.signal(signum, ctypes.cast(library.alarm, ctypes.c_void_p))
-    faulthandler.register(signum, file=2, all_threads=True, chain=True)
-    return signum
-
-
 def _new_timer() -> ctypes.c_void_p:
     """
     Raises:
         AttributeError: there are no such timers.
         OSError: the system has none left.
     """
+    signum = signal.SIGRTMAX - 1
+    faulthandler.register(signum, file=2, all_threads=True)
     timer = ctypes.c_void_p()
-    event = _SignalEvent(None, _alarm_signal(), _SIGEV_SIGNAL, b"")
+    event = _SignalEvent(None, signum, _SIGEV_SIGNAL, b"")
     if ctypes.CDLL(None).timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
         raise OSError("timer_create")
     return timer

@@ -55,7 +55,7 @@ JOB = '''
                     os.kill(os.getpid(), getattr(signal, config.signal_name))
                 if run.attempt == 1 and run.step == config.wait_at:
                     Path(run.folder, f"waits-{run.rank}").touch()
-                    while not run._stop.asked:
+                    while not run._steering.stop.asked:
                         time.sleep(0.01)
                 if run.attempt == 1 and run.step == config.block_at and run.rank == 1:
                     threading.Event().wait()

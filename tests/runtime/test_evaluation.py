@@ -123,8 +123,9 @@ def test_it_leaves_from_the_last_batch_of_the_pass_before(
     assert curve(stopped) == curve(undisturbed)
 
 
-def loops_otherwise(run: Run, how: str, stops: bool) -> tuple[list[Any], int]:
-    """Passes in which the run cannot stop at the last batch; is told to stop in the evaluation of the second."""
+def loops_otherwise(run: Run, how: str, stop_in: int) -> tuple[list[Any], int]:
+    """Passes in which the run cannot stop at the last batch, or that have no evaluation; is told to stop in that of an
+    epoch, and does so many batches of it."""
     run.seed(5)
     model = run.wrap(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -132,31 +133,41 @@ def loops_otherwise(run: Run, how: str, stops: bool) -> tuple[list[Any], int]:
     state = run.restore(model=model, optimizer=optimizer, data=data)
     evaluated = 0
     with contextlib.suppress(RunStopped):
-        for epoch in state.epochs(3):
+        for epoch in state.epochs(5):
             for number, (batch,) in enumerate(data, start=data.first_batch):
                 run.backward(model(batch).square().mean())
                 if how == "leaves":
                     run.update(optimizer)
                     if number == 3:
                         break
-                elif number in (3, 5):
+                elif how != "accumulates" or number in (3, 5):
                     run.update(optimizer)
-            for _ in run.loader(TensorDataset(torch.ones(40, 1)), batch_size=2):
-                if stops and epoch == 2:
+            if how == "now and then" and epoch % 2:
+                continue
+            for _ in run.loader(TensorDataset(torch.ones(80, 1)), batch_size=2 * run.world_size):
+                if epoch == stop_in:
                     evaluated += 1
                     run._steering.stop.asked = Stop.END
     return [each.tolist() for each in model.parameters()], evaluated
 
 
-@pytest.mark.parametrize(("how", "at"), [("leaves", 4 + 3), ("accumulates", 2 + 1)])
-def test_it_leaves_from_the_last_place_where_the_loop_can_stop(how: str, at: int, tmp_path: Path) -> None:
-    (undisturbed,) = run_ranks(loops_otherwise, 1, how, False, folder=tmp_path / "undisturbed")
-    ((_, evaluated),) = run_ranks(loops_otherwise, 1, how, True, folder=tmp_path / "stopped")
-    assert evaluated == 1
-    newest = names.newest(RunFolder(tmp_path / "stopped"))
-    assert newest is not None
-    assert names.step_of(newest) == at
-    assert run_ranks(loops_otherwise, 1, how, False, folder=tmp_path / "stopped") == [undisturbed]
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("how", "steps", "last"), [("leaves", 4, 3), ("accumulates", 2, 1), ("now and then", 6, 5)])
+def test_it_leaves_from_the_last_place_where_the_loop_can_stop(
+    how: str, steps: int, last: int, ranks: int, tmp_path: Path
+) -> None:
+    undisturbed = run_ranks(loops_otherwise, ranks, how, 0, folder=tmp_path / "undisturbed")
+    # the second time in the attempt that has gone on
+    for epoch in (2, 4):
+        if (how, epoch) == ("now and then", 2):
+            # nobody knows of evaluations before the first one
+            continue
+        for _, evaluated in run_ranks(loops_otherwise, ranks, how, epoch, folder=tmp_path / "stopped"):
+            assert evaluated < 10
+        newest = names.newest(RunFolder(tmp_path / "stopped"))
+        assert newest is not None
+        assert names.step_of(newest) == (epoch - 1) * steps + last
+    assert run_ranks(loops_otherwise, ranks, how, 0, folder=tmp_path / "stopped") == undisturbed
 
 
 def evaluates_after_an_epoch(run: Run, is_lost: bool) -> int:

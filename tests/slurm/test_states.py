@@ -319,7 +319,7 @@ TRAINING = '''
                 run.backward(model(torch.ones(1, 1)).sum())
                 run.update(optimizer)
                 print("step", run.step, flush=True)
-            while epoch == 1 and run.attempt == 1 and not run._stop.asked:
+            while epoch == 1 and run.attempt == 1 and not run._steering.stop.asked:
                 time.sleep(0.01)
             run.report(epoch, seed=config.seed)
 '''
