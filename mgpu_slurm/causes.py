@@ -122,6 +122,14 @@ KILLED = Cause(
     "it may have been the kernel, for want of memory (`dmesg` on the node), or somebody",
     is_clusters=True,
 )
+TERMINATED = Cause(
+    "terminated", "it was told to end, by SIGTERM", "`resume` goes on; who sent it may be in the launch log or `sacct`"
+)
+SUPERVISOR = Cause(
+    "supervisor",
+    "the process that watched over the run is gone: killed, or its machine was restarted",
+    "`resume` goes on",
+)
 LAUNCH = Cause(
     "launch",
     "SLURM could not start the ranks, or lost them",
@@ -133,6 +141,16 @@ CRASH = Cause(
     "crash",
     "native code crashed",
     "the rank's log has its stack where Python could write it; PYTHONFAULTHANDLER=1 helps with a command",
+)
+NO_COMMAND = Cause(
+    "command",
+    "the command could not be started",
+    "name it by its path, or have `setup` of mgpu.yaml bring it onto PATH on the nodes",
+)
+DAMAGED = Cause(
+    "damaged",
+    "none of the run's checkpoints is what had been written",
+    "`clean RUN --checkpoints` deletes them; `resume` starts at the beginning then",
 )
 AFTER_THE_END = Cause(
     "after-the-end",
@@ -182,6 +200,7 @@ _OF_AN_ERROR = [
         (r"CUDA out of memory|(?i:CUDA (?:error:|failure) '?out of memory)", GPU_MEMORY),
         (r"(?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|ALLOC_FAILED)", GPU_LIBRARY),
         ("device-side assert triggered", GPU_ASSERT),
+        (r"^(?:\w+\.)*MgpuError: checkpoint .* is damaged", DAMAGED),
         (_GPU, GPU),
         (r"^(?:\w+\.)*(?:ModuleNotFoundError|ImportError)\b", IMPORT),
         (r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded", DISK_FULL),
@@ -209,6 +228,8 @@ _OF_AN_END = [
         (r"^ranks? \S+ on \S+: Out Of Memory$", HOST_MEMORY),
         (r"^(?:[\w\- ]+ on \S+|[\w ]+) was ended by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
         (r"^[\w\- ]+ (?:on \S+ )?was ended by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
+        (r"was ended by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
+        (r": mgpu_slurm: command '.*' (?:is not|may not) ", NO_COMMAND),
         (r"was ended by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)", CRASH),
         (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
     )
@@ -264,6 +285,11 @@ def _told(said: str) -> Cause | None:
 def cause_of_state(state: str) -> Cause | None:
     """What SLURM's word for the end of a run tells of; None where it tells nothing."""
     return _OF_A_STATE.get(state)
+
+
+def cause_of_reason(reason: str) -> Cause | None:
+    """What the reason of a run's state tells of, where that is no failure of its ranks."""
+    return SUPERVISOR if re.search(r"its supervisor process (?:is gone|was killed)", reason) else None
 
 
 def _found(table: Sequence[tuple[re.Pattern[str], Cause]], text: str) -> Cause | None:

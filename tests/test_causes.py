@@ -55,6 +55,12 @@ def test_words_of_torch_that_need_a_gpu_or_a_cluster(error: str, message: str, n
     assert cause_of(of_rank(error, message)).name == name
 
 
+@pytest.mark.parametrize("message", ["rank 0 on n1 was ended by SIGTERM", "rank 1 on n2: Terminated"])
+def test_one_that_was_told_to_end_did_not_fail_of_its_program(message: str) -> None:
+    cause = cause_of({"message": message})
+    assert (cause.name, cause.is_clusters) == ("terminated", False)
+
+
 def test_of_a_script_the_end_of_its_log_tells() -> None:
     said = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'nowhere'\n"
     failure = {"message": "rank 0 ended with exit code 1: ModuleNotFoundError: No module named 'nowhere'"}

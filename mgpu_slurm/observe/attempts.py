@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mgpu_slurm import causes, records, slurm
+from mgpu_slurm import causes, records, slurm, states
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.wording import first_line
 
@@ -29,22 +29,28 @@ class Before:
     """Who started the run again."""
 
 
-def before(folder: RunFolder) -> list[Before]:
-    """The oldest first. Of what SLURM did by itself its accounting is asked."""
+def before(folder: RunFolder, waits: bool = False) -> list[Before]:
+    """The oldest first. Of what SLURM did by itself its accounting is asked.
+
+    Args:
+        waits: whether the run waits to start again, so that another one follows the last of them, too.
+    """
     events = records.events(folder)
     starts = {event["attempt"]: index for index, event in enumerate(events) if event["event"] == "started"}
-    spans = [
-        (events[start], events[start + 1 : end], events[end]) for start, end in itertools.pairwise(starts.values())
-    ]
+    places = [*starts.values(), *([len(events)] if waits and starts else [])]
+    after: list[Event | None] = [*events, None]
+    spans = [(events[start], events[start + 1 : end], after[end]) for start, end in itertools.pairwise(places)]
     by_slurm = _by_slurm(folder, [start for start, between, after in spans if _was_requeued(start, between, after)])
-    return [
+    found = [
         Before(start["attempt"], *(by_slurm.get(start["attempt"]) or _told(start["attempt"], between)))
         for start, between, _ in spans
     ]
+    return [*found[:-1], replace(found[-1], then="it waits to start again")] if waits and found else found
 
 
-def _was_requeued(start: Event, between: Sequence[Event], after: Event) -> bool:
-    """Whether SLURM has started the same job again, and nobody had asked it to."""
+def _was_requeued(start: Event, between: Sequence[Event], after: Event | None) -> bool:
+    """Whether SLURM has started the same job again, or will, and nobody had asked it to."""
+    after = after or {**start, "restarts": start.get("restarts", 0) + 1}
     is_same = start["job_id"] == after["job_id"] and after.get("restarts", 0) > start.get("restarts", 0)
     return is_same and not any(event["event"] in ("resumed", "retried", "requeued") for event in between)
 
@@ -56,8 +62,11 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
     for event in started:
         starts = [each for each in accounted if each.job_id == event["job_id"]]
         number = event.get("restarts", 0)
-        cause = causes.cause_of_state(starts[number].state) if number < len(starts) else None
-        if cause is not None:
+        state = starts[number].state if number < len(starts) else None
+        cause = causes.cause_of_state(state) if state is not None else None
+        if state == states.REQUEUED:
+            found[event["attempt"]] = ("somebody had SLURM start it again", "it started again")
+        elif cause is not None:
             takers = taken_by(event, starts[number]) if cause is causes.PREEMPTED else ""
             found[event["attempt"]] = (cause.words + (f" ({takers})" if takers else ""), "SLURM started it again")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -9,9 +10,12 @@ from typing import Any
 
 from mgpu_slurm import causes, records, states
 from mgpu_slurm.causes import Cause
+from mgpu_slurm.errors import CollectiveMismatch
+from mgpu_slurm.hostlist import ranges
 from mgpu_slurm.observe import attempts, flight
 from mgpu_slurm.observe.times import time_of
 from mgpu_slurm.paths import DAMAGED, RunFolder, read_json
+from mgpu_slurm.spec import read_spec
 from mgpu_slurm.wording import first_line, short_path
 
 SHOWN_LINES = 5
@@ -25,6 +29,8 @@ class Why:
     """The first cause of an end."""
 
     cause: Cause
+    mend: str
+    """What to do about it."""
     attempt: int | None
     who: str
     """`rank 1`, or what else failed first; empty where nobody knows."""
@@ -50,7 +56,7 @@ def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
     if state["state"] == states.COMPLETED:
         return None
     failure = read_json(folder.failure)
-    of_state = causes.cause_of_state(state["state"])
+    of_state = causes.cause_of_state(state["state"]) or causes.cause_of_reason(state["reason"])
     # what SLURM says of the end comes before what ranks made of it, but for a rank that took too much memory
     if failure is None or (of_state is not None and of_state is not causes.HOST_MEMORY):
         return _of_state(folder, state, of_state)
@@ -58,6 +64,9 @@ def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
     if cause is causes.KILLED and failure.get("oom_kills"):
         # likely, not certain: others' processes count too, so that it does not keep a run from being tried again
         cause = causes.HOST_MEMORY
+    if cause is causes.TERMINATED and states.is_alive(state["state"]):
+        # SLURM ended the ranks, and starts them again
+        return None
     if of_state is not None:
         cause = of_state
     elif _had_returned(folder, failure["attempt"]):
@@ -69,8 +78,10 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
     if states.is_alive(state["state"]):
         return None
     takers = attempts.last_taken_by(folder, state) if cause is causes.PREEMPTED else ""
+    cause = cause or causes.UNKNOWN
     return Why(
-        cause or causes.UNKNOWN,
+        cause,
+        _mend(cause, folder),
         attempt=state["attempts"] or None,
         who="",
         node=None,
@@ -88,15 +99,43 @@ def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state:
     has_log = log is not None and log.exists()
     return Why(
         cause,
+        _mend(cause, folder),
         attempt=failure["attempt"],
         who=f"rank {rank}" if rank.isdigit() else failure["who"],
         node=causes.node_of(failure, cause),
         time=failure.get("time") or _end_of_attempt(folder, failure["attempt"]),
         error=f"{failure['error']}: {first_line(failure['message'])}" if "error" in failure else failure["message"],
-        line=_own_line(failure.get("traceback") or records.said_last(folder, failure), folder),
+        line=_lines_of_all(folder, failure) or _own_line(_traceback(folder, failure), folder),
         lagged=flight.lagging(folder, failure["attempt"]),
         log=short_path(log) if log is not None and has_log else _launch_log(folder, state),
     )
+
+
+def _mend(cause: Cause, folder: RunFolder) -> str:
+    goes_on = "`resume` goes on"
+    # a command keeps its own where it likes
+    keeps_none = not any(folder.checkpoints.glob("step-*")) and not read_spec(folder).target.is_command
+    if goes_on in cause.mend and keeps_none and records.attempts_started(folder):
+        return "`resume` starts at the beginning: there is no checkpoint, which is of what `run.restore` is given"
+    return cause.mend
+
+
+def _traceback(folder: RunFolder, failure: dict[str, Any]) -> str:
+    return failure.get("traceback") or records.said_last(folder, failure)
+
+
+def _lines_of_all(folder: RunFolder, failure: dict[str, Any]) -> str | None:
+    """Where ranks were that made different calls: nobody knows which of them was wrong."""
+    if failure.get("error") != CollectiveMismatch.__name__:
+        return None
+    ranks_at: dict[str, list[int]] = {}
+    for path in folder.logs.glob(f"{failure['attempt']}-*.failure.json"):
+        record = read_json(path) or {}
+        line = _own_line(record.get("traceback", ""), folder)
+        if record.get("error") == failure["error"] and line is not None:
+            ranks_at.setdefault(line, []).append(record["rank"])
+    found = sorted(ranks_at.items(), key=lambda each: min(each[1]))
+    return "; ".join(f"{line} (rank {ranges(sorted(at))})" for line, at in found) or None
 
 
 def _had_returned(folder: RunFolder, attempt: int) -> bool:
@@ -132,13 +171,13 @@ def facts(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
     """For programs."""
     found = why(folder, state)
     known = {name: state[name] for name in ("run", "state", "reason")}
-    known["before"] = [asdict(each) for each in attempts.before(folder)]
+    known["before"] = [asdict(each) for each in attempts.before(folder, _waits(state, found))]
     return known | {"why": None if found is None else _facts(found)}
 
 
 def _facts(found: Why) -> dict[str, Any]:
     cause = found.cause
-    of_cause = {"cause": cause.name, "words": cause.words, "mend": cause.mend, "is_clusters": cause.is_clusters}
+    of_cause = {"cause": cause.name, "words": cause.words, "is_clusters": cause.is_clusters}
     return of_cause | {name: value for name, value in vars(found).items() if name != "cause"}
 
 
@@ -146,10 +185,10 @@ def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
     """For people."""
     found = why(folder, state)
     yield f"{state['state']}  {state['run']}" + (f": {state['reason']}" if state["reason"] else "")
-    yield from _history(folder)
+    yield from _history(folder, _waits(state, found))
     if found is None:
         if state["state"] == states.COMPLETED:
-            yield "nothing went wrong in the end"
+            yield _of_the_result(folder) or "nothing went wrong in the end"
         else:
             yield "nothing has gone wrong that it has not started again after"
         return
@@ -161,7 +200,7 @@ def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
         yield f"error     {found.error}"
     if found.lagged is not None:
         yield f"lagged    {found.lagged}"
-    yield f"mend      {found.cause.mend}"
+    yield f"mend      {found.mend}"
     if found.log is not None:
         yield f"log       {found.log}"
 
@@ -177,9 +216,23 @@ def _where(found: Why) -> Iterator[str]:
         yield f"at {at:%Y-%m-%d %H:%M:%S}"
 
 
-def _history(folder: RunFolder) -> Iterator[str]:
+def _of_the_result(folder: RunFolder) -> str | None:
+    """What is wrong with what a complete run has come to."""
+    metrics = (read_json(folder.result) or {}).get("result", {}) | records.read_state(folder)["metrics"]
+    wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+    if not wrong:
+        return None
+    return f"it came to its end, and {' and '.join(wrong)} to no number: {causes.NOT_A_NUMBER.mend}"
+
+
+def _waits(state: dict[str, Any], found: Why | None) -> bool:
+    """Whether the run waits for its next attempt, and its newest one belongs to the history."""
+    return found is None and state["state"] in (states.PENDING, states.REQUEUED)
+
+
+def _history(folder: RunFolder, waits: bool) -> Iterator[str]:
     """The attempts before, each with what ended it, and what was lost of them."""
-    for each in attempts.before(folder):
+    for each in attempts.before(folder, waits):
         yield f"attempt {each.attempt} {each.ended}; {each.then}"
     for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")):
         yield f"damaged   {short_path(path)} was not what had been written, and was left out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -211,6 +212,89 @@ def test_what_ended_the_attempt_before(project: Project, first: str, told: str) 
     (answer,) = json.loads(project.call("why", folder.name, "--json").stdout)
     ended, _, then = told.partition("; ")
     assert answer["before"] == [{"attempt": 1, "ended": ended, "then": then}]
+
+
+MISMATCH = """
+    def train(run, config):
+        run.report(1, loss=float("nan"))
+        if run.is_main:
+            run.report(2, loss=1.0)
+        run.mean(1, 1)
+"""
+
+
+def test_ranks_that_make_different_calls_are_told_with_the_line_of_each(project: Project) -> None:
+    project.write("train.py", MISMATCH)
+    folder, facts = project.run("train.py", "--nodes", "3")
+    found = why(RunFolder(folder), facts)
+    assert found is not None
+    assert found.line == "train.py:5 in train (rank 0); train.py:6 in train (rank 1-2)"
+
+
+KEEPS_NOTHING = """
+    import time
+
+    def train(run, config):
+        for step in range(1, 1000):
+            run.report(step, loss=1.0)
+            time.sleep(0.05)
+"""
+
+
+def test_a_mend_promises_no_more_than_there_is(project: Project) -> None:
+    project.write("train.py", KEEPS_NOTHING)
+    name = project.submit("train.py").name
+    wait_until(lambda: project.json("status", name)[0]["progress"])
+    project.call("cancel", name)
+    project.call("wait", name)
+    told = project.call("why", name).stdout
+    assert "mend      `resume` starts at the beginning: there is no checkpoint" in told
+
+
+def test_a_supervisor_that_was_killed_is_told(project: Project) -> None:
+    project.write("train.py", KEEPS_NOTHING)
+    name = project.submit("train.py").name
+    wait_until(lambda: project.json("status", name)[0]["progress"])
+    os.kill(int(project.json("status", name)[0]["job_id"]), signal.SIGKILL)
+    wait_until(lambda: project.json("status", name)[0]["state"] == "FAILED")
+    (answer,) = json.loads(project.call("why", name, "--json").stdout)
+    assert answer["why"]["cause"] == "supervisor"
+
+
+def test_a_complete_run_that_came_to_no_number(project: Project) -> None:
+    project.write("train.py", "def train(run, config):\n    run.report(1, loss=float('nan'), accuracy=0.1)\n")
+    folder, _ = project.run("train.py")
+    _, told = project.call("why", folder.name).stdout.splitlines()
+    assert told.startswith("it came to its end, and loss to no number: lower the learning rate")
+
+
+def test_a_command_that_is_not_there(project: Project) -> None:
+    folder, facts = project.run("--", "no-such-command")
+    found = why(RunFolder(folder), facts)
+    assert found is not None
+    assert found.cause is causes.NO_COMMAND
+
+
+FAILS_AFTER_AN_EPOCH = """
+    import torch
+
+    def train(run, config):
+        for epoch in run.restore(model=torch.nn.Linear(1, 1)).epochs(2):
+            if epoch == 2:
+                raise ValueError
+"""
+
+
+def test_checkpoints_that_are_all_damaged(project: Project) -> None:
+    project.write("train.py", FAILS_AFTER_AN_EPOCH)
+    folder, _ = project.run("train.py")
+    for tensors in folder.glob("checkpoints/step-*/*.safetensors"):
+        tensors.write_bytes(b"something else")
+    project.call("resume", folder.name, "--follow")
+    (facts,) = project.json("status", folder.name)
+    found = why(RunFolder(folder), facts)
+    assert found is not None
+    assert found.cause is causes.DAMAGED
 
 
 def test_a_damaged_checkpoint_is_told(project: Project) -> None:
