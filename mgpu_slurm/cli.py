@@ -5,11 +5,12 @@ What a command needs is imported inside it, so that `--help` and `status` start 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,6 +52,41 @@ def resource_flags(command: Any) -> Any:
     for flag in reversed(_RESOURCE_FLAGS):
         command = flag(command)
     return command
+
+
+def again_flags(of_new_runs: bool) -> Callable[[Any], Any]:
+    """What makes a run start again by itself."""
+
+    def default(words: str) -> str:
+        return f"  [default: {words if of_new_runs else 'as before'}]"
+
+    flags = [
+        click.option(
+            "--signal",
+            metavar="SIGNAL[@SECONDS]",
+            help="What is sent how long before the time limit." + default("USR2@120, or a fifth of a short limit"),
+        ),
+        click.option(
+            "--max-requeues",
+            type=int,
+            metavar="N",
+            help="How often the run may start again at its time limit." + default("20"),
+        ),
+        click.option(
+            "--retries",
+            type=int,
+            metavar="N",
+            help="How often in a row it starts again that has failed, of anything."
+            + default("3 where the cluster failed"),
+        ),
+        click.option(
+            "--stuck-after",
+            type=float,
+            metavar="MINUTES",
+            help="Without progress, after which it starts again; 0 for never." + default("30"),
+        ),
+    ]
+    return lambda command: functools.reduce(lambda inner, flag: flag(inner), reversed(flags), command)
 
 
 json_flag = click.option(
@@ -133,26 +169,7 @@ def cli(debug: bool) -> None:
 )
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
 @click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
-@click.option(
-    "--signal",
-    metavar="SIGNAL[@SECONDS]",
-    help="What is sent how long before the time limit.  [default: USR2@120, or a fifth of a short limit]",
-)
-@click.option(
-    "--max-requeues", type=int, metavar="N", help="How often the run may start again at its time limit.  [default: 20]"
-)
-@click.option(
-    "--retries",
-    type=int,
-    metavar="N",
-    help="How often in a row it starts again that has failed, of anything.  [default: 3 where the cluster failed]",
-)
-@click.option(
-    "--stuck-after",
-    type=float,
-    metavar="MINUTES",
-    help="Without progress, after which it starts again; 0 for never.  [default: 30]",
-)
+@again_flags(of_new_runs=True)
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; may be repeated.")
 @click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")
@@ -508,6 +525,7 @@ def sweep(
 @click.argument("name", metavar="RUN")
 @click.argument("words", nargs=-1, metavar="")
 @resource_flags
+@again_flags(of_new_runs=False)
 @code_flag
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @json_flag
@@ -518,22 +536,27 @@ def resume(
     follow: bool | None,
     as_json: bool,
     extra: tuple[str, ...],
+    signal: str | None,
+    max_requeues: int | None,
+    retries: int | None,
+    stuck_after: float | None,
     **flags: Any,
 ) -> None:
     """Start again a run that has ended.
 
-    It goes on from its newest checkpoint, with other resources where they are given. Of a group, the runs that did not
-    complete; of a sweep, workers for the trials that are left.
+    It goes on from its newest checkpoint, with what is given here in the place of what it had. Of a group, the runs
+    that did not complete; of a sweep, workers for the trials that are left.
     """
     from mgpu_slurm import handles
-    from mgpu_slurm.launch.changing import Change
+    from mgpu_slurm.launch.changing import Again, Change
     from mgpu_slurm.spec import read_spec
 
     if words:
         raise UserError(f"{words[0]}: a run keeps its config; submit a new one to train with another")
     found = handles.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
-    job_id = found.resume(Change(_resources(flags, extra), new_code=code == "new"), _note)
+    again = Again(signal, max_requeues, retries, stuck_after)
+    job_id = found.resume(Change(_resources(flags, extra), again, new_code=code == "new"), _note)
     executor = read_spec(found.files).executor
     if as_json:
         _print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": executor})

@@ -22,6 +22,10 @@ from mgpu_slurm.errors import UserError
 
 LONGEST_NAME = 100
 RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
+
+RUNS = "runs"
+"""The folder of runs in the one that a user stands in, where nothing else is said."""
+
 RUNS_VARIABLE = "MGPU_RUNS"
 DAMAGED = "damaged-"
 """Before the name of a checkpoint that is not what was written."""
@@ -232,7 +236,7 @@ class RunFolder:
 
 def runs_root() -> Path:
     """`$MGPU_RUNS`, else `runs/` of the working directory; absolute."""
-    return Path(os.environ.get(RUNS_VARIABLE) or "runs").absolute()
+    return Path(os.environ.get(RUNS_VARIABLE) or RUNS).absolute()
 
 
 def state_home() -> Path:

@@ -21,11 +21,27 @@ from mgpu_slurm.spec import RESOURCE_FLAGS, Spec, announcement, read_spec, resou
 
 
 @dataclass(frozen=True)
+class Again:
+    """What makes a run start again by itself, as in its spec; None for as before."""
+
+    signal: str | None = None
+    """As `--signal` takes it."""
+    max_requeues: int | None = None
+    retries: int | None = None
+    stuck_after: float | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class Change:
     """What is asked for beside going on."""
 
     flags: dict[str, Any] = field(default_factory=dict)
     """Resources by sbatch's long names; None for as before."""
+    again: Again = Again()
     new_code: bool = False
     """Whether to take the project's code as it is now, and the calling environment's packages."""
     probes: tuple[dict[str, Any], ...] = ()
@@ -36,7 +52,7 @@ class Change:
         return {name: value for name, value in self.flags.items() if value is not None}
 
     def __bool__(self) -> bool:
-        return self.new_code or bool(self.given)
+        return self.new_code or bool(self.given or self.again.given)
 
 
 NO_CHANGE = Change()
@@ -58,7 +74,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
         return
     if folder.task is not None:
         raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
-    spec = _with_resources(before, change.given)
+    spec = _with_again(_with_resources(before, change.given), change.again.given)
     with _new_code(folder, spec, change.probes) if change.new_code else nullcontext(spec) as spec:
         try:
             spec.write(folder)
@@ -68,7 +84,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
             before.write(folder)
             records.update_state(folder, nodes=before.resources.nodes, ranks=before.resources.ranks)
             raise
-    records.record_event(folder, "changed", flags=change.given, new_code=change.new_code)
+    records.record_event(folder, "changed", flags=change.given | change.again.given, new_code=change.new_code)
 
 
 def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
@@ -81,6 +97,13 @@ def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
         asked = spec.signal if lead == usual else f"{spec.signal}@{lead}"
         _, lead = announcement(asked, resources.time_limit, spec.executor)
     return replace(spec, resources=resources, lead=lead)
+
+
+def _with_again(spec: Spec, given: dict[str, Any]) -> Spec:
+    if "signal" in given:
+        signal, lead = announcement(given["signal"], spec.resources.time_limit, spec.executor)
+        given = given | {"signal": signal, "lead": lead}
+    return replace(spec, **given)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.sizes import human_size
-from mgpu_slurm.paths import RunFolder, set_mode
+from mgpu_slurm.paths import RUNS, RunFolder, set_mode
 
 MAX_FILES = 50_000
 """Above this a project folder is mistaken for a data folder, and every submission would crawl."""
@@ -227,8 +227,13 @@ def _children(root: Path, folder: str) -> list[tuple[str, bool]]:
 
 
 def _is_left_out(folder: Path) -> bool:
-    name = folder.name
-    return name.startswith(".") or name in ("__pycache__", "node_modules") or os.path.exists(folder / "pyvenv.cfg")
+    is_others = folder.name.startswith(".") or folder.name in ("__pycache__", "node_modules")
+    return is_others or os.path.exists(folder / "pyvenv.cfg") or _holds_runs(folder)
+
+
+def _holds_runs(folder: Path) -> bool:
+    """Also where runs live elsewhere now."""
+    return folder.name == RUNS and next(folder.glob("*/spec.yaml"), None) is not None
 
 
 def _escape_pattern(name: str) -> str:

@@ -72,6 +72,12 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
     return found
 
 
+def last_said(folder: RunFolder) -> str:
+    """What the newest attempt's end was told as; empty where nothing was."""
+    ends = [event for event in records.events(folder) if event["event"] == "ended"]
+    return first_line(ends[-1].get("message") or "") if ends else ""
+
+
 def last_taken_by(folder: RunFolder, state: dict[str, Any]) -> str:
     """Like `taken_by`, of a preempted run's newest attempt."""
     started = [event for event in records.events(folder) if event["event"] == "started"][-1:]

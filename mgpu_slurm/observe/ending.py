@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm import causes
 from mgpu_slurm.observe.times import duration
 from mgpu_slurm.observe.warned import told, warnings
 from mgpu_slurm.paths import RunFolder, read_json
@@ -43,8 +44,15 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     if state["state"] != "COMPLETED" and any(folder.logs.glob("*")):
         lines.append(f"logs      {short_path(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
-            lines.append(f"go on     {program()} resume {state['run']}   (its own code, from its newest checkpoint)")
+            lines.append(f"go on     {program()} resume {state['run']}{_whose_code(failure)}")
     return lines
+
+
+def _whose_code(failure: dict[str, Any] | None) -> str:
+    # what the program did it would do again
+    if failure is not None and causes.cause_of(failure) in (causes.PROGRAM, causes.IMPORT):
+        return " --code new   (once it is mended; from its newest checkpoint)"
+    return "   (its own code, from its newest checkpoint)"
 
 
 def curves_lines(group: RunFolder) -> list[str]:

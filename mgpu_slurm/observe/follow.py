@@ -136,7 +136,8 @@ def _told(event: dict[str, Any]) -> Iterator[str]:
     elif event["event"] == "retried":
         # one that is whole and has no name yet is found by the next attempt
         place = "" if event["checkpoint"] is None else f" from step {event['checkpoint']}"
-        yield f"-- failed: {event['why']}\n-- it starts again{place}\n"
+        soon = f" in {event['pause']:.0f} s" if event.get("pause") else ""
+        yield f"-- failed: {event['why']}\n-- it starts again{soon}{place}\n"
 
 
 class _Tail:

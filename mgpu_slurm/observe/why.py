@@ -79,6 +79,7 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
         return None
     takers = attempts.last_taken_by(folder, state) if cause is causes.PREEMPTED else ""
     cause = cause or causes.UNKNOWN
+    said = attempts.last_said(folder) if cause is causes.TIME_LIMIT else ""
     return Why(
         cause,
         _mend(cause, folder),
@@ -86,7 +87,7 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
         who="",
         node=None,
         time=state["ended"],
-        error="; ".join(filter(None, [state["reason"], takers and f"{takers} began there"])),
+        error="; ".join(filter(None, [state["reason"], said, takers and f"{takers} began there"])),
         line=None,
         lagged=None,
         log=_launch_log(folder, state),

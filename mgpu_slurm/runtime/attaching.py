@@ -55,8 +55,8 @@ def _make() -> Run:
     stop.listen()
     # called last: an interpreter that ends gives handled signals back their default, which is to kill it
     atexit.register(ignore_stop_signals)
-    if _is_the_run() and (lead := os.environ.get(LEAD_SECONDS_VARIABLE)):
-        stop.leave_at_last(PART_OF_LEAD * float(lead), _leave_at_last)
+    lead = os.environ.get(LEAD_SECONDS_VARIABLE) if _is_the_run() else None
+    stop.see_to_it(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
     shared = None
     if facts.world_size > 1 and not dist.is_initialized():

@@ -107,7 +107,9 @@ def run_attempt(
     first = None
     if wish.exists():
         # of a sweep's ranks those that are left ask for it where one has died
-        first = describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else None
+        # or a rank has said why
+        said = wish.read_text().partition("\n")[0] or None
+        first = describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else said
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks)

@@ -30,6 +30,7 @@ from mgpu_slurm.records import now
 from mgpu_slurm.runtime import listening, output, surroundings
 from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
+from mgpu_slurm.runtime.places import place_of
 from mgpu_slurm.runtime.stopping import (
     LEAD_SECONDS_VARIABLE,
     LEAD_SIGNAL_VARIABLE,
@@ -166,8 +167,8 @@ def why_not_found(name: str) -> str:
 def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
     """Calls user code; what goes wrong is printed and recorded, so that the first cause can be found later."""
     stop.listen()
-    if rank.spec.lead is not None:
-        stop.leave_at_last(PART_OF_LEAD * rank.spec.lead, lambda: _leave_at_last(rank))
+    leave_after = None if rank.spec.lead is None else PART_OF_LEAD * rank.spec.lead
+    stop.see_to_it(leave_after, lambda: _leave_at_last(rank))
     try:
         action()
         return 0
@@ -194,14 +195,22 @@ def _leave_at_last(rank: Rank) -> None:
         # it would start at nothing, again and again
         return
     code = REQUEUE_EXIT_CODE if rank.spec.executor == "local" else 0
-    leave_from_here(code, lambda: _wish_to_requeue(rank.folder, rank.attempt))
+    place = place_of(threading.main_thread())
+    said = f"rank {rank.facts.rank} on {rank.facts.node_name} left before the time limit; it could not save at {place}"
+    leave_from_here(code, lambda: _wish_to_requeue(rank.folder, rank.attempt, said))
 
 
-def _wish_to_requeue(folder: RunFolder, attempt: int) -> None:
+def _wish_to_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
     """Asks the batch step to have the run started again. srun takes an exit code for a failure, ends the other ranks
-    while they still save, and reports the code of those."""
+    while they still save, and reports the code of those.
+
+    Args:
+        said: why this rank asks so, for people.
+    """
     wish = folder.requeue_wish(attempt)
     waiting.for_the_disk(wish.touch, wish)
+    with suppress(OSError), open(wish, "a") as file:
+        file.write(said and f"{said}\n")
 
 
 def _exit_code(error: BaseException) -> int:

@@ -56,7 +56,8 @@ class Retry:
 
     def write_down(self, folder: RunFolder, **facts: Any) -> Event:
         """Into the run's history and its state; the event."""
-        event = {"why": self.why, "node": self.node, "checkpoint": self.checkpoint, "avoid": list(self.avoid), **facts}
+        event: Event = {"why": self.why, "node": self.node, "checkpoint": self.checkpoint, "avoid": list(self.avoid)}
+        event |= {"pause": self.pause, **facts}
         records.settle_event(folder, "retried", **event)
         records.settle_state(folder, state=states.REQUEUED, reason=self.words)
         return event

@@ -161,6 +161,7 @@ class Steering:
     def _leave_evaluation(self) -> None:
         """Where a stop was agreed, with what was copied in the pass before: all that came after is done again."""
         if self._agreed.stop is not Stop.NO and self.saver.save_held(self._position.step):
+            self.stop.is_heeded = True
             self.saver.finish()
             self._leave()
 
@@ -174,6 +175,7 @@ class Steering:
             save: whether a checkpoint is due here anyway.
             wait: until it is written.
         """
+        self.stop.is_heeded = self._agreed.stop is not Stop.NO
         if self.keeps and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
             self.saver.save(*self._moment(in_pass))
         # asked again: a stop may have been agreed while the checkpoint before was waited for

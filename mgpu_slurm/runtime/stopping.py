@@ -22,6 +22,9 @@ PART_OF_LEAD = 0.75
 """Of the time between the lead signal and the time limit, after which a rank that is blocked leaves; the rest is for
 the requeue."""
 
+SAYS_AFTER = 4.0
+"""Seconds after SIGTERM: SIGKILL comes 30 s later mostly, and at some sites 5."""
+
 
 class Stop(IntEnum):
     """What was asked, the stronger the higher."""
@@ -45,6 +48,8 @@ class StopFlag:
                 that stays to its end.
         """
         self._leave_after = leave_after
+        self.is_heeded = False
+        """This rank has come to the place where all of them stop."""
         self.asked = Stop.NO
         self._asked_at = 0.0
 
@@ -60,21 +65,32 @@ class StopFlag:
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_interrupt)
 
-    def leave_at_last(self, seconds: float, leave: Callable[[], None]) -> None:
-        """Has a thread call `leave` so long after the lead signal: where the main one is blocked, in a collective that
-        another rank does not come to or in user code, it runs no handler and reaches no boundary."""
+    def see_to_it(self, leave_after: float | None, leave: Callable[[], None]) -> None:
+        """Has a thread hear the signals too: where the main one is blocked, in a collective that another rank does not
+        come to or in user code, it runs no handler and reaches no boundary. It says where that is after a SIGTERM.
+
+        Args:
+            leave_after: seconds after the lead signal at which it calls `leave`; None for never.
+        """
         heard, tell = os.pipe()
         os.set_blocking(tell, False)
         # written by the C code that catches a signal, whatever the interpreter does
         signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        # what is sent to a child that has not become another program is not sent to this process
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
         def wait() -> None:
-            while os.read(heard, 1) != bytes([_lead_signal()]):
-                pass
-            time.sleep(seconds)
-            leave()
+            while True:
+                (signum,) = os.read(heard, 1)
+                if signum == _lead_signal() and leave_after is not None:
+                    time.sleep(leave_after)
+                    leave()
+                elif signum == signal.SIGTERM:
+                    time.sleep(SAYS_AFTER)
+                    if not self.is_heeded:
+                        _say_where(b"asked to end, and has come to no place where it could save")
 
-        threading.Thread(target=wait, name="leave at last", daemon=True).start()
+        threading.Thread(target=wait, name="signals", daemon=True).start()
 
     def _on_lead(self, signum: int, frame: FrameType | None) -> None:
         if self.asked is Stop.NO:
@@ -97,12 +113,16 @@ def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> 
         tell: is called before.
     """
     try:
-        # not by print, over which another thread may be blocked
-        os.write(1, b"mgpu_slurm: WARNING: the time limit is near: this rank leaves, and could not save from here:\n")
-        faulthandler.dump_traceback(1)
+        _say_where(b"the time limit is near: this rank leaves, and could not save from here")
         tell()
     finally:
         os._exit(exit_code)
+
+
+def _say_where(words: bytes) -> None:
+    # not by print, over which another thread may be blocked
+    os.write(1, b"mgpu_slurm: WARNING: " + words + b":\n")
+    faulthandler.dump_traceback(1)
 
 
 def _lead_signal() -> signal.Signals:

@@ -17,9 +17,7 @@ import faulthandler
 import os
 import pickle
 import signal
-import site
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -36,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mgpu_slurm.causes import STUCK
 from mgpu_slurm.paths import write_json
 from mgpu_slurm.records import now
+from mgpu_slurm.runtime.places import place, stack
 from mgpu_slurm.spec import FLIGHT_VARIABLE
 
 if TYPE_CHECKING:
@@ -148,8 +147,7 @@ class Watchdog:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _record(self, innermost: FrameType, seconds: float) -> Record:
-        # without the text of its lines, which would be read from a disk that may be what everybody waits for
-        frames = traceback.StackSummary.extract(reversed(list(traceback.walk_stack(innermost))), lookup_lines=False)
+        frames = stack(innermost)
         collectives: list[Record] = []
         with suppress(Exception):
             # a private interface
@@ -157,7 +155,7 @@ class Watchdog:
         unfinished = [entry for entry in collectives if not entry["retired"]]
         waits = bool(unfinished) or _is_where_ranks_wait(frames)
         what = f" in {unfinished[0]['profiling_name']}" if unfinished else ""
-        doing = f"{f'waits for other ranks{what}' if waits else 'is'} at {_place(frames)}"
+        doing = f"{f'waits for other ranks{what}' if waits else 'is'} at {place(frames)}"
         return {
             "rank": self._facts.rank,
             "node": self._facts.node_name,
@@ -191,24 +189,6 @@ def _collectives(rank: int) -> list[Record]:
                 with suppress(OSError):
                     Path(prefix + file).write_bytes(dump)
     return found
-
-
-_OTHERS = tuple(
-    str(Path(folder).resolve())
-    for folder in {
-        *site.getsitepackages(),
-        sysconfig.get_paths()["stdlib"],
-        sysconfig.get_paths()["purelib"],
-        str(Path(__file__).parents[1]),
-    }
-)
-
-
-def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of the user's own code."""
-    own = [frame for frame in frames if not frame.filename.startswith(("<frozen", *_OTHERS))]
-    frame = (own or frames)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
 _TORCH = Path(torch.__file__).parent

@@ -264,6 +264,8 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
     Raises:
         UserError: nothing is left to do, or workers are at work that leave no room for others.
     """
+    for name in change.again.given:
+        raise UserError(f"--{name.replace('_', '-')}: of a sweep its file says it: change that, and call `sweep FILE`")
     with locked(folder.sweep_lock):
         sweep = files.load(folder.sweep)
         study = studies.load(sweep, folder.journal)

@@ -57,6 +57,18 @@ def test_other_resources_are_those_of_the_next_attempt(failed: tuple[Project, Pa
     assert (facts["nodes"], facts["ranks"], facts["attempts"]) == (2, 2, 2)
 
 
+def test_what_makes_it_start_again_can_be_changed(failed: tuple[Project, Path]) -> None:
+    project, folder = failed
+    again = ("--stuck-after", "45", "--retries", "1", "--max-requeues", "3", "--time", "10", "--signal", "USR1@30")
+    assert resume(project, folder, *again) == "FAILED"
+    spec = read_spec(RunFolder(folder))
+    assert (spec.stuck_after, spec.retries, spec.max_requeues) == (45.0, 1, 3)
+    assert (spec.signal, spec.lead) == ("USR1", 30)
+    # tried once more
+    (facts,) = project.json("status", folder.name)
+    assert facts["attempts"] == 3
+
+
 def test_a_change_that_does_not_fit_changes_nothing(project: Project) -> None:
     project.write(
         "job.py",

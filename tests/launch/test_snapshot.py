@@ -249,6 +249,13 @@ def test_runs_folder_is_never_copied_and_makes_nothing_dirty(
     assert taken.dirty is False
 
 
+def test_runs_that_lie_here_are_not_copied_where_new_ones_lie_elsewhere(
+    project: Path, tmp_path: Path, copy: Copy
+) -> None:
+    write(project, {"train.py": "1", "lib/runs/kept": "1", "runs/one/spec.yaml": "", "runs/one/code/train.py": "1"})
+    assert names(copy(project, skip=tmp_path / "elsewhere")[1]) == {"train.py", "lib/runs/kept"}
+
+
 def test_tracked_files_of_the_runs_folder_are_not_copied_either(project: Path, copy: Copy) -> None:
     repository(project, {"train.py": "1", "runs/old/log": "1"})
     assert names(copy(project)[1]) == {"train.py"}

@@ -113,6 +113,7 @@ def test_what_is_written_down(failing: Failing) -> None:
         "node": "n1",
         "checkpoint": 5,
         "avoid": ["n1"],
+        "pause": 0.0,
     }
     state = records.read_state(failing.folder)
     assert (state["state"], state["reason"]) == ("REQUEUED", f"starts again (1 of 3): {why}")

@@ -1,0 +1,41 @@
+"""Where a thread is in the user's own code, told without torch: it may be what the thread is importing."""
+
+from __future__ import annotations
+
+import site
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+_OTHERS = tuple(
+    str(Path(folder).resolve())
+    for folder in {
+        *site.getsitepackages(),
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        str(Path(__file__).parents[1]),
+    }
+)
+
+
+def place_of(thread: threading.Thread) -> str:
+    """The innermost line of the user's own code that a thread of this process is at."""
+    assert thread.ident is not None
+    return place(stack(sys._current_frames()[thread.ident]))
+
+
+def stack(innermost: FrameType) -> traceback.StackSummary:
+    """The frames down to this one."""
+    # without the text of its lines, which would be read from a disk that may be what everybody waits for
+    return traceback.StackSummary.extract(reversed(list(traceback.walk_stack(innermost))), lookup_lines=False)
+
+
+def place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of the user's own code."""
+    own = [frame for frame in frames if not frame.filename.startswith(("<frozen", *_OTHERS))]
+    frame = (own or frames)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
