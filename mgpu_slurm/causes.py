@@ -119,7 +119,7 @@ NOT_A_NUMBER = Cause(
 KILLED = Cause(
     "killed",
     "a rank was killed, and nobody said by whom",
-    "it may have been the kernel, for want of memory (`dmesg` on the node), or somebody",
+    "`resume` goes on; it may have been the kernel, for want of memory (`dmesg` on the node), or somebody",
     is_clusters=True,
 )
 TERMINATED = Cause(

@@ -14,12 +14,15 @@ from mgpu_slurm.errors import CollectiveMismatch
 from mgpu_slurm.hostlist import ranges
 from mgpu_slurm.observe import attempts, flight
 from mgpu_slurm.observe.times import time_of
-from mgpu_slurm.paths import DAMAGED, RunFolder, read_json
+from mgpu_slurm.paths import DAMAGED, RunFolder, end_of, read_json
 from mgpu_slurm.spec import read_spec
 from mgpu_slurm.wording import first_line, short_path
 
 SHOWN_LINES = 5
 """Of what a rank said last."""
+
+WARNING = "mgpu_slurm: WARNING: "
+SHOWN_WARNINGS = 2
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
@@ -78,7 +81,10 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
     if states.is_alive(state["state"]):
         return None
     takers = attempts.last_taken_by(folder, state) if cause is causes.PREEMPTED else ""
-    cause = cause or causes.UNKNOWN
+    if cause is None:
+        # a batch step that is there says how its attempt has ended
+        is_unseen = state["attempts"] and not attempts.has_ended(folder, state["attempts"])
+        cause = causes.SUPERVISOR if is_unseen else causes.UNKNOWN
     said = attempts.last_said(folder) if cause is causes.TIME_LIMIT else ""
     return Why(
         cause,
@@ -190,8 +196,11 @@ def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
     if found is None:
         if state["state"] == states.COMPLETED:
             yield _of_the_result(folder) or "nothing went wrong in the end"
-        else:
+        elif state["attempts"]:
             yield "nothing has gone wrong that it has not started again after"
+        else:
+            yield "it has not started yet"
+        yield from _warned(folder, state)
         return
     yield f"why       {found.cause.words}"
     yield f"where     {' '.join(_where(found))}"
@@ -215,6 +224,14 @@ def _where(found: Why) -> Iterator[str]:
         yield f"in attempt {found.attempt}"
     if (at := time_of(found.time)) is not None:
         yield f"at {at:%Y-%m-%d %H:%M:%S}"
+
+
+def _warned(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
+    """What the newest attempt outlives, such as a disk that is full."""
+    log = end_of(folder.rank_log(state["attempts"], 0))
+    said = [line for line in log.splitlines() if line.startswith(WARNING)]
+    for line in said[-SHOWN_WARNINGS:]:
+        yield f"warning   {line.removeprefix(WARNING)}"
 
 
 def _of_the_result(folder: RunFolder) -> str | None:

@@ -101,7 +101,7 @@ def run_attempt(
     store = _serve_in_background(listener, offer, wanted=spec.resources.ranks > 1)
     wish = folder.requeue_wish(attempt)
     # what is left of the lead then is for the requeue
-    ending = _wait(alive, wish, max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2))
+    ending = _wait(alive, wish, max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2), folder.cancel_wish)
     store.clear()
     failure: dict[str, Any] = {}
     first = None
@@ -176,12 +176,13 @@ def _serve_in_background(listener: socket.socket, offer: Offer | None, wanted: b
     return holder
 
 
-def _wait(alive: dict[int, str], wish: Path, grace_after_requeue: float) -> Ending:
+def _wait(alive: dict[int, str], wish: Path, grace_after_requeue: float, cancel_wish: Path) -> Ending:
     """Until no process is left; the first that fails, or asks to be started again, ends the others after a while.
 
     Args:
         wish: what a rank behind a launcher leaves that asks so: an exit code would end the others at once.
         grace_after_requeue: seconds that the others get then.
+        cancel_wish: there where the ranks are told to end, maybe before this process is.
     """
     ending = Ending(0)
     deadline: float | None = None
@@ -200,11 +201,10 @@ def _wait(alive: dict[int, str], wish: Path, grace_after_requeue: float) -> Endi
             if code and not ending.code:
                 ending = replace(ending, code=code, who=who)
         # who is told to end saves first, and has until SIGKILL comes from whoever told it
-        if deadline is None and not ending.told_to_end and not ending.cut_short:
-            if ending.code == REQUEUE_EXIT_CODE or wish.exists():
-                deadline = time.monotonic() + grace_after_requeue
-            elif ending.code:
-                deadline = time.monotonic() + GRACE_AFTER_FAILURE
+        is_told = ending.told_to_end or ending.cut_short
+        comes_back = not is_told and (ending.code == REQUEUE_EXIT_CODE or wish.exists())
+        if deadline is None and not is_told and (ending.code or comes_back) and not cancel_wish.exists():
+            deadline = time.monotonic() + (grace_after_requeue if comes_back else GRACE_AFTER_FAILURE)
     return ending
 
 

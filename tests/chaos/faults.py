@@ -263,7 +263,7 @@ FAULTS = (
     Fault(
         "its time is up",
         its_time_is_up,
-        "it asked to be started again",
+        "it asked to be started again|left before the time limit",
         words=("--time", "0:09", "--signal", "USR2@5"),
         config=lambda draw: {"pace": draw.uniform(0.08, 0.12)},
     ),

@@ -297,6 +297,22 @@ def test_checkpoints_that_are_all_damaged(project: Project) -> None:
     assert found.cause is causes.DAMAGED
 
 
+OUTLIVES_A_WARNING = """
+    def train(run, config):
+        run.report(1, loss=1.0)
+        print("mgpu_slurm: WARNING: rank 0 could not write the checkpoint of step 4: no space")
+"""
+
+
+def test_what_a_run_outlived_is_told(project: Project) -> None:
+    project.write("train.py", OUTLIVES_A_WARNING)
+    folder, _ = project.run("train.py")
+    assert project.call("why", folder.name).stdout.splitlines()[1:] == [
+        "nothing went wrong in the end",
+        "warning   rank 0 could not write the checkpoint of step 4: no space",
+    ]
+
+
 def test_a_damaged_checkpoint_is_told(project: Project) -> None:
     folder, _ = project.run("--", "true")
     (folder / "checkpoints" / "damaged-step-000000007").mkdir(parents=True)
