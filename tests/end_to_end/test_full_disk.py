@@ -13,6 +13,7 @@ from tests.support import Project, log
 JOB = '''
     """Keeps the disk full from its second epoch to the last thing that it does in its fourth."""
     import threading
+    import time
     from pathlib import Path
 
     import torch
@@ -53,6 +54,9 @@ JOB = '''
         ballast, seen = Ballast(run.folder / "ballast"), []
         for epoch in state.epochs(4):
             if run.is_main and epoch == 2:
+                # that of the first epoch is on its way yet
+                while not Path(run.folder, "checkpoints", "step-000000002").exists():
+                    time.sleep(0.01)
                 ballast.start()
                 ballast.is_full.wait()
             for (batch,) in data:
@@ -84,7 +88,7 @@ until grep -q '"progress": [1-9]' runs/full-*/state.json; do sleep 0.1; done
 dd if=/dev/zero of=runs/ballast bs=4k 2>/dev/null
 "$@" cancel full
 # longer than one waits for a disk without a word, for which there is no room either
-sleep 7
+sleep 12
 rm runs/ballast
 "$@" wait full --timeout 60
 cp -r runs kept
