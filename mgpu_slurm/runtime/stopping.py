@@ -49,7 +49,7 @@ class StopFlag:
         """
         self._leave_after = leave_after
         self.is_heeded = False
-        """This rank has come to the place where all of them stop."""
+        """Nobody need be told where this rank is: it has come to the place where all of them stop."""
         self.asked = Stop.NO
         self._asked_at = 0.0
 

@@ -127,6 +127,8 @@ class CommandTrainer:
         """Until the children of all ranks have ended; how, and what was asked for meanwhile."""
         descriptor = os.pidfd_open(child.pid)
         deadline: float | None = None
+        # the children hear it too, and what they take to end is their own affair
+        self._stop.is_heeded = True
         try:
             desk.watch(descriptor)
             while True:
