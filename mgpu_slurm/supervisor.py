@@ -76,6 +76,7 @@ def main(executor: str, ranks_of_function: int) -> None:
                 records.cancel_unstarted(folder, problem)
                 return
             Supervisor(folder, spec, _nodes(folder, spec)).run()
+            output.flush()
             return
 
 
@@ -210,6 +211,7 @@ class Supervisor:
             except BaseException:
                 traceback.print_exc()
             finally:
+                output.flush()
                 os._exit(code)
         code = self._watch(pid)
         if code:

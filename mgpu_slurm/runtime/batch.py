@@ -155,8 +155,7 @@ def _is_slurms_doing(ending: Ending, log: LaunchLog) -> bool:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    output.flush()
     # not by the interpreter's own end: a thread that is about to serve the store is inside of torch, and C++ code that
     # cannot be unwound there aborts the process. SLURM would call a run FAILED that is complete.
     os._exit(code)

@@ -85,11 +85,13 @@ CANCELLED_WHILE_FULL = """
 mkdir runs && mount -t tmpfs -o size=8m tmpfs runs || exit 99
 "$@" submit train --executor local --name full --json || exit 1
 until grep -q '"progress": [1-9]' runs/full-*/state.json; do sleep 0.1; done
-dd if=/dev/zero of=runs/ballast bs=4k 2>/dev/null
+# also of what others give back
+touch full && while [ -e full ]; do cat /dev/zero 2>/dev/null >> runs/ballast; sleep 0.01; done &
+sleep 1
 "$@" cancel full
 # longer than one waits for a disk without a word, for which there is no room either
 sleep 12
-rm runs/ballast
+rm full && wait && rm runs/ballast
 "$@" wait full --timeout 60
 cp -r runs kept
 """
