@@ -211,7 +211,8 @@ class Supervisor:
             except BaseException:
                 traceback.print_exc()
             finally:
-                output.flush()
+                with suppress(OSError):
+                    output.flush()
                 os._exit(code)
         code = self._watch(pid)
         if code:

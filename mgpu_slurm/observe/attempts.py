@@ -72,11 +72,6 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
     return found
 
 
-def has_ended(folder: RunFolder, attempt: int) -> bool:
-    """Whether its batch step saw its end."""
-    return any(event["event"] == "ended" and event["attempt"] == attempt for event in records.events(folder))
-
-
 def last_said(folder: RunFolder) -> str:
     """What the newest attempt's end was told as; empty where nothing was."""
     ends = [event for event in records.events(folder) if event["event"] == "ended"]

@@ -83,7 +83,7 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
     takers = attempts.last_taken_by(folder, state) if cause is causes.PREEMPTED else ""
     if cause is None:
         # a batch step that is there says how its attempt has ended
-        is_unseen = state["attempts"] and not attempts.has_ended(folder, state["attempts"])
+        is_unseen = state["attempts"] and _end_of_attempt(folder, state["attempts"]) is None
         cause = causes.SUPERVISOR if is_unseen else causes.UNKNOWN
     said = attempts.last_said(folder) if cause is causes.TIME_LIMIT else ""
     return Why(
