@@ -30,6 +30,8 @@ class Cause:
     """Whether the program has no part in it, and another try makes sense."""
     spoils_node: bool = False
     """Whether what runs on the same node next will fail of it too."""
+    spoils_job: bool = False
+    """Whether SLURM will start nothing more in the same job."""
 
 
 GPU_MEMORY = Cause(
@@ -137,6 +139,13 @@ LAUNCH = Cause(
     is_clusters=True,
     spoils_node=True,
 )
+HELD_UP = Cause(
+    "held-up",
+    "SLURM gave the job nodes on which it then started nothing",
+    "try again; if it happens again, ask the site about the nodes",
+    is_clusters=True,
+    spoils_job=True,
+)
 CRASH = Cause(
     "crash",
     "native code crashed",
@@ -231,6 +240,7 @@ _OF_AN_END = [
         (r"was ended by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
         (r": mgpu_slurm: command '.*' (?:is not|may not) ", NO_COMMAND),
         (r"was ended by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)", CRASH),
+        (r"^srun waited for \d+ s, and SLURM did not start the ranks' step", HELD_UP),
         (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
     )
 ]

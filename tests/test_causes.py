@@ -23,6 +23,7 @@ def of_rank(error: str, message: str, consequence: bool = False) -> dict[str, An
         ({"message": "rank 1 on n2: Killed"}, "killed"),
         ({"message": "srun was ended by SIGKILL"}, "killed"),
         ({"message": "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"}, "launch"),
+        ({"message": "srun waited for 60 s, and SLURM did not start the ranks' step"}, "held-up"),
         (of_rank("RuntimeError", "Connection closed by peer [127.0.0.1]:4711", consequence=True), "connection"),
         (of_rank("OSError", str(OSError(errno.ESTALE, os.strerror(errno.ESTALE), "data.bin"))), "disk"),
         (of_rank("AcceleratorError", "CUDA error: uncorrectable ECC error encountered"), "gpu"),

@@ -74,6 +74,7 @@ def run_attempt(
     start_ranks: StartRanks,
     describe: Callable[[Ending], str] = describe_exit,
     ports: range | None = None,
+    waits_in_vain: Callable[[], bool] = lambda: False,
 ) -> Ending:
     """One attempt from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
 
@@ -81,6 +82,7 @@ def run_attempt(
         address: what other nodes call this one; the loopback address where all ranks are on this machine.
         describe: tells a failure in words where no rank did.
         ports: on which the ranks reach this machine; None for any.
+        waits_in_vain: whether what starts the ranks had better be ended; asked every second.
     """
     records.note_unseen_end(folder, records.settle_event)
     attempt = records.attempts_started(folder) + 1
@@ -101,7 +103,7 @@ def run_attempt(
     store = _serve_in_background(listener, offer, wanted=spec.resources.ranks > 1)
     wish = folder.requeue_wish(attempt)
     # what is left of the lead then is for the requeue
-    ending = _wait(alive, wish, max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2), folder.cancel_wish)
+    ending = _wait(alive, wish, max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2), folder.cancel_wish, waits_in_vain)
     store.clear()
     failure: dict[str, Any] = {}
     first = None
@@ -176,13 +178,20 @@ def _serve_in_background(listener: socket.socket, offer: Offer | None, wanted: b
     return holder
 
 
-def _wait(alive: dict[int, str], wish: Path, grace_after_requeue: float, cancel_wish: Path) -> Ending:
+def _wait(
+    alive: dict[int, str],
+    wish: Path,
+    grace_after_requeue: float,
+    cancel_wish: Path,
+    waits_in_vain: Callable[[], bool],
+) -> Ending:
     """Until no process is left; the first that fails, or asks to be started again, ends the others after a while.
 
     Args:
         wish: what a rank behind a launcher leaves that asks so: an exit code would end the others at once.
         grace_after_requeue: seconds that the others get then.
         cancel_wish: there where the ranks are told to end, maybe before this process is.
+        waits_in_vain: see `run_attempt`.
     """
     ending = Ending(0)
     deadline: float | None = None
@@ -193,6 +202,10 @@ def _wait(alive: dict[int, str], wish: Path, grace_after_requeue: float, cancel_
             # a launcher is alive as long as any rank is, and takes SIGTERM for an order to end them all at once
             signal_groups(alive, signal.SIGKILL if ending.code else signal.SIGTERM)
             ending, deadline = replace(ending, cut_short=True), None
+        elif received is None and waits_in_vain():
+            # there is no rank yet that could save
+            signal_groups(alive, signal.SIGKILL)
+            ending = replace(ending, cut_short=True)
         elif received is not None and received.si_signo == signal.SIGHUP:
             signal_groups(alive, signal.SIGKILL)
         elif received is not None and received.si_signo == signal.SIGTERM:

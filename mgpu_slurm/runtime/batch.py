@@ -21,6 +21,7 @@ from mgpu_slurm.processes import allow_many_files
 from mgpu_slurm.runtime import output, retrying
 from mgpu_slurm.runtime.attempt import WATCHED, Ending, StartRanks, goes_on_in_place, own_group, run_attempt
 from mgpu_slurm.runtime.launch_log import LaunchLog
+from mgpu_slurm.runtime.launch_watch import LaunchWatch
 from mgpu_slurm.runtime.requeueing import Job, can_start_without, start_again, start_again_in_time, starts
 from mgpu_slurm.runtime.retrying import Retry
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
@@ -51,7 +52,17 @@ def main(arguments: list[str]) -> int:
     address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
     while True:
         log = LaunchLog(folder.launch_log(job.id))
-        ending = run_attempt(folder, spec, job.id, nodes, address, _by_launcher(command), log.describe)
+        watch = LaunchWatch(folder, job.id, log)
+        ending = run_attempt(
+            folder,
+            spec,
+            job.id,
+            nodes,
+            address,
+            _by_launcher(command),
+            watch.describe,
+            waits_in_vain=watch.is_in_vain,
+        )
         code = _after(folder, spec, job, ending, log, nodes)
         if code is not None:
             return code
@@ -100,14 +111,15 @@ def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchL
 
 
 def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Sequence[str]) -> int | None:
-    """Here; or where one of these nodes is not to be trusted, on others; or where the time limit is near, as a new job.
+    """Here; or where one of these nodes is not to be trusted, on others; or where this job is of no use any more or the
+    time limit is near, as a new job.
 
     Raises:
         ClusterError: SLURM does not start it again, or does not end what this attempt has left.
     """
     retry.write_down(folder, job_id=job.id, token=job.token)
     moves = set(retry.avoid) & set(nodes) and can_start_without(folder, spec, job, retry.avoid)
-    if moves or (spec.max_requeues and _is_limit_near(spec, job)):
+    if moves or retry.leaves_job or (spec.max_requeues and _is_limit_near(spec, job)):
         return start_again(folder, spec, job, retry.avoid)
     steps.end(job.id, folder.group.run)
     for _ in retry.wait():

@@ -44,6 +44,8 @@ class Retry:
     of: int
     avoid: tuple[str, ...]
     """Nodes that had better not be among its own."""
+    leaves_job: bool = False
+    """Whether nothing can be started any more where the attempt before was."""
 
     @property
     def pause(self) -> float:
@@ -98,7 +100,7 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     avoid = [known for event in earlier[-1:] for known in event["avoid"]]
     if node is not None and is_spoilt and node not in avoid:
         avoid.append(node)
-    return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid))
+    return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid), cause.spoils_job)
 
 
 def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:

@@ -232,9 +232,11 @@ def test_an_attached_script_is_requeued_by_the_lead_signal_and_goes_on_exactly(
     project = Project(scripts.folder, scripts.environ | {"STOP_AT": "5"})
     folder, facts = project.run("--nodes", "2", "--", "python", "attached.py")
     assert (facts["state"], facts["attempts"], facts["step"]) == ("COMPLETED", 2, 16), log(folder, 0)
-    assert "stopped at step 6" in log(folder, 1)
+    (step,) = re.findall(r"stopped at step (\d+)$", log(folder, 1), flags=re.MULTILINE)
+    # the other rank may be one step further when it hears of it
+    assert step in ("5", "6")
     assert "Traceback" not in log(folder, 0) + log(folder, 1)
-    assert "restored step 6 from step-000000006" in log(folder, 0, attempt=2)
+    assert f"restored step {step} from step-{step:0>9}" in log(folder, 0, attempt=2)
     assert weights(folder) == weights(folder, rank=1) == weights(undisturbed)
 
 

@@ -76,6 +76,10 @@ JOB = '''
 '''
 
 
+LIMIT = ("--time", "0:32", "--signal", "USR2@12")
+"""What ranks are stopped by that are blocked; on a busy machine they take long to come so far."""
+
+
 def events(folder: Path) -> list[dict[str, Any]]:
     return records.events(RunFolder(folder))
 
@@ -154,7 +158,7 @@ def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trai
 
 def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
-    folder = project.submit("train", "--nodes", "2", "block_at=10", "--time", "0:20", "--signal", "USR2@12")
+    folder = project.submit("train", "--nodes", "2", "block_at=10", *LIMIT)
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     code = (project.folder / "train.py").read_text().splitlines()
@@ -208,8 +212,7 @@ for epoch in state.epochs(2):
 
 def test_a_script_that_reaches_no_boundary_leaves_too(project: Project) -> None:
     project.write("script.py", SCRIPT)
-    words = ["--nodes", "2", "--time", "0:20", "--signal", "USR2@12", "--", "python", "script.py"]
-    folder = project.submit(*words)
+    folder = project.submit("--nodes", "2", *LIMIT, "--", "python", "script.py")
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     assert "this rank leaves, and could not save from here:" in log(folder, 1)

@@ -404,6 +404,45 @@ def test_a_node_on_which_ranks_die_twice_is_left(project: Project, cluster: Clus
 # -- what SLURM does to a run
 
 
+HASTE = """
+from mgpu_slurm.runtime import launch_watch
+
+launch_watch.PATIENCE = 3.0
+"""
+
+
+def submit_hasty(project: Project, *setup: str) -> Path:
+    """A run on two nodes whose ranks are missed after some seconds, and not only after a minute."""
+    hasty = project.folder / "hasty"
+    Project(hasty).write("sitecustomize.py", HASTE)
+    lines = json.dumps([f"export PYTHONPATH={hasty}", *setup])
+    project.write("mgpu.yaml", f"clusters: {{testbed: {{setup: {lines}}}}}\n")
+    return project.submit(*NO_GPUS, "--cluster", "testbed", "--nodes", "2", "--", "sh", "-c", "echo here")
+
+
+def test_a_job_whose_nodes_take_no_ranks_is_left_for_a_new_start(project: Project, cluster: Cluster) -> None:
+    # what holds the nodes is another step of the job
+    hold = "srun --exclusive --nodes=2 --job-name=other sleep 1000 &"
+    see = "until squeue --noheader --steps --job $SLURM_JOB_ID -o %j | grep -q other; do sleep 0.1; done"
+    run = submit_hasty(project, f'if [ -z "$SLURM_RESTART_COUNT" ]; then {hold} {see}; fi')
+    wait_until(lambda: standing(run)[::2] == ("PENDING", 1), pause=LOOK_EVERY)
+    cluster.start_now(facts_of(run)["job_id"])
+    facts = finish(run)
+    assert (facts["state"], facts["reason"], facts["attempts"]) == ("COMPLETED", "", 2)
+    assert log(run, 0, attempt=2) == "here\n"
+    told = "srun waited for 3 s, and SLURM did not start the ranks' step"
+    assert before(RunFolder(run)) == [Before(1, told, "it started again")]
+
+
+def test_one_whose_nodes_are_still_prepared_for_it_is_not(project: Project, cluster: Cluster) -> None:
+    prolog = cluster.folder / "prolog"
+    prolog.write_text("#!/bin/sh\n[ $SLURMD_NODENAME = n1 ] || sleep 6\n")
+    prolog.chmod(0o755)
+    cluster.configure("Prolog=/run/cluster/prolog", "PrologFlags=Alloc")
+    facts = finish(submit_hasty(project))
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 1)
+
+
 def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     project: Project, cluster: Cluster, undisturbed: bytes
 ) -> None:
