@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -18,13 +17,10 @@ from mgpu_slurm.runtime import rendezvous
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import StopFlag
+from tests.forks import FORKS
 
 Work = Callable[..., Any]
 KILLED = "killed"
-
-# a server process that has imported torch and done nothing with it, so that forks of it are sound and fast
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "mgpu_slurm.runtime.run"])
 
 
 def run_ranks(work: Work, world_size: int, *arguments: Any, folder: Path | None = None) -> list[Any]:
@@ -42,8 +38,8 @@ def join_ranks(body: Work, facts: list[RankFacts], *arguments: Any) -> list[Any]
     store = rendezvous.serve(listener)
     started = []
     for own in facts:
-        here, there = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_process, args=(there, body, own, variables, arguments))
+        here, there = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=_process, args=(there, body, own, variables, arguments))
         process.start()
         there.close()
         started.append((process, here))

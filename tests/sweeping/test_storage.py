@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import struct
 from collections.abc import Callable
@@ -22,13 +21,10 @@ from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.space import Space
 from mgpu_slurm.sweeping.study import Worker
+from tests.forks import FORKS
 from tests.postgresql import Server
 from tests.slurm.packages import POSTGRESQL_PASSWORD
 from tests.support import wait_until
-
-# what workers need is imported once for all of them
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.sweeping.test_storage", "alembic.command", "psycopg"])
 
 VARIABLE = "MGPU_TEST_PASSWORD"
 SPACE = {"lr": {"float": [1e-4, 1.0], "log": True}, "layers": {"choice": [[8], [8, 8]]}}
@@ -90,7 +86,7 @@ def suggest(made: Sweep, trial: Trial) -> dict[str, Any]:
 
 def in_processes(work: Callable[..., None], calls: list[tuple[Any, ...]]) -> None:
     """One for each call; all of them succeed."""
-    workers = [PROCESSES.Process(target=work, args=call) for call in calls]
+    workers = [FORKS.Process(target=work, args=call) for call in calls]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -111,7 +107,7 @@ def take_all(place: Place, made: Sweep, worker: int, together: Barrier, taken: A
 
 def test_workers_that_start_together_share_out_every_trial(place: Place) -> None:
     made = place.create(trials=24, sampler="random")
-    together, taken = PROCESSES.Barrier(8), PROCESSES.Array("i", 32)
+    together, taken = FORKS.Barrier(8), FORKS.Array("i", 32)
     in_processes(take_all, [(place, made, worker, together, taken) for worker in range(8)])
     assert list(taken) == [1] * 24 + [0] * 8
     study = place.load(made)
@@ -138,7 +134,7 @@ def take_one_in_each_round(place: Place, made: Sweep, worker: int, together: Bar
 
 def test_no_more_begin_at_once_than_there_may_be_also_where_it_is_raised_in_between(place: Place) -> None:
     made = place.create(trials=3, sampler="random")
-    together, taken_in = PROCESSES.Barrier(8), PROCESSES.Array("i", 8 * ROUNDS)
+    together, taken_in = FORKS.Barrier(8), FORKS.Array("i", 8 * ROUNDS)
     in_processes(take_one_in_each_round, [(place, made, worker, together, taken_in) for worker in range(8)])
     expected = [number for number in range(1, ROUNDS + 1) for _ in range(3)]
     assert list(taken_in) == expected + [0] * 5 * ROUNDS
@@ -158,9 +154,9 @@ def report_for_ever(place: Place, made: Sweep, told: Any) -> None:
 def test_who_is_killed_in_a_call_loses_nothing_and_stops_nobody(place: Place) -> None:
     made = place.create(trials=6)
     # without a lock, which would stay with who is killed over it
-    told = [PROCESSES.Value("i", 0, lock=False) for _ in range(4)]
+    told = [FORKS.Value("i", 0, lock=False) for _ in range(4)]
     for number, counter in enumerate(told):
-        worker = PROCESSES.Process(target=report_for_ever, args=(place, made, counter))
+        worker = FORKS.Process(target=report_for_ever, args=(place, made, counter))
         worker.start()
         wait_until(lambda number=number: told[number].value > 3 + number)
         worker.kill()
@@ -196,8 +192,8 @@ def begin_for_ever(place: Place, made: Sweep, worker: int, told: Any) -> None:
 def test_who_is_killed_while_it_begins_one_has_said_who_it_is_and_stops_nobody(place: Place) -> None:
     made = place.create(trials=None, budget={"hours": 1})
     # without a lock, which would stay with who is killed over it
-    told = [PROCESSES.Value("i", 0, lock=False) for _ in range(4)]
-    workers = [PROCESSES.Process(target=begin_for_ever, args=(place, made, *each)) for each in enumerate(told)]
+    told = [FORKS.Value("i", 0, lock=False) for _ in range(4)]
+    workers = [FORKS.Process(target=begin_for_ever, args=(place, made, *each)) for each in enumerate(told)]
     for worker in workers:
         worker.start()
     for number, worker in enumerate(workers):
