@@ -181,6 +181,10 @@ class RunFolder:
         """With a rank's number behind it, what torch's flight recorder has written of its collectives."""
         return self.logs / f"{attempt}-flight-"
 
+    def stacks(self, attempt: int) -> Path:
+        """There during an attempt: of rank 0 the stacks of its threads where none of them can run."""
+        return self.logs / f"{attempt}-0.stacks"
+
     def requeue_wish(self, attempt: int) -> Path:
         """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"

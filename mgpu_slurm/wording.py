@@ -21,6 +21,11 @@ def first_line(text: str) -> str:
     return (text.splitlines() or [""])[0]
 
 
+def in_words(seconds: float) -> str:
+    """`90 s`, `30 min`."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 def short_path(path: Path) -> str:
     """Relative to the working directory where it lies below, for pasting."""
     here = Path.cwd()

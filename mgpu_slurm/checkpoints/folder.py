@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,19 @@ def hidden(run: RunFolder, step: int, attempt: int, save: int) -> Path:
     return final.with_name(f".{final.name}.of-{attempt}-{save}")
 
 
-def write_part(folder: Path, rank: int, world_size: int, state: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+def write_part(
+    folder: Path,
+    rank: int,
+    world_size: int,
+    state: Mapping[str, Any],
+    parts: Mapping[str, Part],
+    came_on: Callable[[], None] = lambda: None,
+) -> None:
     """Writes what a rank keeps, its record last.
 
     Args:
         state: what JSON can hold of it.
+        came_on: is called now and then.
 
     Raises:
         OSError: it cannot be written.
@@ -49,7 +57,7 @@ def write_part(folder: Path, rank: int, world_size: int, state: Mapping[str, Any
     folder.mkdir(parents=True, exist_ok=True)
     tensors = folder / f"{_name(rank)}{SUFFIX}"
     tensors.unlink(missing_ok=True)
-    written = write(tensors, parts)
+    written = write(tensors, parts, came_on)
     body = {"format": FORMAT, "rank": rank, "world_size": world_size, "tensors": asdict(written), **state}
     write_whole(folder / f"{_name(rank)}.json", json.dumps(body | {"checksum": _checksum(body)}))
     sync_folder(folder)

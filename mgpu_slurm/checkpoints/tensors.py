@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ _TYPES = {
 _PIECE = 1 << 22
 """Bytes that are written, and summed up, at once: whoever else wants the interpreter waits for as long."""
 
+_SYNC_EVERY = 64
+"""Pieces after which the disk has to have them: all at the end might take it long, and nobody could tell that it comes
+on."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -67,17 +71,23 @@ def is_writable(dtype: torch.dtype) -> bool:
     return dtype in _TYPES
 
 
-def write(path: Path, parts: Mapping[str, Part]) -> Written:
+def write(path: Path, parts: Mapping[str, Part], came_on: Callable[[], None] = lambda: None) -> Written:
     """Writes a new file, and has it on the disk.
+
+    Args:
+        came_on: is called after each piece.
 
     Raises:
         OSError: it cannot be written.
     """
     size = checksum = 0
     with open(path, "xb", buffering=0) as file:
-        for piece in _pieces(parts):
+        for number, piece in enumerate(_pieces(parts), start=1):
             size, checksum = size + len(piece), google_crc32c.extend(checksum, bytes(piece))
             _write_all(file.fileno(), piece)
+            if number % _SYNC_EVERY == 0:
+                os.fdatasync(file.fileno())
+            came_on()
         os.fsync(file.fileno())
     return Written(size, checksum)
 

@@ -73,8 +73,8 @@ def _make() -> Run:
 
 def _watchdog_of(facts: RankFacts, attempt: int) -> Watchdog | None:
     # of a trial its worker says how it ended
-    record = RunFolder(Path(os.environ[RUN_VARIABLE])).rank_failure(attempt, facts.rank) if _is_the_run() else None
-    return watchdog(float(os.environ.get(STUCK_AFTER_VARIABLE, "0")), facts, record)
+    folder = RunFolder(Path(os.environ[RUN_VARIABLE])) if _is_the_run() else None
+    return watchdog(float(os.environ.get(STUCK_AFTER_VARIABLE, "0")), facts, folder, attempt)
 
 
 def _is_the_run() -> bool:

@@ -24,6 +24,7 @@ from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
 from mgpu_slurm.runtime import rendezvous
 from mgpu_slurm.runtime.listening import Offer
+from mgpu_slurm.runtime.locked import LockWatch
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 
 StartRanks = Callable[[dict[str, str]], dict[int, str]]
@@ -103,7 +104,10 @@ def run_attempt(
     store = _serve_in_background(listener, offer, wanted=spec.resources.ranks > 1)
     wish = folder.requeue_wish(attempt)
     # what is left of the lead then is for the requeue
-    ending = _wait(alive, wish, max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2), folder.cancel_wish, waits_in_vain)
+    grace = max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2)
+    locked = LockWatch(folder, attempt, 60 * spec.stuck_after)
+    ending = _wait(alive, wish, grace, folder.cancel_wish, lambda: waits_in_vain() or locked.is_stuck())
+    locked.conclude(nodes[0])
     store.clear()
     failure: dict[str, Any] = {}
     first = None
@@ -203,7 +207,7 @@ def _wait(
             signal_groups(alive, signal.SIGKILL if ending.code else signal.SIGTERM)
             ending, deadline = replace(ending, cut_short=True), None
         elif received is None and waits_in_vain():
-            # there is no rank yet that could save
+            # there is no rank that could save
             signal_groups(alive, signal.SIGKILL)
             ending = replace(ending, cut_short=True)
         elif received is not None and received.si_signo == signal.SIGHUP:

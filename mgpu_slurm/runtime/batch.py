@@ -97,15 +97,19 @@ def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchL
     if (ending.code or not folder.result.exists()) and _is_slurms_doing(ending, log):
         # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
         return ending.code
-    if in_place:
-        return None
-    retry = retrying.due(folder, spec, ending.code, starts(folder, job, "retried"))
-    if retry is None:
+    retry = None if in_place else retrying.due(folder, spec, ending.code, starts(folder, job, "retried"))
+    if retry is None and not in_place:
         return _conclude(folder, spec, job, ending, log)
     try:
-        return _try_again(folder, spec, job, retry, nodes)
+        if retry is not None:
+            return _try_again(folder, spec, job, retry, nodes)
+        if ending.cut_short:
+            # srun was, and ranks may go on without it
+            steps.end(job.id, folder.group.run)
+        return None
     except ClusterError as problem:
-        reason = f"{retry.why}; it did not start again: {problem}"
+        why = retry.why if retry is not None else records.failure_line(folder)
+        reason = f"{why}; it did not start again: {problem}"
         records.settle_state(folder, state=states.FAILED, ended=records.now(), reason=reason)
         return ending.code
 

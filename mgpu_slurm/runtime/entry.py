@@ -237,7 +237,7 @@ def watchdog_of(rank: Rank) -> Watchdog | None:
     """Ends this rank where it comes no further; None where nobody wants that."""
     from mgpu_slurm.runtime import watchdog
 
-    return watchdog.watchdog(rank.spec.stuck_after, rank.facts, rank.folder.rank_failure(rank.attempt, rank.facts.rank))
+    return watchdog.watchdog(rank.spec.stuck_after, rank.facts, rank.folder, rank.attempt)
 
 
 @contextmanager

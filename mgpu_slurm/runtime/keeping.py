@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from mgpu_slurm.errors import MgpuError, UserError, nearest
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.facts import RankFacts
 
+LOOK_EVERY = 1.0
+"""Seconds between two looks whether a write comes on."""
+
 
 class Keeper:
     """One rank's part in the checkpoints of a run."""
@@ -31,6 +35,9 @@ class Keeper:
         self._world_size = facts.world_size
         self._attempt = attempt
         self._saves = 0
+        self._is_written = threading.Event()
+        self._pieces = 0
+        """Written so far."""
         self._shared_copies = HostCopies()
         self._own_copies = HostCopies()
 
@@ -73,6 +80,7 @@ class Keeper:
         self._parts |= self._own_copies.take(own_tensors, is_main=True)
         self._shared = {"facts": facts, "objects": states} if self._rank == 0 else None
         self._saves += 1
+        self._is_written.clear()
 
     def write(self, step: int) -> None:
         """Writes this rank's part of what was copied.
@@ -81,7 +89,26 @@ class Keeper:
             OSError: it cannot be written.
         """
         state = {"own": self._own} | ({"shared": self._shared} if self._shared is not None else {})
-        folders.write_part(self._hidden(step), self._rank, self._world_size, state, self._parts)
+        hidden = self._hidden(step)
+        try:
+            folders.write_part(hidden, self._rank, self._world_size, state, self._parts, self._came_on)
+        finally:
+            self._is_written.set()
+
+    def _came_on(self) -> None:
+        self._pieces += 1
+
+    def wait_for_write(self, alive: Callable[[], None]) -> None:
+        """Until another thread has come to the end of `write`.
+
+        Args:
+            alive: is called as long as that comes on.
+        """
+        seen = self._pieces
+        while not self._is_written.wait(LOOK_EVERY):
+            if seen != self._pieces:
+                seen = self._pieces
+                alive()
 
     def publish(self, step: int) -> None:
         """On rank 0, when all have written.

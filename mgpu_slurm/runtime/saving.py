@@ -20,9 +20,6 @@ from mgpu_slurm.runtime.tally import Tally
 CLOSE_SECONDS = 60.0
 """For which a rank that ends still writes: its checkpoint is whole if all of them come to their end."""
 
-WAITING_SECONDS = 1.0
-"""Between two signs of life of a rank that waits for its own checkpoint."""
-
 HOLD_SECONDS = 1.0
 """For which a copy before an evaluation waits for a checkpoint that is being written."""
 
@@ -39,7 +36,7 @@ class Saver:
         """
         Args:
             together: has all ranks meet, given what is true of this one; whether it is true of any.
-            alive: is called now and then while a checkpoint is waited for.
+            alive: is called now and then while this rank's part of a checkpoint is waited for, as long as it comes on.
         """
         self.plan = Plan()
         self._best = BestReports()
@@ -57,7 +54,6 @@ class Saver:
         """Of the place before an evaluation, while that goes on; the same on all ranks."""
         self._kept_step: int | None = None
         """Of the newest checkpoint, unless that was lost; the same on all ranks."""
-        self._has_written = True
         self._has_lost = False
         """Its part of the save that was begun last."""
         self._thread: threading.Thread | None = None
@@ -149,7 +145,7 @@ class Saver:
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._begun += 1
-        self._has_written, self._has_lost = False, False
+        self._has_lost = False
         self._kept_step = facts["step"]
         self._begun_at, self._last_step, self._facts = time.monotonic(), facts["step"], facts
         self._thread = threading.Thread(target=self._write_and_name, name="checkpoint", daemon=True)
@@ -160,7 +156,6 @@ class Saver:
         facts, number = self._facts, self._begun
         try:
             self._has_lost = not self._write(facts)
-            self._has_written = True
             self._tally.done(number, self._has_lost)
             if self._rank == 0:
                 self._end(facts, number)
@@ -211,11 +206,10 @@ class Saver:
     def finish(self) -> None:
         """Waits until the checkpoint on its way has its name, or is given up."""
         if self._facts is not None:
-            while self._thread is not None and self._is_writing:
-                self._thread.join(WAITING_SECONDS)
-                if not self._has_written:
-                    # what others take is for them to say
-                    self._alive()
+            assert self._thread is not None
+            self._keeper.wait_for_write(self._alive)
+            # what others take is for them to say
+            self._thread.join()
             self.check()
             # nobody goes on before it
             if self._together(self._has_lost):

@@ -6,7 +6,7 @@ still, and what tells the one that holds the others up is that it does not wait.
 attempt.
 
 A rank whose thread cannot run, because C code holds the interpreter's lock, says nothing; its silence names it among
-others, and a timer of the system shows its stack. Alone, such a rank is not ended.
+others, and a timer of the system shows its stack. Where nobody misses it, that is what tells of it (see `locked`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mgpu_slurm.causes import STUCK
-from mgpu_slurm.paths import write_json
+from mgpu_slurm.paths import RunFolder, write_json
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime.places import place, stack
 from mgpu_slurm.spec import FLIGHT_VARIABLE
+from mgpu_slurm.wording import in_words
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -60,11 +61,12 @@ Record = dict[str, Any]
 class Watchdog:
     """Of one rank. It begins with the first sign of life: what a training takes to get there is its own affair."""
 
-    def __init__(self, seconds: float, facts: RankFacts, record: Path | None) -> None:
+    def __init__(self, seconds: float, facts: RankFacts, record: Path | None, stacks: Path | None = None) -> None:
         """
         Args:
             seconds: for which a rank may stand still.
             record: the file for what there is to say of this rank; None where somebody else says it.
+            stacks: the file for what its threads are at where none of them can run; None for its log.
         """
         self._seconds = seconds
         self._pause = min(LOOK_EVERY, seconds / 10)
@@ -76,7 +78,7 @@ class Watchdog:
         self._rests = threading.Event()
         self._thread: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
-        self._alarm = _Alarm()
+        self._alarm = _Alarm(stacks)
 
     def watch(self, step: Callable[[], int]) -> None:
         """Watches the thread that calls it.
@@ -118,6 +120,7 @@ class Watchdog:
             if late > 1 and since_then < late / 10:
                 # the whole process was suspended, as SLURM does with a job; a busy machine only makes it late
                 since += late
+                self._alarm.set(self._limit(longest) + self._pause)
             if signs != self._signs:
                 longest = max(longest, at - since)
                 signs, since = self._signs, at
@@ -161,16 +164,25 @@ class Watchdog:
             "node": self._facts.node_name,
             "time": now(),
             "error": STUCK,
-            "message": f"no progress for {_words(seconds)} since step {self._step()}: it {doing}",
+            "message": f"no progress for {in_words(seconds)} since step {self._step()}: it {doing}",
             "doing": doing,
             "consequence": waits,
             "collectives": len(collectives) and max(entry["record_id"] for entry in collectives),
         }
 
 
-def watchdog(minutes: float, facts: RankFacts, record: Path | None) -> Watchdog | None:
-    """None where a rank may stand still for 0 minutes, which means for as long as it likes."""
-    return Watchdog(60 * minutes, facts, record) if minutes else None
+def watchdog(minutes: float, facts: RankFacts, folder: RunFolder | None, attempt: int) -> Watchdog | None:
+    """
+    Args:
+        minutes: for which a rank may stand still; 0 for as long as it likes, which nobody has to watch.
+        folder: of the run whose attempt it is; None where somebody else says how this process ended.
+    """
+    if not minutes:
+        return None
+    if folder is None:
+        return Watchdog(60 * minutes, facts, record=None)
+    stacks = folder.stacks(attempt) if facts.rank == 0 else None
+    return Watchdog(60 * minutes, facts, folder.rank_failure(attempt, facts.rank), stacks)
 
 
 def _collectives(rank: int) -> list[Record]:
@@ -208,10 +220,6 @@ def _is_where_ranks_wait(frames: Sequence[traceback.FrameSummary]) -> bool:
     return innermost.filename.startswith(_WHERE_RANKS_WAIT)
 
 
-def _words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
 class _Alarm:
     """Shows the stacks of this process's threads when a time is over, also where none of them can run Python code.
 
@@ -219,7 +227,13 @@ class _Alarm:
     `faulthandler.dump_traceback_later` keeps is one that a child of `os.fork` waits for at its end, and has not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path | None) -> None:
+        """
+        Args:
+            file: that has what was shown since it began last; None for this process's log.
+        """
+        self._file = file
+        self._descriptor: int | None = None
         self._timer: ctypes.c_void_p | None = None
 
     def set(self, seconds: float) -> None:
@@ -227,7 +241,9 @@ class _Alarm:
         with suppress(AttributeError, OSError, RuntimeError, ValueError):
             # another C library or interpreter may not have what it takes
             if self._timer is None:
-                self._timer = _new_timer()
+                if self._file is not None:
+                    self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
+                self._timer = _new_timer(2 if self._descriptor is None else self._descriptor)
                 # after the interpreter's end the signal would be an end too
                 atexit.register(self.clear)
             self._settime(seconds)
@@ -241,6 +257,10 @@ class _Alarm:
         whole = int(seconds)
         value = _TimerSpec(0, 0, whole, int((seconds - whole) * 1e9))
         ctypes.CDLL(None).timer_settime(self._timer, 0, ctypes.byref(value), None)
+        # of its position this process knows by itself, and need not ask a file system
+        if self._descriptor is not None and os.lseek(self._descriptor, 0, os.SEEK_CUR):
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            os.ftruncate(self._descriptor, 0)
 
 
 class _TimerSpec(ctypes.Structure):
@@ -263,14 +283,17 @@ class _SignalEvent(ctypes.Structure):
 _SIGEV_SIGNAL = 0
 
 
-def _new_timer() -> ctypes.c_void_p:
+def _new_timer(descriptor: int) -> ctypes.c_void_p:
     """
+    Args:
+        descriptor: of the file that it shows the stacks in.
+
     Raises:
         AttributeError: there are no such timers.
         OSError: the system has none left.
     """
     signum = signal.SIGRTMAX - 1
-    faulthandler.register(signum, file=2, all_threads=True)
+    faulthandler.register(signum, file=descriptor, all_threads=True)
     timer = ctypes.c_void_p()
     event = _SignalEvent(None, signum, _SIGEV_SIGNAL, b"")
     if ctypes.CDLL(None).timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):

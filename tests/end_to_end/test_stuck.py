@@ -17,9 +17,12 @@ AFTER = ("--stuck-after", "0.15", "--nodes", "2")
 
 JOB = '''
     """Steps of two ranks, one of which stands still at the third, in the first attempt."""
+    import os
     import re
     import threading
+    import time
     from dataclasses import dataclass
+    from pathlib import Path
 
     import torch
     import torch.distributed as dist
@@ -33,6 +36,18 @@ JOB = '''
     def holding_the_lock(run):
         # C code that gives the interpreter's lock to nobody
         re.match("(a+)+$", 40 * "a" + "b")
+
+
+    def unwritten(run):
+        """What it writes of a checkpoint from now on does not come to the disk, as where that hangs."""
+        fsync = os.fsync
+
+        def hangs(file):
+            if threading.current_thread().name == "checkpoint":
+                threading.Event().wait()
+            fsync(file)
+
+        os.fsync = hangs
 
 
     def elsewhere(run):
@@ -51,6 +66,10 @@ JOB = '''
         train(run, elsewhere)
 
 
+    def hanging(run, config):
+        train(run, unwritten)
+
+
     @dataclass
     class Config:
         lr: float = 0.1
@@ -65,14 +84,17 @@ JOB = '''
 
 
     def train(run, stand_still):
-        run.lonely = dist.new_group(backend="gloo")
+        run.lonely = dist.new_group(backend="gloo") if dist.is_initialized() else None
         model = run.wrap(torch.nn.Linear(2, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = run.loader(TensorDataset(torch.randn(24, 2)), batch_size=4)
         state = run.restore(model=model, optimizer=optimizer, data=data)
         for epoch in state.epochs(2):
             for (batch,) in data:
-                if run.attempt == 1 and run.step == 8 and run.rank == 1:
+                if run.attempt == 1 and run.step == 8 and run.rank == run.world_size - 1:
+                    # it may still be on its way to the disk
+                    while not Path(run.folder, "checkpoints", "step-000000006").exists():
+                        time.sleep(0.01)
                     stand_still(run)
                 run.backward(model(batch).mean())
                 run.update(optimizer)
@@ -135,6 +157,30 @@ def test_one_that_holds_the_lock_of_the_interpreter_is_named_by_its_silence(stuc
     )
     # its stack all the same
     assert "in holding_the_lock" in log(folder, 1)
+
+
+def test_alone_it_is_ended_from_outside(stuck: Project) -> None:
+    folder, facts = stuck.run("train:locked", "--stuck-after", "0.1")
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
+    line = 1 + next(index for index, text in enumerate(lines(stuck)) if "re.match(" in text)
+    assert retried(folder)["why"] == (
+        "rank 0 on local1: Stuck: no progress for more than 12 s: it is in C code that holds the interpreter's lock,"
+        f" at train.py:{line} in holding_the_lock"
+    )
+    assert "it is in C code that holds the interpreter's lock" in log(folder, 0)
+    assert "in holding_the_lock" in log(folder, 0).partition("this rank was ended. Its threads:")[2]
+    assert "restored step 6 from" in log(folder, 0, attempt=2)
+    assert not list((folder / "logs").glob("*.stacks"))
+
+
+def test_one_whose_own_write_hangs_is_named_with_its_line(stuck: Project) -> None:
+    folder, facts = stuck.run("train:hanging", *AFTER)
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
+    line = 1 + next(index for index, text in enumerate(lines(stuck)) if "in state.epochs(2)" in text)
+    assert retried(folder)["why"] == (
+        f"rank 1 on local2: Stuck: no progress for 9 s since step 12: it is at train.py:{line} in train"
+    )
+    assert "in hangs" in log(folder, 1)
 
 
 def test_ranks_that_wait_for_each_other_in_different_places_are_told_both(stuck: Project) -> None:

@@ -23,7 +23,7 @@ from mgpu_slurm.runtime.watchdog import Watchdog
 
 folder = Path(sys.argv[1])
 facts = RankFacts(node_name="n1")
-watchdog = Watchdog({seconds}, facts, folder / "record.json")
+watchdog = Watchdog({seconds}, facts, folder / "record.json", {stacks})
 watchdog.watch(lambda: 7)
 watchdog.alive()
 (folder / "ready").touch()
@@ -31,8 +31,8 @@ watchdog.alive()
 """
 
 
-def started(folder: Path, seconds: float, body: str) -> subprocess.Popen[str]:
-    script = SCRIPT.format(seconds=seconds, body=body)
+def started(folder: Path, seconds: float, body: str, stacks: str = "None") -> subprocess.Popen[str]:
+    script = SCRIPT.format(seconds=seconds, body=body, stacks=stacks)
     return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
 
 
@@ -71,7 +71,7 @@ def test_a_process_that_was_suspended_has_not_stood_still(tmp_path: Path) -> Non
 
 
 def test_the_stack_of_one_whose_c_code_holds_the_interpreters_lock_is_shown(tmp_path: Path) -> None:
-    script = SCRIPT.format(seconds=0.5, body='import re\nre.match("(a+)+$", 40 * "a" + "b")')
+    script = SCRIPT.format(seconds=0.5, stacks="None", body='import re\nre.match("(a+)+$", 40 * "a" + "b")')
     command = [sys.executable, "-c", script, str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -83,6 +83,25 @@ def test_the_stack_of_one_whose_c_code_holds_the_interpreters_lock_is_shown(tmp_
         assert any(line.startswith('  File "<string>", line 14') for line in process.stderr)
         process.kill()
     last.cancel()
+
+
+def test_what_was_shown_of_one_that_comes_on_again_is_gone(tmp_path: Path) -> None:
+    shown, gate = tmp_path / "stacks", tmp_path / "gate"
+    os.mkfifo(gate)
+    body = f"""
+import ctypes, os
+# of C, and it keeps the interpreter's lock
+ctypes.PyDLL(None).read(os.open({str(gate)!r}, os.O_RDWR), ctypes.create_string_buffer(1), 1)
+while Path({str(shown)!r}).stat().st_size:
+    time.sleep(0.05)
+    watchdog.alive()
+print("comes on")
+"""
+    with started(tmp_path, 0.5, body, stacks=f"Path({str(shown)!r})") as process:
+        wait_until(lambda: shown.exists() and "Current thread" in shown.read_text())
+        gate.write_text(".")
+        assert process.communicate() == ("comes on\n", None)
+    assert process.returncode == 0
 
 
 def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
