@@ -182,7 +182,7 @@ class RunFolder:
         return self.logs / f"{attempt}-flight-"
 
     def stacks(self, attempt: int) -> Path:
-        """There during an attempt: of rank 0 the stacks of its threads where none of them can run."""
+        """Of rank 0, the stacks of its threads where none of them can run; empty before, and gone after the attempt."""
         return self.logs / f"{attempt}-0.stacks"
 
     def requeue_wish(self, attempt: int) -> Path:

@@ -26,6 +26,21 @@ SLOW_SECONDS = 5.0
 
 LONGEST_PAUSE_SECONDS = 2.0
 
+LONGEST_LOOK = 2.0
+"""Seconds that count between two looks, at most."""
+
+
+class OwnTime:
+    """The time that passes for this process: hardly any where it is suspended, as SLURM does with a whole job."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+
+    def passed(self) -> float:
+        """Seconds since the last call; it is to be called every second."""
+        last, self._looked = self._looked, time.monotonic()
+        return min(self._looked - last, LONGEST_LOOK)
+
 
 class Waiting:
     """For the answer to one call."""

@@ -42,8 +42,8 @@ _TYPES = {
 _PIECE = 1 << 22
 """Bytes that are written, and summed up, at once: whoever else wants the interpreter waits for as long."""
 
-_SYNC_EVERY = 64
-"""Pieces after which the disk has to have them: all at the end might take it long, and nobody could tell that it comes
+_SYNC_EVERY = 1 << 26
+"""Bytes after which the disk has to have them: all at the end might take it long, and nobody could tell that it comes
 on."""
 
 
@@ -80,13 +80,14 @@ def write(path: Path, parts: Mapping[str, Part], came_on: Callable[[], None] = l
     Raises:
         OSError: it cannot be written.
     """
-    size = checksum = 0
+    size = checksum = synced = 0
     with open(path, "xb", buffering=0) as file:
-        for number, piece in enumerate(_pieces(parts), start=1):
+        for piece in _pieces(parts):
             size, checksum = size + len(piece), google_crc32c.extend(checksum, bytes(piece))
             _write_all(file.fileno(), piece)
-            if number % _SYNC_EVERY == 0:
+            if size - synced >= _SYNC_EVERY:
                 os.fdatasync(file.fileno())
+                synced = size
             came_on()
         os.fsync(file.fileno())
     return Written(size, checksum)

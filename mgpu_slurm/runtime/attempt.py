@@ -75,7 +75,7 @@ def run_attempt(
     start_ranks: StartRanks,
     describe: Callable[[Ending], str] = describe_exit,
     ports: range | None = None,
-    waits_in_vain: Callable[[], bool] = lambda: False,
+    is_in_vain: Callable[[], bool] = lambda: False,
 ) -> Ending:
     """One attempt from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
 
@@ -83,7 +83,7 @@ def run_attempt(
         address: what other nodes call this one; the loopback address where all ranks are on this machine.
         describe: tells a failure in words where no rank did.
         ports: on which the ranks reach this machine; None for any.
-        waits_in_vain: whether what starts the ranks had better be ended; asked every second.
+        is_in_vain: whether what starts the ranks waits for what will never be; asked every second.
     """
     records.note_unseen_end(folder, records.settle_event)
     attempt = records.attempts_started(folder) + 1
@@ -106,7 +106,7 @@ def run_attempt(
     # what is left of the lead then is for the requeue
     grace = max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2)
     locked = LockWatch(folder, attempt, 60 * spec.stuck_after)
-    ending = _wait(alive, wish, grace, folder.cancel_wish, lambda: waits_in_vain() or locked.is_stuck())
+    ending = _wait(alive, wish, grace, folder.cancel_wish, lambda: is_in_vain() or locked.is_stuck())
     locked.conclude(nodes[0])
     store.clear()
     failure: dict[str, Any] = {}
@@ -187,7 +187,7 @@ def _wait(
     wish: Path,
     grace_after_requeue: float,
     cancel_wish: Path,
-    waits_in_vain: Callable[[], bool],
+    is_hopeless: Callable[[], bool],
 ) -> Ending:
     """Until no process is left; the first that fails, or asks to be started again, ends the others after a while.
 
@@ -195,7 +195,7 @@ def _wait(
         wish: what a rank behind a launcher leaves that asks so: an exit code would end the others at once.
         grace_after_requeue: seconds that the others get then.
         cancel_wish: there where the ranks are told to end, maybe before this process is.
-        waits_in_vain: see `run_attempt`.
+        is_hopeless: whether there is no rank that could end, or save, by itself; asked every second.
     """
     ending = Ending(0)
     deadline: float | None = None
@@ -206,8 +206,7 @@ def _wait(
             # a launcher is alive as long as any rank is, and takes SIGTERM for an order to end them all at once
             signal_groups(alive, signal.SIGKILL if ending.code else signal.SIGTERM)
             ending, deadline = replace(ending, cut_short=True), None
-        elif received is None and waits_in_vain():
-            # there is no rank that could save
+        elif received is None and is_hopeless():
             signal_groups(alive, signal.SIGKILL)
             ending = replace(ending, cut_short=True)
         elif received is not None and received.si_signo == signal.SIGHUP:

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
             address,
             _by_launcher(command),
             watch.describe,
-            waits_in_vain=watch.is_in_vain,
+            is_in_vain=watch.is_in_vain,
         )
         code = _after(folder, spec, job, ending, log, nodes)
         if code is not None:

@@ -80,11 +80,13 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
         code: with which it has ended, of its own accord; negative where a signal ended what ran it.
         earlier: the retries of this submission so far.
     """
-    # a sweep's workers have their own way: what is lost there is a trial
-    if spec.kind != "run" or code in (0, REQUEUE_EXIT_CODE):
+    if code in (0, REQUEUE_EXIT_CODE):
         return None
     failure = read_json(folder.failure) or _unrecorded(code)
     cause = causes.cause_of(failure, records.said_last(folder, failure))
+    if spec.kind != "run" and not cause.spoils_job:
+        # a sweep's workers have their own way: what is lost there is a trial
+        return None
     if cause is causes.GPU and not spec.resources.gpus:
         # none was asked for
         cause = causes.PROGRAM

@@ -120,7 +120,10 @@ class Watchdog:
             if late > 1 and since_then < late / 10:
                 # the whole process was suspended, as SLURM does with a job; a busy machine only makes it late
                 since += late
-                self._alarm.set(self._limit(longest) + self._pause)
+                if signs:
+                    self._alarm.set(self._limit(longest) + self._pause)
+            # that this thread runs shows that nobody keeps the interpreter's lock
+            self._alarm.forget()
             if signs != self._signs:
                 longest = max(longest, at - since)
                 signs, since = self._signs, at
@@ -182,6 +185,10 @@ def watchdog(minutes: float, facts: RankFacts, folder: RunFolder | None, attempt
     if folder is None:
         return Watchdog(60 * minutes, facts, record=None)
     stacks = folder.stacks(attempt) if facts.rank == 0 else None
+    if stacks is not None:
+        with suppress(OSError):
+            # of a process before this one, which a launcher of the user's has started again
+            stacks.unlink()
     return Watchdog(60 * minutes, facts, folder.rank_failure(attempt, facts.rank), stacks)
 
 
@@ -233,15 +240,19 @@ class _Alarm:
             file: that has what was shown since it began last; None for this process's log.
         """
         self._file = file
+        self._pid = os.getpid()
+        """A forked child does nothing with it."""
         self._descriptor: int | None = None
         self._timer: ctypes.c_void_p | None = None
 
     def set(self, seconds: float) -> None:
         """Begins anew."""
+        if os.getpid() != self._pid:
+            return
         with suppress(AttributeError, OSError, RuntimeError, ValueError):
             # another C library or interpreter may not have what it takes
             if self._timer is None:
-                if self._file is not None:
+                if self._file is not None and self._descriptor is None:
                     self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
                 self._timer = _new_timer(2 if self._descriptor is None else self._descriptor)
                 # after the interpreter's end the signal would be an end too
@@ -249,18 +260,25 @@ class _Alarm:
             self._settime(seconds)
 
     def clear(self) -> None:
-        if self._timer is not None:
+        if self._timer is not None and os.getpid() == self._pid:
             self._settime(0.0)
+            self.forget()
+
+    def forget(self) -> None:
+        """What was shown so far counts no more."""
+        # of its position this process knows by itself, and need not ask a file system
+        if self._descriptor is not None and os.lseek(self._descriptor, 0, os.SEEK_CUR):
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+                os.lseek(self._descriptor, 0, os.SEEK_SET)
 
     def _settime(self, seconds: float) -> None:
         assert self._timer is not None
         whole = int(seconds)
-        value = _TimerSpec(0, 0, whole, int((seconds - whole) * 1e9))
+        period = (whole, int((seconds - whole) * 1e9))
+        # again and again: the disk may be full the first time
+        value = _TimerSpec(*period, *period)
         ctypes.CDLL(None).timer_settime(self._timer, 0, ctypes.byref(value), None)
-        # of its position this process knows by itself, and need not ask a file system
-        if self._descriptor is not None and os.lseek(self._descriptor, 0, os.SEEK_CUR):
-            os.lseek(self._descriptor, 0, os.SEEK_SET)
-            os.ftruncate(self._descriptor, 0)
 
 
 class _TimerSpec(ctypes.Structure):

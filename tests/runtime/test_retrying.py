@@ -75,6 +75,13 @@ def test_a_worker_of_a_sweep_has_its_own_way(tmp_path: Path) -> None:
     assert Failing(tmp_path, kind="sweep").numbers(KILLED) == [None]
 
 
+def test_but_a_job_in_which_slurm_starts_nothing_is_left_by_it_too(tmp_path: Path) -> None:
+    held_up = {"message": "srun waited for 90 s, and SLURM did not start the ranks' step"}
+    retry = Failing(tmp_path, kind="sweep").fails(held_up)
+    assert retry is not None
+    assert retry.leaves_job
+
+
 def test_who_watched_over_the_ranks_may_be_killed_too(failing: Failing) -> None:
     retry = failing.fails({}, code=-9)
     assert retry is not None

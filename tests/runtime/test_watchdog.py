@@ -104,6 +104,28 @@ print("comes on")
     assert process.returncode == 0
 
 
+def test_a_long_start_is_no_standstill_and_children_show_nothing(tmp_path: Path) -> None:
+    shown = tmp_path / "stacks"
+    # of C, and it keeps the interpreter's lock for longer than a busy machine would
+    stalls = "import ctypes; ctypes.PyDLL(None).usleep(1_500_000)"
+    body = f"""
+import os
+child = os.fork()
+if not child:
+    watchdog.alive()
+    time.sleep(2)
+    os._exit(Path({str(shown)!r}).exists())
+{stalls}
+time.sleep(2)
+assert os.waitpid(child, 0)[1] == 0
+print(Path({str(shown)!r}).exists())
+"""
+    script = SCRIPT.replace("watchdog.alive()\n", "", 1)
+    command = [sys.executable, "-c", script.format(seconds=0.5, stacks=f"Path({str(shown)!r})", body=body)]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
+
+
 def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
     body = "import os\nchild = os.fork()\nif child: sys.exit(os.waitpid(child, 0)[1])"
     process = started(tmp_path, 60.0, body)

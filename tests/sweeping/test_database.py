@@ -24,10 +24,11 @@ from mgpu_slurm.sweeping import database
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from tests import postgresql as databases
+from tests.forks import FORKS
 from tests.postgresql import Server
 from tests.slurm.packages import POSTGRESQL_PASSWORD
 from tests.support import wait_until
-from tests.sweeping.test_storage import PROCESSES, VARIABLE, Place, in_processes, suggest, take_all
+from tests.sweeping.test_storage import VARIABLE, Place, in_processes, suggest, take_all
 
 NOWHERE = Path("/unused")
 
@@ -95,7 +96,7 @@ class TestConnections:
         own_server.start("max_connections=3", "superuser_reserved_connections=0", "max_wal_senders=0")
         own = place(own_server)
         made = own.create(trials=12, sampler="random")
-        together, taken = PROCESSES.Barrier(6), PROCESSES.Array("i", 12)
+        together, taken = FORKS.Barrier(6), FORKS.Array("i", 12)
         in_processes(take_all, [(own, made, worker, together, taken) for worker in range(6)])
         assert list(taken) == [1] * 12
         assert {trial.state for trial in own.load(made).trials} == {TrialState.COMPLETE}
@@ -410,7 +411,7 @@ def test_the_ground_of_these_tests(postgresql: Server) -> None:
 
 
 def test_a_server_ends_with_the_process_that_started_it(postgresql: Server, tmp_path: Path) -> None:
-    starter = PROCESSES.Process(target=start_and_die, args=(tmp_path / "server",))
+    starter = FORKS.Process(target=start_and_die, args=(tmp_path / "server",))
     starter.start()
     starter.join()
     assert starter.exitcode == -signal.SIGKILL
