@@ -26,6 +26,7 @@ from mgpu_slurm.runtime.metrics import Reporter, as_numbers
 from mgpu_slurm.runtime.plan import Plan
 from mgpu_slurm.runtime.position import Position
 from mgpu_slurm.runtime.steering import Steering
+from mgpu_slurm.runtime.stepping import StepCounter
 from mgpu_slurm.runtime.stopping import StopFlag
 from mgpu_slurm.runtime.watchdog import Watchdog
 
@@ -108,6 +109,7 @@ class Run:
         self._keeper = Keeper(self._files, facts, attempt)
         self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
         self._saver = self._steering.saver
+        self._steps = StepCounter(self._step_done)
         self._share: Share | None = None
         self._part = 1.0
         if watchdog is not None:
@@ -250,18 +252,29 @@ class Run:
         self._steering.has_gradients = True
         self.alive()
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
-        """One optimizer step, gradients clipped to the norm `clip` first and cleared after."""
+    def update(self, optimizer: Any, clip: float | None = None) -> None:
+        """One optimizer step, gradients clipped to the norm `clip` first and cleared after.
+
+        It counts as one step of the run however many torch optimizers step inside it, and as none if it is skipped for
+        infinite gradients. Elsewhere each `step()` of a torch optimizer counts.
+
+        Args:
+            optimizer: a torch optimizer, or any object with `step` and `zero_grad`, and with `param_groups` for `clip`.
+        """
         if clip is not None:
+            if not hasattr(optimizer, "param_groups"):
+                raise UserError(
+                    f"run.update(clip={clip!r}): a {type(optimizer).__name__} has no param_groups: clip the gradients"
+                    " before, or give it that attribute"
+                )
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if optimizer not in self._keeper.objects.values():
-            self._step_done()
+        self._steps.step(optimizer)
+        optimizer.zero_grad()
+        # also after a step that was skipped
+        self._steering.has_gradients = False
 
-    def _step_done(self, *_: Any) -> None:
-        """After each step of an optimizer, whoever called it: for restored ones this is a hook."""
+    def _step_done(self) -> None:
         self.step += 1
         self._steering.has_gradients = False
         self.alive()
@@ -381,9 +394,6 @@ class Run:
         step = self._newest_sound()
         if step is not None:
             self._load(step)
-        for value in objects.values():
-            if isinstance(value, torch.optim.Optimizer):
-                value.register_step_post_hook(self._step_done)
         return State(self._position, self._steering)
 
     def _newest_sound(self) -> int | None:
@@ -418,7 +428,8 @@ class Run:
 
     def _load(self, step: int) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader else [])]
-        shared, owns = self._keeper.load(step, names)
+        with self._steps.paused():
+            shared, owns = self._keeper.load(step, names)
         self._position.go_to(shared)
         self._saver.restored(shared)
         # where there was no such rank its seed stays
@@ -480,6 +491,7 @@ class Run:
         """
         if self._watchdog is not None:
             self._watchdog.rest()
+        self._steps.close()
         self._saver.close(waits)
         if self._owns_agreement:
             self._agreement.close()
