@@ -7,6 +7,7 @@ import math
 import re
 import signal as signals
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_slurm import config as configs
@@ -220,6 +221,11 @@ class Spec:
             raise UserError(f"--retries {self.retries}: expected 0 or more")
         if not 0 <= self.stuck_after < math.inf:
             raise UserError(f"--stuck-after {self.stuck_after:g}: expected minutes, or 0 for never")
+
+    @property
+    def original(self) -> Path:
+        """The folder that paths in its config are relative to."""
+        return Path(self.project) / self.workdir
 
     @property
     def rank_module(self) -> str:

@@ -8,19 +8,16 @@ import inspect
 import os
 import sys
 import traceback
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mgpu_slurm.config import field_types
 from mgpu_slurm.errors import UserError, nearest
+from mgpu_slurm.job_function import JobFunction, from_callable
 from mgpu_slurm.wording import first_line
 
 DEFAULT_FUNCTION = "train"
-
-JobFunction = Callable[[Any, Any], Any]
 
 
 def split(name: str) -> tuple[str, str]:
@@ -43,13 +40,13 @@ def stand_in(workdir: Path) -> None:
     if (workdir / "src").is_dir():
         # the usual second place of a project's packages, which an editable installation would take from the live folder
         sys.path.insert(1, str(workdir / "src"))
-    package_home = str(Path(__file__).resolve().parents[2])
+    package_home = str(Path(__file__).resolve().parents[1])
     if package_home not in sys.path:
         sys.path.append(package_home)
 
 
 def load(name: str, workdir: Path) -> JobFunction:
-    """Imports a job function.
+    """Import a job function.
 
     Args:
         name: `package.module:function` or `path/to/file.py:function`, the path relative to `workdir`.
@@ -57,7 +54,7 @@ def load(name: str, workdir: Path) -> JobFunction:
 
     Raises:
         UserError: unknown module or function, an import that fails (with its own error and line), or a function that
-            cannot be called with (run, config).
+            cannot be called as one.
     """
     module_name, function_name = split(name)
     module = _import(module_name, workdir)
@@ -67,8 +64,7 @@ def load(name: str, workdir: Path) -> JobFunction:
         as_script = f"; a script runs as a command: -- python {module_name}" if module_name.endswith(".py") else ""
         hint = nearest(function_name, known)
         raise UserError(f"target {name!r}: {module_name} has no {function_name!r}{hint}{as_script}")
-    check_callable(function, name)
-    return typing.cast(JobFunction, function)
+    return from_callable(function, name)
 
 
 def attribute(name: str, workdir: Path) -> Any:
@@ -83,42 +79,6 @@ def attribute(name: str, workdir: Path) -> Any:
         known = [key for key in vars(module) if not key.startswith("_")]
         raise UserError(f"{name!r}: {module_name} has no {attribute_name!r}{nearest(attribute_name, known)}")
     return getattr(module, attribute_name)
-
-
-def check_callable(function: Any, name: str) -> None:
-    """Refuses what cannot be called with (run, config)."""
-    if not callable(function):
-        raise UserError(
-            f"target {name!r} is of type {type(function).__name__}, no function:"
-            " name one of the form train(run, config)"
-        )
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        form = f"{getattr(function, '__name__', name)}{inspect.signature(function)}"
-        raise UserError(
-            f"target {name!r} cannot be called with (run, config): it is {form}; give it these two"
-        ) from None
-
-
-def config_class(function: Any) -> Any:
-    """The class that annotates the function's second parameter, or None for plain mappings.
-
-    Raises:
-        UserError: where the annotation cannot be filled from names and values.
-    """
-    parameter = list(inspect.signature(function).parameters.values())[1]
-    try:
-        annotation = typing.get_type_hints(function).get(parameter.name)
-    except NameError as error:
-        raise UserError(
-            f"the annotation of {parameter.name!r} in {function.__name__} cannot be resolved: {error}"
-        ) from None
-    if annotation is None or annotation is Any or (typing.get_origin(annotation) or annotation) is dict:
-        return None
-    if field_types(annotation) is None:
-        raise UserError(f"config of {function.__name__}: expected a dataclass as annotation, found {annotation!r}")
-    return annotation
 
 
 def _import(module_name: str, workdir: Path) -> ModuleType:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import config as configs
 from mgpu_slurm import target
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import signature
@@ -48,34 +47,16 @@ def ask(question: Question) -> Answer:
     # the snapshot holds what the user has, not what this look at it compiles
     sys.dont_write_bytecode = True
     try:
-        cls = target.config_class(target.load(question.target, Path(question.workdir)))
-        found = [resolve_config(cls, question.target, values, Path(question.original)) for values in question.values]
-        return Answer(found[0], None if cls is None else signature.describe(cls, Path(question.code)))
+        job = target.load(question.target, Path(question.workdir))
+        found = [job.fill_plain(values, Path(question.original)) for values in question.values]
+        is_class = job.config_class is not None and not job.by_name
+        return Answer(found[0], signature.describe(job.config_class, Path(question.code)) if is_class else None)
     except UserError as error:
         return Answer({}, error=str(error))
     except Exception as error:
         # the config's own code, such as a __post_init__, may raise anything
         words = target.in_own_words(error, question.target, Path(question.workdir))
         return Answer({}, error=f"config of {question.target} cannot be made: {words}")
-
-
-def resolve_config(cls: Any, name: str, values: dict[str, Any], base: Path) -> dict[str, Any]:
-    """`fill_config` as plain values."""
-    plain: dict[str, Any] = configs.to_plain(fill_config(cls, name, values, base))
-    return plain
-
-
-def fill_config(cls: Any, name: str, values: dict[str, Any], base: Path) -> Any:
-    """The whole config of a job, as it is given to the job; see `mgpu_slurm.config.fill` for what is refused.
-
-    Args:
-        cls: the config's class, None for a job that takes a mapping as it is.
-        name: the job's, for errors.
-        base: the folder from which relative paths are meant.
-    """
-    if cls is None:
-        return values
-    return configs.absolute_paths(configs.fill(cls, values, f"config of {name}"), base)
 
 
 def reply(make: Callable[[], Any]) -> None:

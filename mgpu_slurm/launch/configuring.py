@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import target as targets
+from mgpu_slurm import job_function
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.job_function import JobFunction
 from mgpu_slurm.launch import checked, local, signature
-from mgpu_slurm.launch.check import Answer, Question, fill_config, resolve_config
+from mgpu_slurm.launch.check import Answer, Question
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import Spec
 
@@ -48,18 +49,17 @@ def complete(
             raise UserError(f"key=value {next(iter(values[0]))!r}: a command has no config; put it behind --")
         return {}
     if function is not None:
-        cls = targets.config_class(function)
-        config, *_ = [fill_config(cls, target.label, each, cwd) for each in values]
+        job = job_function.from_callable(function, target.label)
+        config, *_ = [job.fill_plain(each, cwd) for each in values]
         if target.pickled is not None:
-            _pickle(function, config, cls, folder)
-        plain: dict[str, Any] = configs.to_plain(config)
-        return plain
+            _pickle(job, folder)
+        return config
     assert target.function is not None
     known = checked.recall(key)
     if known is not None:
-        cls = signature.rebuild(known)
-        found = [resolve_config(cls, target.function, each, cwd) for each in values]
-        return found[0]
+        job = JobFunction(target.function, lambda run, config: None, signature.rebuild(known))
+        config, *_ = [job.fill_plain(each, cwd) for each in values]
+        return config
     workdir = folder.code / spec.workdir
     answer = _ask(Question(target.function, str(folder.code), str(workdir), str(cwd), list(values)), supervisor)
     if answer.error is not None:
@@ -69,11 +69,12 @@ def complete(
     return answer.config
 
 
-def _pickle(function: Any, config: Any, cls: Any, folder: RunFolder) -> None:
-    """The config travels with the function, and the types of its fields: their names may mean nothing elsewhere."""
+def _pickle(job: JobFunction, folder: RunFolder) -> None:
+    """The config's class travels with the function, and the types of its fields: their names may mean nothing
+    elsewhere."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    folder.function.write_bytes(cloudpickle.dumps((function, config, configs.types_in(cls))))
+    folder.function.write_bytes(cloudpickle.dumps((job, configs.types_in(job.config_class))))
 
 
 def _ask(question: Question, supervisor: local.Supervisor | None) -> Answer:

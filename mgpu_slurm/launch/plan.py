@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import records, sbatch, slurm
+from mgpu_slurm import job_function, records, sbatch, slurm
 from mgpu_slurm import target as targets
 from mgpu_slurm.errors import ClusterError, UserError, nearest
 from mgpu_slurm.launch import allocation, dependencies, script, simulated, snapshot
@@ -342,7 +342,8 @@ def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
 def function_target(function: Callable[..., Any]) -> Target:
     """A function of a module is named, so that the snapshot's code runs; one of a notebook or script is pickled."""
     name = getattr(function, "__qualname__", type(function).__name__)
-    targets.check_callable(function, name)
+    # refuses what is no job function
+    job_function.from_callable(function, name)
     module = sys.modules.get(getattr(function, "__module__", ""))
     is_named = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is function
     if not is_named:

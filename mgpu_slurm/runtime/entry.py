@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mgpu_slurm import config as configs
 from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError, RunStopped, UserError
+from mgpu_slurm.job_function import JobFunction
 from mgpu_slurm.paths import RUNS_VARIABLE, RunFolder, open_to, write_json
 from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.records import now
@@ -223,11 +224,12 @@ def _exit_code(error: BaseException) -> int:
 def _train(rank: Rank, stop: StopFlag) -> None:
     from mgpu_slurm.runtime.run import Run
 
-    function, config = _function_and_config(rank.spec, rank.folder)
+    job = job_function(rank.spec, rank.folder)
+    config = job.fill(rank.spec.config, rank.spec.original)
     with joined(rank) as device:
         made = Run(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog_of(rank))
         with closing(made) as run:
-            result = function(run, config)
+            result = job.call(run, config)
             run.finish()
             if run.is_main:
                 _write_result(rank.folder, run, result)
@@ -266,15 +268,13 @@ def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.dev
             dist.destroy_process_group()
 
 
-def job_function(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
-    """The run's job function from its own code, and the class of its config; None for one that takes a mapping."""
+def job_function(spec: Spec, folder: RunFolder) -> JobFunction:
+    """Return the run's job function, from the run's own code."""
     from mgpu_slurm import target
 
     if spec.target.function is None:
-        function, config = _unpickled(spec, folder)
-        return function, None if isinstance(config, dict) else type(config)
-    function = target.load(spec.target.function, _stand_in(spec, folder))
-    return function, target.config_class(function)
+        return _unpickled(spec, folder)
+    return target.load(spec.target.function, _stand_in(spec, folder))
 
 
 def _stand_in(spec: Spec, folder: RunFolder) -> Path:
@@ -287,15 +287,7 @@ def _stand_in(spec: Spec, folder: RunFolder) -> Path:
     return workdir
 
 
-def _function_and_config(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
-    if spec.target.function is None:
-        return _unpickled(spec, folder)
-    function, cls = job_function(spec, folder)
-    config = spec.config if cls is None else configs.fill(cls, spec.config, f"config of {spec.target.label}")
-    return function, config
-
-
-def _unpickled(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
+def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
     """
     Raises:
         UserError: it is somebody else's, and whoever wrote a pickle decides what code runs when it is loaded.
@@ -308,9 +300,14 @@ def _unpickled(spec: Spec, folder: RunFolder) -> tuple[Any, Any]:
         owner = os.fstat(file.fileno()).st_uid
         if owner not in (os.geteuid(), os.fstat(1).st_uid):
             raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
-        function, config, types_of_fields = cloudpickle.load(file)
+        *loaded, types_of_fields = cloudpickle.load(file)
     configs.settle_classes(types_of_fields)
-    return function, config
+    if len(loaded) == 1:
+        job: JobFunction = loaded[0]
+        return job
+    # v0.1 kept the function and one config, which was the same for all runs of a group
+    function, config = loaded
+    return JobFunction(spec.target.label, function, None if isinstance(config, dict) else type(config))
 
 
 def _write_result(folder: RunFolder, run: Run, returned: Any) -> None:

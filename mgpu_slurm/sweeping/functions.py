@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing, suppress
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,6 @@ from mgpu_slurm import config as configs
 from mgpu_slurm import waiting
 from mgpu_slurm.checkpoints import names as checkpoints
 from mgpu_slurm.errors import RunFailed, RunStopped, TrialPruned
-from mgpu_slurm.launch import check
 from mgpu_slurm.paths import RunFolder, write_json, write_whole
 from mgpu_slurm.runtime import entry
 from mgpu_slurm.runtime.agreement import Agreement
@@ -41,7 +39,7 @@ class FunctionTrainer:
         self._agreement = agreement
         self._judge = _judge_of(participant)
         self._watchdog = entry.watchdog_of(rank)
-        self._function, self._config_class = entry.job_function(rank.spec, rank.folder)
+        self._job = entry.job_function(rank.spec, rank.folder)
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
         """
@@ -75,11 +73,11 @@ class FunctionTrainer:
     def _call(self, run: Run, order: Assignment, folder: RunFolder) -> dict[str, float]:
         spec = self._rank.spec
         values = configs.merge(spec.config, nested(order.values))
-        config = check.fill_config(self._config_class, spec.target.label, values, Path(spec.project) / spec.workdir)
+        config = self._job.fill(values, spec.original)
         if run.is_main:
             text = configs.dump_yaml(configs.to_plain(config))
             waiting.for_the_disk(lambda: write_whole(folder.config, text, sync=False), folder.config)
-        returned = self._function(run, config)
+        returned = self._job.call(run, config)
         run.finish()
         return result_of(returned, run.last_metrics)
 

@@ -96,9 +96,8 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
     if sweep.command:
         target.stand_in(folder.code / spec.workdir)
         return lambda values: files.check_takes(sweep.command, values)
-    _, cls = entry.job_function(spec, folder)
-    base = Path(spec.project) / spec.workdir
-    return lambda values: check.fill_config(cls, spec.target.label, configs.merge(spec.config, nested(values)), base)
+    job = entry.job_function(spec, folder)
+    return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ BAD = {
     "no function name": local("train:", "'train:'", "package.module:function"),
     "not a function": asked("train:number", "'train:number'", "int", "train(run, config)"),
     "not callable with run and config": local("train:alone", "'train:alone'", "alone(run)", "(run, config)"),
-    "config of another type": asked("train:odd", "odd", "int", "expected a dataclass"),
+    "value that was not given": asked("train:odd", "'config' has no default", "add config=VALUE"),
     "module it imports is missing": local("lacks", "'lacks'", "lacks.py:2", "nothing_of_that_name"),
     "syntax error": asked("syntax", "'syntax'", "syntax.py:2", "SyntaxError"),
     "error in a sibling module": asked("outer", "'outer'", "sibling.py:2", "ZeroDivisionError: division by zero"),

@@ -202,6 +202,68 @@ def test_a_function_typed_in_has_no_file_and_runs(tmp_path: Path) -> None:
     assert (project.runs / name / "function.pkl").exists()
 
 
+def test_each_run_of_a_group_of_a_function_typed_in_has_its_own_seed(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    code = """
+        from __future__ import annotations
+        from dataclasses import dataclass
+        from mgpu_slurm import submit
+
+        @dataclass
+        class Config:
+            lr: float = 0.5
+            seed: int = 0
+
+        def of_class(run, config: Config):
+            return {"seed": config.seed, "lr": config.lr}
+
+        def of_mapping(run, config):
+            return config
+
+        def by_name(run, lr: float = 0.5, seed=0):
+            return {"seed": seed, "lr": lr}
+
+        groups = [
+            submit(of_class, seeds=2, executor="local"),
+            submit(of_class, Config(lr=0.25, seed=3), seeds=2, executor="local"),
+            submit(of_mapping, {"lr": 0.125, "seed": 5}, seeds=2, executor="local"),
+            submit(by_name, {"lr": 1}, seeds=2, executor="local"),
+        ]
+        for group in groups:
+            print([[result["seed"], result["lr"]] for result in group.results()])
+    """
+    assert python(project, "-c", textwrap.dedent(code)).splitlines() == [
+        "[[0.0, 0.5], [1.0, 0.5]]",
+        "[[3.0, 0.25], [4.0, 0.25]]",
+        "[[5.0, 0.125], [6.0, 0.125]]",
+        "[[0.0, 1.0], [1.0, 1.0]]",
+    ]
+
+
+def test_a_function_that_v0_1_pickled_is_resumed(tmp_path: Path) -> None:
+    """It kept the function beside one config, that of the group."""
+    project = make_project(tmp_path)
+    code = """
+        from dataclasses import dataclass
+        import cloudpickle
+        from mgpu_slurm import config, submit
+        @dataclass
+        class Config:
+            seed: int = 4
+        def train(run, config: Config):
+            raise ValueError("once")
+        def again(run, config: Config):
+            return {"seed": config.seed}
+        group = submit(train, seeds=2, executor="local")
+        group.wait()
+        old = cloudpickle.dumps((again, Config(), config.types_in(Config)))
+        (group.folder / "function.pkl").write_bytes(old)
+        group.resume()
+        print(group.results())
+    """
+    assert python(project, "-c", textwrap.dedent(code)) == "[{'seed': 4.0}, {'seed': 5.0}]\n"
+
+
 def test_a_sweep_of_a_function_typed_in_goes_on_and_is_found_again(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     code = """

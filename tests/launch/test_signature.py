@@ -14,8 +14,8 @@ import pytest
 
 from mgpu_slurm import config
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.job_function import JobFunction
 from mgpu_slurm.launch import checked, signature
-from mgpu_slurm.launch.check import resolve_config
 from tests.support import Project
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ def test_values_mean_the_same_to_both_classes(values: dict[str, Any], tmp_path: 
 
 def resolved(cls: Any, values: dict[str, Any], base: Path) -> Any:
     try:
-        return resolve_config(cls, "job", values, base)
+        return JobFunction("job", print, cls).fill_plain(values, base)
     except UserError as error:
         return str(error)
 
