@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import signal
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -54,7 +55,7 @@ def _make() -> Run:
     stop = StopFlag()
     stop.listen()
     # called last: an interpreter that ends gives handled signals back their default, which is to kill it
-    atexit.register(ignore_stop_signals)
+    atexit.register(ignore_stop_signals, signal.SIGTERM)
     lead = os.environ.get(LEAD_SECONDS_VARIABLE) if _is_the_run() else None
     stop.see_to_it(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.runtime.stopping import ignore_stop_signals
+from mgpu_slurm.runtime import workers
 
 
 @dataclass(frozen=True)
@@ -135,17 +135,19 @@ class Loader:
 
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:
-    """A DataLoader whose workers ignore the run's signals."""
+    """Return a DataLoader whose workers ignore the run's signals, and end when their rank ends them."""
     # module-level functions, because workers that are spawned get them pickled
-    options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"))
+    options["worker_init_fn"] = functools.partial(workers.set_up, options.get("worker_init_fn"))
     options.setdefault("pin_memory", device.type == "cuda")
-    return DataLoader(dataset, **options)
+    return _DataLoader(dataset, **options)
 
 
-def _start_worker(user_init: Callable[[int], None] | None, worker: int) -> None:
-    ignore_stop_signals()
-    if user_init is not None:
-        user_init(worker)
+class _DataLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        if not self.num_workers:
+            return super().__iter__()
+        with workers.being_started(self.multiprocessing_context):
+            return super().__iter__()
 
 
 def size_of(dataset: Dataset[Any]) -> int:

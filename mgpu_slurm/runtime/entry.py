@@ -81,7 +81,7 @@ def main(folder: RunFolder, work: Work) -> int:
     code = work(Rank(spec, folder, facts, attempt, listening.take(facts.rank)))
     output.flush()
     # an interpreter that ends gives handled signals back their default, which is to kill it
-    ignore_stop_signals()
+    ignore_stop_signals(signal.SIGTERM)
     if code == REQUEUE_EXIT_CODE and spec.executor != "local":
         _wish_to_requeue(folder, attempt)
         return 0

@@ -6,6 +6,7 @@ A collective inside a handler deadlocks, and a save on one rank alone tears the 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import threading
@@ -61,6 +62,7 @@ class StopFlag:
 
     def listen(self) -> None:
         """Takes over the lead signal, SIGTERM and Ctrl-C of this process."""
+        reset_sigterm_in_children()
         signal.signal(_lead_signal(), self._on_lead)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_interrupt)
@@ -76,8 +78,6 @@ class StopFlag:
         os.set_blocking(tell, False)
         # written by the C code that catches a signal, whatever the interpreter does
         signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-        # what is sent to a child that has not become another program is not sent to this process
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
         def wait() -> None:
             while True:
@@ -129,7 +129,42 @@ def _lead_signal() -> signal.Signals:
     return signal.Signals[f"SIG{os.environ.get(LEAD_SIGNAL_VARIABLE, 'USR2')}"]
 
 
-def ignore_stop_signals() -> None:
-    """For processes that a rank starts: they get the run's signals too, and must not die before the save."""
-    for signum in (_lead_signal(), signal.SIGTERM, signal.SIGINT):
+def ignore_stop_signals(*besides: signal.Signals) -> None:
+    """Ignore the lead signal and Ctrl-C, and these: the signals of the run reach every process of a rank, and none must
+    die of them before the save."""
+    for signum in (_lead_signal(), signal.SIGINT, *besides):
         signal.signal(signum, signal.SIG_IGN)
+
+
+# -- children of a rank
+
+_forking = threading.local()
+"""The signals that the thread had blocked before it began to fork."""
+
+
+@functools.cache
+def reset_sigterm_in_children() -> None:
+    """Make SIGTERM end the children that this process forks from now on, as it ends any other program.
+
+    They would inherit a handler that only sets a flag, which nobody reads in a child: `Process.terminate` and
+    `multiprocessing.Pool` would wait for them for ever. A SIGTERM that comes before the child has reset the handler
+    waits until it has.
+    """
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+
+
+def _before_fork() -> None:
+    _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked)
+
+
+def _after_fork_in_child() -> None:
+    # signals of the child are no signals of this rank
+    signal.set_wakeup_fd(-1)
+    handler = signal.getsignal(signal.SIGTERM)
+    if getattr(handler, "__func__", None) is StopFlag._on_term:  # and not one that the job has set since
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork()
