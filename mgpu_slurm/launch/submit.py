@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ from mgpu_slurm.launch import (
     dependencies,
     environment,
     local,
+    missing,
     plan,
     queueing,
     registry,
@@ -38,7 +39,7 @@ from mgpu_slurm.launch.plan import Plan, Request
 from mgpu_slurm.launch.queueing import Job
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet
-from mgpu_slurm.spec import SEED_PLACE, Spec, read_spec
+from mgpu_slurm.spec import Spec, read_spec
 
 STALE_STAGING_SECONDS = 3600
 
@@ -256,29 +257,21 @@ def _remove_stale_staging(runs: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _check_script(spec: Spec, folder: RunFolder) -> None:
-    """Better now than after a day in the queue."""
-    interpreter, script, *_ = (*(spec.target.command or ()), "", "")
-    is_known = Path(interpreter).name.startswith("python") and script.endswith(".py") and SEED_PLACE not in script
-    if is_known and not (folder.code / spec.workdir / script).exists():
-        raise UserError(
-            f"command {interpreter} {script}: the run's code, as it is taken from {spec.project!r}, has no {script};"
-            " files that git ignores are not in it"
-        )
-
-
 def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path) -> Plan:
     """Takes the snapshot, lets the target complete its config, and writes the run's files."""
     taken = snapshot.take(
         Path(made.spec.project), staging.code, made.snapshot_limit, paths.runs_root(), made.spec.workdir
     )
-    _check_script(made.spec, staging)
+    spec, notes = missing.settled(made.spec, staging.code)
+    made = replace(made, spec=spec)
     facts = environment.describe(taken)
     key = checked.key(taken.digest, made.spec.target.label, made.spec.workdir, facts["packages"])
     asks = supervisor if made.spec.tasks is None else None
     given = request.target if callable(request.target) else None
     values = [configs.merge(request.values, probe) for probe in request.probes] or [request.values]
     made = made.with_config(configuring.complete(made.spec, values, staging, cwd, key, asks, given))
+    notes += missing.notes_on_config(request.values, made.whole_config, made.spec, staging.code)
+    made = replace(made, notes=(*made.notes, *notes))
     if made.spec.kind == "run":
         made.spec.check_seeds()
     made.spec.write(staging)

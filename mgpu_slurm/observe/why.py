@@ -12,6 +12,7 @@ from mgpu_slurm import causes, records, states
 from mgpu_slurm.causes import Cause
 from mgpu_slurm.errors import CollectiveMismatch
 from mgpu_slurm.hostlist import ranges
+from mgpu_slurm.launch import missing
 from mgpu_slurm.observe import attempts, flight
 from mgpu_slurm.observe.times import time_of
 from mgpu_slurm.paths import DAMAGED, RunFolder, end_of, read_json
@@ -24,6 +25,7 @@ SHOWN_LINES = 5
 WARNING = "mgpu_slurm: WARNING: "
 SHOWN_WARNINGS = 2
 
+_NOT_FOUND = re.compile(r"FileNotFoundError|No such file or directory|not found|does not exist")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
@@ -106,7 +108,7 @@ def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state:
     has_log = log is not None and log.exists()
     return Why(
         cause,
-        _mend(cause, folder),
+        _left_out(failure, folder) or _mend(cause, folder),
         attempt=failure["attempt"],
         who=f"rank {rank}" if rank.isdigit() else failure["who"],
         node=causes.node_of(failure, cause),
@@ -125,6 +127,16 @@ def _mend(cause: Cause, folder: RunFolder) -> str:
     if goes_on in cause.mend and keeps_none and records.attempts_started(folder):
         return "`resume` starts at the beginning: there is no checkpoint, which is of what `run.restore` is given"
     return cause.mend
+
+
+def _left_out(failure: dict[str, Any], folder: RunFolder) -> str | None:
+    """What to do about a file that the run did not find, and that its project has."""
+    said = f"{failure.get('error', '')}: {failure['message']}"
+    if not _NOT_FOUND.search(said):
+        return None
+    spec = read_spec(folder)
+    found = missing.left_out_in(said, spec.original, folder.group.code / spec.workdir)
+    return None if found is None else missing.advice(found)
 
 
 def _traceback(folder: RunFolder, failure: dict[str, Any]) -> str:

@@ -191,9 +191,10 @@ def test_a_command_asks_for_another_start_with_exit_code_75(project: Project) ->
 
 
 def test_a_command_that_is_not_there_is_named(project: Project) -> None:
-    folder, facts = project.run("--", "no-such-program")
-    assert facts["state"] == "FAILED"
-    assert "'no-such-program' is not on PATH" in log(folder, 0)
+    # which program a run of a group starts is known in the run only
+    group = project.submit("--seeds", "1", "--", "no-such-program-{seed}")
+    assert project.call("wait", group.name, "--timeout", "90").returncode == 1
+    assert "'no-such-program-0' is not on PATH" in log(group / "tasks" / "0", 0)
 
 
 def test_a_supervisor_with_threads_starts_its_ranks_afresh(project: Project) -> None:

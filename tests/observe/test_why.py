@@ -269,8 +269,10 @@ def test_a_complete_run_that_came_to_no_number(project: Project) -> None:
 
 
 def test_a_command_that_is_not_there(project: Project) -> None:
-    folder, facts = project.run("--", "no-such-command")
-    found = why(RunFolder(folder), facts)
+    group = project.submit("--seeds", "1", "--", "no-such-command-{seed}")
+    assert project.call("wait", group.name, "--timeout", "90").returncode == 1
+    (facts,) = project.json("status", group.name)
+    found = why(RunFolder(group / "tasks" / "0"), facts)
     assert found is not None
     assert found.cause is causes.NO_COMMAND
 
