@@ -313,7 +313,7 @@ def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
 def _write_result(folder: RunFolder, run: Run, returned: Any) -> None:
     from mgpu_slurm.runtime.metrics import result_of
 
-    result = result_of(returned, run.last_metrics)
+    result = result_of(returned, run.last_metrics, run.has_trained)
     record = {"run": folder.run, "result": result, "step": run.step, "progress": run.progress, "ended": now()}
     waiting.for_the_disk(lambda: write_json(folder.result, record), folder.result)
 

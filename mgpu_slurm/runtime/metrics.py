@@ -33,11 +33,19 @@ def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def result_of(returned: Any, last_metrics: dict[str, float]) -> dict[str, float]:
-    """What a job function has returned, as numbers by name: the last metrics for nothing, `value` for a number."""
+def result_of(returned: Any, last_metrics: dict[str, float], has_trained: bool = True) -> dict[str, float]:
+    """Return what a job function has returned, as numbers by name: the last metrics for nothing, `value` for a number.
+
+    Args:
+        has_trained: False for an attempt that was restored at the end of its training. What its loop would have
+            computed still has its first value there, so the metrics reported before count instead.
+    """
     if returned is None:
         return last_metrics
-    return as_numbers(returned if isinstance(returned, dict) else {"value": returned})
+    result = as_numbers(returned if isinstance(returned, dict) else {"value": returned})
+    if has_trained:
+        return result
+    return {name: last_metrics.get(name, value) for name, value in result.items()}
 
 
 def as_text(metrics: dict[str, float]) -> str:

@@ -99,6 +99,8 @@ class Run:
         self._files = RunFolder(folder)
         self._agreement = agreement or Agreement(facts)
         self._owns_agreement = agreement is None
+        self._restored_at: tuple[int, int] | None = None
+        """Step and progress of the checkpoint that this attempt has loaded."""
         self._judge = judge
         self._watchdog = watchdog
         self._reporter = Reporter(self._files, attempt) if self.is_main else None
@@ -133,6 +135,11 @@ class Run:
     def last_metrics(self) -> dict[str, float]:
         """Those of the last report."""
         return self._position.metrics
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this attempt has taken a step or reported anything; one restored at its end has nothing to do."""
+        return (self.step, self.progress) != self._restored_at
 
     # -- the model and its data
 
@@ -431,6 +438,7 @@ class Run:
         with self._steps.paused():
             shared, owns = self._keeper.load(step, names)
         self._position.go_to(shared)
+        self._restored_at = (self.step, self.progress)
         self._saver.restored(shared)
         # where there was no such rank its seed stays
         self._steering.random_to_restore = owns[0]["random"] if owns else None

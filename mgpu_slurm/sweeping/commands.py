@@ -190,7 +190,8 @@ def _tell(own: Participant, folder: RunFolder, heard: _Heard, exited: _Exit) -> 
         own.fail(f"its command ended with exit code {exited.code}{last_words}")
     else:
         reported = _reported(folder)
-        own.complete(_printed(folder) or reported, reported, 0, heard.progress)
+        has_trained = heard.progress > 0
+        own.complete(_printed(folder) or reported, reported, 0, heard.progress, has_trained)
 
 
 def _reported(folder: RunFolder) -> dict[str, float]:

@@ -55,7 +55,7 @@ class FunctionTrainer:
         try:
             with closing(run):
                 result = self._call(run, order, folder)
-            return Ending(lambda own: own.complete(result, run.last_metrics, run.step, run.progress))
+            return Ending(lambda own: own.complete(result, run.last_metrics, run.step, run.progress, run.has_trained))
         except TrialPruned as pruned:
             reason = pruned.reason
             return Ending(lambda own: own.prune(reason, run.progress))
@@ -79,7 +79,7 @@ class FunctionTrainer:
             waiting.for_the_disk(lambda: write_whole(folder.config, text, sync=False), folder.config)
         returned = self._job.call(run, config)
         run.finish()
-        return result_of(returned, run.last_metrics)
+        return result_of(returned, run.last_metrics, run.has_trained)
 
     def _failed(self, order: Assignment, error: BaseException) -> Ending:
         """Ends the trial for what its code has raised."""

@@ -11,14 +11,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.sweeping import study as studies
 
-FIRST_FAILURES = 2
-"""Trials that have to fail alike, and none go well, before anything is made of it."""
+FIRST_FAILURES = 5
+"""Trials, or all where there are fewer, that end the sweep when they fail alike and none has gone well."""
+
+EARLY_FAILURES = 2
+"""Trials that may fail alike on one worker, while none has gone well, before it waits for the others' first news."""
 
 LATER_FAILURES = 3
-"""Trials that one worker may use up in a row where others have done well."""
-
-UNLIKELY = 0.01
-"""How often a worker may be called broken, in all of its trials, whose trials fail by their parameters."""
+"""Trials that may fail alike on one worker in a row, when others have gone well, before another worker tries one."""
 
 _NUMBER = re.compile(r"\d[\d.eE+-]*")
 
@@ -48,7 +48,7 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
         limit: how many trials there may be.
     """
     failed = [trial for trial in trials if trial.state == TrialState.FAIL]
-    if goes_well(trials) or len(set(map(_kind, failed))) != 1:
+    if goes_well(trials) or len(set(map(_kind_of, failed))) != 1:
         return None
     if len(failed) < min(FIRST_FAILURES, limit or FIRST_FAILURES):
         return None
@@ -57,8 +57,8 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
 
 
 def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
-    """Whether so many trials have failed alike there that the next ones would better wait for news of others."""
-    return len(_streak(trials, place)) >= (LATER_FAILURES if goes_well(trials) else FIRST_FAILURES)
+    """Return whether so many of the first trials have failed alike there that the next one should wait for news."""
+    return not goes_well(trials) and len(_streak(trials, place)) >= EARLY_FAILURES
 
 
 def is_news_due(trials: Sequence[FrozenTrial]) -> bool:
@@ -72,39 +72,64 @@ def workers_with_trials(trials: Sequence[FrozenTrial]) -> set[int]:
     return {worker for trial in trials for worker in studies.claims(trial)}
 
 
-def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:
-    """What is wrong with a worker whose last trials failed alike, where those of others do well; None if nothing is.
+def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial, reason: str) -> bool:
+    """Return whether a trial that has failed there should be tried on another worker before it counts as failed.
 
-    What others did before that does not count: trials may fail alike everywhere from some time, or some place in the
-    space, on.
+    The node may be broken when trial after trial fails alike there. Whether it is shows when the same parameters are
+    trained elsewhere. Each time that the trial has failed there too, it takes twice as many failures.
     """
+    cleared = sum(_verdict(each, place) is False for each in trials)
     streak = _streak(trials, place)
-    if len(streak) < LATER_FAILURES:
-        return None
-    begun = _begun(streak[0])
-    others = [trial for trial in trials if place.worker not in studies.claims(trial) and _is_news(trial, begun)]
-    well = sum(map(_goes_well, others))
-    # that a trial fails elsewhere, by Laplace's rule of succession; each trial here was an occasion to be unlucky
-    chance = (len(others) - well + 1) / (len(others) + 2)
-    if not well or chance ** len(streak) * len(_ended_at(trials, place)) >= UNLIKELY:
-        return None
+    is_alike = not streak or _kind_of(streak[-1]) == _kind(reason)
+    before = len(streak) if is_alike else 0
+    return studies.DOUBT not in trial.system_attrs and before + 1 >= LATER_FAILURES << cleared and goes_well(trials)
+
+
+def is_in_doubt(trials: Sequence[FrozenTrial], place: Place) -> bool:
+    """Return whether a trial that has failed there still has to show whether it fails on another worker too."""
+    unfinished = [trial for trial in trials if not trial.state.is_finished()]
+    return any(_is_doubted(trial, place) and _verdict(trial, place) is None for trial in unfinished)
+
+
+def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:
+    """Return what is wrong with a worker on whose node a trial failed that does well on another; None if nothing is."""
+    for trial in trials:
+        if _verdict(trial, place):
+            reason = trial.system_attrs[studies.DOUBT]["reason"]
+            return f"trial {trial.number} failed here, and does well elsewhere: {reason}"
+    return None
+
+
+def innocent(trials: Sequence[FrozenTrial], place: Place) -> list[int]:
+    """Return the numbers of the trials that a broken worker has failed for the reason that its node gave."""
+    kinds = {_kind(trial.system_attrs[studies.DOUBT]["reason"]) for trial in trials if _verdict(trial, place)}
+    failed = [trial for trial in _ended_at(trials, place) if trial.state == TrialState.FAIL]
+    return [trial.number for trial in failed if _kind_of(trial) in kinds]
+
+
+def _is_doubted(trial: FrozenTrial, place: Place) -> bool:
+    doubt = trial.system_attrs.get(studies.DOUBT)
     return (
-        f"the last {len(streak)} trials failed alike here, and {well} of {len(others)} did well elsewhere meanwhile:"
-        f" {streak[-1].system_attrs.get(studies.REASON)}"
+        doubt is not None and doubt["worker"] == place.worker and datetime.fromisoformat(doubt["time"]) >= place.since
     )
 
 
-def _is_news(trial: FrozenTrial, since: datetime) -> bool:
-    if trial.state == TrialState.RUNNING:
-        return bool(trial.intermediate_values)
-    return trial.datetime_complete is not None and trial.datetime_complete.astimezone() >= since
+def _verdict(trial: FrozenTrial, place: Place) -> bool | None:
+    """Return whether a trial that has failed there does well elsewhere; None while nothing tells."""
+    if not _is_doubted(trial, place) or place.worker in studies.claims(trial):
+        return None
+    if trial.state == TrialState.FAIL:
+        return False
+    # what it had reported where it failed says nothing
+    is_further = len(trial.intermediate_values) > trial.system_attrs[studies.DOUBT]["reports"]
+    return True if is_further or trial.state in (TrialState.COMPLETE, TrialState.PRUNED) else None
 
 
 def _streak(trials: Sequence[FrozenTrial], place: Place) -> list[FrozenTrial]:
     """The last failures of one kind there, with nothing else between them."""
     streak: list[FrozenTrial] = []
     for trial in reversed(_ended_at(trials, place)):
-        if trial.state != TrialState.FAIL or (streak and _kind(trial) != _kind(streak[0])):
+        if trial.state != TrialState.FAIL or (streak and _kind_of(trial) != _kind_of(streak[0])):
             break
         streak.insert(0, trial)
     return streak
@@ -130,6 +155,10 @@ def _begun(trial: FrozenTrial) -> datetime:
     return trial.datetime_start.astimezone()
 
 
-def _kind(trial: FrozenTrial) -> str:
-    """What its error is, whichever values of the trial its message names."""
-    return _NUMBER.sub("...", trial.system_attrs.get(studies.REASON, ""))
+def _kind_of(trial: FrozenTrial) -> str:
+    return _kind(trial.system_attrs.get(studies.REASON, ""))
+
+
+def _kind(reason: str) -> str:
+    """Return what an error is, whichever values of the trial its message names."""
+    return _NUMBER.sub("...", reason)

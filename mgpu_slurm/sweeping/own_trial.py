@@ -99,8 +99,15 @@ class OwnTrial:
     def fail(self, reason: str) -> None:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            recovery.fail(self._study, self.folder, self.frozen(), reason, self._sweep)
+            recovery.fail(self._study, self.folder, self.frozen(), Death(reason, is_trials_fault=True), self._sweep)
         self._end(f"failed: {reason}")
+
+    def doubt(self, reason: str) -> None:
+        """Let another worker try it: this one's node may be broken."""
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            studies.doubt(self._study, self.frozen(), self._worker, reason)
+        self._end(f"failed: {reason}: given back, as this node may be broken")
 
     def lose(self, reason: str) -> bool:
         """It begins again elsewhere, unless it has cost too many workers; whether that has failed it."""

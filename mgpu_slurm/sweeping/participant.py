@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 from optuna.exceptions import TrialPruned
 from optuna.study import Study
@@ -138,7 +138,8 @@ class Participant:
         if not self._may_be_broken:
             return False
         trials = summary.own_trials(self._study)
-        self._may_be_broken = health.is_suspect(trials, self._place)
+        self._leave_if_broken(trials)
+        self._may_be_broken = health.is_suspect(trials, self._place) or health.is_in_doubt(trials, self._place)
         are_left = self.sweep.trials is None or summary.counts(trials, self.sweep)["WAITING"] > 0
         if not (self._may_be_broken and are_left and self._is_news_due(trials)):
             self._waits_until = None
@@ -154,6 +155,8 @@ class Participant:
         return time.monotonic() < self._waits_until
 
     def _is_news_due(self, trials: Sequence[FrozenTrial]) -> bool:
+        if health.is_in_doubt(trials, self._place):
+            return self._is_at_work(but={self._worker.number})
         if health.is_news_due(trials):
             return True
         # or has its nodes, and has not come to its first trial yet
@@ -162,7 +165,8 @@ class Participant:
     def _is_at_work(self, but: set[int]) -> bool:
         """Whether a worker runs that is none of these, as far as files tell."""
         others = [member for member in registry.members(self._sweep_folder) if member.task not in but]
-        return any(records.read_state(member)["state"] == states.RUNNING for member in others)
+        found = map(records.read_state, others)
+        return any(state["state"] == states.RUNNING and state.get("leaving") != state["attempts"] for state in found)
 
     def _leaves(self) -> bool:
         """Says that this worker is as good as gone, unless there is more to do since it looked."""
@@ -295,16 +299,10 @@ class Participant:
         value = metrics.get(self.sweep.metric)
         if value is not None:
             return own.judge(progress, value)
+        # a report without the metric says nothing to the pruner; the job may report or return it later
         if own.last_value is None:
-            self._miss_metric(progress, metrics)
+            self._show(reason=f"the job has not reported {self._missing(metrics)} yet")
         return None
-
-    def _miss_metric(self, progress: int, metrics: dict[str, float]) -> None:
-        """A job may report other things in between, but the pruner cannot wait for ever."""
-        pruner = self.sweep.pruner
-        if pruner.name != "none" and progress >= pruner.min_resource:
-            self._give_up(f"at progress {progress} the job has not reported the metric {self._missing(metrics)}")
-        self._show(reason=f"the job has not reported {self._missing(metrics)} yet")
 
     def _missing(self, metrics: dict[str, float]) -> str:
         names = sorted(metrics)
@@ -312,33 +310,37 @@ class Participant:
         hint = nearest(self.sweep.metric, names)
         return f"{self.sweep.metric!r}{hint if hint.startswith(' (did') else reported}"
 
-    def _give_up(self, reason: str) -> NoReturn:
-        self._end_sweep(reason, failed=True)
-        if self._own is not None:
-            self._own.fail(reason)
-            self._ended()
-        self._write_summary()
-        raise SweepFailed(reason)
-
     # -- the end of a trial
 
-    def complete(self, result: dict[str, float], last_metrics: dict[str, float], step: int, progress: int) -> None:
-        """The job function has returned."""
-        value = self._value(result, last_metrics)
+    def complete(
+        self,
+        result: dict[str, float],
+        last_metrics: dict[str, float],
+        step: int,
+        progress: int,
+        has_trained: bool = True,
+    ) -> None:
+        """End the trial with its value: the job has returned.
+
+        Args:
+            has_trained: False for an attempt that was restored at the end of its training, where the value counts that
+                the trial reported before.
+        """
+        # a job function that returns one number returns the metric
+        name = "value" if list(result) == ["value"] else self.sweep.metric
+        value = reported = self._running().last_value
+        if name in result and (has_trained or reported is None):
+            value = result[name]
+        if value is None:
+            self.fail(f"the job neither reports nor returns the metric {self._missing(result | last_metrics)}")
+            return
         if not math.isfinite(value):
             self.prune(f"{self.sweep.metric} is {value}", progress)
             return
+        if name in result:
+            result = result | {name: value}
         self._running().complete(result, value, step, progress)
         self._ended()
-
-    def _value(self, result: dict[str, float], last_metrics: dict[str, float]) -> float:
-        if self.sweep.metric in result:
-            return result[self.sweep.metric]
-        # a job function that returns one number returns what it is judged by
-        value = result["value"] if list(result) == ["value"] else self._running().last_value
-        if value is None:
-            self._give_up(f"the job neither reports nor returns the metric {self._missing(result | last_metrics)}")
-        return value
 
     def prune(self, reason: str, progress: int) -> None:
         """The trial was given up."""
@@ -347,9 +349,15 @@ class Participant:
 
     def fail(self, reason: str) -> None:
         """The job function has raised an error."""
-        self._running().fail(reason)
-        self._ended()
-        self._check_health()
+        own = self._running()
+        if self._is_doubtful(own.frozen(), reason):
+            own.doubt(reason)
+            self._may_be_broken = True
+            self._ended(for_good=False)
+        else:
+            own.fail(reason)
+            self._ended()
+            self._check_health()
 
     def lose(self, reason: str) -> None:
         """What trains it was killed here, and may do better the next time."""
@@ -396,9 +404,25 @@ class Participant:
         trials = summary.own_trials(self._study)
         reason = health.common_failure(trials, self.sweep.trials)
         if reason is not None and not self._is_news_due(trials):
-            self._give_up(reason)
+            self._end_sweep(reason, failed=True)
+            self._write_summary()
+            raise SweepFailed(reason)
+        self._leave_if_broken(trials)
+
+    def _is_doubtful(self, trial: FrozenTrial, reason: str) -> bool:
+        """Return whether another worker should try a trial that has failed here."""
+        trials = summary.own_trials(self._study)
+        is_doubtful = health.is_doubtful(trials, self._place, trial, reason)
+        return is_doubtful and self._is_at_work(but={self._worker.number})
+
+    def _leave_if_broken(self, trials: Sequence[FrozenTrial]) -> None:
+        """
+        Raises:
+            BrokenWorker: a trial that failed here does well elsewhere.
+        """
         reason = health.broken_worker(trials, self._place)
         if reason is not None and self._is_at_work(but={self._worker.number}):
+            studies.note(self._study, f"{studies.INNOCENT}{self._worker.number}", health.innocent(trials, self._place))
             self._write_summary()
             raise BrokenWorker(reason)
 
@@ -425,7 +449,10 @@ class Participant:
         has_failed = False
         with locked(self._folder.trials_lock):
             now = self._study._storage.get_trial(trial._trial_id)
-            if now.state == TrialState.RUNNING and studies.claims(now).get(self._worker.number) == attempt:
+            is_own = now.state == TrialState.RUNNING and studies.claims(now).get(self._worker.number) == attempt
+            if is_own and death.is_trials_fault and self._is_doubtful(now, death.reason):
+                studies.doubt(self._study, now, self._worker, death.reason)
+            elif is_own:
                 has_failed = recovery.release(self._study, self._sweep_folder, now, death, self.sweep)
         if has_failed:
             self._check_health()

@@ -109,7 +109,7 @@ def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, s
     lost = sorted({*trial.system_attrs.get(studies.LOSSES, []), records.attempts_started(own)})
     reason = death.reason if death.is_trials_fault else f"{death.reason} ({len(lost)} of {sweep.max_retries + 1} times)"
     if death.is_trials_fault or len(lost) > sweep.max_retries:
-        fail(study, own, trial, death.reason, sweep, told=reason)
+        fail(study, own, trial, death, sweep, told=reason)
         return True
     records.record_event(own, "lost", reason=reason)
     study._storage.set_trial_system_attr(trial._trial_id, studies.LOSSES, lost)
@@ -118,18 +118,18 @@ def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, s
 
 
 def fail(
-    study: Study, folder: RunFolder, trial: FrozenTrial, reason: str, sweep: Sweep, told: str | None = None
+    study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep, told: str | None = None
 ) -> None:
-    """Ends a trial without a value, in its folder and in the study.
+    """End a trial without a value, in its folder and in the study.
 
     Args:
         folder: of the trial.
-        reason: alike for trials that fail alike.
-        told: the same with what is this trial's own, for its folder.
+        death: its reason is alike for trials that fail alike.
+        told: the reason with what is this trial's own, for its folder.
     """
-    record = {"run": folder.run, "state": "FAIL", "message": told or reason, "ended": records.now()}
+    record = {"run": folder.run, "state": "FAIL", "message": told or death.reason, "ended": records.now()}
     write_outcome(_made(folder), record)
-    studies.fail(study, trial, reason)
+    studies.fail(study, trial, death.reason, death.is_trials_fault)
     with hparams.may_fail():
         hparams.write_end(folder, sweep, "failed")
 

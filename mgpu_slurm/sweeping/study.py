@@ -42,6 +42,15 @@ LOSSES = "mgpu:losses"
 SECONDS = "mgpu:seconds"
 """Of a trial that was given back: how long workers had it before."""
 
+OWN_FAULT = "mgpu:own_fault"
+"""Of a trial that failed: its own code raised the error, so that its parameters count as bad."""
+
+DOUBT = "mgpu:doubt"
+"""Of a trial that failed on a worker whose node may be broken: which worker, when, why and after how many reports."""
+
+INNOCENT = "mgpu:innocent:"
+"""Of a study, followed by the number of a worker: trials that failed because its node is broken."""
+
 OVER = "mgpu:over"
 """Of a study: why no trial starts any more."""
 
@@ -283,9 +292,28 @@ def give_back(study: Study, trial: FrozenTrial) -> None:
     study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
 
 
-def fail(study: Study, trial: FrozenTrial, reason: str) -> None:
-    """Ends a trial without a value."""
+def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None:
+    """Give back a trial that failed, so that another worker shows whether it fails there too."""
+    time = datetime.now().astimezone().isoformat()
+    facts: dict[str, Any] = {
+        "worker": worker.number,
+        "time": time,
+        "reason": reason,
+        "reports": len(trial.intermediate_values),
+    }
+    study._storage.set_trial_system_attr(trial._trial_id, DOUBT, facts)
+    give_back(study, trial)
+
+
+def fail(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool = False) -> None:
+    """End a trial without a value.
+
+    Args:
+        is_own_fault: its own code raised an error, which it would do again.
+    """
     study._storage.set_trial_system_attr(trial._trial_id, REASON, reason)
+    if is_own_fault:
+        study._storage.set_trial_system_attr(trial._trial_id, OWN_FAULT, True)
     study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
 

@@ -265,20 +265,78 @@ def test_an_error_that_all_workers_meet_first_stops_the_sweep_with_it(project: P
     assert facts["state"] == "FAILED"
     assert facts["reason"].endswith("failed alike: ValueError: broken on 0")
     assert facts["trials"]["RUNNING"] == 0
-    assert 2 <= facts["trials"]["FAIL"] <= 4
+    assert 5 <= facts["trials"]["FAIL"] <= 6
     done = project.call("best", "study")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no trial is complete yet" in done.stderr
 
 
-def test_a_metric_that_is_never_there_stops_the_sweep_with_the_first_trial(project: Project) -> None:
+VALUES_JOB = """
+    import os, signal
+    from dataclasses import dataclass
+
+    import torch
+
+
+    @dataclass
+    class Config:
+        x: float = 0.5
+        does: str = ""
+
+
+    def train(run, config: Config):
+        model = run.wrap(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        state = run.restore(model=model, optimizer=optimizer)
+        score = 0.0
+        for epoch in state.epochs(6):
+            run.backward(model(torch.ones(1, 1)).sum())
+            run.update(optimizer)
+            score = config.x + epoch
+            if config.does.startswith("stops") and epoch == 6:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            if config.does == "no metric" or (config.does == "every third" and epoch % 3):
+                run.report(epoch, loss=1.0)
+            else:
+                run.report(epoch, score=score)
+        if config.does == "stops, number":
+            return score
+        return {"loss": 1.0} if config.does == "no metric" else {"score": score, "train": 0.5}
+
+
+    CASES = ["", "stops", "stops, number", "no metric", "every third"]
+
+
+    def choose(trial):
+        return {"x": trial.suggest_float("x", 0.1, 1.0), "does": CASES[trial.number]}
+"""
+
+
+def test_each_trial_has_the_value_that_it_reached_and_its_own_failure(project: Project) -> None:
+    write_sweep(project, trials=5, space="job.py:choose", sampler="random", pruner={"name": "median"})
+    project.write("job.py", VALUES_JOB)
+    done = project.call("sweep", "sweep.yaml", "--executor", "local")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = project.runs / "study"
+    trials = trials_of(folder)
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
+    # also those that were stopped after their last epoch, so that nothing was left to train in the next attempt
+    assert [len(list((folder / "trials" / str(number) / "logs").iterdir())) for number in (0, 1, 2)] == [1, 2, 2]
+    reached = [None if trial.state.name == "FAIL" else trial.params["x"] + 6 for trial in trials]
+    assert [trial.value for trial in trials] == reached
+    assert ends(folder, 1)["result"] == {"score": reached[1], "train": 0.5}
+    assert ends(folder, 3)["message"] == ("the job neither reports nor returns the metric 'score'; it reports loss")
+    assert list(trials[4].intermediate_values) == [3, 6]
+
+
+def test_a_metric_that_is_never_there_stops_the_sweep_with_the_first_five_trials(project: Project) -> None:
     write_sweep(project, trials=50, space={"x": {"float": [0.0, 1.0]}}, fixed={"metric": "scores"})
     done = project.call("sweep", "sweep.yaml", "--executor", "local")
     assert done.returncode == 1
     facts = facts_of(project)
-    assert (facts["state"], facts["trials"]["FAIL"], facts["trials"]["WAITING"]) == ("FAILED", 1, 49)
+    assert (facts["state"], facts["trials"]["FAIL"], facts["trials"]["WAITING"]) == ("FAILED", 5, 45)
     said = "the job neither reports nor returns the metric 'score' (did you mean 'scores'?)"
-    assert facts["reason"] == f"1 of 50 trials: {said}"
+    assert facts["reason"] == f"5 of 50 trials: all of the first 5 trials failed alike: {said}"
     assert said in done.stdout
 
 

@@ -146,18 +146,17 @@ def test_a_worker_of_two_nodes_goes_on_at_its_time_limit_and_after_preemption(
 
 
 def test_a_worker_on_a_broken_node_leaves_the_trials_to_the_others(project: Project) -> None:
-    fixed = {"does": "waits", "broken": "n2", "place": str(project.folder)}
+    fixed = {"does": "waits", "broken": "n2", "pause": 1.0, "place": str(project.folder)}
     # a node for each of them
     folder = start(project, trials=12, workers=4, fixed=fixed, resources={"cpus-per-task": 4})
-    wait_until(lambda: "FAILED" in [state["state"] for state in workers(folder)], pause=LOOK_EVERY)
-    (broken,) = [state for state in workers(folder) if state["state"] == "FAILED"]
-    assert "trials failed alike here, and" in broken["reason"]
-    assert "well elsewhere meanwhile: ValueError: broken on 0" in broken["reason"]
+    # whether its node is broken shows when another worker tries one of its trials
+    wait_until(lambda: any(studies.DOUBT in trial.system_attrs for trial in trials_of(folder)), pause=LOOK_EVERY)
     (project.folder / "gate").touch()
     assert finish(project) == 0
+    (broken,) = [state for state in workers(folder) if state["state"] == "FAILED"]
+    assert re.search(r"trial \d+ failed here, and does well elsewhere: ValueError: broken on 0", broken["reason"])
     found = states(folder)
-    # the fewer of the others have reported, the more it takes
-    assert 3 <= found.count("FAIL") <= 7
+    assert 2 <= found.count("FAIL") <= 4
     assert found.count("COMPLETE") == 12 - found.count("FAIL")
 
 

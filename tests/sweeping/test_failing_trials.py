@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,39 @@ from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.spec import TERMINATED_EXIT_CODE
 from mgpu_slurm.sweeping import participant
 from mgpu_slurm.sweeping import study as studies
-from mgpu_slurm.sweeping.orders import BrokenWorker, Leave, SweepFailed
+from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Leave, SweepFailed
 from mgpu_slurm.sweeping.own_trial import HOPELESS
 from mgpu_slurm.sweeping.participant import Participant
 from tests.sweeping.sweeps import begin, finish, kill, leave, make, states, study_of, worker
 
 
 class TestCommonFailures:
-    def test_the_same_error_in_the_first_trials_of_all_workers_ends_the_sweep(self, tmp_path: Path) -> None:
+    def test_the_same_error_in_the_first_five_trials_of_all_workers_ends_the_sweep(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         parts = [worker(folder, number) for number in range(2)]
-        for part in parts:
-            begin(part)
-        # a message may name the trial's values
-        parts[0].fail("ValueError: no data at 0.25")
-        with pytest.raises(SweepFailed, match="all of the first 2 trials failed alike: ValueError: no data at 1e-05"):
-            parts[1].fail("ValueError: no data at 1e-05")
+        for part in parts * 2:
+            # a message may name the trial's values
+            fail(part, reason="ValueError: no data at 0.25")
+        begin(parts[0])
+        said = "all of the first 5 trials failed alike: ValueError: no data at 1e-05"
+        with pytest.raises(SweepFailed, match=said):
+            parts[0].fail("ValueError: no data at 1e-05")
         # the other one hears of it
-        order = leave(parts[0])
-        assert (order.exit_code, order.reason) == (
-            1,
-            "all of the first 2 trials failed alike: ValueError: no data at 1e-05",
-        )
+        order = leave(parts[1])
+        assert (order.exit_code, order.reason) == (1, said)
+
+    def test_so_does_a_metric_that_none_of_them_has(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9, pruner={"name": "median"})
+        part = worker(folder, 0)
+        for number in range(5):
+            begin(part)
+            assert part.judge(1, {"scores": 0.5}) is None
+            said = "the job neither reports nor returns the metric 'score' (did you mean 'scores'?)"
+            with pytest.raises(SweepFailed) if number == 4 else nullcontext() as ended:
+                part.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
+            assert states(folder)[number:] == ["FAIL"]
+            assert paths.read_json(folder.of_trial(number).failure)["message"] == said
+        assert str(ended.value) == f"all of the first 5 trials failed alike: {said}"  # type: ignore[union-attr]
 
     def test_different_ones_or_one_success_do_not(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
@@ -62,17 +74,21 @@ class TestCommonFailures:
             begin(broken)
             broken.fail("OSError: no GPU")
         finish(well, 0.9)
-        assert states(folder) == ["COMPLETE", *["FAIL"] * 3]
+        # the last one is to be tried elsewhere
+        assert states(folder) == ["COMPLETE", "FAIL", "FAIL", "WAITING"]
 
-    def test_as_many_as_workers_end_no_sweep_while_one_of_them_is_silent(self, tmp_path: Path) -> None:
+    @pytest.mark.usefixtures("no_pause")
+    def test_five_end_no_sweep_while_one_that_began_before_is_silent(self, tmp_path: Path) -> None:
         """It may do well, and the others sit on a broken node."""
         folder = make(tmp_path, trials=9)
         silent, broken = worker(folder, 0), worker(folder, 1)
         begin(silent)
-        for _ in range(2):
-            begin(broken)
-            broken.fail("OSError: no GPU")
-        with pytest.raises(SweepFailed, match="all of the first 3 trials failed alike: OSError: no GPU"):
+        fail(broken, 2)
+        for _ in range(3):
+            assert broken.next(Stop.NO) is None
+            broken._waits_until = 0.0
+            fail(broken)
+        with pytest.raises(SweepFailed, match="all of the first 6 trials failed alike: OSError: no GPU"):
             silent.fail("OSError: no GPU")
 
     def test_the_only_trial_is_enough(self, tmp_path: Path) -> None:
@@ -117,7 +133,7 @@ class TestWaitingForNews:
         assert records.read_state(folder.of_task(1))["reason"] == ""
 
     def test_of_one_that_has_its_nodes_and_no_trial_yet(self, tmp_path: Path) -> None:
-        folder = make(tmp_path, trials=9)
+        folder = make(tmp_path, trials=3)
         broken, starting = worker(folder, 1), worker(folder, 0)
         fail(broken, 2)
         assert broken.next(Stop.NO) is None
@@ -126,15 +142,19 @@ class TestWaitingForNews:
             starting.fail("OSError: no GPU")
         assert leave(broken).exit_code == 1
 
-    def test_of_later_trials(self, tmp_path: Path) -> None:
+    def test_of_one_that_failed_here_and_is_tried_elsewhere(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         well, broken = worker(folder, 0), worker(folder, 1)
         do_well(well, broken)
         begin(well)
         fail(broken, 3)
-        assert broken.next(Stop.NO) is None
-        well.judge(1, {"score": 0.5})
+        assert [broken.next(Stop.NO) for _ in range(2)] == [None] * 2
+        finish(well, 0.5)
+        # it has failed there too
+        assert begin(well).number == 5
+        well.fail("OSError: no GPU")
         assert begin(broken).number == 6
+        assert states(folder)[3:] == ["FAIL", "FAIL", "FAIL", "RUNNING"]
 
     def test_is_not_of_the_dead(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=4)
@@ -180,26 +200,64 @@ class TestWaitingForNews:
         assert states(folder)[3] == "WAITING"
 
 
+@pytest.mark.usefixtures("no_pause")
 class TestABrokenNode:
+    """Whether a node is broken shows when the same parameters do well on another."""
+
     def test_its_worker_leaves_the_rest_to_those_who_do_well(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=4)
         well = [worker(folder, number) for number in range(3)]
         broken = worker(folder, 3)
         do_well(*well)
-        fail(broken)
-        do_well(*well)
+        fail(broken, reason="ValueError: its own")
+        fail(broken, 3)
+        # the first of these are done; the last one waits for somebody else
+        assert states(folder)[3:] == ["FAIL", "FAIL", "FAIL", "WAITING"]
+        values = study_of(folder).trials[6].params
+        assert broken.next(Stop.NO) is None
+        again = begin(well[0])
+        assert (again.number, again.values, again.attempt) == (6, values, 2)
+        # that it runs says nothing yet
+        assert broken.next(Stop.NO) is None
+        well[0].judge(1, {"score": 0.5})
+        with pytest.raises(BrokenWorker, match="trial 6 failed here, and does well elsewhere: OSError: no GPU"):
+            broken.next(Stop.NO)
+        finish(well[0], 0.5)
+        notes = studies.notes(study_of(folder))
+        assert (studies.OVER in notes, notes[f"{studies.INNOCENT}3"]) == (False, [4, 5])
+        assert study_of(folder).trials[6].state.name == "COMPLETE"
+
+    def test_what_it_reported_before_it_failed_is_no_news(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=2)
+        well, broken = worker(folder, 0), worker(folder, 1)
+        do_well(well)
         fail(broken, 2)
         begin(broken)
-        with pytest.raises(BrokenWorker, match="last 4 trials failed alike here, and 3 of 3 did well elsewhere meanw"):
-            broken.fail("OSError: no GPU")
-        do_well(well[0])
-        assert studies.OVER not in studies.notes(study_of(folder))
+        broken.judge(1, {"score": 0.5})
+        broken.fail("OSError: no GPU")
+        begin(well)
+        # from its checkpoint, or from the start
+        well.judge(1, {"score": 0.5})
+        assert broken.next(Stop.NO) is None
+        well.judge(2, {"score": 0.5})
+        with pytest.raises(BrokenWorker):
+            broken.next(Stop.NO)
+
+    def test_each_time_that_a_trial_has_failed_elsewhere_too_it_takes_twice_as_many(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=30, workers=2)
+        other, unlucky = worker(folder, 0), worker(folder, 1)
+        do_well(other)
+        for streak in (3, 6):
+            fail(unlucky, streak)
+            assert unlucky.next(Stop.NO) is None
+            fail(other)
+            do_well(unlucky)
+        # one of each was tried twice, and has failed once
+        assert states(folder).count("FAIL") == 9
 
     def test_what_failed_on_other_nodes_does_not_count(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=4)
         well, broken = [worker(folder, number) for number in range(3)], worker(folder, 3)
-        do_well(*well)
-        fail(broken)
         do_well(*well)
         fail(broken, 2)
         records.record_event(folder.of_task(3), "started", attempt=2, job_id="3", nodes=["there"])
@@ -207,39 +265,58 @@ class TestABrokenNode:
         fail(moved)
         do_well(moved)
 
-    def test_nobody_leaves_where_all_fail_alike_from_some_place_on(self, tmp_path: Path) -> None:
-        """As the last part of a grid, or while a disk is away."""
-        folder = make(tmp_path, trials=60)
-        parts = [worker(folder, number) for number in range(2)]
-        for _ in range(10):
-            do_well(*parts)
-        for _ in range(15):
+    def test_nobody_leaves_for_parameters_that_fail_everywhere(self, tmp_path: Path) -> None:
+        """As half of a space, or the last part of a grid."""
+        folder = make(tmp_path, trials=80, sampler={"name": "random", "seed": 7})
+        parts, done = [worker(folder, number) for number in range(2)], 0
+        while done < len(parts):
+            done = 0
             for part in parts:
-                fail(part)
+                order = part.next(Stop.NO)
+                done += isinstance(order, Leave)
+                if isinstance(order, Assignment) and (order.values["x"] < 0.5 or order.number > 60):
+                    part.fail("OSError: no GPU")
+                elif isinstance(order, Assignment):
+                    finish(part, 0.5)
+        trials = study_of(folder).trials
+        assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
+        assert any(studies.DOUBT in trial.system_attrs for trial in trials)
 
-    def test_nobody_leaves_where_no_other_is_there(self, tmp_path: Path) -> None:
+    def test_nobody_leaves_or_waits_where_no_other_is_there(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=30)
         alone, other = worker(folder, 0), worker(folder, 1)
         do_well(alone, other)
-        fail(alone)
-        do_well(*[other] * 5)
         records.update_state(folder.of_task(1), state="TIMEOUT")
         fail(alone, 12)
         do_well(alone)
 
-    def test_parameters_that_fail_now_and_then_are_no_broken_node(self, tmp_path: Path) -> None:
-        """One trial in three fails everywhere, and here five in a row."""
-        folder = make(tmp_path, trials=90)
-        other, unlucky = parts = [worker(folder, number) for number in range(2)]
-        for _ in range(5):
-            for part in parts:
-                do_well(part, part)
-                fail(part)
-        for _ in range(5):
-            fail(unlucky)
-            do_well(other, other)
-            fail(other)
-        do_well(unlucky)
+    def test_one_that_nobody_tries_is_tried_here_again(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=30)
+        alone, other = worker(folder, 0), worker(folder, 1)
+        do_well(alone, other)
+        fail(alone, 3)
+        assert alone.next(Stop.NO) is None
+        records.update_state(folder.of_task(1), leaving=1)
+        assert begin(alone).number == 4
+        alone.fail("OSError: no GPU")
+        do_well(alone)
+        assert states(folder)[2:] == ["FAIL", "FAIL", "FAIL", "COMPLETE"]
+
+    def test_ranks_that_start_again_after_an_error_leave_the_trial_to_others_too(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=30)
+        well, broken = worker(folder, 0), worker(folder, 1)
+        do_well(well)
+        fail(broken, 2)
+        begin(broken)
+        facts = {"trial": 3, "error": "OSError", "message": "no GPU"}
+        records.record_event(folder.of_task(1), "ended", attempt=1, **facts)
+        again = worker(folder, 1, attempt=2)
+        again.settle()
+        assert states(folder)[3] == "WAITING"
+        assert again.next(Stop.NO) is None
+        do_well(well)
+        with pytest.raises(BrokenWorker, match="trial 3 failed here"):
+            again.next(Stop.NO)
 
     def test_a_trial_that_was_only_lost_ends_no_sweep(self, tmp_path: Path) -> None:
         """Also where the two before it failed alike, and one that may do well was given back."""
@@ -288,11 +365,11 @@ class TestSpacesByAFunction:
     def test_one_that_fails_alike_for_the_first_trials_ends_the_sweep_with_its_error(self, tmp_path: Path) -> None:
         folder = self.chosen(tmp_path, "return [1]")
         said = (
-            r"all of the first 2 trials failed alike: space: UserError: choices.py:choose has returned \[1\]: expected"
+            r"all of the first 4 trials failed alike: space: UserError: choices.py:choose has returned \[1\]: expected"
         )
         with pytest.raises(SweepFailed, match=said):
             begin(worker(folder, 0))
-        assert states(folder) == ["FAIL", "FAIL"]
+        assert states(folder) == ["FAIL"] * 4
 
     def test_one_that_fails_for_a_trial_costs_that_trial_alone(self, tmp_path: Path) -> None:
         folder = self.chosen(tmp_path, "return {'x': 1 // trial.number}")

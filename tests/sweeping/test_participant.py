@@ -19,7 +19,7 @@ from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.sweeping import recovery, summary
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.locks import locked
-from mgpu_slurm.sweeping.orders import Leave, Superseded, SweepFailed
+from mgpu_slurm.sweeping.orders import Leave, Superseded
 from mgpu_slurm.sweeping.own_trial import HOPELESS
 from tests.support import wait_until
 from tests.sweeping.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
@@ -160,27 +160,44 @@ class TestMetrics:
         part.complete(result, last, step=3, progress=2)
         assert study_of(folder).trials[0].value == value
 
-    def test_one_that_is_never_there_is_told_by_the_first_trial_and_ends_the_sweep(self, tmp_path: Path) -> None:
+    def test_a_trial_without_it_fails_alone(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
         first, other = worker(folder, 0), worker(folder, 1)
         begin(first)
         begin(other)
         assert first.judge(1, {"scores": 0.5}) is None
-        with pytest.raises(
-            SweepFailed, match=r"neither reports nor returns the metric 'score' \(did you mean 'scores'"
-        ):
-            first.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
+        said = "the job has not reported 'score' (did you mean 'scores'?) yet"
+        assert records.read_state(folder.of_task(0))["reason"] == said
+        first.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
         assert paths.read_json(folder.of_trial(0).failure)["message"].startswith("the job neither reports")
         finish(other, 0.5)
-        assert leave(other).exit_code == 1
-        assert "the metric 'score'" in paths.read_json(folder.summary)["over"]["reason"]
+        begin(first)
+        assert states(folder) == ["FAIL", "COMPLETE", "RUNNING"]
 
-    def test_a_pruner_does_not_wait_for_it(self, tmp_path: Path) -> None:
-        part = worker(make(tmp_path, pruner={"name": "median", "min_resource": 2}), 0)
-        begin(part)
-        assert part.judge(1, {"loss": 0.5}) is None
-        with pytest.raises(SweepFailed, match="at progress 2 the job has not reported the metric 'score'; it reports"):
-            part.judge(2, {"loss": 0.5})
+    def test_a_report_without_it_is_none_to_the_pruner(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1})
+        part = worker(folder, 0)
+        for score in (0.5, 0.1):
+            begin(part)
+            found = [part.judge(at, {"score": score} if at % 3 == 0 else {"loss": 1.0}) for at in range(1, 7)]
+            assert found == ([None] * 6 if score == 0.5 else [None, None, HOPELESS, None, None, HOPELESS])
+            part.complete({}, {}, step=1, progress=6)
+        assert [trial.intermediate_values for trial in study_of(folder).trials] == [{3: 0.5, 6: 0.5}, {3: 0.1, 6: 0.1}]
+
+    def test_one_that_was_stopped_after_its_last_epoch_has_the_value_that_it_reported(self, tmp_path: Path) -> None:
+        """What a loop without epochs computes still has its first value."""
+        folder = make(tmp_path)
+        for result in ({"score": 0.0}, {"value": 0.0}, {}):
+            part = worker(folder, 0)
+            begin(part)
+            part.judge(3, {"score": 0.75})
+            part.give_back(is_late=False, has_saved=True)
+            begin(part)
+            part.complete(result, {"score": 0.75}, step=3, progress=3, has_trained=False)
+        for trial in study_of(folder).trials[:3]:
+            assert trial.value == 0.75
+            told = paths.read_json(folder.of_trial(trial.number).result)
+            assert set(told["result"].values()) <= {told["value"]} == {0.75}
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_no_number_ends_that_trial_alone(self, tmp_path: Path, value: float) -> None:
