@@ -116,6 +116,16 @@ class RunFolder:
         return self.group.path / "summary.lock"
 
     @property
+    def set_aside(self) -> Path:
+        """Folders of trials that the study does not have any more, as after an older copy of it was restored."""
+        return self.group.path / "set-aside"
+
+    @property
+    def parameters(self) -> Path:
+        """A trial's parameters as the study keeps them: the folder is that trial's alone."""
+        return self.path / "parameters.json"
+
+    @property
     def config(self) -> Path:
         """A trial's whole config."""
         return self.path / "config.yaml"

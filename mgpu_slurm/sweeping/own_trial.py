@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from mgpu_slurm import records
-from mgpu_slurm.paths import RunFolder
+from mgpu_slurm import records, waiting
+from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.sweeping import hparams, recovery
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
@@ -29,8 +30,6 @@ class OwnTrial:
     def __init__(self, study: Study, sweep: Sweep, sweep_folder: RunFolder, worker: Worker, trial: Trial) -> None:
         self.number = trial.number
         self.folder = sweep_folder.of_trial(trial.number)
-        self.folder.logs.mkdir(parents=True, exist_ok=True)
-        self.attempt = records.attempts_started(self.folder) + 1
         self.has_reported = False
         """Whether it has told the study anything new here."""
         self._study = study
@@ -39,7 +38,11 @@ class OwnTrial:
         self._worker = worker
         self._trial = trial
         self._began = time.monotonic()
-        before = self.frozen().intermediate_values
+        frozen = self.frozen()
+        _keep_apart(self.folder, frozen)
+        self.folder.logs.mkdir(parents=True, exist_ok=True)
+        self.attempt = records.attempts_started(self.folder) + 1
+        before = frozen.intermediate_values
         self._reported = set(before)
         """Progress at which the study has a value."""
         self.last_value: float | None = before[max(before)] if before else None
@@ -52,6 +55,13 @@ class OwnTrial:
     def record(self, event: str, **facts: Any) -> None:
         """Adds to its history."""
         records.settle_event(self.folder, event, attempt=self.attempt, **facts)
+
+    def record_parameters(self) -> None:
+        """Write down whose folder it is, before anything in it depends on the parameters."""
+        if not self.folder.parameters.exists():
+            params = self.frozen().params
+            path = self.folder.parameters
+            waiting.for_the_disk(lambda: write_json(path, params), path)
 
     def judge(self, progress: int, value: float) -> str | None:
         """Tells the study; why the trial is to end, or None where it goes on."""
@@ -131,3 +141,23 @@ class OwnTrial:
     def _end(self, how: str) -> None:
         self.record("ended", how=how)
         print(f"-- trial {self.number}: {how}  ({time.monotonic() - self._began:.1f} s)", flush=True)
+
+
+def _keep_apart(folder: RunFolder, trial: FrozenTrial) -> None:
+    """Move a folder away that is another trial's, whose checkpoints this one must not continue from.
+
+    A study that was restored from an older copy gives numbers again. A trial that begins for the first time has no
+    folder yet; one that was given back has the folder in which its parameters are written down.
+    """
+    if studies.SECONDS in trial.system_attrs:
+        recorded = read_json(folder.parameters)
+        if recorded is None or recorded == trial.params:
+            return
+    elif not records.attempts_started(folder):
+        return
+    folder.set_aside.mkdir(exist_ok=True)
+    name = folder.path.name
+    places = (folder.set_aside / f"{name}-{count}" for count in itertools.count(1))
+    place = next(place for place in places if not place.exists())
+    folder.path.rename(place)
+    print(f"mgpu_slurm: WARNING: {folder.run} was another trial with other parameters: moved to {place}", flush=True)

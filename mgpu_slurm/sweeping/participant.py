@@ -241,6 +241,7 @@ class Participant:
             values = self._chosen(trial)
         if values is None:
             return None
+        own.record_parameters()
         with hparams.may_fail():
             hparams.write_start(own.folder, self.sweep, values, own.frozen().distributions)
         self._show(trial=own.number, progress=0, metrics={}, reason="")

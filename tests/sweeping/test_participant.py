@@ -409,6 +409,57 @@ class TestDeaths:
         assert study_of(folder).trials[mine.number].state.name == "COMPLETE"
 
 
+class TestAStudyThatIsRestoredFromAnOlderCopy:
+    """It gives numbers again whose folders are there."""
+
+    def test_a_new_trial_does_not_continue_from_anothers_checkpoint(self, tmp_path: Path) -> None:
+        folder = make(tmp_path)
+        part = worker(folder, 0)
+        begin(part)
+        finish(part, 0.5)
+        copy = folder.journal.read_bytes()
+        before = begin(part)
+        lost = folder.of_trial(1)
+        lost.checkpoint(3).mkdir(parents=True)
+        finish(part, 0.75)
+        folder.journal.write_bytes(copy)
+        after = begin(worker(folder, 0, attempt=2))
+        assert (after.number, after.attempt, after.values != before.values) == (1, 1, True)
+        assert (lost.checkpoint(3).exists(), lost.result.exists()) == (False, False)
+        # nothing is deleted
+        old = RunFolder(folder.set_aside / "1-1")
+        assert (old.checkpoint(3).exists(), paths.read_json(old.result)["value"]) == (True, 0.75)
+        assert paths.read_json(old.parameters) == before.values
+        assert paths.read_json(lost.parameters) == after.values
+
+    def test_nor_does_one_that_was_given_back(self, tmp_path: Path) -> None:
+        folder = make(tmp_path)
+        empty = folder.journal.read_bytes()
+        part = worker(folder, 0)
+        first = begin(part)
+        part.give_back(is_late=False, has_saved=True)
+        given_back = folder.journal.read_bytes()
+        folder.journal.write_bytes(empty)
+        other = worker(folder, 0, attempt=2)
+        begin(other)
+        other.give_back(is_late=False, has_saved=True)
+        folder.of_trial(0).checkpoint(3).mkdir(parents=True)
+        folder.journal.write_bytes(given_back)
+        again = begin(worker(folder, 0, attempt=3))
+        assert (again.number, again.attempt, again.values) == (0, 1, first.values)
+        assert not folder.of_trial(0).checkpoint(3).exists()
+        assert sorted(path.name for path in folder.set_aside.iterdir()) == ["0-1", "0-2"]
+
+    def test_one_of_before_that_has_no_record_continues(self, tmp_path: Path) -> None:
+        folder = make(tmp_path)
+        part = worker(folder, 0)
+        before = begin(part)
+        part.give_back(is_late=False, has_saved=True)
+        folder.of_trial(0).parameters.unlink()
+        again = begin(part)
+        assert (again.attempt, again.values, folder.set_aside.exists()) == (2, before.values, False)
+
+
 class TestADiskThatIsFull:
     def test_nothing_is_lost_once_it_has_room_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = make(tmp_path)
