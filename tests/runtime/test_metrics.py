@@ -1,0 +1,24 @@
+"""What a job function has returned, as the numbers of its result."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu_slurm.runtime.metrics import result_of
+
+
+@pytest.mark.parametrize(
+    ("returned", "has_trained", "result"),
+    [
+        (None, True, {"loss": 0.5}),
+        (2, True, {"value": 2.0}),
+        ({"loss": 0.0, "other": 1}, True, {"loss": 0.0, "other": 1.0}),
+        # restored at the end of its training: the loop has set nothing
+        ({"loss": 0.0, "other": 1}, False, {"loss": 0.5, "other": 1.0}),
+        (None, False, {"loss": 0.5}),
+    ],
+)
+def test_the_result_is_what_was_returned_or_else_reported(
+    returned: object, has_trained: bool, result: dict[str, float]
+) -> None:
+    assert result_of(returned, {"loss": 0.5}, has_trained) == result
