@@ -9,6 +9,7 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from mgpu_slurm import paths
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.processes import RUN_VARIABLE, TRIAL_VARIABLE
-from mgpu_slurm.runtime import devices, rendezvous, reporting, surroundings
+from mgpu_slurm.runtime import devices, failing, rendezvous, reporting, surroundings
 from mgpu_slurm.runtime.facts import from_environment
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import (
@@ -67,9 +68,25 @@ def _make() -> Run:
     judge = None if desk is None else reporting.Caller(desk)
     run = Run(facts, _folder(facts), device, attempt, stop, judge=judge, watchdog=_watchdog_of(facts, attempt))
     surroundings.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
+    if _is_the_run() or facts.world_size > 1:
+        _leave_soon_after_an_error(run)
     # the interpreter notes an error that nobody caught; the others may wait for this rank then
     atexit.register(lambda: run.close(waits=not hasattr(sys, "last_value")))
     return run
+
+
+def _leave_soon_after_an_error(run: Run) -> None:
+    """Bound the end of this process after an error that nobody catches: the other ranks may wait for it, while it waits
+    for a thread of its own or for them."""
+    show = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        show(kind, error, frames)
+        sys.stdout.flush()
+        if not (sys.flags.inspect or sys.flags.interactive):
+            failing.leave_soon(failing.exit_code(error), run.await_save)
+
+    sys.excepthook = shown
 
 
 def _watchdog_of(facts: RankFacts, attempt: int) -> Watchdog | None:

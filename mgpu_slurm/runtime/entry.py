@@ -13,12 +13,10 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm import config as configs
@@ -28,7 +26,7 @@ from mgpu_slurm.job_function import JobFunction
 from mgpu_slurm.paths import RUNS_VARIABLE, RunFolder, open_to, write_json
 from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.records import now
-from mgpu_slurm.runtime import listening, output, surroundings
+from mgpu_slurm.runtime import failing, listening, output, surroundings
 from mgpu_slurm.runtime.devices import limit_threads
 from mgpu_slurm.runtime.facts import RankFacts, from_slurm
 from mgpu_slurm.runtime.places import place_of
@@ -61,6 +59,8 @@ class Rank:
     attempt: int
     listener: int | None
     """The bound socket on which this rank is to serve the rendezvous; see `listening`."""
+    told: list[BaseException] = field(default_factory=list)
+    """Errors that its log tells of."""
 
 
 Work = Callable[[Rank], int]
@@ -171,20 +171,48 @@ def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
     leave_after = None if rank.spec.lead is None else PART_OF_LEAD * rank.spec.lead
     stop.see_to_it(leave_after, lambda: _leave_at_last(rank))
     try:
-        action()
+        with telling_first(rank):
+            action()
         return 0
     except RunStopped as stopped:
         return stopped.exit_code
     except BaseException as error:
-        shown = own_traceback(error)
-        print(shown, end="", file=sys.stderr, flush=True)
-        code = _exit_code(error)
-        if code:
-            record = failure_record(error, shown, rank.facts)
-            # it stands in the log too
-            with suppress(OSError):
-                write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
-        return code
+        return failing.exit_code(error)
+
+
+@contextmanager
+def telling_first(rank: Rank, saved: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Print and record an error of the block before anything else is done about it, and bound what follows: this rank
+    may be in the middle of an exchange with others, and what it leaves may wait for them for ever.
+
+    Args:
+        saved: waits for what this rank is still saving, for a limited time.
+    """
+    try:
+        yield
+    except RunStopped:
+        raise
+    except BaseException as error:
+        if error not in rank.told:
+            _tell(rank, error, saved)
+        raise
+
+
+def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
+    shown = failing.own_traceback(error)
+    print(shown, end="", file=sys.stderr, flush=True)
+    code = failing.exit_code(error)
+    # what else goes wrong on the way out is no cause
+    if code and not rank.told:
+        record_failure(rank, failing.record(error, shown, rank.facts))
+        failing.leave_soon(code, saved)
+    rank.told.append(error)
+
+
+def record_failure(rank: Rank, record: dict[str, Any]) -> None:
+    """Write down why this rank fails; its log has it too."""
+    with suppress(OSError):
+        write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
 
 
 def _leave_at_last(rank: Rank) -> None:
@@ -214,13 +242,6 @@ def _wish_to_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
         file.write(said and f"{said}\n")
 
 
-def _exit_code(error: BaseException) -> int:
-    """As the interpreter would end: `sys.exit()` is a success, `sys.exit("words")` is none."""
-    if not isinstance(error, SystemExit):
-        return 1
-    return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
 def _train(rank: Rank, stop: StopFlag) -> None:
     from mgpu_slurm.runtime.run import Run
 
@@ -228,7 +249,7 @@ def _train(rank: Rank, stop: StopFlag) -> None:
     config = job.fill(rank.spec.config, rank.spec.original)
     with joined(rank) as device:
         made = Run(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog_of(rank))
-        with closing(made) as run:
+        with closing(made) as run, telling_first(rank, run.await_save):
             result = job.call(run, config)
             run.finish()
             if run.is_main:
@@ -316,43 +337,6 @@ def _write_result(folder: RunFolder, run: Run, returned: Any) -> None:
     result = result_of(returned, run.last_metrics, run.has_trained)
     record = {"run": folder.run, "result": result, "step": run.step, "progress": run.progress, "ended": now()}
     waiting.for_the_disk(lambda: write_json(folder.result, record), folder.result)
-
-
-def own_traceback(error: BaseException) -> str:
-    """The traceback from the user's function on: the frames that led there tell nobody anything."""
-    start = error.__traceback__
-    while start is not None and start.tb_next is not None and _is_of_this_package(start):
-        start = start.tb_next
-    return "".join(traceback.format_exception(type(error), error, start))
-
-
-def _is_of_this_package(frame: TracebackType) -> bool:
-    return Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
-
-
-def failure_record(error: BaseException, shown: str, facts: RankFacts) -> dict[str, Any]:
-    return {
-        "rank": facts.rank,
-        "node": facts.node_name,
-        "time": now(),
-        "error": type(error).__name__,
-        "message": str(error),
-        "traceback": shown,
-        # a lost connection is what the other ranks see when one fails: never the first cause
-        "consequence": _is_lost_connection(error),
-    }
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        words in text
-        for words in (
-            *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "gloo"),
-            # of torch's store
-            "Connection was likely closed",
-        )
-    )
 
 
 def exit_process(code: int) -> NoReturn:

@@ -492,6 +492,10 @@ class Run:
         self._steering.together(Call.FINISH)
         self._saver.finish()
 
+    def await_save(self) -> None:
+        """Wait until this rank's part of a checkpoint that is on its way is written, for a limited time."""
+        self._saver.await_write()
+
     def close(self, waits: bool = False) -> None:
         """
         Args:
@@ -500,8 +504,9 @@ class Run:
         if self._watchdog is not None:
             self._watchdog.rest()
         self._steps.close()
-        self._saver.close(waits)
         if self._owns_agreement:
+            # the others may wait for what this rank has to say
             self._agreement.close()
+        self._saver.close(waits)
         if self._reporter is not None:
             self._reporter.close(self.step)

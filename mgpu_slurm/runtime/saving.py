@@ -232,6 +232,10 @@ class Saver:
             waits: on rank 0: for the others, who come to their end too.
         """
         self._give_up_at = time.monotonic() + (CLOSE_SECONDS if waits else 0)
+        self.await_write()
+
+    def await_write(self) -> None:
+        """Wait for this rank's part of a checkpoint that is on its way, for `CLOSE_SECONDS` at most."""
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing, suppress
 
 import torch
 
@@ -11,8 +10,8 @@ from mgpu_slurm import config as configs
 from mgpu_slurm import waiting
 from mgpu_slurm.checkpoints import names as checkpoints
 from mgpu_slurm.errors import RunFailed, RunStopped, TrialPruned
-from mgpu_slurm.paths import RunFolder, write_json, write_whole
-from mgpu_slurm.runtime import entry
+from mgpu_slurm.paths import RunFolder, write_whole
+from mgpu_slurm.runtime import entry, failing
 from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.entry import Rank
 from mgpu_slurm.runtime.metrics import result_of
@@ -53,8 +52,7 @@ class FunctionTrainer:
             facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._judge, self._watchdog
         )
         try:
-            with closing(run):
-                result = self._call(run, order, folder)
+            result = self._call(run, order, folder)
             return Ending(lambda own: own.complete(result, run.last_metrics, run.step, run.progress, run.has_trained))
         except TrialPruned as pruned:
             reason = pruned.reason
@@ -68,7 +66,9 @@ class FunctionTrainer:
         except NoMoreHere:
             raise
         except BaseException as error:
-            return self._failed(order, error)
+            return self._failed(order, error, run)
+        finally:
+            run.close()
 
     def _call(self, run: Run, order: Assignment, folder: RunFolder) -> dict[str, float]:
         spec = self._rank.spec
@@ -81,20 +81,19 @@ class FunctionTrainer:
         run.finish()
         return result_of(returned, run.last_metrics, run.has_trained)
 
-    def _failed(self, order: Assignment, error: BaseException) -> Ending:
+    def _failed(self, order: Assignment, error: BaseException, run: Run) -> Ending:
         """Ends the trial for what its code has raised."""
-        shown = entry.own_traceback(error)
+        shown = failing.own_traceback(error)
         print(shown, end="", file=sys.stderr, flush=True)
-        record = entry.failure_record(error, shown, self._rank.facts)
+        record = failing.record(error, shown, self._rank.facts)
         if self._rank.facts.world_size == 1 and not _has_spoilt_the_device(error):
             return Ending(lambda own: own.fail(f"{record['error']}: {first_line(record['message'])}"))
         # the others may be in the middle of a collective, and this rank's next one would answer theirs
-        path = self._rank.folder.rank_failure(self._rank.attempt, self._rank.facts.rank)
-        # it stands in the log too
-        with suppress(OSError):
-            write_json(path, record | {"trial": order.number})
+        entry.record_failure(self._rank, record | {"trial": order.number})
         # new ranks would not know that the time limit is near
         code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
+        if code == FAILED_EXIT_CODE:
+            failing.leave_soon(code, run.await_save)
         raise RunStopped(code, "a trial has failed: the ranks start again") from None
 
 

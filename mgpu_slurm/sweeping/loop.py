@@ -49,7 +49,8 @@ def serve(rank: Rank, stop: StopFlag) -> None:
             trainer = CommandTrainer(rank, stop, agreement, participant)
         else:
             trainer = FunctionTrainer(rank, stop, device, agreement, participant)
-        WorkerRank(rank, stop, agreement, participant, trainer).serve()
+        with entry.telling_first(rank):
+            WorkerRank(rank, stop, agreement, participant, trainer).serve()
 
 
 def _participant(rank: Rank, agreement: Agreement) -> Participant | None:

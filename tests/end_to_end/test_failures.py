@@ -70,6 +70,68 @@ def test_an_exception_on_one_rank_ends_the_run_with_that_ranks_traceback_first(f
     assert "the data is broken" in log(failing.runs / facts["run"], 1)
 
 
+BLOCKED = """
+    import atexit
+    import sys
+    import threading
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+
+    def block(run):
+        \"""Whatever may hold a rank on its way out: a thread, and a group that waits for ranks that do not come.\"""
+
+        def destroy(*group):
+            # failed ranks tell why before anything else
+            told = any(run.folder.glob(f"logs/*-{run.rank}.failure.json"))
+            Path(run.folder, f"destroys-{run.rank}").write_text(f"told {told}")
+            threading.Event().wait()
+
+        dist.destroy_process_group = destroy
+        if run.rank == 1:
+            threading.Timer(3600, print).start()
+
+
+    def train(run, config):
+        block(run)
+        if run.rank == 1:
+            raise ValueError("rank 1 fails")
+        run.mean(1, 1)
+
+
+    def threaded(run, config):
+        atexit.register(lambda: Path(run.folder, "atexit").touch())
+        threading.Timer(2.0, Path(run.folder, "thread").touch).start()
+
+
+    if __name__ == "__main__":
+        from mgpu_slurm import attach
+
+        train(attach(), {})
+"""
+
+
+@pytest.mark.parametrize("way", ["function", "attached script"])
+def test_a_failed_rank_waits_for_nobody(way: str, project: Project) -> None:
+    project.write("blocked.py", BLOCKED)
+    words = ["blocked.py"] if way == "function" else ["--", "python", "blocked.py"]
+    folder, facts = project.run("--nodes", "2", "--stuck-after", "0", *words)
+    assert facts["state"] == "FAILED"
+    assert "rank 1" in facts["reason"]
+    assert "ValueError: rank 1 fails" in facts["reason"]
+    if way == "function":
+        assert (folder / "destroys-1").read_text() == "told True"
+
+
+def test_a_rank_that_succeeds_waits_for_its_threads_and_exit_handlers(project: Project) -> None:
+    project.write("blocked.py", BLOCKED)
+    folder, facts = project.run("blocked.py:threaded")
+    assert facts["state"] == "COMPLETED"
+    assert (folder / "thread").exists()
+    assert (folder / "atexit").exists()
+
+
 def test_a_script_that_fails_on_one_rank_shows_the_end_of_that_ranks_log(project: Project) -> None:
     project.write("script.py", 'import os\nif os.environ["RANK"] == "1":\n    raise ValueError("crash on one")\n')
     done = project.call("submit", "--executor", "local", "--nodes", "2", "--", "python", "script.py")
