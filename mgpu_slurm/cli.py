@@ -590,6 +590,16 @@ def best(name: str, as_yaml: bool, as_json: bool) -> None:
 
 
 @cli.command()
+@click.argument("name", metavar="STUDY")
+def repair(name: str) -> None:
+    """Write what can be kept of a sweep's damaged journal into a new file, next to it."""
+    from mgpu_slurm.launch import registry
+    from mgpu_slurm.sweeping import repairing
+
+    _print_lines(repairing.repair(registry.find(name)))
+
+
+@cli.command()
 @click.argument("name", metavar="RUN [-- COMMAND ...]")
 @click.option("--node", metavar="NAME", help="One of the run's nodes.  [default: its first]")
 @click.pass_obj

@@ -22,6 +22,7 @@ from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.paths import cut_torn_tail
 from mgpu_slurm.sweeping.locks import locked
+from mgpu_slurm.wording import program
 
 T = TypeVar("T")
 
@@ -81,7 +82,8 @@ class JournalFile(BaseJournalBackend):
             record = None
         if not isinstance(record, dict):
             raise MgpuError(
-                f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is no record; take that line out of it"
+                f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is no record: leave the file as it is,"
+                f" `{program()} repair {self._path.parent.name}` writes a new one of what can be kept"
             )
         return record
 

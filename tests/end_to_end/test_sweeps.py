@@ -431,6 +431,11 @@ class TestOneThatHasEnded:
         done = subprocess.run(words, cwd=project.folder, env=environ, capture_output=True, text=True)
         assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
 
+    def test_a_journal_that_is_whole_needs_no_repair(self, project: Project) -> None:
+        done = project.call("repair", "study")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "study.journal' is not damaged: nothing was written" in done.stderr
+
     def test_a_run_is_no_study_and_its_name_is_taken(self, project: Project) -> None:
         run, _ = project.run("--", "true")
         for words in (["best", run.name], ["sweep", "sweep.yaml", f"study={run.name}"]):
