@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,21 +11,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime import workers
-
-
-@dataclass(frozen=True)
-class Share:
-    """How much of a global batch this rank holds."""
-
-    count: int
-    """Samples that count; 0 where the rank only keeps step with the others on a stand-in sample."""
-    total: int
-    """Samples of the global batch."""
-
-
-def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Begin and end of the rank's share of `total` samples: equal, plus or minus one."""
-    return total * rank // world_size, total * (rank + 1) // world_size
+from mgpu_slurm.runtime.nests import to_device
+from mgpu_slurm.runtime.shares import Share, Shares, share_of
 
 
 class GlobalBatches(Sampler[list[int]]):
@@ -93,14 +79,14 @@ class Loader:
         sampler: GlobalBatches,
         device: torch.device,
         at_boundary: Callable[[Loader], None],
-        on_share: Callable[[Share | None], None],
+        shares: Shares,
         epoch: Callable[[], int | None],
         **options: Any,
     ) -> None:
         self._sampler = sampler
         self._device = device
         self._at_boundary = at_boundary
-        self._on_share = on_share
+        self._shares = shares
         self._epoch = epoch
         self.passes = 0
         """Passes over the loader that were begun."""
@@ -125,13 +111,13 @@ class Loader:
         # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
         self._workers.manual_seed(mixed(self._sampler.seed, self._sampler.epoch, self._sampler.rank, first))
         batches = iter(self._loader)
-        for batch in range(first, len(self)):
-            self.batch = batch
-            self._at_boundary(self)
-            samples = next(batches)
-            self._on_share(self._sampler.share(batch))
-            yield to_device(samples, self._device)
-        self._on_share(None)
+        with self._shares.passing() as passing:
+            for batch in range(first, len(self)):
+                self.batch = batch
+                self._at_boundary(self)
+                # not kept here while the job has it
+                yield self._shares.hand_out(passing, self._sampler.share(batch), to_device(next(batches), self._device))
+            passing.ran_to_end = True
 
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:
@@ -177,12 +163,14 @@ class Shard:
         device: torch.device,
         before: Callable[[], None],
         on_batch: Callable[[], None],
+        shares: Shares,
         **options: Any,
     ) -> None:
         begin, end = share_of(size_of(dataset), rank, world_size)
         self._device = device
         self._before = before
         self._on_batch = on_batch
+        self._shares = shares
         options.setdefault("generator", torch.Generator())
         self._loader = data_loader(Subset(dataset, range(begin, end)), device, **options)
 
@@ -191,49 +179,7 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         self._before()
-        for samples in self._loader:
-            self._on_batch()
-            yield to_device(samples, self._device)
-
-
-def to_device(samples: Any, device: torch.device) -> Any:
-    """The same nest of tuples, lists and mappings with every tensor on the device."""
-    if isinstance(samples, torch.Tensor):
-        return samples.to(device, non_blocking=True)
-    return _map_nest(lambda item: to_device(item, device), samples)
-
-
-def split(samples: Any, parts: int) -> list[Any]:
-    """The batch in at most `parts` pieces along the first dimension of its tensors, sizes equal plus or minus one."""
-    size = first_dimension(samples)
-    parts = min(parts, size)
-    edges = [size * part // parts for part in range(parts + 1)]
-    return [_slice(samples, edges[part], edges[part + 1]) for part in range(parts)]
-
-
-def _slice(samples: Any, begin: int, end: int) -> Any:
-    if isinstance(samples, torch.Tensor):
-        return samples[begin:end]
-    return _map_nest(lambda item: _slice(item, begin, end), samples)
-
-
-def first_dimension(samples: Any) -> int:
-    """The batch size of a nest of tensors: the first dimension of the first one."""
-    if isinstance(samples, torch.Tensor):
-        return samples.shape[0]
-    items = samples.values() if isinstance(samples, dict) else samples
-    if isinstance(samples, (tuple, list, dict)):
-        for item in items:
-            if isinstance(item, (torch.Tensor, tuple, list, dict)):
-                return first_dimension(item)
-    raise UserError(f"run.accumulate: there is no tensor in a batch of type {type(samples).__name__}")
-
-
-def _map_nest(change: Callable[[Any], Any], samples: Any) -> Any:
-    if isinstance(samples, dict):
-        return type(samples)((key, change(value)) for key, value in samples.items())
-    if isinstance(samples, tuple) and hasattr(samples, "_fields"):
-        return type(samples)(*map(change, samples))
-    if isinstance(samples, (tuple, list)):
-        return type(samples)(map(change, samples))
-    return samples
+        with self._shares.passing() as passing:
+            for samples in self._loader:
+                self._on_batch()
+                yield self._shares.hand_out(passing, None, to_device(samples, self._device))

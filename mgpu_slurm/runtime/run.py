@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,15 +15,17 @@ from torch.utils.data import Dataset
 from mgpu_slurm.errors import MgpuError, TrialPruned, UserError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import randomness
+from mgpu_slurm.runtime.accumulation import Accumulation
 from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.calls import Call
-from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, Share, first_dimension, mixed, size_of, split
+from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, mixed, size_of
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.keeping import Keeper
 from mgpu_slurm.runtime.meter import Meter
 from mgpu_slurm.runtime.metrics import Reporter, as_numbers
 from mgpu_slurm.runtime.plan import Plan
 from mgpu_slurm.runtime.position import Position
+from mgpu_slurm.runtime.shares import Shares
 from mgpu_slurm.runtime.steering import Steering
 from mgpu_slurm.runtime.stepping import StepCounter
 from mgpu_slurm.runtime.stopping import StopFlag
@@ -112,8 +113,8 @@ class Run:
         self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
         self._saver = self._steering.saver
         self._steps = StepCounter(self._step_done)
-        self._share: Share | None = None
-        self._part = 1.0
+        self._shares = Shares(facts.world_size)
+        self._accumulation = Accumulation(self._shares, facts.world_size, self._models)
         if watchdog is not None:
             watchdog.watch(lambda: self.step)
 
@@ -184,8 +185,6 @@ class Run:
             self._watchdog.alive()
 
     def _start_shard(self) -> None:
-        # the pass before may have been left in the middle
-        self._share = None
         self._steering.begin_evaluation()
         self._bring_buffers()
 
@@ -220,7 +219,7 @@ class Run:
             sampler,
             self.device,
             self._steering.before_batch,
-            self._take_share,
+            self._shares,
             lambda: self._position.epoch,
             **options,
         )
@@ -237,22 +236,26 @@ class Run:
             self.device,
             self._start_shard,
             self.alive,
+            self._shares,
             batch_size=batch_size,
             **options,
         )
 
-    def _take_share(self, share: Share | None) -> None:
-        self._share = share
-
     # -- a step
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backpropagates the mean loss of this rank's batch, weighted so that the world's gradient is that of the
-        mean over the global batch, also where ranks hold different numbers of samples."""
-        weight = self._part
-        if self._share is not None:
-            # DDP divides the sum of gradients by the world size
-            weight *= self._share.count * self.world_size / self._share.total
+    def backward(self, loss: torch.Tensor, batch: Any = None) -> None:
+        """Backpropagate the mean loss of this rank's batch, weighted so that the world's gradient is that of the mean
+        over the global batch, also if ranks hold different numbers of samples.
+
+        Args:
+            batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` gave it. None for the
+                one at which the loop over `run.loader` is; evaluations inside of the loop do not count.
+
+        Raises:
+            UserError: several batches may be meant, and their weights differ.
+        """
+        # DDP divides the sum of gradients by the world size
+        weight = self._shares.weight(batch)
         if weight != 1.0:
             loss = loss * weight
         loss.backward()  # type: ignore[no-untyped-call]
@@ -292,22 +295,18 @@ class Run:
         """Splits this rank's batch into micro-batches, for gradient accumulation where a batch does not fit at once.
 
         Call `run.backward` on each micro-batch's mean loss and `run.update` once after the loop: the gradient is that
-        of the whole batch. Ranks exchange gradients with the last micro-batch only.
+        of the whole batch. Ranks exchange gradients with the last micro-batch only, and make the same number of them: a
+        rank with fewer samples fills up with one that has no weight.
+
+        Args:
+            batch: tensors, arrays, lists of samples, and tuples, lists, mappings and dataclasses of them.
+
+        Raises:
+            UserError: the batch cannot be cut between samples.
         """
         if parts < 1:
             raise UserError(f"run.accumulate: parts={parts}: expected at least 1")
-        pieces = split(batch, parts)
-        size = first_dimension(batch)
-        try:
-            for index, piece in enumerate(pieces):
-                self._part = first_dimension(piece) / size
-                with contextlib.ExitStack() as stack:
-                    if index < len(pieces) - 1:
-                        for model in self._models:
-                            stack.enter_context(model.no_sync())
-                    yield piece
-        finally:
-            self._part = 1.0
+        return self._accumulation.micro_batches(batch, parts)
 
     # -- what was reached
 
@@ -334,11 +333,8 @@ class Run:
             raise UserError(f"run.meter({name!r}): there is one of that name: take it, or another name")
         if self._steering.keeps:
             raise UserError(f"run.meter({name!r}): run.restore has been called: make it before that")
-        self._steering.meters[name] = Meter(self.device, self.mean, self._samples)
+        self._steering.meters[name] = Meter(self.device, self.mean, self._shares.samples)
         return self._steering.meters[name]
-
-    def _samples(self) -> float | None:
-        return None if self._share is None else self._share.count * self._part
 
     def report(self, progress: int, **metrics: Any) -> None:
         """Reports metrics to TensorBoard, `metrics.jsonl`, the screen and `status`.

@@ -160,7 +160,7 @@ def _loader(run: Run) -> Any:
         (lambda run: (run.restore(), run.meter("loss")), "make it before"),
         (lambda run: run.meter("loss").add(torch.ones(2)), "say of how many"),
         (lambda run: run.meter("loss").add(torch.ones(2), 2), r"shape \[2\]"),
-        (lambda run: next(run.accumulate(["text"], parts=1)), "no tensor"),
+        (lambda run: next(run.accumulate({"mode": "text"}, parts=1)), "run.accumulate: .* nothing in it has an entry"),
     ],
 )
 def test_wrong_arguments_are_named(use: Any, words: str, tmp_path: Path) -> None:

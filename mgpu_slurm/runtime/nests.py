@@ -1,0 +1,235 @@
+"""Batches as collate functions make them: tensors in tuples, lists, mappings and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, MutableMapping
+from enum import Enum
+from numbers import Number
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from mgpu_slurm.errors import UserError
+
+CONSTANTS = (str, bytes, Number, type(None), Enum, PurePath, np.generic, torch.device, torch.dtype)
+"""What is no data of samples: it is the same for all parts of a batch, unless a list has one for each sample."""
+
+
+ARRAYS = (torch.Tensor, np.ndarray)
+
+
+def to_device(samples: Any, device: torch.device) -> Any:
+    """Return the same nest with every tensor, and every object that has a method `to`, on the device."""
+    if isinstance(samples, torch.Tensor):
+        return samples.to(device, non_blocking=True)
+    if callable(move := getattr(samples, "to", None)) and not isinstance(samples, type):
+        moved = move(device)
+        # some move themselves
+        return samples if moved is None else moved
+    children = children_of(samples)
+    return samples if children is None else rebuilt(samples, [to_device(child, device) for child in children])
+
+
+def tensors_of(samples: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a nest."""
+    if isinstance(samples, torch.Tensor):
+        yield samples
+    for child in children_of(samples) or ():
+        yield from tensors_of(child)
+
+
+def children_of(samples: Any) -> list[Any] | None:
+    """Return what a container holds, in order; None for anything else."""
+    if isinstance(samples, Mapping):
+        return list(samples.values())
+    if isinstance(samples, (tuple, list)):
+        return list(samples)
+    if dataclasses.is_dataclass(samples) and not isinstance(samples, type):
+        return [getattr(samples, field.name) for field in dataclasses.fields(samples)]
+    return None
+
+
+def rebuilt(samples: Any, children: list[Any]) -> Any:
+    """Return a container of the same type that holds other children."""
+    if type(samples) in (tuple, list):
+        return type(samples)(children)
+    if isinstance(samples, Mapping):
+        values = dict(zip(samples, children, strict=True))
+        if not isinstance(samples, MutableMapping):
+            return type(samples)(values)  # type: ignore[call-arg]
+        # the copy keeps what else there is, such as the factory of a defaultdict
+        new = copy.copy(samples)
+        new.update(values)
+        return new
+    if isinstance(samples, tuple) and hasattr(samples, "_fields"):
+        return type(samples)(*children)
+    if isinstance(samples, (tuple, list)):
+        return type(samples)(children)
+    new = copy.copy(samples)
+    for field, child in zip(dataclasses.fields(samples), children, strict=True):
+        # a frozen one refuses `setattr`
+        object.__setattr__(new, field.name, child)
+    return new
+
+
+class _Cut(Enum):
+    """What becomes of a part of a batch."""
+
+    NOT = "the same for all samples"
+    ROWS = "an entry for each sample"
+    SAMPLES = "a list of samples, each a tensor or a container"
+
+
+class _Fields(NamedTuple):
+    """A container whose children are cut."""
+
+    children: list[_Plan]
+    is_unclear: bool
+    """It may be a list of samples just as well."""
+
+
+_Plan: TypeAlias = "_Cut | _Fields"
+
+
+class _Unfit(Exception):
+    """A batch does not have that many samples, or cannot be cut; says why."""
+
+
+class Cutter:
+    """Cuts batches between samples.
+
+    A list may hold samples (images of different sizes, texts) or fields (images and labels). Lengths and first
+    dimensions tell which, unless a list has as many entries as the batch has samples, and each of these as many rows.
+    Then the rest of the batch decides, or what earlier batches had there.
+    """
+
+    def __init__(self) -> None:
+        self._holds_samples: dict[tuple[int, ...], bool] = {}
+        """Of lists where that was certain, by their place in the nest: at each level the number of the child."""
+
+    def rows(self, samples: Any, expected: int | None = None) -> int:
+        """Return the number of samples in a batch.
+
+        Args:
+            expected: what its loader was asked for; a collate function may leave some out.
+
+        Raises:
+            UserError: the batch cannot be cut between samples.
+        """
+        problem = "nothing in it has an entry for each sample"
+        for rows in [expected or 0, *_possible_rows(samples)]:
+            try:
+                if rows and self._plan(samples, rows) is not _Cut.NOT:
+                    return rows
+            except _Unfit as error:
+                problem = str(error)
+        raise UserError(f"a batch of type {type(samples).__name__} cannot be cut between samples: {problem}")
+
+    def cut(self, samples: Any, rows: int, begin: int, end: int) -> Any:
+        """Return the samples from `begin` to `end` of a batch of `rows` samples, as `rows` has counted them."""
+        return _cut(samples, self._plan(samples, rows), slice(begin, end))
+
+    def split(self, samples: Any, rows: int, parts: int) -> list[tuple[Any, float]]:
+        """Return `parts` micro-batches, equal in size plus or minus one, each with its share of the samples. If there
+        are fewer samples than parts, some are a single sample whose share is 0."""
+        plan = self._plan(samples, rows)
+        edges = [rows * part // parts for part in range(parts + 1)]
+        return [
+            (_cut(samples, plan, slice(begin, max(end, begin + 1))), (end - begin) / rows)
+            for begin, end in itertools.pairwise(edges)
+        ]
+
+    def _plan(self, samples: Any, rows: int) -> _Plan:
+        plan = _plan(samples, rows)
+        return self._cleared(plan, (), rows, _holds_samples(plan))
+
+    def _cleared(self, plan: _Plan, place: tuple[int, ...], rows: int, is_transposed: bool) -> _Plan:
+        """
+        Args:
+            is_transposed: the batch has lists of samples; its collate function makes them of all fields then.
+        """
+        if not isinstance(plan, _Fields):
+            if plan is _Cut.SAMPLES:
+                self._holds_samples[place] = True
+            return plan
+        if not plan.is_unclear:
+            self._holds_samples[place] = False
+        elif self._holds_samples.get(place, is_transposed):
+            return _Cut.SAMPLES
+        elif place and place not in self._holds_samples:
+            raise _Unfit(
+                f"a list in it has {rows} entries with {rows} rows each, which may be samples or fields: stack the"
+                " samples, or give the fields by name in a dictionary"
+            )
+        children = [self._cleared(child, (*place, i), rows, is_transposed) for i, child in enumerate(plan.children)]
+        return _Fields(children, is_unclear=False)
+
+
+def _plan(part: Any, rows: int) -> _Plan:
+    """
+    Raises:
+        _Unfit: the part does not have that many samples, or is of a type that cannot be cut.
+    """
+    if isinstance(part, CONSTANTS):
+        return _Cut.NOT
+    if isinstance(part, ARRAYS):
+        if part.ndim and part.shape[0] != rows:
+            raise _Unfit(f"{type(part).__name__} of shape {[*part.shape]} in a batch of {rows} samples")
+        return _Cut.ROWS if part.ndim else _Cut.NOT
+    children = children_of(part)
+    if children is None or isinstance(part, PackedSequence):
+        raise _Unfit(f"{type(part).__name__} is none of tensors, arrays, tuples, lists, mappings and dataclasses")
+    has_as_many = type(part) in (tuple, list) and len(children) == rows
+    may_hold_samples = has_as_many and len({*map(_kind, children)}) == 1
+    try:
+        plans = [_plan(child, rows) for child in children]
+    except _Unfit:
+        if may_hold_samples:
+            return _Cut.SAMPLES
+        raise
+    if all(plan is _Cut.NOT for plan in plans):
+        return _Cut.ROWS if has_as_many else _Cut.NOT
+    return _Fields(plans, is_unclear=may_hold_samples)
+
+
+def _kind(part: Any) -> tuple[object, ...]:
+    """Return what the same field of all samples has in common."""
+    return type(part), *((part.ndim, part.dtype) if isinstance(part, ARRAYS) else ())
+
+
+def _holds_samples(plan: _Plan) -> bool:
+    return any(map(_holds_samples, plan.children)) if isinstance(plan, _Fields) else plan is _Cut.SAMPLES
+
+
+def _possible_rows(samples: Any) -> Iterator[int]:
+    """Yield the numbers of samples that a batch may have, the likelier first."""
+    if isinstance(samples, ARRAYS):
+        yield from samples.shape[:1]
+    children = children_of(samples)
+    if type(samples) is list and children and all(map(_is_image, children)):
+        yield len(samples)
+    for child in children or ():
+        yield from _possible_rows(child)
+        if type(child) in (tuple, list):
+            yield len(child)
+    # a tuple is one of fields, unless it is a field
+    if type(samples) is list:
+        yield len(samples)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.ndim == 3 and part.shape[0] in (1, 3, 4)
+
+
+def _cut(part: Any, plan: _Plan, which: slice) -> Any:
+    if isinstance(plan, _Fields):
+        children = children_of(part)
+        assert children is not None
+        return rebuilt(part, [_cut(child, of, which) for child, of in zip(children, plan.children, strict=True)])
+    return part if plan is _Cut.NOT else part[which]
