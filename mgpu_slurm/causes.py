@@ -100,7 +100,7 @@ HOST_MEMORY = Cause(
 DISK_FULL = Cause(
     "disk-full",
     "a disk, or a quota on it, is full",
-    "`df -h` and `mgpu-slurm clean --dry-run` show what could go; then `resume`",
+    "`df -h` and `mgpu-slurm clean` show what can be deleted; then `resume`",
 )
 DISK = Cause(
     "disk",
@@ -182,6 +182,11 @@ PREEMPTED = Cause(
     "`resume` goes on; a partition or QOS that is not preempted costs more waiting",
 )
 NODE = Cause("node", "a node failed", "`resume` goes on, on other nodes")
+DEPENDENCY = Cause(
+    "dependency",
+    "the run it waited for did not complete",
+    "`resume` that run first, then this one; or submit again with `--after-any`",
+)
 CANCELLED = Cause("cancelled", "somebody cancelled it", "`resume` goes on")
 
 # numbers of errno.h on Linux: EIO, ENOTCONN, ESHUTDOWN, EHOSTDOWN, ESTALE, EREMOTEIO
@@ -254,6 +259,11 @@ _OF_A_STATE = {
     states.OUT_OF_MEMORY: HOST_MEMORY,
 }
 
+_OF_A_REASON = (
+    (r"its supervisor process (?:is gone|was killed)", SUPERVISOR),
+    (r"^waited for run .*, which is |^the run it waited for ", DEPENDENCY),
+)
+
 LAST_LINES = 20
 """Of a log, in which its last error is looked for."""
 
@@ -299,7 +309,7 @@ def cause_of_state(state: str) -> Cause | None:
 
 def cause_of_reason(reason: str) -> Cause | None:
     """What the reason of a run's state tells of, where that is no failure of its ranks."""
-    return SUPERVISOR if re.search(r"its supervisor process (?:is gone|was killed)", reason) else None
+    return next((cause for pattern, cause in _OF_A_REASON if re.search(pattern, reason)), None)
 
 
 def _found(table: Sequence[tuple[re.Pattern[str], Cause]], text: str) -> Cause | None:

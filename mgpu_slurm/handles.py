@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import paths, records, slurm, states
+from mgpu_slurm import identity, paths, records, slurm, states
 from mgpu_slurm.errors import ClusterError, RunFailed, UserError
 from mgpu_slurm.launch import cleaning, local, logs, plan, registry, sweeps
 from mgpu_slurm.launch import submit as submitting
@@ -185,6 +185,7 @@ class _Submitted:
     def _scancel(self, job_ids: set[str]) -> None:
         # one request for all of an array: each costs the controller one
         jobs = sorted(job_ids) if self.files.task is not None else slurm.whole_jobs(sorted(job_ids))
+        identity.check(self.files, jobs)
         try:
             if jobs:
                 slurm.run(slurm.scancel_command(jobs))

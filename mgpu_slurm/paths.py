@@ -164,6 +164,11 @@ class RunFolder:
         return self.path / "attempts.jsonl"
 
     @property
+    def unlisted(self) -> Path:
+        """How often SLURM has answered without the run's job, and since when."""
+        return self.path / "unlisted.json"
+
+    @property
     def claims(self) -> Path:
         """By token of a submission: the id of the job that works for it."""
         return self.path / "claims"

@@ -141,6 +141,8 @@ class Submission:
 
     token: str
     begun: datetime
+    confirmed: datetime | None
+    """When its answer was written down."""
     job_id: str | None
     """None where no answer was written down."""
     first: int
@@ -177,13 +179,14 @@ class Submission:
 def submissions(folder: RunFolder) -> list[Submission]:
     """All of a run or group, oldest first; those of a group are written down with the group."""
     history = events(folder)
-    answers = {event["token"]: event["job_id"] for event in history if event["event"] == "submitted"}
+    answers = {event["token"]: event for event in history if event["event"] == "submitted"}
     refused = {event["token"] for event in history if event["event"] == "refused"}
     return [
         Submission(
             token=event["token"],
             begun=datetime.fromisoformat(event["time"]),
-            job_id=answers.get(event["token"]),
+            confirmed=datetime.fromisoformat(answers[event["token"]]["time"]) if event["token"] in answers else None,
+            job_id=answers.get(event["token"], {}).get("job_id"),
             first=event.get("first", 0),
             tasks=frozenset(map(int, expand(f"[{event['tasks']}]"))) if "tasks" in event else None,
             refused=event["token"] in refused,

@@ -14,18 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from mgpu_slurm import states
-from mgpu_slurm.errors import ClusterError, UserError
-from mgpu_slurm.hostlist import expand
+from mgpu_slurm.errors import ClusterError
 
 SQUEUE_TAKES = 10.0
 """Seconds, SLURM's own limit for one answer by default; squeue would go on trying for as many again."""
 
 FORESEEABLE = timedelta(days=300)
 """A start that SLURM expects later than that is behind jobs without a time limit, which it takes for a year long."""
-
-TAKEN_WITHIN = timedelta(seconds=60)
-"""After nodes were taken, for the job that they were taken for to begin."""
 
 THREADS_VARIABLE = "MGPU_THREADS"
 """Has the value of `OMP_NUM_THREADS` where that is no wish of the user's but this package's."""
@@ -37,14 +32,13 @@ _OF_ANOTHER_JOB = re.compile(
 _KEPT = ("SLURM_CONF", "MGPU_RUNS")
 _DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _UNCUT = {"SLURM_BITSTR_LEN": "0"}
-_QUEUE_FIELDS = ("JobArrayID", "State", "StartTime", "EndTime", "Reason")
-_ACCOUNTING_FIELDS = ("JobID", "State", "Submit", "Start", "End")
-_OWNER_FIELDS = ("JobID", "User", "Partition", "Start")
 _NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
 _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
 """Where it is unless `SLURM_CONF` names another; a site that has it elsewhere is asked."""
 
 _CLUSTER_NAME = re.compile(r"""^\s*ClusterName\s*=\s*["']?([^\s#"']+)""", re.IGNORECASE | re.MULTILINE)
+# a value may hold `=` and blanks: the next pair begins with a capital letter
+_PAIR = re.compile(r"(?:^| )([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|$)")
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
 LOST, UNREACHED, BUSY = "lost", "unreached", "busy"
@@ -93,40 +87,6 @@ class Unanswered(ClusterError):
 
 class Forgotten(ClusterError):
     """The controller does not know the one job that it was asked for, or not any more."""
-
-
-@dataclass(frozen=True)
-class QueuedJob:
-    """A job, or one task of an array, that the controller still knows."""
-
-    job_id: str
-    """As scancel takes it: `42`, or `42_3` for a task of an array."""
-    state: str
-    """One of `states`."""
-    reason: str
-    """Why it waits or has ended; else SLURM's own word for its state where that says more."""
-    start: str | None
-    """Of a pending job the expected one; local time without a zone, as SLURM prints it."""
-    end: str | None
-    """Of a job that has not ended the latest one."""
-
-
-@dataclass(frozen=True)
-class AccountedStart:
-    """One start of a job in SLURM's accounting; a requeued job has several."""
-
-    job_id: str
-    state: str
-    end: str | None
-
-
-@dataclass(frozen=True)
-class Taker:
-    """A job that has got nodes which others had."""
-
-    job_id: str
-    user: str
-    partition: str
 
 
 @dataclass(frozen=True)
@@ -252,155 +212,6 @@ def job_marked(token: str) -> str | None:
 def whole_jobs(job_ids: Iterable[str]) -> list[str]:
     """Arrays in the place of their tasks."""
     return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
-
-
-def squeue_command(job_ids: Sequence[str]) -> list[str]:
-    """Asks for many jobs at once, arrays task by task, also for those that ended a few minutes ago."""
-    assert job_ids
-    # a size of 0 (nothing before the suffix) prints the field whole
-    fields = ",".join(f"{field}:|" for field in _QUEUE_FIELDS)
-    return ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}", "-O", fields]
-
-
-def parse_squeue(output: str) -> list[QueuedJob]:
-    """All jobs; what a site's banners say between them is none."""
-    rows = [line.split("|", len(_QUEUE_FIELDS) - 1) for line in output.splitlines()]
-    return [_queued_job(row) for row in rows if len(row) == len(_QUEUE_FIELDS) and _is_job_id(row[0])]
-
-
-def _is_job_id(text: str) -> bool:
-    return re.fullmatch(r"\d+(_\S+|\+\d+)?", text.strip()) is not None
-
-
-def _whole_id(text: str) -> str:
-    """`42` of `42+1`, a part of a heterogeneous job."""
-    return text.strip().partition("+")[0]
-
-
-def _queued_job(row: list[str]) -> QueuedJob:
-    job_id, word, start, end, reason = row
-    state = states.from_slurm(word)
-    return QueuedJob(
-        job_id=_whole_id(job_id),
-        state=state,
-        reason=_text(reason.removesuffix("|")) or (word.strip() if word.strip() != state else ""),
-        start=_text(start),
-        end=_text(end),
-    )
-
-
-def queued(job_ids: Sequence[str]) -> dict[str, QueuedJob] | None:
-    """What the controller still knows of these jobs, by id; those that it has forgotten are missing.
-
-    None where it does not answer: then nothing is known, and no job may be called lost.
-    """
-    try:
-        jobs = parse_squeue(run(squeue_command(job_ids), SQUEUE_TAKES))
-    except Forgotten:
-        # squeue fails this way where a single job is asked for, and leaves unknown ones out where several are
-        return {}
-    except ClusterError:
-        return None
-    return {job.job_id: job for job in jobs}
-
-
-def place_command(job_id: str) -> list[str]:
-    return ["squeue", "--noheader", "--states=RUNNING", f"--jobs={job_id}", "-o", "%A|%N"]
-
-
-def parse_place(output: str) -> tuple[str, list[str]] | None:
-    """A running job's own id, also where it is a task of an array, and its nodes; None where there is none."""
-    for line in output.splitlines():
-        job_id, bar, nodes = line.strip().partition("|")
-        if bar and job_id.isdigit() and nodes:
-            return job_id, expand(nodes)
-    return None
-
-
-def place_of(job_id: str) -> tuple[str, list[str]]:
-    """Asks for the place of a running job; see `parse_place`.
-
-    srun takes the id of a task, `42_3`, since 23.02 only.
-
-    Raises:
-        ClusterError: it does not run, or the controller does not answer.
-    """
-    place = parse_place(run(place_command(job_id), SQUEUE_TAKES))
-    if place is None:
-        raise ClusterError(f"job {job_id} does not run, as SLURM says: try again in a moment")
-    return place
-
-
-def sacct_command(job_ids: Sequence[str]) -> list[str]:
-    """Asks for every start of the jobs, requeued ones included, without their steps."""
-    assert job_ids
-    fields = ",".join(_ACCOUNTING_FIELDS)
-    return ["sacct", "--noheader", "-P", "-X", "-D", "-o", fields, "-j", ",".join(job_ids)]
-
-
-def accounted(job_ids: Sequence[str]) -> list[AccountedStart] | None:
-    """Every start of the jobs that accounting knows, oldest first; nothing where the site has none.
-
-    None where it does not answer.
-    """
-    try:
-        return parse_sacct(run(sacct_command(job_ids)))
-    except ClusterError as error:
-        is_there_none = "accounting storage is disabled" in str(error) or "no sacct on PATH" in str(error)
-        return [] if is_there_none else None
-
-
-def parse_sacct(output: str) -> list[AccountedStart]:
-    """All starts, oldest first: the last one of a job says how it ended."""
-    rows = [line.split("|") for line in output.splitlines()]
-    rows = [row for row in rows if len(row) == len(_ACCOUNTING_FIELDS) and _is_job_id(row[0])]
-    rows.sort(key=lambda row: (row[2], row[3]))
-    return [start for row in rows for start in _accounted_starts(row)]
-
-
-def began_command(nodes: Sequence[str], since: datetime, until: datetime) -> list[str]:
-    """Asks for whose jobs were on any of the nodes meanwhile."""
-    span = ["-S", since.isoformat(timespec="seconds"), "-E", until.isoformat(timespec="seconds")]
-    return ["sacct", "--noheader", "-P", "-X", "-a", "-o", ",".join(_OWNER_FIELDS), "-N", ",".join(nodes), *span]
-
-
-def began_on(nodes: Sequence[str], after: str) -> list[Taker]:
-    """The jobs that began on these nodes at a time or soon after it, as far as accounting shows those of others.
-
-    Args:
-        after: as accounting writes it, in this machine's zone.
-    """
-    begin = datetime.fromisoformat(after)
-    try:
-        output = run(began_command(nodes, begin, begin + TAKEN_WITHIN))
-    except ClusterError:
-        return []
-    return parse_began(output, begin)
-
-
-def parse_began(output: str, after: datetime) -> list[Taker]:
-    """Those that began neither before nor long after, in the order of their ids."""
-    rows = [line.split("|") for line in output.splitlines()]
-    found = []
-    for row in rows:
-        if len(row) == len(_OWNER_FIELDS) and _is_job_id(row[0]) and _text(row[3]) is not None:
-            begun = datetime.fromisoformat(row[3])
-            if after <= begun <= after + TAKEN_WITHIN:
-                found.append(Taker(*row[:3]))
-    return found
-
-
-def _accounted_starts(row: list[str]) -> list[AccountedStart]:
-    job_ids, state, _, _, end = row
-    return [AccountedStart(job_id, states.from_slurm(state), _text(end)) for job_id in _array_tasks(_whole_id(job_ids))]
-
-
-def _array_tasks(job_id: str) -> list[str]:
-    """`42_3` and `42_4` of `42_[3-4%2]`, the form of tasks that never started."""
-    try:
-        return expand(re.sub(r"%\d+\]$", "]", job_id))
-    except UserError:
-        return [job_id]
 
 
 def scancel_waiting_command(job_ids: Sequence[str]) -> list[str]:
@@ -573,7 +384,21 @@ def srun_ports() -> range | None:
     return parse_ports(parse_config(run(config_command())).get("SrunPortRange", ""))
 
 
-def _text(field: str) -> str | None:
+def value_of(field: str) -> str | None:
     """The field, or None where SLURM says in one of its ways that there is nothing."""
     field = field.strip()
     return None if field in _NOTHING else field
+
+
+def time_of(field: str) -> str | None:
+    """Return a time as SLURM prints it, or None if the field holds no time."""
+    try:
+        datetime.fromisoformat(field.strip())
+    except ValueError:
+        return None
+    return field.strip()
+
+
+def pairs_in(line: str) -> dict[str, str]:
+    """Return what a line of `scontrol show --oneliner` tells, by its names."""
+    return {name: value.strip() for name, value in _PAIR.findall(line.strip())}

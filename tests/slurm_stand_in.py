@@ -78,7 +78,7 @@ case "$*" in
         # one that is taken late is there at the second look, however slow this machine is
         [ ! -e "$state/looked" ] || while [ -e "$state/late" ]; do sleep 0.01; done
         cat "$state/queue"; touch "$state/looked" ;;
-    *) sed 's/$/|PENDING|N\\/A|N\\/A|Priority|/' "$state/jobs" ;;
+    *) sed 's/$/|PENDING|N\\/A|0|N\\/A|N\\/A||Priority|/' "$state/jobs" ;;
 esac
 """
 

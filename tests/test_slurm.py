@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from mgpu_slurm import slurm
+from mgpu_slurm import accounting, jobs, slurm
 from mgpu_slurm.errors import ClusterError
-from mgpu_slurm.slurm import AccountedStart, NodeGroup, QueuedJob
+from mgpu_slurm.slurm import NodeGroup
 
 FakeCommand = Callable[[str, str], None]
 
@@ -50,63 +49,14 @@ def test_the_look_for_a_submission_asks_the_queue(fake_command: FakeCommand) -> 
         slurm.job_marked("mgpu-ab12")
 
 
-def test_squeue_command_asks_once_for_all_jobs() -> None:
-    assert slurm.squeue_command(["42", "43_1"]) == [
-        "squeue",
-        "--noheader",
-        "--array",
-        "--states=all",
-        "--jobs=42,43_1",
-        "-O",
-        "JobArrayID:|,State:|,StartTime:|,EndTime:|,Reason:|",
-    ]
-
-
-def test_parse_squeue() -> None:
-    output = (
-        "42|RUNNING|2024-05-01T10:00:00|2024-05-01T12:00:00|None|\n"
-        "43|PENDING|N/A|N/A|ReqNodeNotAvail, UnavailableNodes:gpu[01,07]|\n"
-        "44_1|CONFIGURING|2024-05-01T11:00:00|NONE|None|\n"
-        "44_12|FAILED|2024-05-01T11:00:00|2024-05-01T11:30:00|NonZeroExitCode|\n"
-        "44_13|SOMETHING_NEW|N/A|N/A|None|\n"
-        "45+0|RUNNING|N/A|N/A|None|\n"
-    )
-    assert slurm.parse_squeue(output) == [
-        QueuedJob("42", "RUNNING", "", "2024-05-01T10:00:00", "2024-05-01T12:00:00"),
-        QueuedJob("43", "PENDING", "ReqNodeNotAvail, UnavailableNodes:gpu[01,07]", None, None),
-        QueuedJob("44_1", "PENDING", "CONFIGURING", "2024-05-01T11:00:00", None),
-        QueuedJob("44_12", "FAILED", "NonZeroExitCode", "2024-05-01T11:00:00", "2024-05-01T11:30:00"),
-        QueuedJob("44_13", "UNKNOWN", "SOMETHING_NEW", None, None),
-        # a part of a heterogeneous job
-        QueuedJob("45", "RUNNING", "", None, None),
-    ]
-    assert slurm.parse_squeue("") == []
-
-
-def test_a_single_job_that_the_controller_has_forgotten_is_missing(fake_command: FakeCommand) -> None:
-    fake_command("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
-    assert slurm.queued(["42"]) == {}
-
-
-def test_a_controller_that_is_down_does_not_mean_a_forgotten_job(fake_command: FakeCommand) -> None:
-    fake_command("squeue", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
-    assert slurm.queued(["42"]) is None
-
-
-def test_queued_jobs_by_their_id(fake_command: FakeCommand) -> None:
-    fake_command("squeue", 'echo "42_1|RUNNING|2024-05-01T10:00:00|N/A|None|"')
-    expected = QueuedJob("42_1", "RUNNING", "", "2024-05-01T10:00:00", None)
-    assert slurm.queued(["42"]) == {"42_1": expected}
-
-
 BANNERS = ("|   Maintenance on Monday   |", "| a | b | c | d | e | f | g |", "Your job 500 has ended.", "a|b|c", "")
 
 
 @pytest.mark.parametrize(
     ("parse", "line"),
     [
-        (slurm.parse_squeue, "44_1|RUNNING|2024-05-01T11:00:00|NONE|None|"),
-        (slurm.parse_sacct, "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09"),
+        (jobs.parse_squeue, "44_1|RUNNING|N/A|0|2024-05-01T11:00:00|NONE||None|"),
+        (accounting.parse_sacct, "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|None|a"),
         (slurm.parse_sinfo, "gpu*|4|gpu:a100:8(S:0-1)"),
         (lambda output: slurm.parse_marked(output, "mgpu-1"), "42|mgpu-1"),
     ],
@@ -115,59 +65,6 @@ def test_a_sites_banners_are_no_answers(parse: Callable[[str], object], line: st
     banners = "".join(f"{banner}\n" for banner in BANNERS)
     assert parse(f"{banners}{line}\n{banners}") == parse(line)
     assert not parse(banners)
-
-
-def test_the_place_of_a_running_job() -> None:
-    assert slurm.parse_place("Welcome | to | gpu\n57|gpu[03-04]\n") == ("57", ["gpu03", "gpu04"])
-    assert slurm.parse_place("57|\n") is None
-
-
-def test_sacct_command_asks_for_every_start() -> None:
-    assert slurm.sacct_command(["42", "43"]) == [
-        "sacct",
-        "--noheader",
-        "-P",
-        "-X",
-        "-D",
-        "-o",
-        "JobID,State,Submit,Start,End",
-        "-j",
-        "42,43",
-    ]
-
-
-def test_parse_sacct_orders_the_starts_of_a_requeued_job() -> None:
-    output = (
-        "42|CANCELLED by 1000|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00\n"
-        "42|PREEMPTED|2024-05-01T10:00:00|2024-05-01T10:00:05|2024-05-01T12:00:00\n"
-        "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09\n"
-        "44|PENDING|2024-05-01T12:00:02|Unknown|Unknown\n"
-    )
-    assert slurm.parse_sacct(output) == [
-        AccountedStart("42", "PREEMPTED", "2024-05-01T12:00:00"),
-        AccountedStart("42", "CANCELLED", "2024-05-01T13:00:00"),
-        AccountedStart("43", "FAILED", "2024-05-01T12:00:09"),
-        AccountedStart("44", "PENDING", None),
-    ]
-
-
-def test_who_began_where_nodes_were_taken() -> None:
-    output = (
-        "40|ann|main|2024-05-01T11:59:59\n"
-        "41|bob|high|2024-05-01T12:00:00\n"
-        "42_7|cy|urgent|2024-05-01T12:01:00\n"
-        "43|dan|main|2024-05-01T12:01:01\n"
-        "44|eve|main|Unknown\n"
-    )
-    assert slurm.parse_began(output, datetime(2024, 5, 1, 12)) == [
-        slurm.Taker("41", "bob", "high"),
-        slurm.Taker("42_7", "cy", "urgent"),
-    ]
-
-
-def test_parse_sacct_expands_the_tasks_that_never_started() -> None:
-    output = "42_[3-4,7%2]|CANCELLED by 0|2024-05-01T12:00:00|None|2024-05-01T12:01:00\n"
-    assert [start.job_id for start in slurm.parse_sacct(output)] == ["42_3", "42_4", "42_7"]
 
 
 def test_scancel_command() -> None:

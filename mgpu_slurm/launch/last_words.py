@@ -33,16 +33,17 @@ def ending(folder: RunFolder, job_id: str) -> dict[str, Any] | None:
         return None
     at, why = datetime.fromisoformat(notices[-1]["at"]).astimezone(), notices[-1]["why"] or ""
     # all starts of a job write to one log
-    if why == _REQUEUED or at + _TO_THE_SECOND < _last_start(folder):
+    if why == _REQUEUED or is_before_last_start(folder, at):
         return None
     state = next((state for words, state in _WHY.items() if why.startswith(words)), states.CANCELLED)
     reason = "cancelled" if state == states.CANCELLED else why.lower()
     return {"state": state, "reason": reason, "ended": at.isoformat()}
 
 
-def _last_start(folder: RunFolder) -> datetime:
+def is_before_last_start(folder: RunFolder, at: datetime) -> bool:
+    """Return whether a run has started another attempt after a time."""
     starts = [event["time"] for event in records.events(folder) if event["event"] == "started"]
-    return datetime.fromisoformat(starts[-1] if starts else "1970-01-01T00:00:00+00:00")
+    return bool(starts) and at.astimezone() + _TO_THE_SECOND < datetime.fromisoformat(starts[-1])
 
 
 def before_the_ranks(folder: RunFolder, job_id: str) -> str | None:

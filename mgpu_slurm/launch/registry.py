@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import paths, records, sbatch, slurm, states
+from mgpu_slurm import accounting, paths, records, sbatch, slurm, states
 from mgpu_slurm.errors import ClusterError, UserError, nearest
-from mgpu_slurm.launch import allocation, cleaning, last_words, local
+from mgpu_slurm.launch import allocation, cleaning, fates, last_words, local
 from mgpu_slurm.paths import RunFolder, append_jsonl, read_jsonl
 from mgpu_slurm.patience import Note, quiet
 from mgpu_slurm.wording import program
@@ -24,19 +23,6 @@ _NEVER_ARRIVED: State = {
     "state": states.FAILED,
     "reason": "never arrived in SLURM's queue; `resume` submits it again",
 }
-
-_LOST: State = {
-    "state": states.FAILED,
-    "reason": "lost: SLURM does not know its job, and nobody saw it end; `resume` goes on",
-}
-_LOST_SO_FAR: State = {
-    "state": states.FAILED,
-    "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
-}
-
-# SLURM keeps nothing of a task that was cancelled while it waited, beside others that are still there
-_DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it started"}
-_NO_WORD = (_LOST, _LOST_SO_FAR, _DROPPED)
 
 _SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
 _ELSEWHERE = "as it was last seen: its job is on cluster {}, and this is {}"
@@ -206,10 +192,10 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
         note: hears that the cluster does not answer, or is not the one to ask.
     """
     found = [pair for folder in asked for pair in _recorded(folder)]
-    asks = [state for _, state in found if states.is_alive(state["state"]) and _is_slurms_to_tell(state)]
-    here = slurm.cluster_name() if any(state["slurm_cluster"] for state in asks) else None
-    away = sorted({state["slurm_cluster"] for state in asks if _is_elsewhere(state, here)})
-    known = _queue([state for state in asks if not _is_elsewhere(state, here)])
+    asks = [pair for pair in found if states.is_alive(pair[1]["state"]) and _is_slurms_to_tell(pair[1])]
+    here = slurm.cluster_name() if any(state["slurm_cluster"] for _, state in asks) else None
+    away = sorted({state["slurm_cluster"] for _, state in asks if _is_elsewhere(state, here)})
+    known = fates.ask({folder: state["job_id"] for folder, state in asks if _is_asked(state, here)}, note)
     if known is None or (away and here is None):
         silent = "SLURM's controller does not answer" if shutil.which("squeue") else "there is no squeue on PATH here"
         note(f"{silent}: runs are taken as they were last seen")
@@ -223,6 +209,10 @@ def _is_slurms_to_tell(state: State) -> bool:
     if state["executor"] == "allocation":
         return not (local.is_here(state) and local.is_supervised(state))
     return bool(state["executor"] == "slurm")
+
+
+def _is_asked(state: State, here: str | None) -> bool:
+    return state["job_id"] is not None and not _is_elsewhere(state, here)
 
 
 def _is_elsewhere(state: State, here: str | None) -> bool:
@@ -291,99 +281,22 @@ def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str 
         return None, True
     if job_id is not None:
         records.record_event(folder, "submitted", job_id=job_id, token=submission.token)
-    return job_id, job_id is not None or not submission.is_over
+    return job_id, job_id is not None or not submission.is_over or _may_be_hidden(folder, submission)
+
+
+def _may_be_hidden(folder: RunFolder, submission: records.Submission) -> bool:
+    """Return whether a job may be in the queue that squeue does not list."""
+    named = accounting.named(folder.run, submission.begun)
+    if named is None:
+        return not fates.is_missing_for_long(folder, submission.token)
+    return any(states.is_alive(start.state) for start in named)
 
 
 def _is_own(folder: RunFolder) -> bool:
     return folder.group.path.stat().st_uid == os.geteuid()
 
 
-def _queue(waiting: list[State]) -> dict[str, State] | None:
-    """What SLURM says of these runs, by job id: one squeue, and one sacct for those that it has forgotten.
-
-    None where the controller does not answer.
-    """
-    ids = [state["job_id"] for state in waiting if state["job_id"]]
-    if not ids:
-        return {}
-    queued = slurm.queued(slurm.whole_jobs(ids))
-    if queued is None:
-        return None
-    known: dict[str, State] = {job_id: _facts(job) for job_id, job in queued.items()}
-    forgotten = [job_id for job_id in ids if job_id not in known]
-    starts = slurm.accounted(slurm.whole_jobs(forgotten)) if forgotten else []
-    # oldest first: the last start of a job is how it stands
-    last = {start.job_id: start for start in starts or []}
-    # accounting may have missed the end of a job that the controller does not have any more
-    accounted = {job_id: _accounted_facts(start) for job_id, start in last.items() if not states.is_alive(start.state)}
-    known = accounted | known
-    if starts is None:
-        return dict.fromkeys(forgotten, _LOST_SO_FAR) | known
-    return known | _of_arrays([job_id for job_id in forgotten if job_id not in accounted], known)
-
-
-def _accounted_facts(start: slurm.AccountedStart) -> State:
-    return {"state": start.state, "reason": "", **_ended(start.end)}
-
-
-def _of_arrays(forgotten: list[str], known: dict[str, State]) -> dict[str, State]:
-    """What the rest of its array says of a task that SLURM has forgotten."""
-    arrays = {job_id.partition("_")[0] for job_id in known}
-    found: dict[str, State] = {}
-    for job_id in forgotten:
-        array, _, task = job_id.partition("_")
-        if task and array in known:
-            # tasks that had not started when their array was cancelled are one line without their numbers
-            found[job_id] = known[array]
-        elif task and array in arrays:
-            found[job_id] = _DROPPED
-    return found
-
-
-def _facts(job: slurm.QueuedJob) -> State:
-    if job.state == states.PENDING:
-        return {"state": job.state, "reason": _why_it_waits(job)}
-    if states.is_alive(job.state):
-        # of one that runs SLURM says nothing, and the run itself may
-        return {"state": job.state} | ({"reason": job.reason} if job.reason else {})
-    # why it pended is what SLURM goes on to say of a job that was cancelled
-    reason = _CANCELLED_FOR.get(job.reason, "cancelled") if job.state == states.CANCELLED else job.reason
-    return {"state": job.state, "reason": reason, **_ended(job.end)}
-
-
-_CANCELLED_FOR = {"DependencyNeverSatisfied": "what it waited for did not complete"}
-
-_NEVER = {
-    "PartitionConfig": "it never starts, for it asks for more than its partition gives",
-    "PartitionNodeLimit": "it never starts, for it asks for more nodes than its partition gives to a job",
-    "PartitionTimeLimit": "it never starts, for it asks for more time than its partition gives to a job",
-    "BadConstraints": "it never starts, for no node has what it asks for",
-}
-"""Reasons for which a job waits in vain, in words (squeue(1), JOB REASON CODES)."""
-
-
-def _why_it_waits(job: slurm.QueuedJob) -> str:
-    if job.reason in _NEVER:
-        return f"{job.reason}: {_NEVER[job.reason]}"
-    if job.start is None or "held" in job.reason.lower():
-        # its start is from before it was held
-        return job.reason
-    start, now = datetime.fromisoformat(job.start), datetime.now()
-    if start > now + slurm.FORESEEABLE:
-        return f"{job.reason}, after jobs that have no time limit"
-    # one that is over is from before it got its nodes
-    return f"{job.reason}, expected to start at {job.start.replace('T', ' ')}" if start > now else job.reason
-
-
-def _ended(local_time: str | None) -> State:
-    return {} if local_time is None else {"ended": _with_zone(local_time)}
-
-
-def _with_zone(local_time: str) -> str:
-    return datetime.fromisoformat(local_time).astimezone().isoformat()
-
-
-def _true(folder: RunFolder, state: State, known: dict[str, State] | None, here: str | None) -> State:
+def _true(folder: RunFolder, state: State, known: dict[RunFolder, State] | None, here: str | None) -> State:
     if not states.is_alive(state["state"]):
         return state
     if state["executor"] == "local":
@@ -397,23 +310,33 @@ def _true(folder: RunFolder, state: State, known: dict[str, State] | None, here:
         return state | {"reason": state["reason"] or _SILENT}
     if state["job_id"] is None:
         return state
-    facts = known.get(state["job_id"], _LOST)
-    if facts in _NO_WORD:
+    facts = known[folder]
+    if facts in fates.NO_WORD:
         if not _is_own(folder):
             # a site may keep the jobs of others to itself
             return state
         facts = last_words.ending(folder, state["job_id"]) or facts
-    if facts == _DROPPED and records.attempts_started(folder):
-        facts = _LOST
-    if facts in (_LOST, _LOST_SO_FAR):
-        # the controller answers, and neither it nor accounting nor the run's own records know of an end
-        return state | facts
+    facts = fates.settled(folder, state, facts)
     if states.is_alive(facts["state"]):
+        return state | facts
+    if (newer := _newer(folder, state)) is not None:
+        return newer
+    if facts == fates.DROPPED and records.attempts_started(folder):
+        facts = fates.LOST
+    if facts in (fates.LOST, fates.LOST_SO_FAR):
+        # the controller answers, and neither it nor accounting nor the run's own records know of an end
         return state | facts
     if facts["state"] == states.FAILED:
         facts = facts | {"reason": last_words.before_the_ranks(folder, state["job_id"]) or facts["reason"]}
     # one that never started has left no word of its job itself
     return _ended_unseen(folder, {"job_id": state["job_id"]} | facts)
+
+
+def _newer(folder: RunFolder, state: State) -> State | None:
+    """Return how a run stands that has ended, or started again, while SLURM was asked; None if it has not."""
+    again = records.read_state(folder)
+    has_moved = again["job_id"] not in (None, state["job_id"]) or again["attempts"] > state["attempts"]
+    return again if has_moved or not states.is_alive(again["state"]) else None
 
 
 def _true_local(folder: RunFolder, state: State) -> State:
@@ -422,18 +345,20 @@ def _true_local(folder: RunFolder, state: State) -> State:
     return _ended_unseen(folder, {"state": states.FAILED, "reason": _SUPERVISOR_LOST})
 
 
-def _true_held(folder: RunFolder, state: State, known: dict[str, State] | None) -> State:
+def _true_held(folder: RunFolder, state: State, known: dict[RunFolder, State] | None) -> State:
     """Of a run inside an allocation: it lives while both its supervisor and the allocation do."""
     if not _is_slurms_to_tell(state):
         return state
     job_id = state["job_id"]
     if known is None:
         return state | {"reason": state["reason"] or _SILENT}
-    job = known.get(job_id, {"state": states.UNKNOWN})
-    if job_id is not None and (job_id not in known or not states.is_alive(job["state"])):
+    job = state if job_id is None else fates.settled(folder, state, known[folder])
+    if not states.is_alive(job["state"]):
         of_run, reason = allocation.ending(job_id, job["state"])
         ended = {"ended": job["ended"]} if "ended" in job else {}
         return _ended_unseen(folder, {"state": of_run, "reason": reason, **ended})
+    if job.get("reason") == fates.UNLISTED["reason"]:
+        return job
     if local.is_here(state):
         return _ended_unseen(folder, {"state": states.FAILED, "reason": _SUPERVISOR_LOST})
     return state

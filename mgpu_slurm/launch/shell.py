@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import records, slurm, states
+from mgpu_slurm import jobs, records, states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.hostlist import compress
 from mgpu_slurm.launch import local, registry
@@ -50,7 +50,7 @@ def words(
 def _place(folder: RunFolder, facts: dict[str, Any]) -> tuple[str, list[str]]:
     """The job id as srun takes it, and the run's nodes."""
     if facts["executor"] == "slurm":
-        return slurm.place_of(facts["job_id"])
+        return jobs.place_of(facts["job_id"])
     started = [event for event in records.events(folder) if event["event"] == "started"]
     if not started:
         raise UserError(f"run {folder.run} has not started its ranks yet: try again in a moment")

@@ -9,10 +9,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mgpu_slurm.slurm import gpus_in
-
-# a value may hold `=` and blanks: the next pair begins with a capital letter
-_PAIR = re.compile(r"(?:^| )([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|$)")
+from mgpu_slurm.slurm import gpus_in, pairs_in
 
 _UNUSABLE = re.compile(r"down|drain|fail|maint|unk|no_respond|inval|reboot|planned_down|future")
 
@@ -95,7 +92,7 @@ def parse_partitions(output: str, nodes: str) -> list[Partition]:
         gpus.setdefault(name, set()).add(gpus_in(gres))
     found = []
     for line in output.splitlines():
-        pairs = dict(_PAIR.findall(line.strip()))
+        pairs = pairs_in(line)
         if "PartitionName" in pairs and pairs.get("RootOnly") != "YES":
             name = pairs["PartitionName"]
             found.append(_partition(pairs, by_state.get(name, Counter()), tuple(sorted(gpus.get(name, ())))))
@@ -152,11 +149,7 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def job_command(job_id: str) -> list[str]:
-    return ["scontrol", "show", "job", "--oneliner", job_id]
-
-
 def may_be_requeued(output: str) -> bool | None:
-    """Whether SLURM would requeue a job, from the output of `job_command`; None where it does not say."""
+    """Whether SLURM would requeue a job, from the output of `jobs.show_command`; None where it does not say."""
     match = re.search(r"\bRequeue=([01])\b", output)
     return None if match is None else match[1] == "1"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mgpu_slurm import causes, records, slurm, states
+from mgpu_slurm import accounting, causes, identity, records, slurm, states
+from mgpu_slurm.accounting import AccountedStart
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.wording import first_line
 
@@ -57,7 +58,7 @@ def _was_requeued(start: Event, between: Sequence[Event], after: Event | None) -
 
 def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
     """What accounting says of these attempts, where it says anything: it has a line for each start of a job."""
-    accounted = _accounted(records.read_state(folder), started)
+    accounted = _accounted(folder, records.read_state(folder), started)
     found = {}
     for event in started:
         starts = [each for each in accounted if each.job_id == event["job_id"]]
@@ -81,19 +82,20 @@ def last_said(folder: RunFolder) -> str:
 def last_taken_by(folder: RunFolder, state: dict[str, Any]) -> str:
     """Like `taken_by`, of a preempted run's newest attempt."""
     started = [event for event in records.events(folder) if event["event"] == "started"][-1:]
-    accounted = _accounted(state, started)
+    accounted = _accounted(folder, state, started)
     return taken_by(started[0], accounted[-1]) if accounted else ""
 
 
-def _accounted(state: dict[str, Any], started: Sequence[Event]) -> list[slurm.AccountedStart]:
+def _accounted(folder: RunFolder, state: dict[str, Any], started: Sequence[Event]) -> list[AccountedStart]:
     """What accounting has of the jobs of these attempts."""
     # elsewhere the ids are of other jobs, or of none
     if not started or state["executor"] != "slurm" or state["slurm_cluster"] not in (None, slurm.cluster_name()):
         return []
-    return slurm.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
+    found = accounting.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
+    return [each for each in found if identity.is_of(folder, each)]
 
 
-def taken_by(started: Event, accounted: slurm.AccountedStart) -> str:
+def taken_by(started: Event, accounted: AccountedStart) -> str:
     """Who has got the nodes that were taken from an attempt: SLURM does not say for whom it took them, but who began
     there next.
 
@@ -103,7 +105,7 @@ def taken_by(started: Event, accounted: slurm.AccountedStart) -> str:
     """
     if accounted.end is None:
         return ""
-    takers = [each for each in slurm.began_on(started["nodes"], accounted.end) if each.job_id != started["job_id"]]
+    takers = [each for each in accounting.began_on(started["nodes"], accounted.end) if each.job_id != started["job_id"]]
     return ", ".join(f"job {each.job_id} of {each.user} in partition {each.partition}" for each in takers[:MOST_TAKERS])
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from mgpu_slurm import causes, records, states
 from mgpu_slurm.causes import Cause
-from mgpu_slurm.errors import CollectiveMismatch
+from mgpu_slurm.errors import CollectiveMismatch, MgpuError
 from mgpu_slurm.hostlist import ranges
-from mgpu_slurm.launch import missing
+from mgpu_slurm.launch import dependencies, missing
 from mgpu_slurm.observe import attempts, flight
 from mgpu_slurm.observe.times import time_of
 from mgpu_slurm.paths import DAMAGED, RunFolder, end_of, read_json
@@ -61,7 +61,7 @@ def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
     if state["state"] == states.COMPLETED:
         return None
     failure = read_json(folder.failure)
-    of_state = causes.cause_of_state(state["state"]) or causes.cause_of_reason(state["reason"])
+    of_state = causes.cause_of_reason(state["reason"]) or causes.cause_of_state(state["state"])
     # what SLURM says of the end comes before what ranks made of it, but for a rank that took too much memory
     if failure is None or (of_state is not None and of_state is not causes.HOST_MEMORY):
         return _of_state(folder, state, of_state)
@@ -88,6 +88,8 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
         is_unseen = state["attempts"] and _end_of_attempt(folder, state["attempts"]) is None
         cause = causes.SUPERVISOR if is_unseen else causes.UNKNOWN
     said = attempts.last_said(folder) if cause is causes.TIME_LIMIT else ""
+    if cause is causes.DEPENDENCY:
+        said = _waited_for(folder)
     return Why(
         cause,
         _mend(cause, folder),
@@ -95,11 +97,19 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
         who="",
         node=None,
         time=state["ended"],
-        error="; ".join(filter(None, [state["reason"], said, takers and f"{takers} began there"])),
+        error="; ".join(dict.fromkeys(filter(None, [state["reason"], said, takers and f"{takers} began there"]))),
         line=None,
         lagged=None,
         log=_launch_log(folder, state),
     )
+
+
+def _waited_for(folder: RunFolder) -> str:
+    """Return which run it was that a run has waited for in vain; empty if that cannot be found out."""
+    try:
+        return dependencies.standing(read_spec(folder).after).broken
+    except MgpuError:
+        return ""
 
 
 def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state: dict[str, Any]) -> Why:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from mgpu_slurm import records, slurm, states, steps
+from mgpu_slurm import jobs, records, states, steps
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.attempt import Ending
@@ -62,7 +62,7 @@ class LaunchWatch:
 
     def _has_no_step(self) -> bool:
         """Whether the job runs, and there is not even a step that its ranks may have to wait for."""
-        job = (slurm.queued([self._job_id]) or {}).get(self._job_id)
+        job = (jobs.queued([self._job_id]) or {}).get(self._job_id)
         # a reason: nodes that still boot, or a prolog of the site's, for both of which srun waits rightly
         if job is None or job.state != states.RUNNING or job.reason:
             return False

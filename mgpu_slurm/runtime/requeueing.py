@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm import records, sbatch, slurm
+from mgpu_slurm import identity, records, sbatch, slurm
 from mgpu_slurm.errors import ClusterError
 from mgpu_slurm.hostlist import compress, expand
 from mgpu_slurm.paths import RunFolder
@@ -65,6 +65,9 @@ def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = 
     Raises:
         ClusterError: it is not in the queue, and why neither way worked; or nobody can tell.
     """
+    with contextlib.suppress(slurm.Unanswered):
+        # the controller may have been reset meanwhile, and have another job of this id
+        identity.check(folder, [job.id])
     excluded = {"exclude": _excluded(spec, avoid)} if avoid else {}
     refused = _requeue(job, excluded)
     if refused is None:

@@ -20,7 +20,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import records, slurm, states
+from mgpu_slurm import identity, records, slurm, states
 from mgpu_slurm.errors import ClusterError, nearest
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder, write_whole
@@ -281,7 +281,9 @@ class Participant:
         if not (is_over and unstarted and jobs):
             return
         try:
-            slurm.run(slurm.scancel_waiting_command(jobs))
+            others = {identity.whole(job.job_id) for job in identity.strangers(self._sweep_folder, jobs)}
+            if own := [job_id for job_id in jobs if job_id not in others]:
+                slurm.run(slurm.scancel_waiting_command(own))
         except ClusterError as error:
             # they come, and leave at once
             print(f"mgpu_slurm: workers that wait in the queue stay there: {error}", flush=True)

@@ -13,6 +13,7 @@ from mgpu_slurm import processes, records
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder
+from tests.support import UNKNOWN_JOB
 
 
 @pytest.fixture
@@ -22,6 +23,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     (tmp_path / "runs").mkdir()
     (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\n{UNKNOWN_JOB}\n")
+    scontrol.chmod(0o755)
     return tmp_path / "runs"
 
 
@@ -52,8 +56,8 @@ def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     running, ended = make_run("running", "42"), make_run("ended", "41")
-    answers("squeue", "42|PENDING|N/A|N/A|Priority|\n")
-    answers("sacct", "41|TIMEOUT|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00\n")
+    answers("squeue", "42|PENDING|N/A|0|N/A|N/A||Priority|\n")
+    answers("sacct", "41|TIMEOUT|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|None|\n")
     states = {folder.run: state for folder, state in registry.current([running, ended])}
     assert (states["running"]["state"], states["running"]["reason"]) == ("PENDING", "Priority")
     assert states["ended"]["state"] == "TIMEOUT"
@@ -66,7 +70,7 @@ def test_the_end_of_a_job_is_slurms_and_not_when_somebody_looked(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     folder = make_run("cancelled", "42")
-    answers("squeue", "42|CANCELLED|2024-05-01T12:00:00|2024-05-01T12:05:00|BeginTime|\n")
+    answers("squeue", "42|CANCELLED|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||BeginTime|\n")
     state = registry.state(folder)
     assert state["ended"].startswith("2024-05-01T12:05:00")
     # BeginTime is why it had pended
@@ -79,7 +83,8 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_token(
     there, not_there = make_run("there", None, "PENDING"), make_run("not-there", None, "PENDING")
     records.record_event(there, "submitting", token="mgpu-1", time="2024-05-01T12:00:00+00:00")
     records.record_event(not_there, "submitting", token="mgpu-2", time="2024-05-01T12:00:00+00:00")
-    answers("squeue", "42|mgpu-1\n42|PENDING|N/A|N/A|Priority|\n")
+    answers("sacct", "")
+    answers("squeue", "42|mgpu-1\n42|PENDING|N/A|0|N/A|N/A||Priority|\n")
     states = {folder.run: state for folder, state in registry.current([there, not_there])}
     assert (states["there"]["state"], states["there"]["job_id"]) == ("PENDING", "42")
     assert states["not-there"]["state"] == "FAILED"
@@ -121,10 +126,10 @@ def test_the_job_id_is_known_before_the_job_has_started(
     records.record_event(folder, "submitting", token="mgpu-1")
     records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
     start = (datetime.now() + timedelta(days=1)).isoformat(timespec="seconds")
-    answers("squeue", f"77|PENDING|{start}|N/A|Resources|\n")
+    answers("squeue", f"77|PENDING|N/A|0|{start}|N/A||Resources|\n")
     assert registry.state(folder)["reason"] == f"Resources, expected to start at {start.replace('T', ' ')}"
     # a limit of a year is none
-    answers("squeue", "77|PENDING|2999-05-01T12:00:00|N/A|Resources|\n")
+    answers("squeue", "77|PENDING|N/A|0|2999-05-01T12:00:00|N/A||Resources|\n")
     assert registry.state(folder)["reason"] == "Resources, after jobs that have no time limit"
     assert registry.find("77").run == "queued"
 
@@ -174,7 +179,7 @@ def test_a_run_inside_an_allocation_ends_with_it_wherever_its_supervisor_is(
 ) -> None:
     folder = make_run("held", "42")
     records.update_state(folder, executor="allocation", host="elsewhere", supervisor=[1, 1])
-    answers("squeue", f"42|{job}|2024-05-01T12:00:00|2024-05-01T12:05:00|None|\n")
+    answers("squeue", f"42|{job}|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||None|\n")
     found = registry.state(folder)
     assert (found["state"], found["reason"]) == (state, reason)
     assert records.read_state(folder)["state"] == state
@@ -197,7 +202,7 @@ def test_a_run_without_a_supervisor_is_lost_also_where_its_allocation_lives(
 ) -> None:
     folder = make_run("held", "42")
     records.update_state(folder, executor="allocation", host=HERE, supervisor=GONE)
-    answers("squeue", "42|RUNNING|2024-05-01T12:00:00|2024-05-01T12:05:00|None|\n")
+    answers("squeue", "42|RUNNING|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||None|\n")
     found = registry.state(folder)
     assert found["state"] == "FAILED"
     assert found["reason"].startswith("lost: its supervisor process is gone")
@@ -232,7 +237,7 @@ def start(task: RunFolder, job_id: str) -> None:
     records.record_event(task, "started", attempt=1, job_id=job_id, nodes=["n1"])
 
 
-REST_OF_42 = "42_2|RUNNING|2024-05-01T12:00:00|N/A|None|\n"
+REST_OF_42 = "42_2|RUNNING|N/A|0|2024-05-01T12:00:00|N/A||None|\n"
 
 
 def test_of_an_array_that_is_still_there_slurm_keeps_nothing_of_a_task_that_was_cancelled_while_it_waited(

@@ -16,7 +16,7 @@ from mgpu_slurm.launch.watching import Watch
 from mgpu_slurm.paths import RunFolder
 from tests.support import wait_until
 
-RUNS = "42|RUNNING|2024-05-01T12:00:00|N/A|None|"
+RUNS = "42|RUNNING|N/A|0|2024-05-01T12:00:00|N/A||None|"
 
 
 @pytest.fixture

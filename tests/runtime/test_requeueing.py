@@ -69,6 +69,14 @@ def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     assert (state["state"], state["job_id"]) == ("REQUEUED", "9")
 
 
+def test_another_job_that_has_the_id_by_now_is_not_requeued(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+    slurm.write("squeue", "echo '9|RUNNING|2025-05-01T12:00:00|0|N/A|N/A|other|None|'\n")
+    with pytest.raises(ClusterError, match=r"job 9 is not run digits's any more"):
+        start_again_in_time(folder, spec, Job("9", "mgpu-1"))
+    assert not (slurm.state / "requeued").exists()
+    assert slurm.calls == []
+
+
 @pytest.mark.parametrize("answer", ["refuses", "hangs"])
 def test_where_slurm_does_not_requeue_another_job_waits_for_the_end_of_this_one(
     folder: RunFolder, spec: Spec, slurm: StandIn, monkeypatch: pytest.MonkeyPatch, answer: str

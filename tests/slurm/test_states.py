@@ -343,3 +343,39 @@ def test_an_admins_requeue_of_a_task_that_trains_is_an_attempt_more_and_keeps_th
     (facts,) = slurm_project.json("status", group.name)
     assert (facts["state"], facts["attempts"], facts["step"]) == ("COMPLETED", 2, 4)
     assert re.findall(r"^step \d", log(run, 0, attempt=2), re.MULTILINE) == ["step 3", "step 4"]
+
+
+def test_a_squeue_that_prints_nothing_makes_no_job_gone(slurm_project: Project, tmp_path: Path) -> None:
+    """As some wrappers of sites do while the controller is away; a second source tells."""
+    run = start(slurm_project, *SLEEP)
+    real = slurm_project.environ["PATH"]
+    folder = tmp_path / "mute"
+    folder.mkdir()
+    (folder / "squeue").write_text("#!/bin/sh\n")
+    (folder / "squeue").chmod(0o755)
+    slurm_project.environ["PATH"] = f"{folder}:{real}"
+    assert state_of(slurm_project, run) == ("RUNNING", "")
+    assert slurm_project.call("wait", run.name, "--timeout", "1").returncode == 124
+    refused = slurm_project.call("resume", run.name)
+    assert (refused.returncode, "is RUNNING" in refused.stderr) == (2, True)
+    (folder / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    (folder / "scontrol").chmod(0o755)
+    state, reason = state_of(slurm_project, run)
+    assert (state, reason.partition(":")[0]) == ("RUNNING", "not listed by squeue")
+    assert slurm_project.call("resume", run.name).returncode == 2
+    slurm_project.environ["PATH"] = real
+    assert state_of(slurm_project, run) == ("RUNNING", "")
+
+
+def test_another_job_with_the_id_of_a_runs_is_left_alone(slurm_project: Project, cluster: Cluster) -> None:
+    run = submit(slurm_project, "--sbatch", "hold", *SLEEP)
+    other = cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 600").stdout.strip()
+    cluster.until_job(other, "RUNNING")
+    # as after a reset of the controller, which counts anew: long ago, the run's job had the id of the other one
+    history = (run / "attempts.jsonl").read_text().replace(f'"{job_of(run)}"', f'"{other}"')
+    (run / "attempts.jsonl").write_text(re.sub(r'"time": ?"\d+', '"time": "2025', history))
+    assert job_of(run) == other
+    state, reason = state_of(slurm_project, run)
+    assert (state, reason.partition(":")[0]) == ("FAILED", "lost")
+    assert "had ended already" in slurm_project.call("cancel", run.name).stdout
+    assert cluster.job(other)["JobState"] == "RUNNING"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import findings, handles, slurm, states
+from mgpu_slurm import findings, handles, jobs, slurm, states
 from mgpu_slurm.errors import ClusterError, MgpuError
 from mgpu_slurm.findings import Finding
 from mgpu_slurm.launch import site
@@ -91,7 +91,7 @@ def _submit(flags: dict[str, Any], executor: str, cluster: str | None, note: Not
 def requeue_findings(job_id: str) -> list[Finding]:
     """Whether the site lets a job that asks for it be requeued; only a job can tell, since a plugin may decide."""
     try:
-        may = site.may_be_requeued(slurm.run(site.job_command(job_id)))
+        may = site.may_be_requeued(slurm.run(jobs.show_command(job_id)))
     except ClusterError:
         return []
     if may is False:

@@ -1,0 +1,190 @@
+"""What SLURM says of runs' jobs: squeue for all at once, then others for what squeue does not list.
+
+A job that squeue leaves out is not gone for that: accounting has to know its end, or the controller has to say that it
+does not know the job, or squeue has to leave it out again and again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from mgpu_slurm import accounting, causes, identity, jobs, slurm, states
+from mgpu_slurm.accounting import AccountedStart
+from mgpu_slurm.jobs import QueuedJob
+from mgpu_slurm.launch import last_words
+from mgpu_slurm.paths import RunFolder, read_json, write_json
+from mgpu_slurm.patience import Note
+
+State = dict[str, Any]
+
+LOST: State = {
+    "state": states.FAILED,
+    "reason": "lost: SLURM does not know its job, and nobody saw it end; `resume` goes on",
+}
+LOST_SO_FAR: State = {
+    "state": states.FAILED,
+    "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
+}
+
+# SLURM keeps nothing of a task that was cancelled while it waited, beside others that are still there
+DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it started"}
+
+UNLISTED: State = {"reason": "not listed by squeue: as it was last seen, since nothing else says that it is gone"}
+"""Of a job of which nobody knows; see `settled`."""
+
+NO_WORD = (LOST, LOST_SO_FAR, DROPPED, UNLISTED)
+
+GONE_AFTER = 120.0
+"""Seconds between the first and the last of so many answers of squeue without a job that it counts as gone."""
+
+ANSWERS_WITHOUT_IT = 3
+
+MOST_SHOWN = 20
+"""Jobs for which the controller is asked one by one at a time."""
+
+CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], causes.DEPENDENCY.words)
+"""By the reason for which a job pended that SLURM itself has cancelled."""
+
+_NEVER = {
+    "PartitionConfig": "it never starts, for it asks for more than its partition gives",
+    "PartitionNodeLimit": "it never starts, for it asks for more nodes than its partition gives to a job",
+    "PartitionTimeLimit": "it never starts, for it asks for more time than its partition gives to a job",
+    "BadConstraints": "it never starts, for no node has what it asks for",
+}
+"""Reasons for which a job waits in vain, in words (squeue(1), JOB REASON CODES)."""
+
+
+def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] | None:
+    """Return what SLURM says of the jobs of runs: one squeue, and one sacct for those that it does not list.
+
+    None where the controller does not answer.
+
+    Args:
+        note: hears what squeue says that cannot be read.
+    """
+    if not job_ids:
+        return {}
+    listed = jobs.queued(slurm.whole_jobs(job_ids.values()), note)
+    if listed is None:
+        return None
+    found = _listed(job_ids, listed)
+    missing = {folder: job_id for folder, job_id in job_ids.items() if folder not in found}
+    starts = accounting.accounted(slurm.whole_jobs(missing.values())) if missing else []
+    ended = [start for start in starts or [] if not states.is_alive(start.state)]
+    found |= _accounted(missing, ended)
+    forgotten = {folder: job_id for folder, job_id in missing.items() if folder not in found}
+    # tasks that had not started when their array was cancelled are one line without their numbers
+    arrays = {folder: identity.whole(job_id) for folder, job_id in forgotten.items()}
+    found |= _accounted(arrays, ended) | _listed(arrays, listed)
+    forgotten = {folder: job_id for folder, job_id in forgotten.items() if folder not in found}
+    with_others = {identity.whole(job_id) for job_id in [*listed, *(start.job_id for start in ended)]}
+    return found | _forgotten(forgotten, with_others, LOST if starts is not None else LOST_SO_FAR)
+
+
+def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -> dict[RunFolder, State]:
+    """Return what the controller says of these jobs, but for another one that has the id by now."""
+    pairs = [(folder, listed.get(job_id)) for folder, job_id in job_ids.items()]
+    return {folder: _facts(job) for folder, job in pairs if job is not None and identity.is_of(folder, job)}
+
+
+def _accounted(job_ids: Mapping[RunFolder, str], ended: Iterable[AccountedStart]) -> dict[RunFolder, State]:
+    """Return how accounting says that these jobs have ended: by the last start of each."""
+    by_id: dict[str, list[AccountedStart]] = {}
+    for start in ended:
+        by_id.setdefault(start.job_id, []).append(start)
+    found = {}
+    for folder, job_id in job_ids.items():
+        own = [start for start in by_id.get(job_id, []) if identity.is_of(folder, start)]
+        # one that the run has started after is not the last: accounting is some seconds behind
+        if own and not (own[-1].end and last_words.is_before_last_start(folder, datetime.fromisoformat(own[-1].end))):
+            found[folder] = _accounted_facts(own[-1])
+    return found
+
+
+def _accounted_facts(start: AccountedStart) -> State:
+    reason = CANCELLED_FOR.get(start.reason, "") if start.state == states.CANCELLED else ""
+    return {"state": start.state, "reason": reason, **_ended(start.end)}
+
+
+def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lost: State) -> dict[RunFolder, State]:
+    """Return what the controller says, asked for each of these jobs alone, which squeue and sacct do not tell of.
+
+    Args:
+        with_others: the arrays of which they tell of other tasks.
+        lost: what there is to say of one that it does not know.
+    """
+    found: dict[RunFolder, State] = dict.fromkeys(job_ids, UNLISTED)
+    for array in slurm.whole_jobs(job_ids.values())[:MOST_SHOWN]:
+        shown = jobs.shown(array)
+        if shown is not None:
+            own = {folder: job_id for folder, job_id in job_ids.items() if identity.whole(job_id) == array}
+            for folder, job_id in own.items():
+                is_dropped = job_id != array and array in with_others and lost == LOST
+                found[folder] = DROPPED if is_dropped else lost
+            found |= _listed(own, {job.job_id: job for job in shown})
+    return found
+
+
+def settled(folder: RunFolder, state: State, facts: State) -> State:
+    """Return the facts with a state in them: for a job that is not listed the last one, until it has been so for long.
+
+    To be called once for each answer, which it counts.
+    """
+    if facts != UNLISTED:
+        with suppress(OSError):
+            folder.unlisted.unlink(missing_ok=True)
+        return facts
+    return LOST if is_missing_for_long(folder, state["job_id"]) else state | UNLISTED
+
+
+def is_missing_for_long(folder: RunFolder, name: str) -> bool:
+    """Count one more answer of squeue that lacks a run's job; return whether there were enough of them for so long.
+
+    Args:
+        name: of the job, or of the submission that it would be of.
+    """
+    noted = read_json(folder.unlisted) or {}
+    if noted.get("name") != name or _last_change(folder) > noted["since"]:
+        noted = {"name": name, "since": time.time(), "answers": 0}
+    noted["answers"] += 1
+    with suppress(OSError):
+        write_json(folder.unlisted, noted, sync=False)
+    return bool(noted["answers"] >= ANSWERS_WITHOUT_IT and time.time() - noted["since"] >= GONE_AFTER)
+
+
+def _last_change(folder: RunFolder) -> float:
+    """Return when a run's processes wrote something, as far as its files tell."""
+    files = [folder.state, *folder.logs.glob("*")]
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+
+
+def _facts(job: QueuedJob) -> State:
+    if job.state == states.PENDING:
+        return {"state": job.state, "reason": _why_it_waits(job)}
+    if states.is_alive(job.state):
+        # of one that runs SLURM says nothing, and the run itself may
+        return {"state": job.state} | ({"reason": job.reason} if job.reason else {})
+    # why it pended is what SLURM goes on to say of a job that was cancelled
+    reason = CANCELLED_FOR.get(job.reason, "cancelled") if job.state == states.CANCELLED else job.reason
+    return {"state": job.state, "reason": reason, **_ended(job.end)}
+
+
+def _why_it_waits(job: QueuedJob) -> str:
+    if job.reason in _NEVER:
+        return f"{job.reason}: {_NEVER[job.reason]}"
+    if job.start is None or "held" in job.reason.lower():
+        # its start is from before it was held
+        return job.reason
+    start, now = datetime.fromisoformat(job.start), datetime.now()
+    if start > now + slurm.FORESEEABLE:
+        return f"{job.reason}, after jobs that have no time limit"
+    # one that is over is from before it got its nodes
+    return f"{job.reason}, expected to start at {job.start.replace('T', ' ')}" if start > now else job.reason
+
+
+def _ended(local_time: str | None) -> State:
+    return {} if local_time is None else {"ended": datetime.fromisoformat(local_time).astimezone().isoformat()}
