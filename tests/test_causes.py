@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from typing import Any
 
+import click
 import pytest
 
-from mgpu_slurm import causes
+from mgpu_slurm import causes, cli
 from mgpu_slurm.causes import cause_of, first_stuck, node_of
 
 
@@ -54,6 +56,21 @@ def test_what_the_cluster_did(failure: dict[str, Any], name: str) -> None:
 )
 def test_words_of_torch_that_need_a_gpu_or_a_cluster(error: str, message: str, name: str) -> None:
     assert cause_of(of_rank(error, message)).name == name
+
+
+ADVICE = sorted({cause.mend for cause in vars(causes).values() if isinstance(cause, causes.Cause)})
+
+
+@pytest.mark.parametrize("advice", ADVICE)
+def test_commands_and_flags_that_are_advised_are_there(advice: str) -> None:
+    commands: dict[str, click.Command] = cli.cli.commands
+    flags = {flag for command in commands.values() for option in command.params for flag in option.opts}
+    for call in re.findall(r"`mgpu-slurm ([^`]+)`", advice):
+        name, *words = call.partition(" -- ")[0].split()
+        own = {flag for option in commands[name].params for flag in option.opts}
+        assert {word for word in words if word.startswith("--")} <= own, call
+    assert set(re.findall(r"--[a-z-]+", advice)) <= flags
+    assert set(re.findall(r"`([a-z]+)(?: |`)", advice)) <= {*commands, "df", "sacct", "dmesg", "setup"}
 
 
 @pytest.mark.parametrize("message", ["rank 0 on n1 was ended by SIGTERM", "rank 1 on n2: Terminated"])

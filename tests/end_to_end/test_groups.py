@@ -196,6 +196,9 @@ class TestAfter:
         facts = project.finish(strict)
         assert (facts["state"], facts["attempts"]) == ("CANCELLED", 0)
         assert facts["reason"] == f"waited for run {first.name}, which is FAILED"
+        told = project.json("why", strict.name)[0]["why"]
+        assert (told["cause"], told["error"]) == ("dependency", facts["reason"])
+        assert told["words"] == "the run it waited for did not complete"
         assert project.finish(lax)["state"] == "COMPLETED"
 
     def test_a_cancel_ends_the_wait(self, project: Project) -> None:

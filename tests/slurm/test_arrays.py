@@ -144,14 +144,26 @@ class TestAfter:
         assert [f"afterok:{job}" in text for text in waits] == [True, True]
         assert f"afterany:{min(jobs, key=int)}_*" in waits[1]
 
-    def test_one_that_can_never_start_ends(self, slurm_project: Project) -> None:
+    def test_one_that_can_never_start_ends(self, slurm_project: Project, cluster: Cluster) -> None:
         gate = slurm_project.folder / "gate"
         first = group(slurm_project, "2", f"until test -e {gate}; do sleep 0.05; done; exit {{seed}}")
         strict = slurm_project.submit("--after", first.name, "--", "true")
         lax = slurm_project.submit("--after-any", first.name, "--", "true")
         gate.touch()
-        assert slurm_project.finish(strict)["state"] == "CANCELLED"
+        unseen = (strict / "state.json").read_text()
+        words = "the run it waited for did not complete"
+        facts = slurm_project.finish(strict)
+        assert (facts["state"], facts["reason"]) == ("CANCELLED", words)
         assert slurm_project.finish(lax)["state"] == "COMPLETED"
+        told = slurm_project.json("why", strict.name)[0]["why"]
+        assert told["cause"] == "dependency"
+        assert told["error"] == f"{words}; waited for run {first.name}/1, which is FAILED"
+        # also when only accounting knows, which has another word for it
+        accounted = ("sacct", "-n", "-X", "-o", "State", "-j", facts["job_id"])
+        wait_until(lambda: "CANCELLED" in cluster.run(*accounted).stdout)
+        cluster.forget_jobs()
+        (strict / "state.json").write_text(unseen)
+        assert slurm_project.finish(strict)["reason"] == words
         # one that has ended already needs no job to wait for
         done = slurm_project.call("submit", "--after", first.name, "--", "true")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
