@@ -245,6 +245,7 @@ _OF_AN_END = [
         (r"was ended by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
         (r": mgpu_slurm: command '.*' (?:is not|may not) ", NO_COMMAND),
         (r"was ended by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)", CRASH),
+        ("^the batch step could not serve the rendezvous", RENDEZVOUS),
         (r"^srun waited for \d+ s, and SLURM did not start the ranks' step", HELD_UP),
         (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
     )

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,14 +102,14 @@ def run_attempt(
     offer = Offer(listener) if _rank_0_serves(spec) else None
     oom_kills = processes.oom_kills()
     alive = start_ranks(variables | (offer.variables() if offer else {}))
-    store = _serve_in_background(listener, offer, wanted=spec.resources.ranks > 1)
+    service = _Service(listener, offer, wanted=spec.resources.ranks > 1)
     wish = folder.requeue_wish(attempt)
     # what is left of the lead then is for the requeue
     grace = max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2)
     locked = LockWatch(folder, attempt, 60 * spec.stuck_after)
-    ending = _wait(alive, wish, grace, folder.cancel_wish, lambda: is_in_vain() or locked.is_stuck())
+    ending = _wait(alive, wish, grace, folder.cancel_wish, lambda: service.failed or is_in_vain() or locked.is_stuck())
     locked.conclude(nodes[0])
-    store.clear()
+    service.end()
     failure: dict[str, Any] = {}
     first = None
     if wish.exists():
@@ -118,7 +119,7 @@ def run_attempt(
         first = describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else said
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
     if ending.code not in (0, REQUEUE_EXIT_CODE):
-        failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
+        failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks) | service.failure
         if spec.executor == "local":
             # elsewhere ranks are on other machines too, and SLURM says it
             failure["oom_kills"] = processes.oom_kills() - oom_kills
@@ -161,25 +162,44 @@ def _rank_0_serves(spec: Spec) -> bool:
     return not spec.target.is_command and spec.resources.ranks > 1 and "torch" not in sys.modules
 
 
-def _serve_in_background(listener: socket.socket, offer: Offer | None, wanted: bool) -> list[Any]:
-    """Serves the store from a thread: where torch still has to be imported, ranks must not wait for that to start,
-    and this process must go on watching them.
+class _Service:
+    """The store of an attempt, served from a thread: where torch still has to be imported, ranks must not wait for that
+    to start, and this process must go on watching them. Where the thread fails, the ranks would wait for each other in
+    vain."""
 
-    Args:
-        offer: lets rank 0 serve it.
-        wanted: whether somebody will surely connect; torch is imported when somebody does otherwise.
-    """
-    holder: list[Any] = []
+    def __init__(self, listener: socket.socket, offer: Offer | None, wanted: bool) -> None:
+        """
+        Args:
+            offer: lets rank 0 serve it.
+            wanted: whether somebody will surely connect; torch is imported when somebody does otherwise.
+        """
+        self._listener = listener
+        self._offer = offer
+        self._wanted = wanted
+        self._stores: list[Any] = []
+        self.failure: dict[str, Any] = {}
+        """For `failure.json`, if the thread has failed."""
+        threading.Thread(target=self._serve, name="rendezvous", daemon=True).start()
 
-    def serve() -> None:
-        if offer is not None and offer.is_taken():
-            return
-        if not wanted:
-            select.select([listener], [], [])
-        holder.append(rendezvous.serve(listener))
+    @property
+    def failed(self) -> bool:
+        return bool(self.failure)
 
-    threading.Thread(target=serve, daemon=True).start()
-    return holder
+    def end(self) -> None:
+        self._stores.clear()
+
+    def _serve(self) -> None:
+        try:
+            if self._offer is not None and self._offer.is_taken():
+                return
+            if not self._wanted:
+                select.select([self._listener], [], [])
+            self._stores.append(rendezvous.serve(self._listener))
+        except BaseException as error:
+            shown = traceback.format_exc()
+            print(shown, end="", file=sys.stderr, flush=True)
+            message = f"the batch step could not serve the rendezvous: {type(error).__name__}: {error}"
+            self.failure = {"who": "the batch step", "message": message, "traceback": shown}
 
 
 def _wait(

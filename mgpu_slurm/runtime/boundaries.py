@@ -17,6 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mgpu_slurm.runtime import helpers
 from mgpu_slurm.runtime.calls import Agreed, Call, different_calls
 from mgpu_slurm.runtime.stopping import Stop
 
@@ -72,8 +73,7 @@ class Boundaries:
         """What was agreed already."""
         self._lost: list[tuple[int, Call]] = []
         """Ranks and where they are, once they have lost each other."""
-        self._thread = threading.Thread(target=self._listen, name="boundaries", daemon=True)
-        self._thread.start()
+        self._thread = helpers.start(self._listen, "boundaries")
 
     # -- the training's own thread
 

@@ -16,6 +16,8 @@ from enum import IntEnum
 from types import FrameType
 from typing import NoReturn
 
+from mgpu_slurm.runtime import helpers
+
 LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
 LEAD_SECONDS_VARIABLE = "MGPU_LEAD_SECONDS"
 
@@ -90,7 +92,7 @@ class StopFlag:
                     if not self.is_heeded:
                         _say_where(b"asked to end, and has come to no place where it could save")
 
-        threading.Thread(target=wait, name="signals", daemon=True).start()
+        helpers.start(wait, "signals")
 
     def _on_lead(self, signum: int, frame: FrameType | None) -> None:
         if self.asked is Stop.NO:

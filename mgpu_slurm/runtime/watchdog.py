@@ -34,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mgpu_slurm.causes import STUCK
 from mgpu_slurm.paths import RunFolder, write_json
 from mgpu_slurm.records import now
+from mgpu_slurm.runtime import helpers
 from mgpu_slurm.runtime.places import place, stack
 from mgpu_slurm.spec import FLIGHT_VARIABLE
 from mgpu_slurm.wording import in_words
@@ -89,9 +90,8 @@ class Watchdog:
         self._step, self._signs, self._rests = step, 0, threading.Event()
         # also in a loop of somebody else's
         self._hook = register_optimizer_step_post_hook(lambda *_: self.alive())
-        arguments = (threading.get_ident(), self._rests)
-        self._thread = threading.Thread(target=self._look, args=arguments, name="watchdog", daemon=True)
-        self._thread.start()
+        watched, rests = threading.get_ident(), self._rests
+        self._thread = helpers.start(lambda: self._look(watched, rests), "watchdog")
 
     def alive(self) -> None:
         """The rank has come on. Costs next to nothing."""
