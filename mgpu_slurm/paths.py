@@ -230,8 +230,13 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:09d}"
+    def checkpoint(self, step: int, number: int = 1) -> Path:
+        """Return the folder of a checkpoint.
+
+        Args:
+            number: 1, 2, ... of the checkpoints of this step.
+        """
+        return self.checkpoints / f"step-{step:09d}{f'.{number}' if number > 1 else ''}"
 
     @property
     def result(self) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 
 import google_crc32c
 
-from mgpu_slurm.checkpoints.names import below, complete, step_of
+from mgpu_slurm.checkpoints.names import Key, below, complete, key_of
 from mgpu_slurm.checkpoints.tensors import SUFFIX, Part, Written, summed, write
 from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.paths import DAMAGED, RunFolder, sync_folder, write_whole
@@ -27,7 +27,7 @@ FORMAT = 1
 
 BEST = "best"
 
-_HIDDEN = re.compile(r"\.(step-\d{9,})\.of-\d+-\d+")
+_HIDDEN = re.compile(r"\.step-(\d{9,})\.of-\d+-\d+")
 _RECORD = re.compile(r"rank-(\d{5,})\.json")
 
 
@@ -116,18 +116,37 @@ def problem(folder: Path, some: Iterable[int]) -> str | None:
 
 
 def publish(folder: Path) -> Path:
-    """Gives a hidden folder that is whole its final name."""
+    """Give a hidden folder that is whole its final name, and return that."""
     match = _HIDDEN.fullmatch(folder.name)
     assert match is not None, folder
-    final, before = folder.with_name(match[1]), folder.with_name(f".{match[1]}.before")
+    final = _final(folder, int(match[1]))
+    before = final.with_name(f".{final.name}.before")
     shutil.rmtree(before, ignore_errors=True)
     if final.exists():
-        # the same step again, from another place in the loop
         os.rename(final, before)
     os.rename(folder, final)
     sync_folder(final.parent)
     shutil.rmtree(before, ignore_errors=True)
     return final
+
+
+def _final(folder: Path, step: int) -> Path:
+    """Return the name for a checkpoint of this step: that of the newest one of the step if both are of the same place
+    in the run, else a new one, so that the older is kept."""
+    run = RunFolder(folder.parents[1])
+    keys = [key for path in complete(run) if (key := key_of(path)) is not None and key.step == step]
+    if not keys:
+        return run.checkpoint(step)
+    newest = run.checkpoint(*keys[-1])
+    return newest if _place(newest) == _place(folder) else run.checkpoint(step, keys[-1].number + 1)
+
+
+def _place(folder: Path) -> Any:
+    """Return where in the run a checkpoint was written; None if it does not tell."""
+    try:
+        return record(folder, 0)["shared"]["facts"]["place"]
+    except (OSError, ValueError, KeyError, MgpuError):
+        return None
 
 
 def any_whole(run: RunFolder) -> bool:
@@ -158,26 +177,26 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def point_to_best(run: RunFolder, step: int | None) -> None:
-    """Has the link `best` name the checkpoint of this step; None for no link."""
+def point_to_best(run: RunFolder, best: Key | None) -> None:
+    """Has the link `best` name this checkpoint; None for no link."""
     link = run.checkpoints / BEST
-    if step is None:
+    if best is None:
         link.unlink(missing_ok=True)
         return
     new = link.with_name(f".{BEST}")
     new.unlink(missing_ok=True)
-    new.symlink_to(run.checkpoint(step).name)
+    new.symlink_to(run.checkpoint(*best).name)
     os.replace(new, link)
 
 
-def trim(run: RunFolder, keep: int, also: int | None = None) -> None:
+def trim(run: RunFolder, keep: int, also: Key | None = None) -> None:
     """Deletes all but the newest ones.
 
     Args:
-        also: the step of one that stays too.
+        also: one that stays too.
     """
     for path in complete(run)[:-keep]:
-        if step_of(path) != also:
+        if key_of(path) != also:
             shutil.rmtree(path, ignore_errors=True)
 
 

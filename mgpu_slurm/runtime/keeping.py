@@ -110,8 +110,8 @@ class Keeper:
                 seen = self._pieces
                 alive()
 
-    def publish(self, step: int) -> None:
-        """On rank 0, when all have written.
+    def publish(self, step: int) -> names.Key:
+        """On rank 0, when all have written; return under which name it is kept.
 
         Raises:
             OSError: it has not got its name.
@@ -120,14 +120,16 @@ class Keeper:
         if records.attempts_started(self._run) > self._attempt:
             # as on a node that was given up and lives
             raise MgpuError(f"attempt {self._attempt} of this run was given up, and a later one goes on: this one ends")
-        folders.publish(self._hidden(step))
+        key = names.key_of(folders.publish(self._hidden(step)))
+        assert key is not None
+        return key
 
-    def tidy(self, keep: int, best: int | None) -> None:
+    def tidy(self, keep: int, best: names.Key | None) -> None:
         """On rank 0: deletes what is not to stay, and has the link `best` name the best one.
 
         Args:
             keep: how many stay.
-            best: the step of the best one, which stays too.
+            best: stays too.
 
         Raises:
             OSError: the link cannot be made.
@@ -135,8 +137,8 @@ class Keeper:
         folders.trim(self._run, keep, also=best)
         folders.point_to_best(self._run, best)
 
-    def has(self, step: int) -> bool:
-        return self._run.checkpoint(step).is_dir()
+    def has(self, key: names.Key) -> bool:
+        return self._run.checkpoint(*key).is_dir()
 
     def discard(self, step: int) -> None:
         """On rank 0, when all are done and one has failed: where the disk is full its space is wanted."""
@@ -147,23 +149,23 @@ class Keeper:
 
     # -- reading
 
-    def newest(self) -> tuple[int, int]:
-        """On rank 0: the step of the newest checkpoint, and how many there are."""
+    def newest(self) -> tuple[names.Key, int]:
+        """On rank 0: the newest checkpoint, and how many there are."""
         folders.publish_left(self._run)
         found = names.complete(self._run)
-        return (names.step_of(found[-1]) or 0, len(found)) if found else (0, 0)
+        return (names.key_of(found[-1]) if found else None) or names.Key(0), len(found)
 
-    def problem(self, step: int) -> str | None:
+    def problem(self, key: names.Key) -> str | None:
         """What is wrong with this rank's share of a checkpoint's files; None if they are what was written."""
-        path = self._run.checkpoint(step)
+        path = self._run.checkpoint(*key)
         if not folders.is_whole(path):
             return "the record of a rank is damaged or not there"
         return folders.problem(path, folders.ranks(path)[self._rank :: self._world_size])
 
-    def set_aside(self, step: int) -> None:
-        folders.set_aside(self._run.checkpoint(step))
+    def set_aside(self, key: names.Key) -> None:
+        folders.set_aside(self._run.checkpoint(*key))
 
-    def load(self, step: int, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def load(self, key: names.Key, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Loads the objects, and returns the facts, and what this rank kept, where it existed, and after it those that
         exist no more: of each of them one rank hears.
 
@@ -173,7 +175,7 @@ class Keeper:
         Raises:
             UserError: the checkpoint lacks one.
         """
-        path = self._run.checkpoint(step)
+        path = self._run.checkpoint(*key)
         shared = folders.record(path, 0)["shared"]
         known = [*shared["objects"], shared["facts"]["loader"]["name"]]
         for name in names:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mgpu_slurm.checkpoints.names import Key
 from mgpu_slurm.errors import UserError, nearest
 
 DIRECTIONS = ("minimize", "maximize")
@@ -58,6 +59,26 @@ class Best:
     direction: str
     value: float
     step: int
+    number: int | None = None
+    """Which of the checkpoints of that step it is; None while that has no name yet."""
+
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.number or 1)
+
+
+def best_in(facts: Mapping[str, Any], key: Key) -> Best | None:
+    """Return which checkpoint was the best when this one was written.
+
+    Args:
+        facts: of this one.
+        key: its own.
+    """
+    if facts["best"] is None:
+        return None
+    # version 0.1 had one checkpoint of each step
+    number = facts.get("best_number", 1)
+    return Best(**facts["best"], number=key.number if number is None else number)
 
 
 class BestReports:
@@ -72,9 +93,9 @@ class BestReports:
         """A report that is better, until it is saved."""
         self._has_missed = False
 
-    def restored(self, best: Mapping[str, Any] | None) -> None:
-        """Goes on from what a checkpoint says; None where that of the best is not there any more."""
-        self._kept = self._next = None if best is None else Best(**best)
+    def restored(self, best: Best | None) -> None:
+        """Continue from the best that a checkpoint names; None if that does not exist any more."""
+        self._kept = self._next = best
 
     def hear(self, plan: Plan, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether a checkpoint of this step would be the best."""
@@ -99,18 +120,28 @@ class BestReports:
                 flush=True,
             )
 
-    def begin(self, plan: Plan, step: int) -> dict[str, Any] | None:
+    def begin(self, plan: Plan, step: int) -> dict[str, Any]:
         """What a checkpoint of this step says of the best: it counts once `published`."""
         self._next = plan.best_of(self._kept)
         if self._heard is not None and self._heard.step == step:
             self._next = self._heard
         self._heard = None
-        return None if self._next is None else asdict(self._next)
+        if self._next is None:
+            return {"best": None}
+        best = asdict(self._next)
+        # version 0.1 reads the rest, and nothing more
+        return {"best_number": best.pop("number"), "best": best}
 
-    def published(self) -> int | None:
-        """The step of the best, now that the checkpoint has its name."""
+    def published(self, key: Key) -> Key | None:
+        """Return the best checkpoint, now that the one on its way has its name.
+
+        Args:
+            key: that name.
+        """
+        if self._next is not None and self._next.number is None:
+            self._next = replace(self._next, number=key.number)
         self._kept = self._next
-        return None if self._kept is None else self._kept.step
+        return None if self._kept is None else self._kept.key
 
     def lost(self) -> None:
         self._next = self._kept

@@ -38,6 +38,8 @@ class Position:
             "progress": self.progress,
             "metrics": self.metrics,
             "next_epoch": self.epoch if in_pass and self.epoch is not None else self.next_epoch,
+            # tells checkpoints of one step apart; the begin of a pass is the end of the one before
+            "place": [self.progress, batch if in_pass else 0, passes - in_pass],
             "loader": {
                 "name": self.loader_name,
                 "active": in_pass,

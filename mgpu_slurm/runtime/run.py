@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from mgpu_slurm.checkpoints.names import Key
 from mgpu_slurm.errors import MgpuError, TrialPruned, UserError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import randomness
@@ -394,24 +395,26 @@ class Run:
             else:
                 self._keeper.add(name, value)
         self._steering.keeps = True
-        step = self._newest_sound()
-        if step is not None:
-            self._load(step)
+        newest = self._newest_sound()
+        if newest is not None:
+            self._load(newest)
         return State(self._position, self._steering)
 
-    def _newest_sound(self) -> int | None:
-        """The step of the newest checkpoint that is what was written; newer ones are set aside."""
+    def _newest_sound(self) -> Key | None:
+        """The newest checkpoint that is what was written; newer ones are set aside."""
         while True:
             # rank 0 decides, because a shared file system may show the others an older folder
-            step, count = map(int, self._agreement.total(list(self._keeper.newest() if self.is_main else (0, 0))))
+            found, count = self._keeper.newest() if self.is_main else (Key(0, 0), 0)
+            step, number, count = map(int, self._agreement.total([*found, count]))
             if not count:
                 return None
-            problem = self._keeper.problem(step)
+            newest = Key(step, number)
+            problem = self._keeper.problem(newest)
             if not self._steering.is_so_anywhere(problem is not None, Call.RESTORE):
-                return step
-            self._set_aside(step, problem, is_last=count == 1)
+                return newest
+            self._set_aside(newest, problem, is_last=count == 1)
 
-    def _set_aside(self, step: int, problem: str | None, is_last: bool) -> None:
+    def _set_aside(self, key: Key, problem: str | None, is_last: bool) -> None:
         """
         Args:
             problem: what this rank has found.
@@ -419,30 +422,30 @@ class Run:
         Raises:
             MgpuError: there is none before it.
         """
-        path = self._files.checkpoint(step)
+        path = self._files.checkpoint(*key)
         said = f"checkpoint {str(path)!r} is damaged{f' ({problem})' if problem else ''}"
         if is_last:
             raise MgpuError(f"{said}, and there is none before it: delete it to start at the beginning")
         if problem is not None:
             print(f"mgpu_slurm: WARNING: {said}: going back to the one before it", flush=True)
         if self.is_main:
-            self._keeper.set_aside(step)
+            self._keeper.set_aside(key)
         self._steering.together(Call.RESTORE)
 
-    def _load(self, step: int) -> None:
+    def _load(self, key: Key) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader else [])]
         with self._steps.paused():
-            shared, owns = self._keeper.load(step, names)
+            shared, owns = self._keeper.load(key, names)
         self._position.go_to(shared)
         self._restored_at = (self.step, self.progress)
-        self._saver.restored(shared)
+        self._saver.restored(shared, key)
         # where there was no such rank its seed stays
         self._steering.random_to_restore = owns[0]["random"] if owns else None
         for name, meter in self._steering.meters.items():
             meter.go_on_from(own["meters"][name] for own in owns if name in own["meters"])
         if self._reporter is not None:
             self._reporter.begins_at = self.step + 1
-            name = self._files.checkpoint(step).name
+            name = self._files.checkpoint(*key).name
             print(f"restored step {self.step} from {name} (attempt {self.attempt})", flush=True)
 
     def checkpoints(

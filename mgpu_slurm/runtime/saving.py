@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mgpu_slurm.checkpoints.names import Key
 from mgpu_slurm.runtime.keeping import Keeper
-from mgpu_slurm.runtime.plan import BestReports, Plan
+from mgpu_slurm.runtime.plan import BestReports, Plan, best_in
 from mgpu_slurm.runtime.tally import Tally
 
 CLOSE_SECONDS = 60.0
@@ -62,13 +63,13 @@ class Saver:
 
     # -- when
 
-    def restored(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint."""
+    def restored(self, facts: Mapping[str, Any], key: Key) -> None:
+        """Continue from a checkpoint."""
         self._last_step = self._kept_step = facts["step"]
         self._begun_at = time.monotonic()
-        best = facts["best"]
+        best = best_in(facts, key)
         # it was deleted for one that is better, and that has been set aside since
-        self._best.restored(best if best is not None and self._keeper.has(best["step"]) else None)
+        self._best.restored(best if best is not None and self._keeper.has(best.key) else None)
 
     def is_due_at(self, step: int) -> bool:
         """Whether a checkpoint of this step is wanted; the same on all ranks."""
@@ -102,7 +103,7 @@ class Saver:
             return
         self.finish()
         self._held = None
-        self._keeper.copy({**facts, "best": self._best.begin(self.plan, facts["step"])}, own)
+        self._keeper.copy({**facts, **self._best.begin(self.plan, facts["step"])}, own)
         self._begin(facts)
 
     def hold(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -114,7 +115,7 @@ class Saver:
         """
         if facts != self._facts:
             self.finish()
-            self._keeper.copy({**facts, "best": self._best.begin(self.plan, step=-1)}, own)
+            self._keeper.copy({**facts, **self._best.begin(self.plan, step=-1)}, own)
         self._held = facts
 
     def is_writing_other(self, facts: Mapping[str, Any]) -> bool:
@@ -193,11 +194,11 @@ class Saver:
 
     def _publish(self, facts: Mapping[str, Any]) -> None:
         try:
-            self._keeper.publish(facts["step"])
+            key = self._keeper.publish(facts["step"])
         except OSError as error:
             print(f"mgpu_slurm: WARNING: {_name(facts)} cannot get its name: {error}", flush=True)
             return
-        best = self._best.published()
+        best = self._best.published(key)
         try:
             self._keeper.tidy(self.plan.keep, best)
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,13 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def part(run: RunFolder, step: int, rank: int = 0, world_size: int = 1, attempt: int = 1) -> Path:
+def part(
+    run: RunFolder, step: int, rank: int = 0, world_size: int = 1, attempt: int = 1, place: int | None = None
+) -> Path:
     hidden = folders.hidden(run, step, attempt, 1)
     parts = {f"weight.{rank}": Part(torch.full((3,), float(step)), (0,))}
-    folders.write_part(hidden, rank, world_size, {"own": {"step": step, "loss": 0.1 + 0.2}}, parts)
+    state = {"own": {"step": step, "loss": 0.1 + 0.2}, "shared": {"facts": {"place": place}}}
+    folders.write_part(hidden, rank, world_size, state, parts)
     return hidden
 
 
@@ -57,6 +61,40 @@ def test_the_same_step_again_takes_the_place_of_the_one_before(run: RunFolder) -
     (hidden / "newer").touch()
     assert (folders.publish(hidden) / "newer").exists()
     assert listed(run) == ["step-000000007"]
+
+
+def test_the_same_step_at_another_place_is_kept_besides(run: RunFolder) -> None:
+    for attempt, place in enumerate([1, 2, 2, 1], start=1):
+        folders.publish(part(run, 7, attempt=attempt, place=place))
+    kept(run, 8)
+    assert [path.name for path in names.complete(run)] == [
+        "step-000000007",
+        "step-000000007.2",
+        "step-000000007.3",
+        "step-000000008",
+    ]
+    # version 0.1 reads names of digits only
+    assert [path.name for path in names.complete(run) if re.fullmatch(r"step-(\d{9,})", path.name)] == [
+        "step-000000007",
+        "step-000000008",
+    ]
+    folders.point_to_best(run, names.Key(7, 2))
+    folders.trim(run, keep=1, also=names.Key(7, 2))
+    assert listed(run) == ["best", "step-000000007.2", "step-000000008"]
+    assert (run.checkpoints / "best").resolve().name == "step-000000007.2"
+
+
+def test_the_second_of_a_step_that_was_killed_on_its_way_gets_its_name(run: RunFolder) -> None:
+    for place in (1, 2):
+        folders.publish(part(run, 7, place=place))
+    # killed as it took the place of the second
+    os.rename(run.checkpoint(7, 2), run.checkpoints / ".step-000000007.2.before")
+    part(run, 7, attempt=2, place=2)
+    folders.publish_left(run)
+    assert listed(run) == ["step-000000007", "step-000000007.2"]
+    assert names.newest(run) == run.checkpoint(7, 2)
+    assert folders.set_aside(run.checkpoint(7, 2)).name == "damaged-step-000000007.2"
+    assert names.newest(run) == run.checkpoint(7)
 
 
 def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFolder) -> None:
@@ -108,7 +146,7 @@ def test_what_is_set_aside_is_not_read_any_more(run: RunFolder) -> None:
 
 def test_the_newest_stay_and_one_more(run: RunFolder) -> None:
     kept(run, 1, 2, 3, 10, 9)
-    folders.trim(run, keep=2, also=2)
+    folders.trim(run, keep=2, also=names.Key(2))
     assert listed(run) == ["step-000000002", "step-000000009", "step-000000010"]
 
 

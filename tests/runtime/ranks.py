@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +45,28 @@ def join_ranks(body: Work, facts: list[RankFacts], *arguments: Any) -> list[Any]
         process.start()
         there.close()
         started.append((process, here))
-    answers = [_answer(here) for _, here in started]
-    for process, _ in started:
-        process.join(60)
-        assert process.exitcode in (0, -signal.SIGKILL)
+    processes = [process for process, _ in started]
+    try:
+        answers = [_answer(here, processes) for _, here in started]
+        for process in processes:
+            process.join(60)
+            assert process.exitcode in (0, -signal.SIGKILL)
+    finally:
+        # else this program would wait for them at its end
+        for process in processes:
+            process.kill()
     del store
     return answers
 
 
-def _answer(here: Connection) -> Any:
-    assert here.poll(90), "a rank did not answer"
+def _answer(here: Connection, processes: list[ForkServerProcess]) -> Any:
+    give_up = time.monotonic() + 90
+    while not here.poll(0.1):
+        assert time.monotonic() < give_up, "a rank did not answer"
+        if any(process.exitcode == -signal.SIGKILL for process in processes) and not here.poll(10):
+            # what starts ranks ends them too when one has died: this one may wait for it
+            for process in processes:
+                process.kill()
     try:
         return here.recv()
     except EOFError:

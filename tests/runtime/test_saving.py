@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
@@ -480,3 +481,51 @@ def test_a_file_of_a_checkpoint_says_which_format_it_has(tmp_path: Path) -> None
     run_ranks(follows, 1, {}, 1, folder=tmp_path)
     (record,) = (tmp_path / "checkpoints").glob("step-*/rank-00000.json")
     assert json.loads(record.read_text())["format"] == checkpoints.FORMAT
+
+
+# -- a step that is saved twice
+
+
+def keeps_the_best_of_uncounted_steps(run: Run, epochs: int, values: list[float]) -> dict[str, Any]:
+    """The weight grows by one an epoch, and nobody counts a step."""
+    model = run.wrap(nn.Linear(1, 1, bias=False))
+    nn.init.zeros_(weight_of(model))
+    state = run.restore(model=model)
+    run.checkpoints(best="accuracy", direction="maximize", keep=2)
+    began = weight(model)
+    for epoch in state.epochs(epochs):
+        with torch.no_grad():
+            weight_of(model).add_(1)
+        run.report(epoch, accuracy=values[epoch - 1])
+    run.finish()
+    found = names.complete(RunFolder(run.folder))
+    best = Path(run.folder, "checkpoints", "best").resolve()
+    stored = load_file(best / "rank-00000.safetensors")["model.weight"].item()
+    return {"began": began, "names": [path.name for path in found], "best": best.name, "of best": stored}
+
+
+def weight_of(model: nn.Module) -> torch.Tensor:
+    return next(model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_best_of_a_step_is_not_overwritten_by_later_ones(ranks: int, tmp_path: Path) -> None:
+    values = [0.9, 0.1, 0.2, 0.3, 0.95, 0.4]
+    for found in run_ranks(keeps_the_best_of_uncounted_steps, ranks, 4, values, folder=tmp_path):
+        assert found == {
+            "began": 0,
+            "names": ["step-000000000", "step-000000000.3", "step-000000000.4"],
+            "best": "step-000000000",
+            "of best": 1,
+        }
+    # the newest one continues, and knows which is the best
+    for found in run_ranks(keeps_the_best_of_uncounted_steps, ranks, 6, values, folder=tmp_path):
+        assert found == {
+            "began": 4,
+            "names": ["step-000000000.5", "step-000000000.6"],
+            "best": "step-000000000.5",
+            "of best": 5,
+        }
+    os.truncate(tmp_path / "checkpoints" / "step-000000000.6" / "rank-00000.safetensors", 9)
+    (found, *_) = run_ranks(keeps_the_best_of_uncounted_steps, ranks, 6, values, folder=tmp_path)
+    assert (found["began"], found["best"]) == (5, "step-000000000.5")
