@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 
@@ -29,3 +31,51 @@ def test_a_test_that_is_named_is_there(name: str) -> None:
     for part in parts:
         (found,) = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
         body = found.body
+
+
+# -- docs/architecture.md: who notices the end of a process or thread, and what bounds a wait
+
+PACKAGE = REPOSITORY / "mgpu_slurm"
+STARTS_PROCESSES = {"subprocess.Popen", "os.fork"}
+STARTS_THREADS = {"threading.Thread", "threading.Timer"}
+WAITS = {"select", "accept", "recv", "recv_fds", "readline", "communicate", "sigtimedwait", "sigwaitinfo", "waitpid"}
+WAITS |= {"flock", "lockf", "wait", "wait_for", "poll"}
+
+
+@cache
+def calls() -> Sequence[tuple[str, str]]:
+    """The module and the name of everything that the package calls by a dotted name."""
+    return [
+        (str(path.relative_to(PACKAGE)), ast.unparse(node.func))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+
+
+def table(title: str) -> set[str]:
+    """The modules in the first column of a table of docs/architecture.md."""
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    rows = [line for line in text.partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines() if line[:1] == "|"]
+    return {name for row in rows[2:] for name in re.findall(r"`([\w/]+\.py)`", row.split("|")[1])}
+
+
+@pytest.mark.parametrize(
+    ("title", "is_one"),
+    [
+        ("Processes", lambda call: call in STARTS_PROCESSES),
+        ("Threads", lambda call: call in STARTS_THREADS),
+        ("Waits", lambda call: call.rpartition(".")[2] in WAITS or call.endswith("thread.join")),
+    ],
+    ids=["processes", "threads", "waits"],
+)
+def test_the_tables_are_complete(title: str, is_one: Callable[[str], bool]) -> None:
+    assert table(title) == {module for module, call in calls() if is_one(call)}
+
+
+def test_threads_of_a_rank_are_helpers() -> None:
+    assert {module for module, call in calls() if call == "helpers.start"} == {
+        "runtime/stopping.py",
+        "runtime/boundaries.py",
+        "runtime/watchdog.py",
+    }

@@ -75,7 +75,8 @@ def leave_soon(exit_code: int, saved: Callable[[], None] = lambda: None) -> None
     """
 
     def leave() -> None:
-        saved()
+        with suppress(Exception):
+            saved()
         # where C code keeps the interpreter's lock, this thread does not run
         signal.setitimer(signal.ITIMER_REAL, 2 * FAREWELL_SECONDS)
         time.sleep(FAREWELL_SECONDS)

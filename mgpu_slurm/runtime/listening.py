@@ -16,6 +16,9 @@ import struct
 VARIABLE = "MGPU_LISTENER"
 """Where rank 0 takes the socket: a name of Linux's abstract namespace, without its leading zero byte."""
 
+ANSWER_SECONDS = 60.0
+"""For which rank 0 waits for the batch step to hand the socket over."""
+
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -66,6 +69,7 @@ def take(rank: int) -> int | None:
     if name is None or rank != 0:
         return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.settimeout(ANSWER_SECONDS)
         try:
             door.connect(f"\0{name}")
             _, descriptors, _, _ = socket.recv_fds(door, 1, 1)
