@@ -29,7 +29,7 @@ from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
 from mgpu_slurm.sweeping.study import Worker
 from tests.postgresql import Server, server
-from tests.slurm.packages import POSTGRESQL_PASSWORD
+from tests.slurm.packages import DATABASE_PASSWORD
 
 ROUNDS = 6
 JOURNAL_PROCESSES, JOURNAL_TRIALS = 64, 3
@@ -78,7 +78,7 @@ class Outcome:
 
 def run() -> Section:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    os.environ[VARIABLE] = POSTGRESQL_PASSWORD
+    os.environ[VARIABLE] = DATABASE_PASSWORD
     with tempfile.TemporaryDirectory(prefix="mgpu-bench-") as base, server(Path(base) / "server") as database:
         journal = interleave(
             {"ours": partial(_on_our_journal, Path(base)), "theirs": partial(_on_optunas_journal, Path(base))}, ROUNDS

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pwd
+import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import mariadb as mariadb_server
 from tests import postgresql as databases
-from tests.support import Project, make_project
+from tests.support import LACKING, Project, make_project, require
 
 LONGEST = ("tests/slurm/", "tests/end_to_end/", "tests/jobs/")
 """They train, on real SLURMs and supervisors."""
@@ -17,6 +22,10 @@ LONGEST = ("tests/slurm/", "tests/end_to_end/", "tests/jobs/")
 # other tests run at the same time, and an example that takes long says nothing of the code
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+# A shell that puts a command into the background has it ignore Ctrl-C, and so would all programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,16 +53,47 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 @pytest.fixture(scope="session")
 def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[databases.Server]:
     """One server for all tests of a process, each with databases of its own; nobody stops it."""
-    if not databases.is_there():
-        pytest.skip(databases.MISSING)
+    require(None if databases.is_there() else databases.MISSING)
     with databases.server(tmp_path_factory.mktemp("postgresql") / "server") as server:
         yield server
 
 
+@pytest.fixture(scope="session")
+def mariadb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mariadb_server.Server]:
+    """One server for all tests of a process."""
+    require(None if mariadb_server.is_there() else mariadb_server.MISSING)
+    with mariadb_server.server(tmp_path_factory.mktemp("mariadb") / "server") as server:
+        yield server
+
+
+@pytest.fixture
+def ordinary_user(tmp_path: Path) -> Iterator[None]:
+    """Act as a user who is bound by permissions: root gives the test's folder to nobody, and acts as that user.
+
+    Name it last: the folder has to hold what other fixtures make.
+    """
+    if os.geteuid() != 0:
+        yield
+        return
+    user, groups = pwd.getpwnam("nobody"), os.getgroups()
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, user.pw_uid, user.pw_gid, follow_symlinks=False)
+    for parent in tmp_path.parents:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    os.setgroups([])
+    os.setegid(user.pw_gid)
+    os.seteuid(user.pw_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says it once, also where pytest is not asked for the reasons of skips."""
-    skipped = [
-        report for report in terminalreporter.stats.get("skipped", []) if databases.MISSING in str(report.longrepr)
-    ]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} tests are skipped: {databases.MISSING}", yellow=True)
+    """Print why tests were skipped for lack of something, also without pytest's -rs."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    counts = Counter(reason.partition(LACKING)[2].rstrip("')") for reason in reasons if LACKING in reason)
+    for reason, count in counts.items():
+        terminalreporter.write_line(f"{count} tests are skipped: {reason}", yellow=True)

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import psycopg
 
 from tests.slurm.cluster import PREPARED
-from tests.slurm.packages import POSTGRESQL_PASSWORD, postgresql
+from tests.slurm.packages import DATABASE_PASSWORD, postgresql
 
 MISSING = "a real PostgreSQL needs make cluster-deps"
 
@@ -78,7 +78,7 @@ class Server:
 
     def _connect(self, database: str = "postgres") -> psycopg.Connection[tuple[object, ...]]:
         return psycopg.connect(
-            host=str(self.folder), user="postgres", password=POSTGRESQL_PASSWORD, dbname=database, autocommit=True
+            host=str(self.folder), user="postgres", password=DATABASE_PASSWORD, dbname=database, autocommit=True
         )
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
@@ -99,7 +99,7 @@ class Server:
         self.query(f"CREATE DATABASE {name}")
         return name
 
-    def url(self, database: str, password: str = quote(POSTGRESQL_PASSWORD)) -> str:
+    def url(self, database: str, password: str = quote(DATABASE_PASSWORD)) -> str:
         return f"postgresql://postgres:{password}@/{database}?host={self.folder}"
 
 

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+LACKING = "this machine lacks something: "
+"""How the reason of a skipped test begins; see `require`."""
 
 
 @dataclass
@@ -69,6 +74,16 @@ class Project:
     def run(self, *words: str) -> tuple[Path, dict[str, Any]]:
         folder = self.submit(*words)
         return folder, self.finish(folder)
+
+
+def require(problem: str | None) -> None:
+    """Skip this test if there is a problem with the machine; with CI=true fail, so that a green run has tested all.
+
+    Args:
+        problem: what the machine lacks, and how to get it; None if it lacks nothing.
+    """
+    if problem is not None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{LACKING}{problem}")
 
 
 def make_project(base: Path) -> Project:

@@ -16,7 +16,7 @@ from tests.chaos.checks import Result
 from tests.chaos.rounds import Here
 from tests.chaos.training import Training
 from tests.slurm.cluster import PREPARED
-from tests.support import make_project
+from tests.support import make_project, require
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -51,9 +51,9 @@ NEEDS_PACKAGES = ("the clock jumps",)
 )
 def test_a_training_ends_as_if_nothing_had_come_over_it(names: tuple[str, ...], expected: dict[str, Result]) -> None:
     if os.geteuid() != 0 and set(names) & {*NEEDS_ROOT}:
-        pytest.skip("needs root")
+        require("this round needs root")
     if not (PREPARED / "ready").exists() and set(names) & {*NEEDS_PACKAGES}:
-        pytest.skip("needs make cluster-deps")
+        require("this round needs make cluster-deps")
     chosen = [fault for fault in faults.FAULTS if fault.name in names]
     done = rounds.run(Here(), Training, chosen, "a short selection", expected)
     assert (done.hit, done.problems) == (True, [])

@@ -128,8 +128,7 @@ def test_deletions_of_one_run_at_the_same_time_all_succeed(folder: RunFolder) ->
     assert os.listdir(folder.path.parent) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may delete and read everything")
-def test_what_may_not_be_deleted_is_named(folder: RunFolder) -> None:
+def test_what_may_not_be_deleted_is_named(folder: RunFolder, ordinary_user: None) -> None:
     folder.checkpoint(1).chmod(0o500)
     with pytest.raises(UserError, match="Permission denied") as caught:
         delete_checkpoints(folder)

@@ -10,30 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import PREPARED, Cluster
-from tests.support import Project, make_project
-
-SKIPPED = pytest.StashKey[str]()
+from tests.support import Project, make_project, require
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    ours = [item for item in items if Path(__file__).parent in item.path.parents]
-    missing = what_is_missing() if ours else None
-    for item in ours:
-        item.add_marker("slurm")
-        if missing:
-            item.add_marker(pytest.mark.skip(reason=missing))
-    if missing:
-        config.stash[SKIPPED] = f"{len(ours)} tests of tests/slurm are skipped: {missing}"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says it once, also where pytest is not asked for the reasons of skips."""
-    if line := config.stash.get(SKIPPED, ""):
-        terminalreporter.write_line(line, yellow=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("slurm")
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require(what_is_missing())
     with Cluster.up(tmp_path_factory.mktemp("cluster") / "state") as cluster:
         yield cluster
 

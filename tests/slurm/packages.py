@@ -16,8 +16,8 @@ from pathlib import Path
 
 NAMES = ["slurm-wlm", "slurm-client", "slurmdbd", "munge", "mariadb-server", "iproute2", "postgresql", "libfaketime"]
 
-POSTGRESQL_PASSWORD = "known to all tests"
-"""Of the user postgres; who may not open a server's folder does not reach the server."""
+DATABASE_PASSWORD = "known to all tests"
+"""Of PostgreSQL's user postgres and MariaDB's root. Nobody reaches a server who cannot open its folder."""
 
 
 def prepare(folder: Path) -> None:
@@ -87,7 +87,7 @@ def make_postgresql(packages: Path, data: Path) -> None:
     """A PostgreSQL without anything in it, which every start of one copies."""
     secret = data.with_name("postgresql.password")
     secret.touch(0o600)
-    secret.write_text(POSTGRESQL_PASSWORD)
+    secret.write_text(DATABASE_PASSWORD)
     words = ["initdb", f"--pgdata={data}", f"--pwfile={secret}", "--username=postgres", "--auth=scram-sha-256"]
     done = quiet([*postgresql(packages, *words, "--encoding=UTF8", "--locale=C", "--no-sync")])
     secret.unlink()

@@ -26,7 +26,7 @@ from mgpu_slurm.sweeping.file import Sweep
 from tests import postgresql as databases
 from tests.forks import FORKS
 from tests.postgresql import Server
-from tests.slurm.packages import POSTGRESQL_PASSWORD
+from tests.slurm.packages import DATABASE_PASSWORD
 from tests.support import wait_until
 from tests.sweeping.test_storage import VARIABLE, Place, in_processes, suggest, take_all
 
@@ -35,7 +35,7 @@ NOWHERE = Path("/unused")
 
 @pytest.fixture(autouse=True)
 def password(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, POSTGRESQL_PASSWORD)
+    monkeypatch.setenv(VARIABLE, DATABASE_PASSWORD)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ class TestServersThatGoAway:
         while "; trying again until " not in said:
             said += capfd.readouterr().err
         assert f"mgpu_slurm: storage {own.url!r}: the database does not answer (" in said
-        assert POSTGRESQL_PASSWORD not in said
+        assert DATABASE_PASSWORD not in said
         own_server.start()
         done.join()
         study.tell(trial, 2.0)
@@ -212,7 +212,7 @@ class TestServersThatGoAway:
         monkeypatch.setattr(study._storage, "_seconds", 0.0)
         with pytest.raises(ClusterError, match=r"^storage '.*': the database does not answer: .*$") as told:
             own.take(study, made)
-        assert_silent_about(POSTGRESQL_PASSWORD, told.value)
+        assert_silent_about(DATABASE_PASSWORD, told.value)
         own_server.start()
         assert own.begin(study, made).number == 0
 
@@ -343,7 +343,7 @@ class TestPasswords:
         assert list(tmp_path.rglob("*")) == []
         for mine in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                assert POSTGRESQL_PASSWORD.encode() not in mine.read_bytes()
+                assert DATABASE_PASSWORD.encode() not in mine.read_bytes()
             except OSError:
                 continue
 
@@ -374,14 +374,14 @@ class TestWhatIsNotThere:
         with pytest.raises(ClusterError, match=r"^storage '.*': the database does not answer: .*refused.*$") as told:
             Place(f"postgresql://me:${{{VARIABLE}}}@127.0.0.1:1/optuna", NOWHERE).create()
         assert time.monotonic() - begun < 5
-        assert_silent_about(POSTGRESQL_PASSWORD, told.value)
+        assert_silent_about(DATABASE_PASSWORD, told.value)
 
     def test_a_mysql_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(database, "LOGIN_SECONDS", 0.2)
         for scheme in ("mysql", "mariadb", "mysql+pymysql"):
             with pytest.raises(ClusterError, match=r"the database does not answer: .*Can't connect to MySQL") as told:
                 Place(f"{scheme}://me:${{{VARIABLE}}}@127.0.0.1:1/optuna", NOWHERE).create()
-            assert_silent_about(POSTGRESQL_PASSWORD, told.value)
+            assert_silent_about(DATABASE_PASSWORD, told.value)
 
     def test_a_database_that_is_not_there(self, postgresql: Server) -> None:
         with pytest.raises(ClusterError, match=r'the database refuses: .*database "nowhere" does not exist'):
