@@ -113,6 +113,11 @@ IMPORT = Cause(
     "a module could not be imported",
     "install it into the environment of the submission, or add it to the project's folder",
 )
+TARGET = Cause(
+    "target",
+    "the job could not be called as it was submitted",
+    "put right what the error names, and submit it again; `submit --dry-run --check` checks it beforehand",
+)
 NOT_A_NUMBER = Cause(
     "nan",
     "the training came to a value that is no number",
@@ -217,6 +222,8 @@ _OF_AN_ERROR = [
         (r"^(?:\w+\.)*MgpuError: checkpoint .* is damaged", DAMAGED),
         (_GPU, GPU),
         (r"^(?:\w+\.)*(?:ModuleNotFoundError|ImportError)\b", IMPORT),
+        (r"^UserError: target .* fails on import: .*\b(?:ModuleNotFound|Import)Error\b", IMPORT),
+        (r"^UserError: (?:target|config of|the annotation of) ", TARGET),
         (r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded", DISK_FULL),
         (_DISK, DISK),
         (r"[Cc]ollective operation timeout|Timed out waiting \d+ms for (?:recv|send)", TIME_OUT),

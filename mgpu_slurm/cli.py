@@ -175,7 +175,7 @@ def cli(debug: bool) -> None:
 @click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
-@click.option("--check", is_flag=True, help="With --dry-run: ask SLURM when and where it would start.")
+@click.option("--check", is_flag=True, help="With --dry-run: import the job, and ask SLURM when it would start.")
 @json_flag
 @click.option("--debug", is_flag=True, hidden=True)
 @click.pass_obj
@@ -209,7 +209,7 @@ def submit(
 
     if check and not dry_run:
         raise UserError("--check: it goes with --dry-run, and asks when the run would start")
-    request = _request(command, words, config_file, extra, dry_run, options)
+    request = _request(command, words, config_file, extra, dry_run, options | {"check": check})
     if dry_run:
         _show_rehearsal(submitting.rehearse(request, _note), check, as_json)
         return

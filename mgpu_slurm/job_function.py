@@ -59,6 +59,17 @@ class JobFunction:
         plain: dict[str, Any] = configs.to_plain(self.fill(values, base))
         return plain
 
+    def is_settled(self, config: dict[str, Any], base: Path) -> bool:
+        """Return whether a whole config stays as it is when it is filled in again.
+
+        One that computes values from others, or has values that cannot be given, does not.
+        """
+        try:
+            return self.fill_plain(config, base) == config
+        except Exception:
+            # the config's own code may raise anything
+            return False
+
     def call(self, run: Any, config: Any) -> Any:
         """Call the function on this rank; return what it returns."""
         if not self.by_name:

@@ -127,7 +127,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """A trial's whole config."""
+        """The whole config of a trial, or of a run whose submission did not know it."""
         return self.path / "config.yaml"
 
     @property
@@ -264,7 +264,7 @@ def runs_root() -> Path:
 
 
 def state_home() -> Path:
-    """Where this user's index of runs folders and the check cache live."""
+    """Where this user's index of runs folders lives."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "mgpu_slurm"
 

@@ -179,7 +179,10 @@ class Spec:
     executor: ExecutorName
     resources: Resources
     config: dict[str, Any] = field(default_factory=dict)
-    """The job's config as plain values, defaults filled in."""
+    """The job's config as plain values, defaults filled in unless `config_base` is set."""
+    config_base: str | None = None
+    """The folder that relative paths in the config start from, where it is as it was given: the job completes it, from
+    these values at each attempt, and writes it to `config.yaml`. None for a whole config."""
     signal: str = "USR2"
     lead: int | None = None
     """Seconds between the signal and the time limit; None without a time limit."""
@@ -224,8 +227,8 @@ class Spec:
 
     @property
     def original(self) -> Path:
-        """The folder that paths in its config are relative to."""
-        return Path(self.project) / self.workdir
+        """The folder that relative paths in its command and config start from."""
+        return Path(self.config_base) if self.config_base is not None else Path(self.project) / self.workdir
 
     @property
     def rank_module(self) -> str:

@@ -1,18 +1,16 @@
 """The process per run of the local executor and of an allocation: a small SLURM of its own that outlives the terminal.
 
 It starts attempts, sends the signals of the time limit, ends what is cancelled, starts again what asks for it, and
-leaves no process behind. For job functions it imports torch once, which serves the check of the target and, in an
-allocation, the rendezvous; simulated ranks are forked from it, which costs a third of what an import on each costs.
+leaves no process behind. For job functions it imports torch once, which serves, in an allocation, the rendezvous;
+simulated ranks are forked from it, which costs a third of what an import on each costs.
 
-It is started before the run folder exists, and takes lines on standard input: `ask QUESTION` is answered on standard
-output (see `check`; one import of torch serves the check and the ranks), `go RUN_FOLDER` starts the run. If the input
-ends without that, the submission was refused, and this process ends too.
+It is started before the run folder exists. The line `go RUN_FOLDER` on standard input starts the run; if the input ends
+without it, the submission was refused, and this process ends too.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import sys
@@ -20,13 +18,11 @@ import time
 import traceback
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 from mgpu_slurm import processes, records, states
 from mgpu_slurm.errors import ClusterError, MgpuError
-from mgpu_slurm.launch import allocation, check, dependencies
+from mgpu_slurm.launch import allocation, dependencies
 from mgpu_slurm.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
 from mgpu_slurm.paths import RunFolder, open_to
 from mgpu_slurm.runtime import attempt, output, retrying
@@ -48,9 +44,6 @@ def main(executor: str, ranks_of_function: int) -> None:
     """
     # a cancel that comes before the first attempt waits for it
     signal.pthread_sigmask(signal.SIG_BLOCK, attempt.WATCHED)
-    answers = os.fdopen(os.dup(1), "w")
-    # what a user's module prints on import belongs to no answer
-    os.dup2(2, 1)
     output.outlive_a_full_disk()
     forked_ranks = ranks_of_function if executor == "local" else 0
     if forked_ranks:
@@ -58,52 +51,28 @@ def main(executor: str, ranks_of_function: int) -> None:
         limit_threads(forked_ranks)
     if ranks_of_function:
         importlib.import_module("torch.distributed")
-    for line in sys.stdin:
-        word, _, rest = line.rstrip("\n").partition(" ")
-        if word == "ask":
-            _answer_from_child(check.Question(**json.loads(rest)), answers)
-            # the child holds the only end now: where the target takes it down, the submission reads the end of file
-            answers.close()
-            _preload_for(forked_ranks)
-        elif word == "go":
-            answers.close()
-            _preload_for(forked_ranks)
-            folder = RunFolder(Path(rest))
-            spec = read_spec(folder)
-            open_to(spec.readable_by)
-            problem = dependencies.wait(folder, spec.after)
-            if problem:
-                records.cancel_unstarted(folder, problem)
-                return
-            Supervisor(folder, spec, _nodes(folder, spec)).run()
-            output.flush()
-            return
+    word, _, rest = sys.stdin.readline().rstrip("\n").partition(" ")
+    # the submission was refused where it says nothing
+    if word != "go":
+        return
+    if forked_ranks > 1:
+        # what DistributedDataParallel would import on every rank when the first model is wrapped
+        importlib.import_module("torch._dynamo")
+    folder = RunFolder(Path(rest))
+    spec = read_spec(folder)
+    open_to(spec.readable_by)
+    problem = dependencies.wait(folder, spec.after)
+    if problem:
+        records.cancel_unstarted(folder, problem)
+        return
+    Supervisor(folder, spec, _nodes(folder, spec)).run()
+    output.flush()
 
 
 def _nodes(folder: RunFolder, spec: Spec) -> Nodes:
     if spec.executor == "local":
         return SimulatedNodes(folder, spec)
     return HeldNodes(folder, spec, os.environ[allocation.JOB_VARIABLE])
-
-
-def _preload_for(ranks: int) -> None:
-    """What DistributedDataParallel would import on every rank when the first model is wrapped."""
-    if ranks > 1:
-        importlib.import_module("torch._dynamo")
-
-
-def _answer_from_child(question: check.Question, answers: TextIO) -> None:
-    """The user's module is imported in a child: what it does on import (threads, CUDA) stays out of the ranks."""
-    parent = os.getpid()
-    if os.fork() == 0:
-        try:
-            processes.die_with_parent(signal.SIGKILL, parent)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, attempt.WATCHED)
-            answers.write(json.dumps(asdict(check.ask(question))) + "\n")
-            answers.close()
-        finally:
-            # also after an error: this process must not go on as a second supervisor
-            os._exit(0)
 
 
 class Supervisor:

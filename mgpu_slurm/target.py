@@ -61,10 +61,15 @@ def load(name: str, workdir: Path) -> JobFunction:
     function = getattr(module, function_name, None)
     if function is None:
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        as_script = f"; a script runs as a command: -- python {module_name}" if module_name.endswith(".py") else ""
-        hint = nearest(function_name, known)
-        raise UserError(f"target {name!r}: {module_name} has no {function_name!r}{hint}{as_script}")
+        raise no_function(name, known)
     return from_callable(function, name)
+
+
+def no_function(name: str, known: list[str]) -> UserError:
+    """Return the error of a target whose module lacks the function, with the nearest of those that it has."""
+    module, function = split(name)
+    as_script = f"; a script runs as a command: -- python {module}" if module.endswith(".py") else ""
+    return UserError(f"target {name!r}: {module} has no {function!r}{nearest(function, known)}{as_script}")
 
 
 def attribute(name: str, workdir: Path) -> Any:
@@ -90,15 +95,21 @@ def _import(module_name: str, workdir: Path) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise import_failure(error, module_name, workdir) from error
-        raise UserError(_not_found(module_name, workdir)) from None
+        raise not_found(module_name, workdir) from None
     except Exception as error:
         raise import_failure(error, module_name, workdir) from error
     return _run_import(lambda: importlib.import_module(module_name), module_name, workdir)
 
 
-def _import_file(path: Path, shown: str) -> ModuleType:
+def existing_file(path: Path, shown: str) -> Path:
+    """Return the path of a target's file; raise UserError where there is none."""
     if not path.is_file():
-        raise UserError(f"target: there is no file {shown!r}")
+        raise UserError(f"target: there is no file {shown!r}; files that git ignores are not in the run's code")
+    return path
+
+
+def _import_file(path: Path, shown: str) -> ModuleType:
+    existing_file(path, shown)
     # siblings of the file are importable, as they are under `python path/to/file.py`
     if str(path.parent) not in sys.path:
         sys.path.insert(1, str(path.parent))
@@ -150,10 +161,12 @@ def _relative(filename: str, folder: Path) -> str:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else filename
 
 
-def _not_found(module_name: str, workdir: Path) -> str:
+def not_found(module_name: str, workdir: Path) -> UserError:
+    """Return the error of a target whose module nobody finds."""
     file = workdir / Path(*module_name.split("."))
     if file.with_suffix(".py").is_file():
-        return f"target {module_name!r} cannot be imported from here: name the file, {module_name.replace('.', '/')}.py"
+        name = f"{module_name.replace('.', '/')}.py"
+        return UserError(f"target {module_name!r} cannot be imported from here: name the file, {name}")
     names = [path.stem for path in sorted(workdir.glob("*.py"))]
     names += [f"jobs.{path.stem}" for path in sorted(workdir.glob("jobs/[!_]*.py"))]
-    return f"target {module_name!r}: there is no such module or file here{nearest(module_name, names)}"
+    return UserError(f"target {module_name!r}: there is no such module or file here{nearest(module_name, names)}")

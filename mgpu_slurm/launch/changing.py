@@ -14,8 +14,8 @@ from typing import Any
 from mgpu_slurm import config as configs
 from mgpu_slurm import paths, records
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.launch import checked, configuring, environment, snapshot
 from mgpu_slurm.launch import cluster as clusters
+from mgpu_slurm.launch import configuring, environment, snapshot
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import RESOURCE_FLAGS, Spec, announcement, read_spec, resources_from
 
@@ -121,18 +121,16 @@ def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[dict[str, Any]]) -
         taken = snapshot.take(Path(spec.project), staging.code, limit, folder.path.parent, spec.workdir)
         facts = environment.describe(taken)
         spec = replace(spec, python=sys.executable)
-        key = checked.key(taken.digest, spec.target.label, spec.workdir, facts["packages"])
         values = [configs.merge(spec.config, probe) for probe in probes] or [spec.config]
-        config = configuring.complete(spec, values, staging, Path(spec.project), key)
-        if spec.kind == "sweep":
-            # trials share only what was given
-            config = configs.only(config, spec.config)
+        completed = configuring.complete(spec, values, staging, spec.original, imports=False)
+        # trials share only what was given
+        config = configs.only(completed.config, spec.config) if spec.kind == "sweep" else completed.config
         shutil.rmtree(old, ignore_errors=True)
         os.rename(folder.code, old)
         os.rename(staging.code, folder.code)
         paths.write_json(folder.environment, facts)
         try:
-            yield replace(spec, config=config)
+            yield replace(spec, config=config, config_base=completed.base)
         except BaseException:
             shutil.rmtree(folder.code)
             os.rename(old, folder.code)

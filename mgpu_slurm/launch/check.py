@@ -1,7 +1,7 @@
-"""Is the target there, can it be called, and does its config fit? Asked before a run folder exists.
+"""The real job function's word on its config, by an import of its module: it may take seconds, for torch alone.
 
-The answer needs the user's module imported, and that may import torch: so a process of its own does it, never the
-command line's. Without a supervisor to ask: `python -m mgpu_slurm.launch.check`, the question on standard input.
+A process of its own does it, never the command line's: `python -m mgpu_slurm.launch.check`, with the question on
+standard input.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from typing import Any
 
 from mgpu_slurm import target
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.launch import signature
 
 
 @dataclass(frozen=True)
 class Question:
     target: str
-    code: str
-    """The snapshot."""
     workdir: str
     """The folder in the snapshot where the job will stand."""
     original: str
@@ -36,21 +33,19 @@ class Question:
 class Answer:
     config: dict[str, Any]
     """The whole config as plain values, defaults filled in and paths absolute; of several the first."""
-    description: Any = None
-    """Of the config's class, where one can be given; see `signature`."""
+    is_settled: bool = True
+    """See `JobFunction.is_settled`."""
     error: str | None = None
 
 
 def ask(question: Question) -> Answer:
-    """Imports the target here and now, and checks."""
+    """Import the target here and now, and check the values."""
     target.stand_in(Path(question.workdir))
-    # the snapshot holds what the user has, not what this look at it compiles
-    sys.dont_write_bytecode = True
     try:
         job = target.load(question.target, Path(question.workdir))
-        found = [job.fill_plain(values, Path(question.original)) for values in question.values]
-        is_class = job.config_class is not None and not job.by_name
-        return Answer(found[0], signature.describe(job.config_class, Path(question.code)) if is_class else None)
+        base = Path(question.original)
+        config, *_ = [job.fill_plain(values, base) for values in question.values]
+        return Answer(config, job.is_settled(config, base))
     except UserError as error:
         return Answer({}, error=str(error))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The target's own word on its config: what was given, completed by the job's defaults and checked."""
+"""The job's config at submission: completed and checked as far as that takes no import of the job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,24 @@ from mgpu_slurm import config as configs
 from mgpu_slurm import job_function
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.job_function import JobFunction
-from mgpu_slurm.launch import checked, local, signature
+from mgpu_slurm.launch import source
 from mgpu_slurm.launch.check import Answer, Question
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.spec import Spec
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The config of a submission."""
+
+    config: dict[str, Any]
+    """For the spec: whole, or as it was given."""
+    base: str | None
+    """The folder that relative paths in it start from; None for a whole config. See `Spec.config_base`."""
+    known: dict[str, Any]
+    """As much of the whole config as is known."""
+    is_checked: bool = True
+    """Whether the job will take it for certain."""
 
 
 def complete(
@@ -25,48 +39,59 @@ def complete(
     values: Sequence[dict[str, Any]],
     folder: RunFolder,
     cwd: Path,
-    key: str,
-    supervisor: local.Supervisor | None = None,
+    imports: bool,
     function: Callable[..., Any] | None = None,
-) -> dict[str, Any]:
-    """The job's whole config as plain values.
+) -> Completed:
+    """Return the job's config.
 
     Args:
         values: those that differ from the job's defaults; where there are several sets of them, each has to fit, and
             the config is that of the first.
         folder: holds the snapshot; a function that no module holds is pickled there.
         cwd: what relative paths among the values are relative to.
-        key: names the code, which is not imported again where it was checked before.
-        supervisor: imports the target in this process's stead, where there is one.
+        imports: whether to import the job, also if its source tells all.
         function: the target, where it was given as an object.
 
     Raises:
-        UserError: the target cannot be imported, or the values do not fit.
+        UserError: the job cannot be called, or the values do not fit.
     """
     target = spec.target
     if target.is_command:
         if any(values):
             raise UserError(f"key=value {next(iter(values[0]))!r}: a command has no config; put it behind --")
-        return {}
+        return Completed({}, None, {})
     if function is not None:
         job = job_function.from_callable(function, target.label)
-        config, *_ = [job.fill_plain(each, cwd) for each in values]
         if target.pickled is not None:
             _pickle(job, folder)
-        return config
+        return _completed(job, spec, values, cwd)
     assert target.function is not None
-    known = checked.recall(key)
-    if known is not None:
-        job = JobFunction(target.function, lambda run, config: None, signature.rebuild(known))
-        config, *_ = [job.fill_plain(each, cwd) for each in values]
-        return config
     workdir = folder.code / spec.workdir
-    answer = _ask(Question(target.function, str(folder.code), str(workdir), str(cwd), list(values)), supervisor)
-    if answer.error is not None:
-        raise UserError(answer.error)
-    if answer.description is not None:
-        checked.keep(key, answer.description)
-    return answer.config
+    reading = source.read(target.function, workdir)
+    is_whole = reading is not None and reading.is_whole
+    # a group has its seed, and a sweep its epochs, from the whole config
+    if imports or (spec.tasks is not None and not is_whole):
+        answer = _ask(Question(target.function, str(workdir), str(cwd), list(values)))
+        if answer.error is not None:
+            raise UserError(answer.error)
+        return _of_whole(spec, values[0], answer.config, answer.is_settled, cwd)
+    if reading is not None and is_whole:
+        return _completed(reading.job, spec, values, cwd)
+    known, *_ = [{}] if reading is None else [reading.job.fill_plain(each, cwd) for each in values]
+    return Completed(values[0], str(cwd), known, is_checked=False)
+
+
+def _completed(job: JobFunction, spec: Spec, values: Sequence[dict[str, Any]], cwd: Path) -> Completed:
+    config, *_ = [job.fill_plain(each, cwd) for each in values]
+    return _of_whole(spec, values[0], config, job.is_settled(config, cwd), cwd)
+
+
+def _of_whole(spec: Spec, given: dict[str, Any], config: dict[str, Any], is_settled: bool, cwd: Path) -> Completed:
+    if is_settled or spec.kind == "sweep":
+        return Completed(config, None, config)
+    # the seed of each run of a group is counted from it
+    seed = {"seed": config["seed"]} if spec.tasks is not None and "seed" in config else {}
+    return Completed(given | seed, str(cwd), config)
 
 
 def _pickle(job: JobFunction, folder: RunFolder) -> None:
@@ -77,15 +102,11 @@ def _pickle(job: JobFunction, folder: RunFolder) -> None:
     folder.function.write_bytes(cloudpickle.dumps((job, configs.types_in(job.config_class))))
 
 
-def _ask(question: Question, supervisor: local.Supervisor | None) -> Answer:
-    asked = json.dumps(asdict(question))
-    if supervisor is not None:
-        line = supervisor.ask(asked)
-    else:
-        command = [sys.executable, "-m", "mgpu_slurm.launch.check"]
-        line = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=False).stdout
-    if not line:
+def _ask(question: Question) -> Answer:
+    command = [sys.executable, "-m", "mgpu_slurm.launch.check"]
+    done = subprocess.run(command, input=json.dumps(asdict(question)), stdout=subprocess.PIPE, text=True, check=False)
+    if not done.stdout:
         raise UserError(
             f"target {question.target!r} ended the process that imported it, without an error: import it by hand"
         )
-    return Answer(**json.loads(line))
+    return Answer(**json.loads(done.stdout))

@@ -36,12 +36,6 @@ class Supervisor:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, question: str) -> str:
-        """The answer to a question of `check`, as JSON; empty where the target took its process down."""
-        self._say(f"ask {question}")
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
     def claim(self, folder: RunFolder, **changes: Any) -> str:
         """Writes down that it is the run's, with other changes of its state; returns the job id.
 
@@ -54,13 +48,10 @@ class Supervisor:
 
     def go(self, folder: RunFolder) -> None:
         """Lets it run the folder's spec."""
-        self._say(f"go {folder.path}")
-
-    def _say(self, line: str) -> None:
         assert self._process.stdin is not None
         # a supervisor that died says so by its silence
         with suppress(BrokenPipeError):
-            self._process.stdin.write(line + "\n")
+            self._process.stdin.write(f"go {folder.path}\n")
             self._process.stdin.flush()
 
 
@@ -82,7 +73,7 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
         process = subprocess.Popen(
             [sys.executable, "-m", *_program(spec)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=log,
             stderr=log,
             text=True,
             start_new_session=True,
@@ -91,12 +82,10 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
             env=scrubbed_environment(os.environ) | _early(spec, held) | {processes.RUN_VARIABLE: str(run.path)},
         )
     assert process.stdin is not None
-    assert process.stdout is not None
     try:
         # one on this machine is known by its process
         yield Supervisor(process, held or str(process.pid))
     finally:
-        process.stdout.close()
         with suppress(BrokenPipeError):
             process.stdin.close()
 

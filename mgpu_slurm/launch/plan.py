@@ -22,6 +22,7 @@ from mgpu_slurm.launch import cluster as clusters
 from mgpu_slurm.launch.allocation import Allocation
 from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.launch.cluster import Cluster, ClusterFile
+from mgpu_slurm.launch.configuring import Completed
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.patience import Note, quiet, wait_out
 from mgpu_slurm.spec import (
@@ -37,6 +38,10 @@ from mgpu_slurm.spec import (
 from mgpu_slurm.wording import counted, program
 
 DEMO_TARGET = "jobs.digits"
+
+_NOT_CHECKED = (
+    "check     when the job starts: its source does not tell all of its config (`--dry-run --check` imports it)"
+)
 
 WORKER_REQUEUES = 1000
 """How often a sweep's worker may start again at its time limit."""
@@ -74,6 +79,8 @@ class Request:
     project: Path | None = None
     """The folder to snapshot; None for the one that the target belongs to."""
     dry_run: bool = False
+    check: bool = False
+    """Whether to import the job to check its config."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Plan:
     snapshot_limit: int
     """Bytes."""
     whole_config: dict[str, Any] = field(default_factory=dict)
-    """The job's config with all of its defaults, once the target has completed it; of a sweep, that of one trial."""
+    """The job's config with all of its defaults, as far as they are known; of a sweep, that of one trial."""
 
     @property
     def script(self) -> str:
@@ -96,10 +103,13 @@ class Plan:
         array = None if self.spec.tasks is None else Array(0, tuple(range(self.spec.tasks)))
         return script.render(self.spec, self.folder, sbatch.new_token(), array, ",".join(self.spec.after))
 
-    def with_config(self, config: dict[str, Any]) -> Plan:
-        """With the config as the target has completed it; trials of a sweep share only what was given."""
+    def with_config(self, completed: Completed) -> Plan:
+        """With the config as far as it is complete; trials of a sweep share only what was given."""
+        config = completed.config
         shared = configs.only(config, self.spec.config) if self.spec.kind == "sweep" else config
-        return replace(self, spec=replace(self.spec, config=shared), whole_config=config)
+        spec = replace(self.spec, config=shared, config_base=completed.base)
+        notes = self.notes if completed.is_checked else (*self.notes, _NOT_CHECKED)
+        return replace(self, spec=spec, whole_config=completed.known, notes=notes)
 
     def lines(self) -> list[str]:
         """For people, before the start."""

@@ -23,7 +23,6 @@ from mgpu_slurm import paths, records, slurm, states
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import (
     changing,
-    checked,
     configuring,
     dependencies,
     environment,
@@ -78,7 +77,7 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
     _remove_stale_staging(runs)
     dependency = dependencies.sbatch_option(made.spec.after) if made.spec.executor == "slurm" else ""
     with _staged(made, runs) as staging, local.supervisor(made.spec, made.folder, staging) as supervisor:
-        made = _complete(made, request, staging, supervisor, cwd)
+        made = _complete(made, request, staging, cwd)
         add(made, staging)
         registry.remember_root(runs)
         if supervisor is None:
@@ -111,7 +110,7 @@ def rehearse(request: Request, note: Note = quiet, add: Addition = nothing) -> P
     cwd, runs = Path.cwd(), paths.runs_root()
     made = plan.make(request, cwd, runs, note)
     with tempfile.TemporaryDirectory(prefix="mgpu-") as folder, _staged(made, Path(folder)) as staging:
-        made = _complete(made, request, staging, None, cwd)
+        made = _complete(made, request, staging, cwd)
         add(made, staging)
         return made
 
@@ -257,19 +256,17 @@ def _remove_stale_staging(runs: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _complete(made: Plan, request: Request, staging: RunFolder, supervisor: local.Supervisor | None, cwd: Path) -> Plan:
-    """Takes the snapshot, lets the target complete its config, and writes the run's files."""
+def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Plan:
+    """Take the snapshot, complete the config, and write the run's files."""
     taken = snapshot.take(
         Path(made.spec.project), staging.code, made.snapshot_limit, paths.runs_root(), made.spec.workdir
     )
     spec, notes = missing.settled(made.spec, staging.code)
     made = replace(made, spec=spec)
     facts = environment.describe(taken)
-    key = checked.key(taken.digest, made.spec.target.label, made.spec.workdir, facts["packages"])
-    asks = supervisor if made.spec.tasks is None else None
     given = request.target if callable(request.target) else None
     values = [configs.merge(request.values, probe) for probe in request.probes] or [request.values]
-    made = made.with_config(configuring.complete(made.spec, values, staging, cwd, key, asks, given))
+    made = made.with_config(configuring.complete(made.spec, values, staging, cwd, request.check, given))
     notes += missing.notes_on_config(request.values, made.whole_config, made.spec, staging.code)
     made = replace(made, notes=(*made.notes, *notes))
     if made.spec.kind == "run":

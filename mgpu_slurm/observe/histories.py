@@ -256,6 +256,8 @@ def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] |
         _read_events(files, on, history)
     if _is_trial(folder):
         history.config |= _config_of_trial(folder)
+    elif spec.config_base is not None and folder.config.exists():
+        history.config |= flattened(configs.read_yaml(folder.config))
     return history
 
 

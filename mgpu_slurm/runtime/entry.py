@@ -23,7 +23,7 @@ from mgpu_slurm import config as configs
 from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError, RunStopped, UserError
 from mgpu_slurm.job_function import JobFunction
-from mgpu_slurm.paths import RUNS_VARIABLE, RunFolder, open_to, write_json
+from mgpu_slurm.paths import RUNS_VARIABLE, RunFolder, open_to, write_json, write_whole
 from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime import failing, listening, output, surroundings
@@ -246,7 +246,7 @@ def _train(rank: Rank, stop: StopFlag) -> None:
     from mgpu_slurm.runtime.run import Run
 
     job = job_function(rank.spec, rank.folder)
-    config = job.fill(rank.spec.config, rank.spec.original)
+    config = _config(rank, job)
     with joined(rank) as device:
         made = Run(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog_of(rank))
         with closing(made) as run, telling_first(rank, run.await_save):
@@ -254,6 +254,16 @@ def _train(rank: Rank, stop: StopFlag) -> None:
             run.finish()
             if run.is_main:
                 _write_result(rank.folder, run, result)
+
+
+def _config(rank: Rank, job: JobFunction) -> Any:
+    """Return the job's config; one that the submission did not complete is checked and written down here."""
+    spec, folder = rank.spec, rank.folder
+    config = job.fill(spec.config, spec.original)
+    if spec.config_base is not None and rank.facts.rank == 0:
+        text = configs.dump_yaml(configs.to_plain(config))
+        waiting.for_the_disk(lambda: write_whole(folder.config, text), folder.config)
+    return config
 
 
 def watchdog_of(rank: Rank) -> Watchdog | None:

@@ -12,7 +12,7 @@ from tests.support import Project, make_project
 
 LOCAL = ("submit", "--executor", "local", "--no-follow")
 ASK_ONLY = ("submit", "--executor", "slurm", "--gpus-per-node", "0", "--dry-run")
-"""The same checks by the process that asks the target where no local ranks are wanted; it imports no torch."""
+"""The same checks where no local ranks are wanted."""
 
 TRAIN = """
     from dataclasses import dataclass, field
@@ -48,13 +48,13 @@ TRAIN = """
 
 FILES: dict[str, str | bytes] = {
     "train.py": TRAIN,
-    "lacks.py": "import os\nimport nothing_of_that_name\n",
+    "lacks.py": "import os\nimport nothing_of_that_name\ndef train(run, config): pass\n",
     "syntax.py": "def train(run, config):\n    return 1 +\n",
-    "exits.py": "import sys\nsys.exit(3)\n",
-    "dies.py": "import os\nos._exit(0)\n",
-    "outer.py": "import sibling\n",
+    "exits.py": "import sys\nsys.exit(3)\ndef train(run, config): pass\n",
+    "dies.py": "import os\nos._exit(0)\ndef train(run, config): pass\n",
+    "outer.py": "import sibling\ndef train(run, config): pass\n",
     "sibling.py": "zero = 0\nratio = 1 / zero\n",
-    "two_lines.py": "raise RuntimeError('first line\\nsecond line')\n",
+    "two_lines.py": "raise RuntimeError('first line\\nsecond line')\ndef train(run, config): pass\n",
     "broken.yaml": "lr: 0.1\nmodel: {width: 3\nsteps: 2\n",
     "twice.yaml": "lr: 1\nlr: 2\n",
     "list.yaml": "- 1\n",
@@ -83,6 +83,11 @@ def asked(words: str, *says: str, **more: object) -> Bad:
     return Bad((*ASK_ONLY, *words.split()), says, **more)  # type: ignore[arg-type]
 
 
+def imported(words: str, *says: str, **more: object) -> Bad:
+    """What the job's source does not tell."""
+    return asked(f"--check {words}", *says, **more)
+
+
 def call(words: str, *says: str, **more: object) -> Bad:
     return Bad(tuple(words.split()), says, **more)  # type: ignore[arg-type]
 
@@ -98,16 +103,15 @@ BAD = {
     "unknown function": asked("train:traim", "'traim'", "did you mean 'train'"),
     "file that is not there": local("trian.py", "'trian.py'", "did you mean 'train.py'"),
     "no function name": local("train:", "'train:'", "package.module:function"),
-    "not a function": asked("train:number", "'train:number'", "int", "train(run, config)"),
+    "not a function": imported("train:number", "'train:number'", "int", "train(run, config)"),
     "not callable with run and config": local("train:alone", "'train:alone'", "alone(run)", "(run, config)"),
     "value that was not given": asked("train:odd", "'config' has no default", "add config=VALUE"),
-    "module it imports is missing": local("lacks", "'lacks'", "lacks.py:2", "nothing_of_that_name"),
+    "module it imports is missing": imported("lacks", "'lacks'", "lacks.py:2", "nothing_of_that_name"),
     "syntax error": asked("syntax", "'syntax'", "syntax.py:2", "SyntaxError"),
-    "error in a sibling module": asked("outer", "'outer'", "sibling.py:2", "ZeroDivisionError: division by zero"),
-    "error of two lines": asked("two_lines", "two_lines.py:1", "RuntimeError: first line"),
-    "sys.exit on import": local("exits", "'exits'", "exits.py:2", "SystemExit: 3"),
-    "process ends on import": local("dies", "'dies:train'", "import it by hand"),
-    "process ends on import, asked alone": asked("dies", "'dies:train'", "import it by hand"),
+    "error in a sibling module": imported("outer", "'outer'", "sibling.py:2", "ZeroDivisionError: division by zero"),
+    "error of two lines": imported("two_lines", "two_lines.py:1", "RuntimeError: first line"),
+    "sys.exit on import": imported("exits", "'exits'", "exits.py:2", "SystemExit: 3"),
+    "process ends on import": imported("dies", "'dies:train'", "import it by hand"),
     "file that is no module": local("notes", "'notes'", "no Python file", "behind --", files={"notes": ""}),
     "script that is not there": local("-- python trian.py", "python trian.py", "has no trian.py", "git ignores"),
     "command as one word": Bad((*ASK_ONLY, "--", "python -V"), ("'python -V'", "quotes")),
@@ -123,8 +127,8 @@ BAD = {
     "fraction for a whole number": asked("train steps=1.5", "steps=1.5", "valid integer"),
     "value for a nested config": asked("train model=3", "model=3", "Model"),
     "missing required key": asked("train:needs", "'data'", "add data=VALUE"),
-    "refused by __post_init__": asked("train lr=-1", "lr=-1.0 is negative", "give one above 0"),
-    "crash in __post_init__": asked("train steps=13", "config of train:train", "train.py:", "KeyError: 'thirteen'"),
+    "refused by __post_init__": imported("train lr=-1", "lr=-1.0 is negative", "give one above 0"),
+    "crash in __post_init__": imported("train steps=13", "config of train:train", "train.py:", "KeyError: 'thirteen'"),
     "value that is no YAML": local("train lr=[1", "'lr=[1'", "put it in quotes"),
     "override without a key": local("train =1", "'=1'", "key=value"),
     "config for a command": local("lr=1 -- echo", "'lr'", "behind --"),
