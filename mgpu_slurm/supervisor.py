@@ -66,7 +66,6 @@ def main(executor: str, ranks_of_function: int) -> None:
         records.cancel_unstarted(folder, problem)
         return
     Supervisor(folder, spec, _nodes(folder, spec)).run()
-    output.flush()
 
 
 def _nodes(folder: RunFolder, spec: Spec) -> Nodes:
@@ -292,3 +291,6 @@ def _collect(pid: int) -> int | None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
+    output.flush()
+    # an interpreter that has torch takes a second or two to end; nobody should see a process of a run that has ended
+    os._exit(0)

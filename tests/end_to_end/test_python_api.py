@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import Project, make_project, processes_of
+from tests.support import Project, make_project, processes_of, wait_until
 
 WORK = """
     import time
@@ -154,7 +154,8 @@ def test_a_run_is_waited_for_and_cancelled(said: dict[str, Any]) -> None:
     assert said["repr"].startswith(f"<Handle {folder.name} ")
     assert said["timeout"] == f"run {folder.name} is still RUNNING after 0.1 s"
     assert said["cancelled"] == [True, "CANCELLED", False]
-    assert processes_of(folder) == []
+    # the supervisor ends after the state says so
+    wait_until(lambda: processes_of(folder) == [])
 
 
 def test_wrong_calls_raise_one_line_and_leave_nothing(said: dict[str, Any], project: Project) -> None:
