@@ -99,6 +99,7 @@ def train(run: Run, config: Config) -> dict[str, float]:
 
     for epoch in state.epochs(config.epochs):
         model.train()
+        # data.batch is the number of the batch, also in an epoch that a restarted run continues
         for images, labels in data:
             loss = cross_entropy(model(images), labels)
             run.backward(loss)

@@ -236,6 +236,9 @@ def train(run: Run, config: Config) -> dict[str, float]:
             run.update(optimizer, clip=5.0)
             scheduler.step()
             mean_loss.add(loss)
+            # unlike `enumerate`, it is right in an epoch that a restarted run continues
+            if run.is_main and data.batch % 100 == 99:
+                print(f"epoch {epoch}: batch {data.batch + 1} of {len(data)}", flush=True)
         run.report(epoch, accuracy=val_accuracy(run, model, val_set, config), loss=mean_loss.mean())
 
     return {"accuracy": val_accuracy(run, model, val_set, config)}

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime import workers
+from mgpu_slurm.runtime.loader_places import LoaderPlace
 from mgpu_slurm.runtime.nests import to_device
 from mgpu_slurm.runtime.shares import Share, Shares, share_of
 
@@ -79,6 +80,7 @@ class Loader:
         sampler: GlobalBatches,
         device: torch.device,
         at_boundary: Callable[[Loader], None],
+        at_end: Callable[[LoaderPlace], None],
         shares: Shares,
         epoch: Callable[[], int | None],
         **options: Any,
@@ -86,14 +88,10 @@ class Loader:
         self._sampler = sampler
         self._device = device
         self._at_boundary = at_boundary
+        self._at_end = at_end
         self._shares = shares
         self._epoch = epoch
-        self.passes = 0
-        """Passes over the loader that were begun."""
-        self.batch = 0
-        """Batches of the current epoch that were consumed."""
-        self.first_batch = 0
-        """Where the next pass starts: not at 0 once, after a restore in the middle of an epoch."""
+        self.place = LoaderPlace(sampler.size, sampler.batch_size)
         # the workers' random streams; torch's global generator stays the job's own
         self._workers = options.setdefault("generator", torch.Generator())
         self._loader = data_loader(dataset, device, batch_sampler=sampler, **options)
@@ -102,22 +100,30 @@ class Loader:
         """Steps per epoch, the same on every rank."""
         return len(self._sampler)
 
+    @property
+    def batch(self) -> int:
+        """The number of the current batch in the epoch, from 0, also in an epoch that a restored run continues.
+        `enumerate` counts from 0 there."""
+        return self.place.batch
+
     def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        # outside of `state.epochs` each pass over the loader is an epoch
-        self._sampler.epoch = self._epoch() or self.passes
-        first, self.first_batch = self.first_batch, 0
-        self._sampler.first_batch = first
+        place = self.place
+        self._sampler.first_batch = first = place.begin_pass(self._epoch())
+        self._sampler.epoch = place.epoch
         # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
         self._workers.manual_seed(mixed(self._sampler.seed, self._sampler.epoch, self._sampler.rank, first))
         batches = iter(self._loader)
-        with self._shares.passing() as passing:
-            for batch in range(first, len(self)):
-                self.batch = batch
-                self._at_boundary(self)
-                # not kept here while the job has it
-                yield self._shares.hand_out(passing, self._sampler.share(batch), to_device(next(batches), self._device))
-            passing.ran_to_end = True
+        try:
+            with self._shares.passing() as passing:
+                for batch in range(first, len(self)):
+                    place.batch = batch
+                    self._at_boundary(self)
+                    share = self._sampler.share(batch)
+                    # not kept here while the job has it
+                    yield self._shares.hand_out(passing, share, to_device(next(batches), self._device))
+                passing.ran_to_end = True
+        finally:
+            self._at_end(place)
 
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:

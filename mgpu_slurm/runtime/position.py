@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_slurm.runtime.data import Loader
+from mgpu_slurm.runtime.loader_places import LoaderPlaces
 
 
 class Position:
@@ -25,6 +26,7 @@ class Position:
         self.loader_name = ""
         self.goes_on_in_pass = False
         """It was restored there, and has not come to its next batch yet."""
+        self.loaders = LoaderPlaces()
 
     def facts(self, in_pass: bool) -> dict[str, Any]:
         """What a checkpoint of here holds.
@@ -32,7 +34,7 @@ class Position:
         Args:
             in_pass: whether a pass over the loader goes on.
         """
-        batch, passes = (self.loader.batch, self.loader.passes) if self.loader is not None else (0, 0)
+        batch, passes = (self.loader.place.batch, self.loader.place.passes) if self.loader is not None else (0, 0)
         return {
             "step": self.step,
             "progress": self.progress,
@@ -47,11 +49,19 @@ class Position:
                 # the pass that was begun is begun again
                 "passes": passes - in_pass,
             },
+            "loaders": self.loaders.facts(),
         }
 
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Takes over what a checkpoint holds."""
         self.step, self.progress, self.metrics = facts["step"], facts["progress"], facts["metrics"]
         self.next_epoch, self.goes_on_in_pass = facts["next_epoch"], facts["loader"]["active"]
+        # v0.1 saved the place of one loader
+        self.loaders.go_to(facts.get("loaders", []))
         if self.loader is not None:
-            self.loader.first_batch, self.loader.passes = facts["loader"]["batch"], facts["loader"]["passes"]
+            place = self.loader.place
+            place.first_batch, place.passes, place.next_epoch = (
+                facts["loader"]["batch"],
+                facts["loader"]["passes"],
+                None,
+            )

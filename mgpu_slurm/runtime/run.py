@@ -215,15 +215,18 @@ class Run:
         if drop_last and size < batch_size:
             raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower one")
         sampler = GlobalBatches(size, batch_size, shuffle, drop_last, self.rank, self.world_size, self._seed)
-        return Loader(
+        loader = Loader(
             dataset,
             sampler,
             self.device,
             self._steering.before_batch,
+            self._position.loaders.end_pass,
             self._shares,
             lambda: self._position.epoch,
             **options,
         )
+        self._position.loaders.add(loader.place)
+        return loader
 
     def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard:
         """Iterates this rank's part of a dataset for evaluation: no sample twice and none padded.
@@ -375,8 +378,9 @@ class Run:
     def restore(self, **objects: Any) -> State:
         """Loads the newest checkpoint into these objects, or leaves them as they are at the start of a run.
 
-        What is given here is what checkpoints hold: model, optimizer, scheduler, the loader, anything with `state_dict`
-        and `load_state_dict`. Names are free and have to stay the same.
+        What is given here is what checkpoints hold: model, optimizer, scheduler, the loader that drives the loop,
+        anything with `state_dict` and `load_state_dict`. Names are free and have to stay the same. Every other
+        `run.loader` continues where it was, too, known by its size, its batch size, and the order of their creation.
 
         Collective: every rank calls it.
 
@@ -388,13 +392,15 @@ class Run:
             if isinstance(value, Loader):
                 if self._position.loader is not None:
                     raise UserError(
-                        f"run.restore({name}=...): a run stops at the batches of one loader;"
-                        f" {self._position.loader_name!r} is restored already"
+                        f"run.restore({name}=...): {self._position.loader_name!r} is a loader already: give the one"
+                        " that drives the loop, at whose batches the run can stop; the others are restored with it"
                     )
                 self._position.loader_name, self._position.loader = name, value
+                self._position.loaders.driver = value.place
             else:
                 self._keeper.add(name, value)
         self._steering.keeps = True
+        self._position.loaders.begin_loop()
         newest = self._newest_sound()
         if newest is not None:
             self._load(newest)

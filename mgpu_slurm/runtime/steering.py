@@ -86,6 +86,7 @@ class Steering:
     def epochs(self, total: int) -> Iterator[int]:
         """Those that are left, from 1; at the end of each a checkpoint is written."""
         position = self._position
+        position.loaders.begin_loop()
         if not position.goes_on_in_pass:
             self._restore_random()
         for epoch in range(position.next_epoch, total + 1):
@@ -99,8 +100,11 @@ class Steering:
     def before_batch(self, loader: Loader) -> None:
         """In a pass over any loader."""
         is_restored = loader is self._position.loader
+        self._position.loaders.note_batch(loader.place)
         if is_restored:
-            self._position.goes_on_in_pass = False
+            if self._position.goes_on_in_pass:
+                self._position.goes_on_in_pass = False
+                self._position.loaders.warn_of_missing()
             self._restore_random()
             if loader.batch == 0:
                 self._begin_pass()

@@ -134,13 +134,13 @@ def loops_otherwise(run: Run, how: str, stop_in: int) -> tuple[list[Any], int]:
     evaluated = 0
     with contextlib.suppress(RunStopped):
         for epoch in state.epochs(5):
-            for number, (batch,) in enumerate(data, start=data.first_batch):
+            for (batch,) in data:
                 run.backward(model(batch).square().mean())
                 if how == "leaves":
                     run.update(optimizer)
-                    if number == 3:
+                    if data.batch == 3:
                         break
-                elif how != "accumulates" or number in (3, 5):
+                elif how != "accumulates" or data.batch in (3, 5):
                     run.update(optimizer)
             if how == "now and then" and epoch % 2:
                 continue

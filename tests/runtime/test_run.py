@@ -154,7 +154,10 @@ def _loader(run: Run) -> Any:
         (lambda run: run.loader(TensorDataset(torch.arange(3)), batch_size=1, sampler=None), "sampler"),
         (lambda run: run.loader(TensorDataset(torch.arange(3)), batch_size=4, drop_last=True), "drop_last"),
         (lambda run: run.restore(model=3), "int has no state_dict"),
-        (lambda run: run.restore(a=_loader(run), b=_loader(run)), r"restore\(b=...\): .* 'a' is restored already"),
+        (
+            lambda run: run.restore(a=_loader(run), b=_loader(run)),
+            r"restore\(b=...\): 'a' is a loader already: give the one .*drives",
+        ),
         (lambda run: next(run.accumulate(torch.ones(2), parts=0)), "parts=0"),
         (lambda run: [run.meter("loss") for _ in "12"], "'loss'.: there is one of that name"),
         (lambda run: (run.restore(), run.meter("loss")), "make it before"),

@@ -72,6 +72,7 @@ def train(run: Run, config: Config) -> dict[str, float]:
 
     for epoch in state.epochs(config.epochs):
         model.train()
+        # data.batch is the number of the batch, also in an epoch that a restarted run continues
         for points, labels in data:
             loss = binary_cross_entropy_with_logits(model(points), labels)
             run.backward(loss)

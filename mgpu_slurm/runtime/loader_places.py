@@ -1,0 +1,134 @@
+"""Where each loader of a run is, so that a new attempt continues all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class LoaderPlace:
+    """Where a loader is; the same on all ranks."""
+
+    size: int
+    """Samples in a pass."""
+    batch_size: int
+    passes: int = 0
+    """Begun so far."""
+    epoch: int = 0
+    """That of the pass, which decides its order."""
+    batch: int = 0
+    """The one that was handed out last."""
+    is_in_pass: bool = False
+    is_new: bool = False
+    """The pass has come to no batch yet."""
+    first_batch: int = 0
+    """Where the next pass starts: not at 0 once, after a restore in the middle of a pass."""
+    next_epoch: int | None = None
+    """That of the next pass, if it continues one."""
+    is_ahead: bool = False
+    """The last batch waits for one of the loader that drives the loop, which is fetched after it."""
+    ended_in: int | None = None
+    """The pass of the loader that drives the loop in which this one's last pass ended; None if in none."""
+
+    @property
+    def signature(self) -> tuple[int, int]:
+        return self.size, self.batch_size
+
+    def begin_pass(self, epoch: int | None) -> int:
+        """Begin a pass, or continue the one in whose middle it was restored, and return where.
+
+        Args:
+            epoch: None outside of `state.epochs`: each pass is an epoch there.
+        """
+        self.passes += 1
+        self.epoch = self.next_epoch or epoch or self.passes
+        self.batch, self.first_batch, self.next_epoch = self.first_batch, 0, None
+        self.is_in_pass = self.is_new = True
+        return self.batch
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint holds at a batch of the loader that drives the loop."""
+        return {
+            "size": self.size,
+            "batch_size": self.batch_size,
+            "active": self.is_in_pass,
+            "batch": self.batch + (not self.is_ahead) if self.is_in_pass else 0,
+            "epoch": self.epoch if self.is_in_pass else None,
+            # the pass that was begun is begun again
+            "passes": self.passes - self.is_in_pass,
+        }
+
+    def go_to(self, facts: Mapping[str, Any]) -> None:
+        """Continue from there with the next pass."""
+        self.first_batch, self.next_epoch, self.passes = facts["batch"], facts["epoch"], facts["passes"]
+
+
+class LoaderPlaces:
+    """The places of all loaders, in the order in which the job makes them: it makes them again in that order."""
+
+    def __init__(self) -> None:
+        self.driver: LoaderPlace | None = None
+        """Of the loader at whose batches the run can stop."""
+        self._places: list[LoaderPlace] = []
+        self._lasting = 0
+        """Of these the loop makes none anew."""
+        self._saved: list[Mapping[str, Any]] = []
+        """Those of a checkpoint that no loader has taken yet."""
+
+    def add(self, place: LoaderPlace) -> None:
+        """Add the place of a new loader. One that is made in each pass of a loop replaces that of the pass before."""
+        for i in range(self._lasting, len(self._places)):
+            if not self._places[i].is_in_pass and self._places[i].signature == place.signature:
+                self._places[i] = place
+                break
+        else:
+            self._places.append(place)
+        self._take_saved(place)
+
+    def begin_loop(self) -> None:
+        """Note that all loaders made so far last as long as the training."""
+        self._lasting = len(self._places)
+
+    def note_batch(self, place: LoaderPlace) -> None:
+        """Note, before the first batch of a pass, whether the loader that drives the loop has one in hand."""
+        # one that begins anew among the driver's batches keeps its turn
+        if place.is_new and (self._pass_of_driver is None or place.ended_in != self._pass_of_driver):
+            place.is_ahead = self._pass_of_driver is None
+        place.is_new = False
+
+    def end_pass(self, place: LoaderPlace) -> None:
+        """Note that a pass is over."""
+        place.ended_in, place.is_in_pass = self._pass_of_driver, False
+
+    @property
+    def _pass_of_driver(self) -> int | None:
+        return self.driver.passes if self.driver is not None and self.driver.is_in_pass else None
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint holds: the places of loaders that last or are in the middle of a pass."""
+        return [place.facts() for i, place in enumerate(self._places) if i < self._lasting or place.is_in_pass]
+
+    def go_to(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the loaders that are there, and later those that are made in the loop."""
+        self._saved = list(saved)
+        for place in self._places:
+            self._take_saved(place)
+
+    def warn_of_missing(self) -> None:
+        """Say which loaders were in the middle of a pass, and are not made any more."""
+        for facts in self._saved:
+            if facts["active"]:
+                print(
+                    f"mgpu_slurm: WARNING: the checkpoint was saved in the middle of a run.loader of {facts['size']}"
+                    f" samples in batches of {facts['batch_size']}, and the job has made none like it",
+                    flush=True,
+                )
+
+    def _take_saved(self, place: LoaderPlace) -> None:
+        for facts in self._saved:
+            if (facts["size"], facts["batch_size"]) == place.signature:
+                place.go_to(facts)
+                self._saved.remove(facts)
+                return

@@ -1,0 +1,193 @@
+"""Every loader of a job continues where it was, and the position in the epoch with it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm.checkpoints import folder, names
+from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.stopping import Stop
+from tests.runtime.ranks import run_ranks
+
+EPOCHS, STEPS = 3, 4
+
+Seen = tuple[int, int, list[int], list[int]]
+"""Epoch, position in it, and the samples of the loader that drives the loop and of another one."""
+
+
+class Job:
+    """What the loops below have in common."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        run.seed(3)
+        self.model = run.wrap(nn.Linear(1, 1, bias=False))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.data = self.loader(4 * STEPS, 4)
+
+    def loader(self, samples: int, batch_size: int) -> Any:
+        return self.run.loader(TensorDataset(torch.arange(samples)), batch_size=batch_size, shuffle=True)
+
+    def restore(self) -> Any:
+        return self.run.restore(model=self.model, optimizer=self.optimizer, data=self.data)
+
+    def step(self, a: list[torch.Tensor], b: list[torch.Tensor]) -> Seen:
+        self.run.backward(self.model(a[0].float().unsqueeze(1)).square().mean() * 1e-3, a)
+        self.run.update(self.optimizer)
+        return self.run._position.epoch or 0, self.data.batch, a[0].tolist(), b[0].tolist()
+
+
+def zipped(job: Job) -> Iterator[Seen]:
+    others = job.loader(22, 4)
+    for _ in job.restore().epochs(EPOCHS):
+        for a, b in zip(job.data, others, strict=False):
+            yield job.step(a, b)
+
+
+def zipped_the_other_way(job: Job) -> Iterator[Seen]:
+    others = job.loader(22, 4)
+    for _ in job.restore().epochs(EPOCHS):
+        for b, a in zip(others, job.data, strict=False):
+            yield job.step(a, b)
+
+
+def of_equal_sizes(job: Job) -> Iterator[Seen]:
+    """And with another one that does nothing, and one for evaluations that is made anew each time."""
+    idle, others = job.loader(4 * STEPS, 4), job.loader(4 * STEPS, 4)
+    for _ in job.restore().epochs(EPOCHS):
+        for a, b in zip(job.data, others, strict=True):
+            yield job.step(a, b)
+        list(job.loader(4 * STEPS, 4))
+    assert len(idle) == STEPS
+
+
+def again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+def a_shorter_one_again_and_again(job: Job) -> Iterator[Seen]:
+    others = again_and_again(job.loader(9, 3))
+    for _ in job.restore().epochs(EPOCHS):
+        for a in job.data:
+            yield job.step(a, next(others))
+
+
+def zipped_with_a_shorter_one_again_and_again(job: Job) -> Iterator[Seen]:
+    others = again_and_again(job.loader(9, 3))
+    for _ in job.restore().epochs(EPOCHS):
+        for b, a in zip(others, job.data, strict=False):
+            yield job.step(a, b)
+
+
+def made_in_each_epoch(job: Job) -> Iterator[Seen]:
+    for _ in job.restore().epochs(EPOCHS):
+        for a, b in zip(job.data, job.loader(22, 4), strict=False):
+            yield job.step(a, b)
+            list(job.loader(10, 5))
+
+
+def made_in_each_pass_without_epochs(job: Job) -> Iterator[Seen]:
+    job.restore()
+    while job.run.step < EPOCHS * STEPS:
+        others = job.loader(22, 4)
+        for a, b in zip(job.data, others, strict=False):
+            yield job.step(a, b)
+        list(job.loader(22, 5))
+
+
+def around_the_driver(job: Job) -> Iterator[Seen]:
+    others = job.loader(EPOCHS * 2, 2)
+    job.restore()
+    for b in others:
+        for a in job.data:
+            yield job.step(a, b)
+
+
+LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
+    zipped,
+    zipped_the_other_way,
+    of_equal_sizes,
+    a_shorter_one_again_and_again,
+    zipped_with_a_shorter_one_again_and_again,
+    made_in_each_epoch,
+    made_in_each_pass_without_epochs,
+    around_the_driver,
+]
+
+
+def goes_through(run: Run, loop: int, stop_at: int | None) -> list[Seen]:
+    seen = []
+    try:
+        for each in LOOPS[loop](Job(run)):
+            seen.append(each)
+            if run.step == stop_at:
+                run._steering.stop.asked = Stop.END
+    except BaseException as stopped:
+        if type(stopped).__name__ != "RunStopped":
+            raise
+    return seen
+
+
+@pytest.mark.parametrize("loop", range(len(LOOPS)), ids=[loop.__name__ for loop in LOOPS])
+def test_every_loader_continues_in_the_middle_of_an_epoch(loop: int, tmp_path: Path) -> None:
+    (whole,) = run_ranks(goes_through, 1, loop, None, folder=tmp_path / "whole")
+    assert len(whole) == EPOCHS * STEPS
+    (begun,) = run_ranks(goes_through, 1, loop, 6, folder=tmp_path / "parts")
+    (rest,) = run_ranks(goes_through, 1, loop, None, folder=tmp_path / "parts")
+    assert (len(begun), len(rest)) == (6, len(whole) - 6)
+    # where `enumerate` would say 0
+    assert rest[0][1] == 2
+    assert begun + rest == whole
+
+
+def test_two_ranks_continue_with_their_own_shares(tmp_path: Path) -> None:
+    whole = run_ranks(goes_through, 2, 0, None, folder=tmp_path / "whole")
+    begun = run_ranks(goes_through, 2, 0, 7, folder=tmp_path / "parts")
+    rest = run_ranks(goes_through, 2, 0, None, folder=tmp_path / "parts")
+    for one, first, second in zip(whole, begun, rest, strict=True):
+        assert len(first) < len(one)
+        assert first + second == one
+    assert whole[0] != whole[1]
+
+
+def as_v01_saved(run: Path) -> None:
+    """Leaves the place of one loader in the newest checkpoint."""
+    newest = names.newest(RunFolder(run))
+    assert newest is not None
+    file = newest / "rank-00000.json"
+    record = json.loads(file.read_text())
+    del record["shared"]["facts"]["loaders"]
+    del record["checksum"]
+    file.write_text(json.dumps(record | {"checksum": folder._checksum(record)}))
+
+
+def test_a_checkpoint_with_the_place_of_one_loader_still_loads(tmp_path: Path) -> None:
+    (whole,) = run_ranks(goes_through, 1, 0, None, folder=tmp_path / "whole")
+    run_ranks(goes_through, 1, 0, 6, folder=tmp_path / "parts")
+    as_v01_saved(tmp_path / "parts")
+    (rest,) = run_ranks(goes_through, 1, 0, None, folder=tmp_path / "parts")
+    assert [each[:3] for each in rest] == [each[:3] for each in whole[6:]]
+
+
+def what_it_prints(run: Run, loop: int) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        goes_through(run, loop, None)
+    return printed.getvalue()
+
+
+def test_a_loader_that_is_not_made_any_more_is_named(tmp_path: Path) -> None:
+    run_ranks(goes_through, 1, 0, 6, folder=tmp_path)
+    (printed,) = run_ranks(what_it_prints, 1, LOOPS.index(a_shorter_one_again_and_again), folder=tmp_path)
+    assert "WARNING: the checkpoint was saved in the middle of a run.loader of 22 samples in batches of 4" in printed
