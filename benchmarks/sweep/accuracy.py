@@ -140,6 +140,6 @@ ABOUT = (
 )
 NOTES = [
     "Epochs trained tell what a search needs without what trials and starting cost; they are a lower bound where"
-    " nothing was found. TPE draws its first ten trials at random; Optuna's Hyperband lets each bracket learn from its"
-    " own trials alone, so that there it draws ten in each.",
+    " nothing was found. TPE draws its first ten trials at random; with Hyperband it learns from the trials of all"
+    " brackets.",
 ]

@@ -38,6 +38,8 @@ class OwnTrial:
         self._worker = worker
         self._trial = trial
         self._began = time.monotonic()
+        self._has_parameters = False
+        """Whether all of them are chosen, so that a sampler can learn from a failure."""
         frozen = self.frozen()
         _keep_apart(self.folder, frozen)
         self.folder.logs.mkdir(parents=True, exist_ok=True)
@@ -58,6 +60,7 @@ class OwnTrial:
 
     def record_parameters(self) -> None:
         """Write down whose folder it is, before anything in it depends on the parameters."""
+        self._has_parameters = True
         if not self.folder.parameters.exists():
             params = self.frozen().params
             path = self.folder.parameters
@@ -100,7 +103,7 @@ class OwnTrial:
             self._check_is_mine()
             self._write_result("PRUNED", reason=reason, progress=progress)
             if reason != HOPELESS:
-                self._study._storage.set_trial_system_attr(self._trial._trial_id, studies.REASON, reason)
+                studies.blame(self._study, self.frozen(), reason, self._has_parameters)
             self._study.tell(self._trial, state=TrialState.PRUNED)
         with hparams.may_fail():
             hparams.write_end(self.folder, self._sweep, "pruned")
@@ -109,7 +112,7 @@ class OwnTrial:
     def fail(self, reason: str) -> None:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            recovery.fail(self._study, self.folder, self.frozen(), Death(reason, is_trials_fault=True), self._sweep)
+            recovery.fail(self._study, self.folder, self.frozen(), Death(reason, self._has_parameters), self._sweep)
         self._end(f"failed: {reason}")
 
     def doubt(self, reason: str) -> None:

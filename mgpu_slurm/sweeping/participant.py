@@ -26,7 +26,7 @@ from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder, write_whole
 from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
-from mgpu_slurm.sweeping import budget, health, hparams, recovery, space_function, summary
+from mgpu_slurm.sweeping import budget, health, hparams, recovery, samplers, space_function, summary
 from mgpu_slurm.sweeping import file as files
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.file import Sweep
@@ -425,7 +425,7 @@ class Participant:
         """
         reason = health.broken_worker(trials, self._place)
         if reason is not None and self._is_at_work(but={self._worker.number}):
-            studies.note(self._study, f"{studies.INNOCENT}{self._worker.number}", health.innocent(trials, self._place))
+            studies.note(self._study, f"{samplers.INNOCENT}{self._worker.number}", health.innocent(trials, self._place))
             self._write_summary()
             raise BrokenWorker(reason)
 

@@ -25,6 +25,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.sweeping import samplers
 from mgpu_slurm.sweeping.file import Pruner, Sampler, Sweep
 from mgpu_slurm.sweeping.journal import JournalFile
 from mgpu_slurm.sweeping.locks import locked
@@ -42,14 +43,8 @@ LOSSES = "mgpu:losses"
 SECONDS = "mgpu:seconds"
 """Of a trial that was given back: how long workers had it before."""
 
-OWN_FAULT = "mgpu:own_fault"
-"""Of a trial that failed: its own code raised the error, so that its parameters count as bad."""
-
 DOUBT = "mgpu:doubt"
 """Of a trial that failed on a worker whose node may be broken: which worker, when, why and after how many reports."""
-
-INNOCENT = "mgpu:innocent:"
-"""Of a study, followed by the number of a worker: trials that failed because its node is broken."""
 
 OVER = "mgpu:over"
 """Of a study: why no trial starts any more."""
@@ -134,7 +129,7 @@ def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
     Raises:
         UserError: there is no such class, or it does not take these options.
     """
-    cls = _class(_SAMPLERS.get(asked.name, asked.name))
+    cls = samplers.learning_from_failures(_class(_SAMPLERS.get(asked.name, asked.name)))
     options = dict(asked.options)
     if asked.seed is not None:
         # by one seed for all, those that start together would try the same points, and one that comes back its old ones
@@ -200,6 +195,8 @@ def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back
         lock: a file that all workers share.
         only_given_back: one that has been begun before, and no other.
     """
+    # as Optuna's own `ask` does: the sampler may have kept the trials as they were
+    study._thread_local.cached_all_trials = None
     waiting = _take_waiting(study, worker, only_given_back)
     if waiting is not None:
         return Trial(study, waiting)
@@ -306,15 +303,20 @@ def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None
 
 
 def fail(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool = False) -> None:
-    """End a trial without a value.
+    """End a trial without a value; `is_own_fault` as for `blame`."""
+    blame(study, trial, reason, is_own_fault)
+    study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+
+def blame(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool) -> None:
+    """Write down why a trial has no value.
 
     Args:
-        is_own_fault: its own code raised an error, which it would do again.
+        is_own_fault: its own code is the cause, which would end it again: the sampler keeps away from its parameters.
     """
     study._storage.set_trial_system_attr(trial._trial_id, REASON, reason)
     if is_own_fault:
-        study._storage.set_trial_system_attr(trial._trial_id, OWN_FAULT, True)
-    study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        study._storage.set_trial_system_attr(trial._trial_id, samplers.OWN_FAULT, True)
 
 
 def _disclaim(study: Study, trial: FrozenTrial) -> None:

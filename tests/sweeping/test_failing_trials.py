@@ -13,7 +13,7 @@ from mgpu_slurm.launch import sweeps
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.spec import TERMINATED_EXIT_CODE
-from mgpu_slurm.sweeping import participant
+from mgpu_slurm.sweeping import participant, samplers
 from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Leave, SweepFailed
 from mgpu_slurm.sweeping.own_trial import HOPELESS
@@ -224,7 +224,7 @@ class TestABrokenNode:
             broken.next(Stop.NO)
         finish(well[0], 0.5)
         notes = studies.notes(study_of(folder))
-        assert (studies.OVER in notes, notes[f"{studies.INNOCENT}3"]) == (False, [4, 5])
+        assert (studies.OVER in notes, notes[f"{samplers.INNOCENT}3"]) == (False, [4, 5])
         assert study_of(folder).trials[6].state.name == "COMPLETE"
 
     def test_what_it_reported_before_it_failed_is_no_news(self, tmp_path: Path) -> None:

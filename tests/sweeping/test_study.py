@@ -108,6 +108,18 @@ def test_points_that_come_later_are_queued_and_none_is_tried_twice(journal: Path
     assert rates[:3] == [0.5, 0.25, 0.125]
 
 
+def test_brackets_compare_their_own_trials_and_the_sampler_learns_from_all() -> None:
+    study = optuna.create_study(pruner=HyperbandPruner(1, 27, 3), study_name="s")
+    for number in range(20):
+        trial = study.ask()
+        trial.report(float(number), 1)
+        trial.should_prune()
+        study.tell(trial, float(number))
+    bracket = optuna.pruners._filter_study(study, study.trials[0])
+    # what a pruner asks for, and what a sampler does
+    assert (len(bracket.get_trials()) < 20, len(bracket._get_trials())) == (True, 20)
+
+
 def test_pruners_have_their_ends_said() -> None:
     hyperband = studies.pruner_of(Pruner("hyperband", 1, 27, 3))
     assert isinstance(hyperband, HyperbandPruner)

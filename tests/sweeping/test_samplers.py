@@ -1,0 +1,217 @@
+"""Samplers learn from trials that their own code ended, and the study keeps them as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import optuna
+import pytest
+from optuna.samplers import TPESampler
+from optuna.study import Study
+from optuna.trial import Trial, TrialState
+
+from mgpu_slurm import paths
+from mgpu_slurm.sweeping import recovery, samplers, space
+from mgpu_slurm.sweeping import study as studies
+from mgpu_slurm.sweeping.file import Pruner, Sampler
+from tests.sweeping.sweeps import begin, finish, kill, make, states, study_of, sweep_of, worker
+
+
+def make_study(
+    name: str, seed: int, direction: str = "maximize", pruner: Pruner | None = None, **options: Any
+) -> Study:
+    sampler = studies.sampler_of(Sampler(name, seed, options), worker=0)
+    # the brackets of hyperband follow from the name
+    return optuna.create_study(
+        study_name=str(seed), sampler=sampler, pruner=studies.pruner_of(pruner or Pruner()), direction=direction
+    )
+
+
+def fail(study: Study, trial: Trial) -> None:
+    studies.fail(study, study._storage.get_trial(trial._trial_id), "ValueError: boom", is_own_fault=True)
+
+
+def failures(study: Study, trials: int = 100, epochs: int = 0) -> int:
+    """Train trials of which half of the space fails, and the others are the better the nearer they are to that half."""
+    sign = 1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else -1
+    failed = 0
+    for _ in range(trials):
+        trial = study.ask()
+        x, y = (trial.suggest_float(name, 0, 1) for name in "xy")
+        value = sign * (x - 0.1 * (y - 0.3) ** 2)
+        if x > 0.5:
+            failed += 1
+            fail(study, trial)
+        elif any(_is_hopeless(trial, value - sign / epoch, epoch) for epoch in range(1, epochs)):
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            study.tell(trial, value)
+    return failed
+
+
+def _is_hopeless(trial: Trial, value: float, epoch: int) -> bool:
+    trial.report(value, epoch)
+    return trial.should_prune()
+
+
+@pytest.mark.parametrize(
+    ("direction", "epochs", "seeds"), [("maximize", 0, 10), ("minimize", 9, 4)], ids=["plain", "hyperband"]
+)
+def test_at_most_forty_of_a_hundred_fail_where_half_of_the_space_does(direction: str, epochs: int, seeds: int) -> None:
+    """Optuna's own sampler, which does not see them, fails 90 times."""
+    pruner = Pruner("hyperband", max_resource=9) if epochs else None
+    found = [failures(make_study("tpe", seed, direction, pruner), epochs=epochs) for seed in range(seeds)]
+    assert mean(found) <= 40, found
+
+
+@pytest.mark.parametrize(("name", "trials", "seeds"), [("gp", 10, 2), ("cmaes", 90, 5)])
+def test_others_fail_less_often_than_at_random_too(name: str, trials: int, seeds: int) -> None:
+    studies_of_it = [make_study(name, seed, n_startup_trials=6) for seed in range(seeds)]
+    for study in studies_of_it:
+        failures(study, 6)
+    found = [failures(study, trials) for study in studies_of_it]
+    assert mean(found) <= trials / 3, found
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("optuna.samplers.TPESampler", "tpe"), ("optuna.samplers.CmaEsSampler", "cmaes")]
+)
+def test_a_sampler_by_its_import_path_learns_alike(path: str, name: str) -> None:
+    by_path, by_name = (make_study(each, 3, n_startup_trials=4) for each in (path, name))
+    for study in (by_path, by_name):
+        failures(study, 30)
+    assert [trial.params for trial in by_path.trials] == [trial.params for trial in by_name.trials]
+
+
+def test_a_class_of_ones_own_keeps_what_it_overrides() -> None:
+    class Own(TPESampler):
+        def reseed_rng(self) -> None:
+            raise KeyError
+
+    made = samplers.learning_from_failures(Own)()
+    assert isinstance(made, Own)
+    with pytest.raises(KeyError):
+        made.reseed_rng()
+    random = optuna.samplers.RandomSampler
+    assert samplers.learning_from_failures(random) is random
+
+
+class TestWhatASamplerIsShown:
+    def seen(self, study: Study) -> list[tuple[str, float | None]]:
+        shown: Any = study.sampler
+        return [(trial.state.name, trial.value) for trial in shown._shown(study)._get_trials(deepcopy=False)]
+
+    def told(self, name: str, direction: str = "maximize") -> Study:
+        study = make_study(name, 0, direction)
+        for value in (1.0, None, 3.0, float("nan")):
+            trial = study.ask()
+            trial.suggest_float("x", 0, 1)
+            if value is None:
+                fail(study, trial)
+            elif value != value:
+                trial.report(5.0, 1)
+                studies.blame(study, study.trials[trial.number], "score is nan", is_own_fault=True)
+                study.tell(trial, state=TrialState.PRUNED)
+            else:
+                study.tell(trial, value)
+        return study
+
+    def test_tpe_sees_bad_trials_as_pruned_before_their_first_report(self) -> None:
+        study = self.told("tpe")
+        assert self.seen(study) == [("COMPLETE", 1.0), ("PRUNED", None), ("COMPLETE", 3.0), ("PRUNED", None)]
+        assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED"]
+        assert study.trials[3].intermediate_values == {1: 5.0}
+
+    @pytest.mark.parametrize("name", ["gp", "cmaes"])
+    @pytest.mark.parametrize(("direction", "bad"), [("maximize", -1.0), ("minimize", 5.0)])
+    def test_others_see_them_as_complete_and_worse_than_all(self, name: str, direction: str, bad: float) -> None:
+        study = self.told(name, direction)
+        expected = [("COMPLETE", 1.0), ("COMPLETE", bad), ("COMPLETE", 3.0), ("COMPLETE", bad)]
+        assert self.seen(study) == expected
+        assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED"]
+
+    def test_what_others_are_to_blame_for_says_nothing(self) -> None:
+        study = self.told("tpe")
+        trial = study.ask()
+        trial.suggest_float("x", 0, 1)
+        studies.fail(study, study.trials[4], "worker 0 is FAILED")
+        studies.note(study, f"{samplers.INNOCENT}3", [1])
+        assert self.seen(study)[1] == self.seen(study)[4] == ("FAIL", None)
+
+    def test_a_bad_trial_is_never_among_the_best(self) -> None:
+        """Also where fewer have a value than would be among the best."""
+        study = make_study("tpe", 0)
+        for number in range(40):
+            trial = study.ask()
+            x = trial.suggest_float("x", 0, 1)
+            if number != 20:
+                fail(study, trial)
+            else:
+                study.tell(trial, x)
+        study.ask().suggest_float("x", 0, 1)
+        sampler: Any = study.sampler
+        assert sampler._gamma(40) == 1
+
+    @pytest.mark.parametrize("name", ["tpe", "gp", "cmaes"])
+    def test_where_all_have_failed_it_chooses_all_the_same(self, name: str) -> None:
+        study = make_study(name, 0, n_startup_trials=3)
+        for _ in range(8):
+            trial = study.ask()
+            for parameter in "xy":
+                trial.suggest_float(parameter, 0, 1)
+            fail(study, trial)
+        assert len({(trial.params["x"], trial.params["y"]) for trial in study.trials}) == 8
+
+    def test_a_space_with_conditions(self) -> None:
+        """One choice fails, in which a parameter of its own is there."""
+        given = {
+            "kind": {"choice": ["good", "bad"]},
+            "own": {"float": [0.0, 1.0], "when": {"kind": "bad"}},
+            "x": {"float": [0.0, 1.0]},
+        }
+        study, conditional = make_study("tpe", 0), space.parse(given, "sweep.yaml")
+        for _ in range(60):
+            trial = study.ask()
+            values = conditional.suggest(trial)
+            if values["kind"] == "bad":
+                fail(study, trial)
+            else:
+                study.tell(trial, values["x"])
+        kinds = [trial.params["kind"] for trial in study.trials]
+        assert kinds[20:].count("bad") <= 8, kinds
+
+
+class TestWhoIsToBlame:
+    def own_faults(self, folder: paths.RunFolder) -> list[bool]:
+        return [samplers.OWN_FAULT in trial.system_attrs for trial in study_of(folder).trials]
+
+    def test_an_error_of_the_job_and_a_value_that_is_no_number_are_the_trials_own(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, max_retries=0)
+        part = worker(folder, 0)
+        begin(part)
+        part.fail("ValueError: boom")
+        begin(part)
+        finish(part, float("nan"))
+        begin(part)
+        part.complete({}, {}, step=1, progress=1)
+        begin(part)
+        part.lose("its command was ended by SIGKILL")
+        assert states(folder) == ["FAIL", "PRUNED", "FAIL", "FAIL"]
+        assert self.own_faults(folder) == [True, True, True, False]
+
+    def test_a_dead_workers_trial_is_innocent(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, max_retries=0)
+        begin(worker(folder, 0))
+        kill(folder, 0)
+        recovery.recover(study_of(folder), folder, sweep_of(folder))
+        assert (states(folder), self.own_faults(folder)) == (["FAIL"], [False])
+
+    def test_one_whose_parameters_were_not_all_chosen_teaches_nothing(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, space="choices.py:choose")
+        folder.code.mkdir()
+        body = "    trial.suggest_float('x', 0, 1)\n    return {'x': 1 // trial.number}\n"
+        (folder.code / "choices.py").write_text(f"def choose(trial):\n{body}")
+        assert begin(worker(folder, 0)).number == 1
+        assert (states(folder), self.own_faults(folder)) == (["FAIL", "RUNNING"], [False, False])
