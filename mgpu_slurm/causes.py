@@ -181,6 +181,12 @@ TIME_LIMIT = Cause(
     "the time limit came, and the run did not start again by itself",
     "`resume` goes on from the newest checkpoint; give it a longer `--time`, or save more often",
 )
+NO_CHECKPOINT_IN_TIME = Cause(
+    "no-checkpoint-in-time",
+    "the time limit came twice before the run had a newer checkpoint",
+    "give it a longer `--time`, or more places to save at: a run saves at each batch of a `run.loader` that is given to"
+    " `run.restore`, and in any other loop at the end of an epoch only; then `resume` goes on",
+)
 PREEMPTED = Cause(
     "preempted",
     "SLURM took the nodes for a job of higher priority",
@@ -269,6 +275,7 @@ _OF_A_STATE = {
 
 _OF_A_REASON = (
     (r"its supervisor process (?:is gone|was killed)", SUPERVISOR),
+    (r"^two attempts in a row ended by the time limit", NO_CHECKPOINT_IN_TIME),
     (r"^waited for run .*, which is |^the run it waited for ", DEPENDENCY),
 )
 

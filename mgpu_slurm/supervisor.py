@@ -98,19 +98,20 @@ class Supervisor:
 
     def _run_attempts(self) -> tuple[str, str]:
         """Attempt after attempt; how the last one ended."""
-        restarts = 0
+        requeued: list[retrying.Event] = []
         while True:
-            code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(restarts)
+            code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(len(requeued))
             if self._goes_on_in_place(code) or self._tries_again(code):
                 continue
-            self._limit_ends = None
             if code != REQUEUE_EXIT_CODE or self._cancelled:
                 return self._conclusion(code)
-            problem = self._why_no_restart(restarts)
+            facts = retrying.limit_facts(self._folder, self._spec, self._is_limit_near)
+            self._limit_ends = None
+            problem = retrying.why_no_requeue(self._spec, requeued, facts) or self._nodes.used_up(self._spec.lead)
             if problem:
                 return states.TIMEOUT, problem
-            restarts += 1
-            records.settle_event(self._folder, "requeued", job_id=self._nodes.job_id)
+            requeued.append(facts)
+            records.settle_event(self._folder, "requeued", job_id=self._nodes.job_id, **facts)
             records.settle_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
 
     def _goes_on_in_place(self, code: int) -> bool:
@@ -144,11 +145,6 @@ class Supervisor:
         """Whether a cancel came while no attempt was there to hear of it."""
         self._cancelled = signal.SIGTERM in signal.sigpending() or self._folder.cancel_wish.exists()
         return self._cancelled
-
-    def _why_no_restart(self, restarts: int) -> str:
-        if restarts >= self._spec.max_requeues:
-            return f"asked to be started again, and all of --max-requeues {self._spec.max_requeues} are used"
-        return self._nodes.used_up(self._spec.lead)
 
     def _conclusion(self, code: int) -> tuple[str, str]:
         if code == 0 and not self._nodes.aborted():

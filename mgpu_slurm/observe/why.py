@@ -87,7 +87,7 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
         # a batch step that is there says how its attempt has ended
         is_unseen = state["attempts"] and _end_of_attempt(folder, state["attempts"]) is None
         cause = causes.SUPERVISOR if is_unseen else causes.UNKNOWN
-    said = attempts.last_said(folder) if cause is causes.TIME_LIMIT else ""
+    said = attempts.last_said(folder) if cause in (causes.TIME_LIMIT, causes.NO_CHECKPOINT_IN_TIME) else ""
     if cause is causes.DEPENDENCY:
         said = _waited_for(folder)
     return Why(

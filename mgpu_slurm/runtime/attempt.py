@@ -23,7 +23,7 @@ from typing import Any
 from mgpu_slurm import causes, processes, records, waiting
 from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
-from mgpu_slurm.runtime import rendezvous
+from mgpu_slurm.runtime import rendezvous, retrying
 from mgpu_slurm.runtime.listening import Offer
 from mgpu_slurm.runtime.locked import LockWatch
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
@@ -90,7 +90,8 @@ def run_attempt(
     attempt = records.attempts_started(folder) + 1
     # which of the job's starts it is, by which accounting tells of it
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    records.settle_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes, restarts=restarts)
+    began_at = retrying.beginning_facts(folder)
+    records.settle_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes, restarts=restarts, **began_at)
     began = records.read_state(folder)["started"] or records.now()
     records.settle_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
     # what the attempt before died of is over

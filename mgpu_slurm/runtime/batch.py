@@ -26,6 +26,9 @@ from mgpu_slurm.runtime.requeueing import Job, can_start_without, start_again, s
 from mgpu_slurm.runtime.retrying import Retry
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
+LEAD_COMES_EARLY = 60
+"""Seconds at most by which SLURM sends the lead signal too early."""
+
 PATIENCE_FOR_SIGTERM = 1.0
 """Seconds."""
 
@@ -142,16 +145,28 @@ def _is_limit_near(spec: Spec, job: Job) -> bool:
     return left is not None and left <= (spec.lead or 0)
 
 
+def _was_limit_near(spec: Spec, job: Job) -> bool:
+    """Whether the time limit can be why the ranks have left; False if SLURM does not say."""
+    if spec.lead is None:
+        return False
+    try:
+        left = slurm.seconds_left(job.id)
+    except ClusterError:
+        return False
+    return left is not None and left <= spec.lead + LEAD_COMES_EARLY
+
+
 def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog) -> int:
     """Writes down how the run has ended, unless it is put back into the queue; with what code the job ends."""
-    if ending.code == REQUEUE_EXIT_CODE and len(starts(folder, job, "requeued")) < spec.max_requeues:
-        try:
-            return start_again_in_time(folder, spec, job)
-        except ClusterError as problem:
-            state, reason = states.TIMEOUT, f"SLURM did not start it again: {problem}; `resume` goes on"
-    elif ending.code == REQUEUE_EXIT_CODE:
-        state = states.TIMEOUT
-        reason = f"asked to be started again, and all of --max-requeues {spec.max_requeues} are used"
+    if ending.code == REQUEUE_EXIT_CODE:
+        requeued = starts(folder, job, "requeued")
+        facts = retrying.limit_facts(folder, spec, lambda: _was_limit_near(spec, job))
+        state, reason = states.TIMEOUT, retrying.why_no_requeue(spec, requeued, facts)
+        if not reason:
+            try:
+                return start_again_in_time(folder, spec, job, **facts)
+            except ClusterError as problem:
+                reason = f"SLURM did not start it again: {problem}; `resume` goes on"
     elif ending.code:
         state = states.OUT_OF_MEMORY if log.tells_of_too_little_memory() else states.FAILED
         reason = records.failure_line(folder)

@@ -45,11 +45,15 @@ def starts(folder: RunFolder, job: Job, event: str) -> list[dict[str, Any]]:
     return [each for each in events if each["event"] == event and each["token"] in tokens]
 
 
-def start_again_in_time(folder: RunFolder, spec: Spec, job: Job) -> int:
-    """Puts a run back into the queue that has left before its time limit; see `start_again`."""
+def start_again_in_time(folder: RunFolder, spec: Spec, job: Job, **facts: Any) -> int:
+    """Puts a run back into the queue that has left before its time limit; see `start_again`.
+
+    Args:
+        facts: what else the event tells.
+    """
     # the time limit is near, and the disk may be full
     with contextlib.suppress(OSError):
-        records.record_event(folder, "requeued", job_id=job.id, token=job.token)
+        records.record_event(folder, "requeued", job_id=job.id, token=job.token, **facts)
         records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
     # what was avoided stays so also where it goes on as another job
     avoided = [each["avoid"] for each in starts(folder, job, "retried")]

@@ -1,14 +1,16 @@
 """Whether an attempt that has failed is worth another one, and where.
 
 What the cluster did is tried again, and what the program did is not, unless `--retries` says so. Attempts count as long
-as they come no further: a run that saves something new between two failures of its cluster may go on for weeks.
+as they come no further: a run that saves something new between two failures of its cluster may go on for weeks. Nor is
+an attempt due after two that the time limit has ended before they came to a new checkpoint.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +105,56 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     if node is not None and is_spoilt and node not in avoid:
         avoid.append(node)
     return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid), cause.spoils_job)
+
+
+def beginning_facts(folder: RunFolder) -> Event:
+    """Return what a `started` event tells of where its attempt begins."""
+    with suppress(OSError):
+        return {"newest": _name_of_newest(folder)}
+    return {}
+
+
+def limit_facts(folder: RunFolder, spec: Spec, is_at_limit: Callable[[], bool]) -> Event:
+    """Return what a `requeued` event tells of the newest attempt, which has asked to be started again.
+
+    Args:
+        is_at_limit: whether it did so for the time limit, and not for a preemption or of its own accord.
+
+    Returns:
+        `newest`, the name of the newest checkpoint; and `in_vain`, whether the attempt came to its time limit without
+        one that is newer. None for one that did not come to its limit.
+    """
+    begins = [event for event in records.events(folder) if event["event"] == "started"][-1:]
+    facts = beginning_facts(folder)
+    newest = facts.get("newest")
+    # a command may save where nobody sees it, and a sweep's worker saves in its trials
+    shows_progress = spec.kind == "run" and (newest is not None or not spec.target.is_command)
+    # version 0.1 has not written down where an attempt begins
+    is_stuck = bool(facts) and all(event.get("newest", "unknown") == newest for event in begins)
+    if not (shows_progress and is_stuck):
+        return {**facts, "in_vain": False}
+    return {**facts, "in_vain": True if is_at_limit() else None}
+
+
+def _name_of_newest(folder: RunFolder) -> str | None:
+    newest = checkpoints.newest(folder)
+    return None if newest is None else newest.name
+
+
+def why_no_requeue(spec: Spec, earlier: Sequence[Event], facts: Event) -> str:
+    """Return why a run that asks to be started again is not; empty if it is.
+
+    Args:
+        earlier: the `requeued` events of this submission so far.
+        facts: see `limit_facts`.
+    """
+    if len(earlier) >= spec.max_requeues:
+        return f"asked to be started again, and all of --max-requeues {spec.max_requeues} are used"
+    before = [event for event in earlier if event.get("in_vain") is not None][-1:]
+    if not facts["in_vain"] or not any(event["in_vain"] and event["newest"] == facts["newest"] for event in before):
+        return ""
+    newest = f"a newer checkpoint than {facts['newest']}" if facts["newest"] else "a checkpoint"
+    return f"two attempts in a row ended by the time limit without {newest}"
 
 
 def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:

@@ -174,6 +174,41 @@ def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple
     assert (folder / "final.pt").read_bytes() == expected
 
 
+def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_attempts(project: Project) -> None:
+    project.write(
+        "long.py",
+        """
+        import threading
+        from pathlib import Path
+
+        import torch
+
+
+        def train(run, config):
+            model = torch.nn.Linear(1, 1)
+            state = run.restore(model=model)
+            for epoch in state.epochs(3):
+                if epoch == 2:
+                    # a loop of its own, in which a run cannot stop
+                    Path(run.folder, f"waits-{run.attempt}").touch()
+                    threading.Event().wait()
+        """,
+    )
+    project.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
+    folder = project.submit("long")
+    wait_until(lambda: (folder / "waits-1").exists())
+    assert project.call("cancel", folder.name).returncode == 0
+    assert project.finish(folder)["state"] == "CANCELLED"
+    project.call("resume", folder.name, "--no-follow", "--time", "0:10", "--signal", "USR2@6")
+    facts = project.finish(folder)
+    reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000000"
+    assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
+    told = project.call("why", folder.name).stdout
+    assert "why       the time limit came twice before the run had a newer checkpoint\n" in told
+    assert f"error     {reason}; rank 0 on local1 left before the time limit; it could not save at long.py:" in told
+    assert "give it a longer `--time`, or more places to save at" in told
+
+
 def test_ranks_that_reach_no_boundary_say_where_they_are_when_they_are_cancelled(project: Project) -> None:
     project.write("train.py", JOB)
     project.write("mgpu.yaml", "clusters: {local: {kill-wait: 6}}\n")

@@ -131,6 +131,27 @@ def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
     assert not Path(f"{scontrol}.calls").exists()
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_comes_to_its_time_limit_twice_without_a_newer_checkpoint_ends(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path, saves: bool
+) -> None:
+    squeue = scontrol.with_name("squeue")
+
+    def attempt(left: str) -> str:
+        squeue.write_text(f"#!/bin/sh\necho {left}\n")
+        save = f"mkdir -p {folder.checkpoint(1)}; " if saves else ""
+        assert start_batch(shell(f"{save}exit 75"), nodes=1, lead=60).wait() == 75
+        return str(records.read_state(folder)["state"])
+
+    # the first saves; the third leaves for another reason, such as a preemption
+    assert [attempt(left) for left in ("0:45", "0:45", "5:00")] == ["REQUEUED"] * 3
+    # a command that saves nothing here may save elsewhere
+    assert attempt("0:45") == ("TIMEOUT" if saves else "REQUEUED")
+    if saves:
+        reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000001"
+        assert records.read_state(folder)["reason"] == reason
+
+
 def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:

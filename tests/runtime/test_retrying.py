@@ -129,3 +129,46 @@ def test_what_is_written_down(failing: Failing) -> None:
 def test_later_ones_wait_longer(failing: Failing) -> None:
     found = [failing.fails(KILLED) for _ in range(3)]
     assert [retry and retry.pause for retry in found] == list(retrying.PAUSES)
+
+
+AT_LIMIT, NOT_AT_LIMIT = True, False
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        # the newest checkpoint at the end of each attempt, and whether it ended by its time limit
+        ([(5, AT_LIMIT), (5, AT_LIMIT), (5, AT_LIMIT)], "step-000000005"),
+        ([(5, AT_LIMIT), (5, AT_LIMIT), (5, NOT_AT_LIMIT), (5, AT_LIMIT)], "step-000000005"),
+        ([(None, AT_LIMIT), (None, AT_LIMIT)], "without a checkpoint"),
+        ([(5, AT_LIMIT), (5, AT_LIMIT), (6, AT_LIMIT), (6, AT_LIMIT)], ""),
+        ([(5, AT_LIMIT), (5, AT_LIMIT), (6, NOT_AT_LIMIT), (6, AT_LIMIT)], ""),
+        ([(5, NOT_AT_LIMIT), (5, NOT_AT_LIMIT), (5, NOT_AT_LIMIT)], ""),
+    ],
+)
+def test_two_attempts_in_vain_are_enough(failing: Failing, ends: list[tuple[int | None, bool]], expected: str) -> None:
+    reasons, requeued = [], []
+    for step, is_at_limit in ends:
+        records.record_event(failing.folder, "started", **retrying.beginning_facts(failing.folder))
+        if step is not None and not failing.folder.checkpoint(step).exists():
+            failing.saves(step)
+        facts = retrying.limit_facts(failing.folder, failing.spec, lambda is_at_limit=is_at_limit: is_at_limit)
+        reasons.append(retrying.why_no_requeue(failing.spec, requeued, facts))
+        requeued.append(facts)
+    assert reasons[:-1] == [""] * (len(ends) - 1)
+    assert (expected in reasons[-1]) if expected else (reasons[-1] == "")
+
+
+def test_where_attempts_of_version_0_1_began_nobody_knows(failing: Failing) -> None:
+    failing.saves(5)
+    for _ in range(3):
+        records.record_event(failing.folder, "started")
+        assert retrying.limit_facts(failing.folder, failing.spec, lambda: True)["in_vain"] is False
+
+
+def test_a_command_without_checkpoints_and_a_worker_of_a_sweep_may_save_elsewhere(tmp_path: Path) -> None:
+    worker = Failing(tmp_path, kind="sweep")
+    command = Spec("run", Target(command=("true",)), "slurm", Resources())
+    for spec in (worker.spec, command):
+        records.record_event(worker.folder, "started", **retrying.beginning_facts(worker.folder))
+        assert retrying.limit_facts(worker.folder, spec, lambda: True)["in_vain"] is False
