@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from mgpu_slurm.checkpoints.tensors import Part, is_writable
 from mgpu_slurm.errors import UserError
@@ -47,6 +48,11 @@ class HostCopies:
 def is_spread(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, told without loading what those need."""
     return hasattr(tensor, "__create_chunk_list__")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether any parameter of a model is spread over ranks."""
+    return any(map(is_spread, model.parameters()))
 
 
 def _own(tensor: Any, is_main: bool) -> tuple[torch.Tensor, tuple[int, ...]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime import workers
 from mgpu_slurm.runtime.loader_places import LoaderPlace
-from mgpu_slurm.runtime.nests import to_device
+from mgpu_slurm.runtime.nests import Cutter, to_device
 from mgpu_slurm.runtime.shares import Share, Shares, share_of
 
 
@@ -170,9 +171,21 @@ class Shard:
         before: Callable[[], None],
         on_batch: Callable[[], None],
         shares: Shares,
+        keeps_step: Callable[[], bool],
         **options: Any,
     ) -> None:
-        begin, end = share_of(size_of(dataset), rank, world_size)
+        """
+        Args:
+            keeps_step: whether all ranks have to make the same number of batches.
+        """
+        size = size_of(dataset)
+        begin, end = share_of(size, rank, world_size)
+        self._dataset = dataset
+        self._own = end - begin
+        self._most = -(-size // world_size)
+        """Samples of the rank that has most."""
+        self._keeps_step = keeps_step
+        self._cutter = Cutter()
         self._device = device
         self._before = before
         self._on_batch = on_batch
@@ -181,11 +194,26 @@ class Shard:
         self._loader = data_loader(Subset(dataset, range(begin, end)), device, **options)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._batches(self._most) if self._keeps_step() else len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         self._before()
+        batches = self._as_many_as_others() if self._keeps_step() else self._loader
         with self._shares.passing() as passing:
-            for samples in self._loader:
+            for samples in batches:
                 self._on_batch()
                 yield self._shares.hand_out(passing, None, to_device(samples, self._device))
+
+    def _batches(self, samples: int) -> int:
+        size = self._loader.batch_size
+        assert size is not None
+        return samples // size if self._loader.drop_last else -(-samples // size)
+
+    def _as_many_as_others(self) -> Iterator[Any]:
+        """Yield this rank's batches, and then some of zero rows until there are as many as on the rank with most."""
+        yield from self._loader
+        missing = self._batches(self._most) - self._batches(self._own)
+        if missing:
+            samples = self._loader.collate_fn([self._dataset[0]])
+            empty = self._cutter.cut(samples, self._cutter.rows(samples, 1), 0, 0)
+            yield from itertools.repeat(empty, missing)

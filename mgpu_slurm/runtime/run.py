@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from mgpu_slurm.checkpoints.host import is_sharded, is_spread
 from mgpu_slurm.checkpoints.names import Key
 from mgpu_slurm.errors import MgpuError, TrialPruned, UserError
 from mgpu_slurm.paths import RunFolder
@@ -109,6 +110,8 @@ class Run:
         self._seed = 0
         self._is_deterministic = False
         self._models: list[DistributedDataParallel] = []
+        self._sharded: list[nn.Module] = []
+        """A rank whose forwards were fewer would leave the others waiting."""
         self._position = Position()
         self._keeper = Keeper(self._files, facts, attempt)
         self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
@@ -158,11 +161,15 @@ class Run:
         randomness.seed(mixed(seed, self.rank), deterministic)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model on this rank's device, in DistributedDataParallel where there are other ranks.
+        """The model on this rank's device, in DistributedDataParallel where there are other ranks. One that is sharded
+        already, by `fully_shard` or otherwise, is returned as it is.
 
         All ranks start from rank 0's parameters and buffers. Buffers (batch norm statistics) are not broadcast at each
         forward, which costs time and hangs uneven evaluation; iterating `run.shard` brings rank 0's to all.
         """
+        if is_sharded(model):
+            self._sharded.append(model)
+            return model
         model = model.to(self.device)
         if self.world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
@@ -190,9 +197,10 @@ class Run:
         self._bring_buffers()
 
     def _bring_buffers(self) -> None:
-        for model in self._models:
-            for buffer in model.module.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+        for model in [model.module for model in self._models] + self._sharded:
+            for buffer in model.buffers():
+                if not is_spread(buffer):
+                    torch.distributed.broadcast(buffer, src=0)
 
     def loader(
         self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, drop_last: bool = False, **options: Any
@@ -231,7 +239,8 @@ class Run:
     def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard:
         """Iterates this rank's part of a dataset for evaluation: no sample twice and none padded.
 
-        Ranks may get different numbers of samples, so weigh what you count with `run.mean(sum, count)`.
+        Ranks may get different numbers of samples, so sum over them, do not average, and weigh what you count with
+        `run.mean(sum, count)`. If a model is sharded, all ranks get the same number of batches, some of zero rows.
         """
         return Shard(
             dataset,
@@ -241,6 +250,7 @@ class Run:
             self._start_shard,
             self.alive,
             self._shares,
+            lambda: bool(self._sharded),
             batch_size=batch_size,
             **options,
         )
@@ -399,6 +409,8 @@ class Run:
                 self._position.loaders.driver = value.place
             else:
                 self._keeper.add(name, value)
+                if isinstance(value, nn.Module) and is_sharded(value) and value not in self._sharded:
+                    self._sharded.append(value)
         self._steering.keeps = True
         self._position.loaders.begin_loop()
         newest = self._newest_sound()

@@ -1,0 +1,73 @@
+"""Models that are sharded over ranks: no rank waits for another one that has fewer samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm.runtime.run import Run
+from tests.runtime.ranks import run_ranks
+
+FEATURES = torch.randn(23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False).eval(), nn.Linear(4, 1)).double()
+
+
+def trained(run: Run, how: str) -> dict[str, Any]:
+    """Trains in micro-batches of uneven shares, the last of no sample on one rank; and evaluates unevenly."""
+    model = net()
+    if how != "whole":
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(model)
+    if how == "wrapped":
+        assert run.wrap(model) is model
+    elif how == "restored":
+        run.restore(model=model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = []
+    for samples in (23, 17):
+        for (batch,) in run.loader(TensorDataset(FEATURES[:samples]), batch_size=8):
+            parts.append(0)
+            for micro in run.accumulate(batch, 3):
+                run.backward(model(micro).square().mean())
+                parts[-1] += 1
+            run.update(optimizer)
+    # of which rank 0's count
+    model[1].running_mean.fill_(run.rank)
+    sizes: dict[int, list[int]] = {}
+    total = torch.zeros((), dtype=torch.float64)
+    for samples in (5, 1):
+        shard = run.shard(TensorDataset(FEATURES[:samples], torch.arange(samples)), batch_size=1)
+        sizes[samples] = []
+        with torch.no_grad():
+            for batch, labels in shard:
+                total += model(batch).square().sum()
+                assert len(batch) == len(labels)
+                sizes[samples].append(len(batch))
+        assert len(shard) == len(sizes[samples])
+    weights = [getattr(each, "full_tensor", lambda each=each: each)().tolist() for each in model.parameters()]
+    return {"weights": weights, "parts": parts, "sizes": sizes, "mean": run.mean(total, 1 / run.world_size)}
+
+
+@pytest.mark.parametrize("how", ["wrapped", "restored"])
+def test_ranks_with_fewer_samples_keep_step(how: str) -> None:
+    (alone,) = run_ranks(trained, 1, "whole")
+    first, second = answers = run_ranks(trained, 2, how)
+    for answer in answers:
+        for found, expected in zip(answer["weights"], alone["weights"], strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-9, atol=1e-12)
+        # of shares of 3 and 4, and of 0 and 1
+        assert answer["parts"] == [3, 3, 3, 3, 3, 1]
+        assert answer["mean"] == pytest.approx(alone["mean"])
+    assert first["sizes"] == {5: [1, 1, 0], 1: [0]}
+    assert second["sizes"] == {5: [1, 1, 1], 1: [1]}
