@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime import workers
-from mgpu_slurm.runtime.loader_places import LoaderPlace
+from mgpu_slurm.runtime.loader_places import LoaderPlace, LoaderPlaces
 from mgpu_slurm.runtime.nests import Cutter, to_device
 from mgpu_slurm.runtime.shares import Share, Shares, share_of
 
@@ -69,6 +71,20 @@ def mixed(seed: int, *parts: int) -> int:
     return seed % 2**63
 
 
+@dataclass(frozen=True)
+class RunOfLoader:
+    """What a loader has to do with its run."""
+
+    device: torch.device
+    at_boundary: Callable[[Loader], None]
+    """Is called before each batch."""
+    epoch: Callable[[], int | None]
+    """That of `state.epochs`; None outside of it."""
+    step: Callable[[], int]
+    places: LoaderPlaces
+    shares: Shares
+
+
 class Loader:
     """Iterates this rank's share of global batches, each on the run's device.
 
@@ -79,23 +95,16 @@ class Loader:
         self,
         dataset: Dataset[Any],
         sampler: GlobalBatches,
-        device: torch.device,
-        at_boundary: Callable[[Loader], None],
-        at_end: Callable[[LoaderPlace], None],
-        shares: Shares,
-        epoch: Callable[[], int | None],
+        run: RunOfLoader,
         **options: Any,
     ) -> None:
         self._sampler = sampler
-        self._device = device
-        self._at_boundary = at_boundary
-        self._at_end = at_end
-        self._shares = shares
-        self._epoch = epoch
+        self._run = run
         self.place = LoaderPlace(sampler.size, sampler.batch_size)
+        run.places.add(self.place)
         # the workers' random streams; torch's global generator stays the job's own
         self._workers = options.setdefault("generator", torch.Generator())
-        self._loader = data_loader(dataset, device, batch_sampler=sampler, **options)
+        self._loader = data_loader(dataset, run.device, batch_sampler=sampler, **options)
 
     def __len__(self) -> int:
         """Steps per epoch, the same on every rank."""
@@ -108,23 +117,39 @@ class Loader:
         return self.place.batch
 
     def __iter__(self) -> Iterator[Any]:
-        place = self.place
-        self._sampler.first_batch = first = place.begin_pass(self._epoch())
+        run, place, step = self._run, self.place, self._run.step()
+        self._sampler.first_batch = first = place.begin_pass(run.epoch())
         self._sampler.epoch = place.epoch
         # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
         self._workers.manual_seed(mixed(self._sampler.seed, self._sampler.epoch, self._sampler.rank, first))
         batches = iter(self._loader)
         try:
-            with self._shares.passing() as passing:
+            with run.shares.passing() as passing:
                 for batch in range(first, len(self)):
                     place.batch = batch
-                    self._at_boundary(self)
+                    run.at_boundary(self)
                     share = self._sampler.share(batch)
                     # not kept here while the job has it
-                    yield self._shares.hand_out(passing, share, to_device(next(batches), self._device))
+                    yield run.shares.hand_out(passing, share, to_device(next(batches), run.device))
                 passing.ran_to_end = True
         finally:
-            self._at_end(place)
+            run.places.end_pass(place)
+        if passing.has_unweighted_stand_in and run.step() == step:
+            self._warn_of_evaluation()
+
+    def _warn_of_evaluation(self) -> None:
+        """Name, once in a run, the loop that has counted a sample of another rank."""
+        if self._run.shares.has_warned:
+            return
+        self._run.shares.has_warned = True
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_globals["__name__"].startswith("mgpu_slurm."):
+            frame = frame.f_back
+        print(
+            f"mgpu_slurm: WARNING: {frame.f_code.co_filename}:{frame.f_lineno}: an evaluation with run.loader counts a"
+            " sample twice if there are fewer in a batch than ranks: use run.shard(dataset, batch_size) instead",
+            flush=True,
+        )
 
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:

@@ -20,7 +20,7 @@ from mgpu_slurm.runtime import randomness
 from mgpu_slurm.runtime.accumulation import Accumulation
 from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.calls import Call
-from mgpu_slurm.runtime.data import GlobalBatches, Loader, Shard, mixed, size_of
+from mgpu_slurm.runtime.data import GlobalBatches, Loader, RunOfLoader, Shard, mixed, size_of
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.keeping import Keeper
 from mgpu_slurm.runtime.meter import Meter
@@ -118,6 +118,14 @@ class Run:
         self._saver = self._steering.saver
         self._steps = StepCounter(self._step_done)
         self._shares = Shares(facts.world_size)
+        self._run_of_loader = RunOfLoader(
+            device,
+            self._steering.before_batch,
+            epoch=lambda: self._position.epoch,
+            step=lambda: self.step,
+            places=self._position.loaders,
+            shares=self._shares,
+        )
         self._accumulation = Accumulation(self._shares, facts.world_size, self._models)
         if watchdog is not None:
             watchdog.watch(lambda: self.step)
@@ -223,18 +231,7 @@ class Run:
         if drop_last and size < batch_size:
             raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower one")
         sampler = GlobalBatches(size, batch_size, shuffle, drop_last, self.rank, self.world_size, self._seed)
-        loader = Loader(
-            dataset,
-            sampler,
-            self.device,
-            self._steering.before_batch,
-            self._position.loaders.end_pass,
-            self._shares,
-            lambda: self._position.epoch,
-            **options,
-        )
-        self._position.loaders.add(loader.place)
-        return loader
+        return Loader(dataset, sampler, self._run_of_loader, **options)
 
     def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard:
         """Iterates this rank's part of a dataset for evaluation: no sample twice and none padded.

@@ -91,6 +91,8 @@ class Pass:
         """Of all batches for training."""
         self.has_unused = False
         """At least one of these was not used while the loop was there."""
+        self.has_unweighted_stand_in = False
+        """Neither a loss nor a meter has heard that a sample of this rank counts nothing."""
         self._tidy_at = 16
 
     @property
@@ -110,8 +112,11 @@ class Pass:
 
     def look_back(self) -> None:
         """Note, when the batch at which the loop was is done, whether it was used."""
-        if self.handed and self.handed[-1].trains and not self.handed[-1].is_used:
-            self.has_unused = True
+        if not self.handed:
+            return
+        last = self.handed[-1]
+        self.has_unused |= last.trains and not last.is_used
+        self.has_unweighted_stand_in |= last.share is not None and not last.share.count and not last.may_be_used
 
     def earlier(self) -> list[Handed]:
         """Return the batches for training before the current one."""
@@ -142,6 +147,8 @@ class Shares:
         self._passes: list[Pass] = []
         self._splits: list[Split] = []
         self._newest = 0
+        self.has_warned = False
+        """Of an evaluation that counts samples twice."""
 
     # -- loaders and run.accumulate tell
 

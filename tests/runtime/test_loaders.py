@@ -191,3 +191,38 @@ def test_a_loader_that_is_not_made_any_more_is_named(tmp_path: Path) -> None:
     run_ranks(goes_through, 1, 0, 6, folder=tmp_path)
     (printed,) = run_ranks(what_it_prints, 1, LOOPS.index(a_shorter_one_again_and_again), folder=tmp_path)
     assert "WARNING: the checkpoint was saved in the middle of a run.loader of 22 samples in batches of 4" in printed
+
+
+def evaluates(run: Run, how: str) -> tuple[str, float]:
+    """Takes the mean of five samples, of which the last batch has one."""
+    model = run.wrap(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    meter = run.meter("mean")
+    values = torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0]).unsqueeze(1)
+    total = count = 0.0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for _ in range(2):
+            for (batch,) in run.loader(TensorDataset(values), batch_size=2):
+                total, count = total + batch.sum().item(), count + len(batch)
+                if how == "trains":
+                    run.backward(model(batch).mean())
+                elif how == "trains by hand":
+                    model(batch).mean().backward()
+                    optimizer.step()
+                elif how == "meters":
+                    meter.add(batch.mean())
+    return printed.getvalue(), run.mean(total, count) if how == "evaluates" else meter.mean()
+
+
+@pytest.mark.parametrize("how", ["evaluates", "trains", "trains by hand", "meters"])
+def test_an_evaluation_that_counts_a_sample_twice_is_named_once(how: str) -> None:
+    (printed, mean), (_, _) = run_ranks(evaluates, 2, how)
+    if how == "evaluates":
+        line = evaluates.__code__.co_firstlineno + 9
+        assert printed.count("WARNING") == 1
+        assert f"WARNING: {__file__}:{line}: an evaluation with run.loader counts a sample twice" in printed
+        assert "use run.shard(dataset, batch_size) instead" in printed
+        assert mean != 4.0
+    else:
+        assert printed == ""
+        assert how != "meters" or mean == 4.0
