@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm import interpreter
+
 # "Recording installed projects" of the packaging specifications: NAME-VERSION.dist-info, NAME with underscores
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-[^/]*)?\.(?:dist|egg)-info")
 
@@ -38,8 +40,8 @@ def normalized(name: str) -> str:
 
 def facts() -> dict[str, Any]:
     """`python` and `packages` of this process: what may differ between two nodes."""
-    # the first place is the program's own folder: what a project's own files say of it there does not travel
-    return {"python": python(), "packages": packages(sys.path[1:])}
+    # what a project's own files say of it in the program's own folder does not travel
+    return {"python": python(), "packages": packages(interpreter.search_path())}
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from mgpu_slurm import processes, slurm, steps
+from mgpu_slurm import interpreter, processes, slurm, steps
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import allocation, local, script, simulated
 from mgpu_slurm.launch.allocation import Allocation
@@ -146,7 +146,7 @@ class SimulatedNodes:
         variables = simulated.rank_variables(self._spec, rank, self._gpus)
         parent = os.getpid()
         if not self._ranks_can_be_forked:
-            command = [sys.executable, "-m", self._spec.rank_module, str(self._folder.path)]
+            command = interpreter.command(sys.executable, self._spec.rank_module, str(self._folder.path))
 
             def enter() -> None:
                 processes.die_with_parent(signal.SIGKILL, parent)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mgpu_slurm import interpreter
 from mgpu_slurm.errors import UserError, nearest
 from mgpu_slurm.job_function import JobFunction, from_callable
 from mgpu_slurm.wording import first_line
@@ -31,12 +32,13 @@ def split(name: str) -> tuple[str, str]:
 
 
 def stand_in(workdir: Path) -> None:
-    """Makes `workdir` the working directory and the first place to import from.
-
-    It replaces the folder that `python -m` put first: what the snapshot lacks must not come from the live project.
-    """
+    """Make `workdir` the working directory and the first place to import from."""
     os.chdir(workdir)
-    sys.path[0] = str(workdir)
+    if not interpreter.is_safe():
+        # a batch script of v0.1 starts ranks by `python -m`, which has put the live project first: what the snapshot
+        # lacks must not come from there
+        del sys.path[0]
+    sys.path.insert(0, str(workdir))
     if (workdir / "src").is_dir():
         # the usual second place of a project's packages, which an editable installation would take from the live folder
         sys.path.insert(1, str(workdir / "src"))

@@ -127,3 +127,14 @@ def shows(text: str) -> str:
 
 UNKNOWN_JOB = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 """A shell script that says what SLURM says of a job that it does not know."""
+
+
+HOSTILE = ("mgpu_slurm", "torch", "yaml", "runpy", "pydantic", "submitit", "tensorboard", "optuna", "numpy")
+
+
+def make_hostile(folder: Path) -> Path:
+    """A folder with files in it whose import leaves a mark; the mark."""
+    mark = folder.parent / f"{folder.name}-was-imported"
+    for name in HOSTILE:
+        (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write({name!r}); raise SystemExit({name!r})")
+    return mark

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import job_function
+from mgpu_slurm import interpreter, job_function
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.job_function import JobFunction
 from mgpu_slurm.launch import source
@@ -103,7 +103,7 @@ def _pickle(job: JobFunction, folder: RunFolder) -> None:
 
 
 def _ask(question: Question) -> Answer:
-    command = [sys.executable, "-m", "mgpu_slurm.launch.check"]
+    command = interpreter.command(sys.executable, "mgpu_slurm.launch.check")
     done = subprocess.run(command, input=json.dumps(asdict(question)), stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout:
         raise UserError(

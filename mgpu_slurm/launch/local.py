@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mgpu_slurm import processes, records, states, steps
+from mgpu_slurm import interpreter, processes, records, states, steps
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.launch import allocation
 from mgpu_slurm.paths import RunFolder
@@ -71,7 +71,7 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Superv
     held = os.environ[allocation.JOB_VARIABLE] if spec.executor == "allocation" else None
     with open(now_at.launch_log(log_name(spec.executor, run)), "a") as log, _sigterm_waits():
         process = subprocess.Popen(
-            [sys.executable, "-m", *_program(spec)],
+            interpreter.command(sys.executable, *_program(spec)),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mgpu_slurm import sbatch
+from mgpu_slurm import interpreter, sbatch
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.paths import RunFolder
@@ -146,7 +146,7 @@ def _body(spec: Spec, folder: RunFolder, token: str, array: Array | None) -> Ite
         yield f"export SRUN_CPUS_PER_TASK={spec.resources.cpus_per_task}"
     yield from preparation(spec)
     yield f"run={_place(folder, array)}"
-    batch = [spec.python, "-m", "mgpu_slurm.runtime.batch"]
+    batch = interpreter.command(spec.python, "mgpu_slurm.runtime.batch")
     # by it steps of the ranks are told from others, such as those of `shell`
     name = f"--job-name={spec.run}"
     yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {shlex.join(ranks_command(spec, [name]))} "$run"'
@@ -181,4 +181,4 @@ def ranks_command(spec: Spec, options: Sequence[str] = ()) -> list[str]:
     # ALL: a site may set --export=NONE. kill: the other ranks would hang in their collectives until the time limit
     srun = ["srun", *options, "--export=ALL", "--kill-on-bad-exit=1"]
     srun += [f"--nodes={spec.resources.nodes}", f"--ntasks-per-node={spec.resources.ranks_per_node}", "--unbuffered"]
-    return [*srun, spec.python, "-m", spec.rank_module]
+    return [*srun, *interpreter.command(spec.python, spec.rank_module)]

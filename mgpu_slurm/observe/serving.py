@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from mgpu_slurm import paths, processes
+from mgpu_slurm import interpreter, paths, processes
 from mgpu_slurm.errors import MgpuError, UserError
 from mgpu_slurm.launch import registry
 from mgpu_slurm.observe.histories import EVENT_FILES, Source, sources, trials_of
@@ -316,7 +316,7 @@ def _start(folder: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
     parent = os.getpid()
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "tensorboard.main", *options],
+            interpreter.command(sys.executable, "tensorboard.main", *options),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

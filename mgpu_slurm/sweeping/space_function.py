@@ -16,7 +16,7 @@ import optuna
 from optuna.trial import Trial
 
 from mgpu_slurm import config as configs
-from mgpu_slurm import target
+from mgpu_slurm import interpreter, target
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import check
 from mgpu_slurm.paths import RunFolder
@@ -60,7 +60,7 @@ def try_out(folder: RunFolder) -> None:
     Raises:
         UserError: the function cannot be imported or fails, or its values do not fit.
     """
-    command = [sys.executable, "-m", "mgpu_slurm.sweeping.space_function", str(folder.path)]
+    command = interpreter.command(sys.executable, "mgpu_slurm.sweeping.space_function", str(folder.path))
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
     if not answer:
         raise UserError("space: the function ended the process that called it, without an error: call it by hand")

@@ -276,7 +276,7 @@ def test_a_supervisor_with_threads_starts_its_ranks_afresh(project: Project) -> 
         import sys
 
         def train(run, config):
-            print(sys.orig_argv[1:3])
+            print("mgpu_slurm.runtime.entry" in sys.orig_argv)
             return run.mean(run.rank, 1)
         """,
     )
@@ -284,4 +284,4 @@ def test_a_supervisor_with_threads_starts_its_ranks_afresh(project: Project) -> 
     folder, facts = project.run("job", "--nodes", "2")
     assert facts["state"] == "COMPLETED"
     assert json.loads((folder / "result.json").read_text())["result"] == {"value": 0.5}
-    assert log(folder, 1) == "['-m', 'mgpu_slurm.runtime.entry']\n"
+    assert log(folder, 1) == "True\n"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mgpu_slurm import interpreter
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.script import render
 from mgpu_slurm.paths import RunFolder
@@ -49,8 +50,10 @@ def test_bash_gets_values_and_paths_as_they_are(value: str, name: str) -> None:
         # sbatch cannot log to a folder with some of them, which is refused
         script = render(spec, RunFolder(here / "runs" / spec.run), "mgpu-0123")
         told = words(script, here)
-        assert told[0:2] == ["-m", "mgpu_slurm.runtime.batch"]
-        assert told[-5] == str(python)
+        started = interpreter.command(str(python), "mgpu_slurm.runtime.batch")[1:]
+        assert told[: len(started)] == started
+        rank = interpreter.command(str(python), "mgpu_slurm.runtime.entry")
+        assert told[-2 - len(rank) : -2] == rank
         assert told[-1] == value
 
 

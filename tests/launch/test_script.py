@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mgpu_slurm import interpreter
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch.arrays import Array
 from mgpu_slurm.launch.script import render
@@ -27,9 +29,9 @@ PLAIN = """\
 mgpu_token=${1:-mgpu-0123}
 set --
 run=/runs/digits-20240501-100000-ab12
-exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun \
+exec START_BATCH "$run" --token "$mgpu_token" -- srun \
 --job-name=digits-20240501-100000-ab12 --export=ALL --kill-on-bad-exit=1 \
---nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
+--nodes=1 --ntasks-per-node=1 --unbuffered START_RANK "$run"
 """
 
 EVERYTHING = """\
@@ -65,9 +67,9 @@ trap - ERR; export MGPU_SETUP_FAILED
 export NCCL_DEBUG=WARN
 export MESSAGE='it'"'"'s $HOME'
 run=/runs/digits-20240501-100000-ab12
-exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun \
+exec START_BATCH "$run" --token "$mgpu_token" -- srun \
 --job-name=digits-20240501-100000-ab12 --export=ALL --kill-on-bad-exit=1 \
---nodes=2 --ntasks-per-node=4 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
+--nodes=2 --ntasks-per-node=4 --unbuffered START_RANK "$run"
 """
 
 
@@ -86,9 +88,9 @@ ARRAY = """\
 mgpu_token=${1:-mgpu-0123}
 set --
 run=/runs/digits-20240501-100000-ab12/tasks/$((1001 + SLURM_ARRAY_TASK_ID))
-exec /venv/bin/python -m mgpu_slurm.runtime.batch "$run" --token "$mgpu_token" -- srun \
+exec START_BATCH "$run" --token "$mgpu_token" -- srun \
 --job-name=digits-20240501-100000-ab12 --export=ALL --kill-on-bad-exit=1 \
---nodes=1 --ntasks-per-node=1 --unbuffered /venv/bin/python -m mgpu_slurm.runtime.entry "$run"
+--nodes=1 --ntasks-per-node=1 --unbuffered START_RANK "$run"
 """
 
 
@@ -96,6 +98,13 @@ def make(python: str = "/venv/bin/python", **values: Any) -> Spec:
     resources = Resources(**values.pop("resources", {}))
     target = Target(function="jobs.digits:train")
     return Spec("digits-20240501-100000-ab12", target, "slurm", resources, python=python, **values)
+
+
+def with_python(script: str, python: str = "/venv/bin/python") -> str:
+    """A script with the words that start the batch step and the ranks."""
+    for name, module in (("START_BATCH", "mgpu_slurm.runtime.batch"), ("START_RANK", "mgpu_slurm.runtime.entry")):
+        script = script.replace(name, shlex.join(interpreter.command(python, module)))
+    return script
 
 
 def rendered(spec: Spec, runs: Path = Path("/runs")) -> str:
@@ -125,13 +134,13 @@ def _unquoted(text: str) -> str:
 
 
 def test_a_plain_run_sends_only_what_was_asked_for() -> None:
-    assert rendered(make()) == PLAIN
+    assert rendered(make()) == with_python(PLAIN)
 
 
 def test_an_array_of_runs() -> None:
     spec = make(tasks=2000, at_once=2)
     array = Array(1001, (1001, 1002, 1003, 1008))
-    assert render(spec, RunFolder(Path("/runs") / spec.run), "mgpu-0123", array, "afterok:41") == ARRAY
+    assert render(spec, RunFolder(Path("/runs") / spec.run), "mgpu-0123", array, "afterok:41") == with_python(ARRAY)
 
 
 def test_everything_set() -> None:
@@ -158,7 +167,7 @@ def test_everything_set() -> None:
         rename={"gpus-per-node": "gres=gpu:{}", "mem": None},
         environment={"NCCL_DEBUG": "WARN", "MESSAGE": "it's $HOME"},
     )
-    assert rendered(spec) == EVERYTHING
+    assert rendered(spec) == with_python(EVERYTHING)
 
 
 def test_no_gpus_asked_for_sends_no_flag_about_gpus() -> None:
@@ -233,10 +242,11 @@ def test_bash_starts_the_command_that_was_meant(tmp_path: Path, name: str) -> No
     assert done.stderr == ""
     argv, value, cpus, set_up = json.loads(done.stdout)
     assert argv == [
-        *(str(python), "-m", "mgpu_slurm.runtime.batch", str(folder.path), "--token", "mgpu-0123", "--"),
+        *interpreter.command(str(python), "mgpu_slurm.runtime.batch"),
+        *(str(folder.path), "--token", "mgpu-0123", "--"),
         *("srun", f"--job-name={spec.run}", "--export=ALL", "--kill-on-bad-exit=1"),
         *("--nodes=2", "--ntasks-per-node=1", "--unbuffered"),
-        *(str(python), "-m", "mgpu_slurm.runtime.entry", str(folder.path)),
+        *interpreter.command(str(python), "mgpu_slurm.runtime.entry", str(folder.path)),
     ]
     assert (value, cpus, set_up) == (name, "3", "yes")
     assert not (tmp_path / "pwned").exists()

@@ -14,7 +14,7 @@ from mgpu_slurm import records
 from mgpu_slurm.paths import RunFolder
 from tests.slurm.cluster import Cluster
 from tests.slurm_stand_in import Sbatch, wrap
-from tests.support import REPOSITORY, Project, wait_until
+from tests.support import REPOSITORY, Project, make_hostile, wait_until
 
 QUICKLY = "from mgpu_slurm import patience; patience.PAUSES = (0.5,)\nfrom mgpu_slurm.cli import main\nmain()\n"
 ONCE_AGAIN = 'if [ "$MGPU_ATTEMPT" = 1 ]; then exit 75; fi; echo done'
@@ -228,3 +228,20 @@ def test_a_rehearsal_of_what_never_starts_says_why(slurm_project: Project) -> No
         "mgpu-slurm: sbatch refused the job: allocation failure: Requested node configuration is not available\n"
     )
     assert "#SBATCH --nodes=20" in done.stdout
+
+
+def test_a_job_submitted_from_a_folder_of_strangers_imports_nothing_from_there(
+    slurm_project: Project, cluster: Cluster
+) -> None:
+    """sbatch starts the batch step, and srun the ranks, in the folder of the submission."""
+    slurm_project.write("job.py", "import torch\ndef train(run, lr=0.1):\n    run.report(1, score=run.mean(lr, 1))\n")
+    strangers = slurm_project.folder.parent / "strangers"
+    strangers.mkdir()
+    mark = make_hostile(strangers)
+    program = str(Path(sys.executable).with_name("mgpu-slurm"))
+    environ = os.environ | slurm_project.environ | {"MGPU_RUNS": str(slurm_project.runs)}
+    words = (program, "submit", "--follow", "--gpus-per-node", "0", "--ntasks-per-node", "2")
+    target = str(slurm_project.folder / "job.py")
+    done = subprocess.run([*words, target], cwd=strangers, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not mark.exists()

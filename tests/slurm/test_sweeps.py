@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from mgpu_slurm import records
+from mgpu_slurm import interpreter, records
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import names
 from mgpu_slurm.checkpoints.stored import StoredTensors
@@ -162,12 +163,13 @@ def test_a_worker_on_a_broken_node_leaves_the_trials_to_the_others(project: Proj
 
 def processes(module: str, worker: RunFolder) -> list[int]:
     """Those of a worker that run a module, by their numbers here: inside of a node they have others."""
+    started = list(map(os.fsencode, interpreter.command(sys.executable, module, str(worker.path))))
     found = []
     for entry in Path("/proc").iterdir():
         # one may end meanwhile
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if words[1:4] == [b"-m", module.encode(), str(worker.path).encode()]:
+            if words[1 : len(started)] == started[1:]:
                 found.append(int(entry.name))
     return found
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm import findings, installed, paths
+from mgpu_slurm import findings, installed, interpreter, paths
 from mgpu_slurm.findings import Finding, span
 from mgpu_slurm.launch import simulated
 from mgpu_slurm.launch.sizes import human_size
@@ -90,7 +90,7 @@ class TorchQuestion:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mgpu_slurm.runtime.torch_facts"],
+            interpreter.command(sys.executable, "mgpu_slurm.runtime.torch_facts"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
