@@ -13,7 +13,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Container
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -175,11 +174,15 @@ class SimulatedNodes:
         return attempt.describe_exit(ending)
 
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
-        """To every process of the job, as SLURM does."""
-        for pid in processes.descendants(os.getpid()):
-            if pid != batch_step:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signum)
+        """To the processes of the job, as SLURM does, but to none that another one passes it on to."""
+        below = processes.children()
+        # those that have lost their parent are children of this process
+        found = [*below.get(os.getpid(), []), *below.get(batch_step, [])]
+        ranks = [pid for pid in found if pid != batch_step]
+        processes.tell(signum, ranks, below)
+        if self._spec.kind != "run":
+            # a worker passes nothing on to the command of its trial
+            processes.tell(signum, [child for rank in ranks for child in below.get(rank, [])], below)
         return True
 
     def end_all(self, keep: set[int]) -> None:

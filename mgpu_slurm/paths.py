@@ -204,6 +204,10 @@ class RunFolder:
         """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"
 
+    def terminated(self, attempt: int) -> Path:
+        """There once SIGTERM has ended the command of a rank of this attempt, where its exit code cannot say so."""
+        return self.logs / f"{attempt}.terminated"
+
     def unfinished(self, attempt: int) -> Path:
         """There while a sweep's worker has a trial: where its ranks fail then, they start again in their place."""
         return self.logs / f"{attempt}.unfinished"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 RUN_VARIABLE = "MGPU_RUN_FOLDER"
@@ -18,6 +20,8 @@ RUN_VARIABLE = "MGPU_RUN_FOLDER"
 
 TRIAL_VARIABLE = "MGPU_TRIAL_FOLDER"
 """Every process of a trial's command carries it, besides that of the worker."""
+
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "busybox", "fish", "tcsh", "csh"})
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -68,25 +72,62 @@ def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def descendants(ancestor: int) -> list[int]:
-    """Living processes below `ancestor`, zombies left out."""
-    children: dict[int, list[int]] = {}
+def children() -> dict[int, list[int]]:
+    """Return the living children of each process that has any, zombies left out."""
+    found: dict[int, list[int]] = {}
     for pid in _all_pids():
         fields = _stat(pid)
         if fields is not None and fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(pid)
+            found.setdefault(int(fields[1]), []).append(pid)
+    return found
+
+
+def tell(signum: int, roots: Iterable[int], below: Mapping[int, list[int]] | None = None) -> None:
+    """Send a signal to processes and what is below them, so that each of them gets it once.
+
+    To all, down to the first on each way that catches it: a training ends its own workers, and launchers such as
+    torchrun and uv pass a signal on. A shell that catches one does not, and waits for its child first.
+
+    Args:
+        below: as `children` returns it.
+    """
+    known = children() if below is None else below
+    for pid in roots:
+        passes_on = _catches(pid, signum) and not _is_shell(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+        if not passes_on:
+            tell(signum, known.get(pid, []), known)
+
+
+def _catches(pid: int, signum: int) -> bool:
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
+    return False
+
+
+def _is_shell(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() in _SHELLS
+    return False
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Living processes below `ancestor`, zombies left out."""
+    below_each = children()
     found: list[int] = []
     frontier = [ancestor]
     while frontier:
-        below = children.get(frontier.pop(), [])
+        below = below_each.get(frontier.pop(), [])
         found += below
         frontier += below
     return found
 
 
-def _carrying(run_folder: str) -> list[int]:
-    """Processes of this user with the run's variable in the environment they started with."""
-    needle = f"{RUN_VARIABLE}={run_folder}".encode()
+def carrying(variable: str, folder: str) -> list[int]:
+    """Processes of this user with the variable of a run or trial in the environment they started with."""
+    needle = f"{variable}={folder}".encode()
     found = []
     for pid in _all_pids():
         with contextlib.suppress(OSError):
@@ -101,7 +142,7 @@ def end_all(run_folder: str, keep: set[int]) -> None:
     Collects no child: its exit code is its parent's to hear.
     """
     while True:
-        rest = (set(descendants(os.getpid())) | set(_carrying(run_folder))) - keep - {os.getpid()}
+        rest = (set(descendants(os.getpid())) | set(carrying(RUN_VARIABLE, run_folder))) - keep - {os.getpid()}
         rest = {pid for pid in rest if started_at(pid) is not None}
         if not rest:
             return

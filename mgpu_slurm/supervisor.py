@@ -217,6 +217,7 @@ class Supervisor:
     def _watch(self, pid: int) -> int:
         """Waits for the batch step, and does meanwhile what the clock and other shells ask for."""
         due = self._time_limit_signals()
+        code = None
         while True:
             until_due = max(0.0, due[0][0] - time.monotonic()) if due else self._nodes.look_every
             received = signal.sigtimedwait(attempt.WATCHED, min(until_due, self._nodes.look_every))
@@ -230,9 +231,15 @@ class Supervisor:
                     records.update_state(self._folder, reason="being cancelled")
             elif due and due[0][0] <= time.monotonic():
                 due = self._send_first(due, batch_step=pid)
-            code = _collect(pid)
-            if code is not None:
+            ended = _collect(pid)
+            code = ended if code is None else code
+            if code is not None and not self._is_left_alone(code):
                 return code
+
+    def _is_left_alone(self, code: int) -> bool:
+        """Whether a signal has ended what started a training, such as a shell, and not the training, which saves."""
+        was_told = code == TERMINATED_EXIT_CODE and (self._cancelled or self._timed_out)
+        return was_told and bool(processes.descendants(os.getpid()))
 
     def _time_limit_signals(self) -> Due:
         """When to send what: the lead signal, SIGTERM at the limit, SIGKILL after the kill wait, as SLURM does."""
@@ -271,18 +278,18 @@ class Supervisor:
             self._nodes.end_all(keep={batch_step})
             return True
         if signum == signal.SIGTERM:
-            os.kill(batch_step, signum)
+            with suppress(ProcessLookupError):
+                os.kill(batch_step, signum)
         return self._nodes.tell(signum, batch_step)
 
 
 def _collect(pid: int) -> int | None:
     """The exit code of the batch step once it has ended; adopted orphans are reaped on the way."""
-    while True:
-        done, status = os.waitpid(-1, os.WNOHANG)
-        if not done:
-            return None
-        if done == pid:
-            return os.waitstatus_to_exitcode(status)
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == pid:
+                return os.waitstatus_to_exitcode(ended[1])
+    return None
 
 
 if __name__ == "__main__":

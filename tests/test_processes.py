@@ -61,3 +61,44 @@ print(processes.started_at(1), processes.started_at(child) is None, processes.de
 os.kill(child, signal.SIGKILL)
 """
     assert run(script, before=("unshare", "--mount")).split() == ["None", "False", "True"]
+
+
+def test_a_signal_reaches_the_first_on_each_way_that_catches_it_and_is_not_a_shell(tmp_path: Path) -> None:
+    """`passes` stands for a launcher that tells its child itself."""
+    script = """
+import pathlib, time
+folder = pathlib.Path(sys.argv[1])
+pids = os.open(folder / "pids", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+
+def start(name, *below, catches=True):
+    pid = os.fork()
+    if pid:
+        return pid
+    pathlib.Path("/proc/self/comm").write_text("bash" if name == "shell" else "other")
+    signal.signal(signal.SIGUSR1, (lambda *_: (folder / name).touch()) if catches else signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, lambda *_: (folder / f"{name}.done").touch())
+    for make in below:
+        make()
+    os.write(pids, f"{os.getpid()}\\n".encode())
+    while True:
+        signal.pause()
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+roots = [
+    start("shell", lambda: start("script", lambda: start("worker"))),
+    start("launcher", lambda: start("passes", lambda: start("below")), catches=False),
+]
+known = lambda: (folder / "pids").read_text().split()
+until(lambda: len(known()) == 6)
+processes.tell(signal.SIGUSR1, roots)
+# each hears this one after the first
+for pid in known():
+    os.kill(int(pid), signal.SIGUSR2)
+until(lambda: len(list(folder.glob("*.done"))) == 6)
+processes.end_all("/none", keep=set())
+print(*sorted(path.name for path in folder.iterdir() if path.suffix != ".done" and path.name != "pids"))
+"""
+    assert run(script, str(tmp_path)).split() == ["passes", "script", "shell"]

@@ -119,6 +119,8 @@ def run_attempt(
         said = wish.read_text().partition("\n")[0] or None
         first = describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else said
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
+    if ending.code == 0 and folder.terminated(attempt).exists():
+        ending = replace(ending, code=TERMINATED_EXIT_CODE, who="a command")
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks) | service.failure
         if spec.executor == "local":

@@ -24,7 +24,7 @@ from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError, RunStopped, UserError
 from mgpu_slurm.job_function import JobFunction
 from mgpu_slurm.paths import RUNS_VARIABLE, RunFolder, open_to, write_json, write_whole
-from mgpu_slurm.processes import RUN_VARIABLE, allow_many_files
+from mgpu_slurm.processes import RUN_VARIABLE, adopt_orphans, allow_many_files
 from mgpu_slurm.records import now
 from mgpu_slurm.runtime import failing, listening, output, surroundings
 from mgpu_slurm.runtime.devices import limit_threads
@@ -92,7 +92,7 @@ def run_target(rank: Rank) -> int:
     """The command or the job function of the run."""
     if rank.spec.target.command is not None:
         os.chdir(rank.folder.code / rank.spec.workdir)
-        return _run_command(rank.spec, rank.spec.target.command)
+        return _run_command(rank, rank.spec.target.command)
     stop = StopFlag()
     return guarded(rank, stop, lambda: _train(rank, stop))
 
@@ -129,12 +129,13 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
     limit_threads(neighbours)
 
 
-def _run_command(spec: Spec, command: tuple[str, ...]) -> int:
+def _run_command(rank: Rank, command: tuple[str, ...]) -> int:
     """Runs the command with the lead signal ignored: by default it would kill a script that knows nothing of it.
 
     Where the local executor waits for this process, the command replaces it. Under srun it is a child, so that its exit
     code can be read here first; it gets the signals of the step itself.
     """
+    spec = rank.spec
     signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
     program, words = program_of(spec, command)
     if program is None:
@@ -142,10 +143,32 @@ def _run_command(spec: Spec, command: tuple[str, ...]) -> int:
         os._exit(127)
     if spec.executor == "local":
         os.execv(program, words)
+    heard: list[int] = []
     # a handler, which a child does not inherit, as it would an ignored signal
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)
-    code = subprocess.Popen(words, executable=program).wait()
+    signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
+    adopt_orphans()
+    child = subprocess.Popen(words, executable=program)
+    code = _wait_for(child)
+    if code == -signal.SIGTERM and heard:
+        # a shell or launcher that it has ended; what that has started may still save
+        with suppress(ChildProcessError):
+            while True:
+                os.wait()
+        if spec.executor == "slurm":
+            # for its code srun would end the other ranks, which may save too
+            mark = rank.folder.terminated(rank.attempt)
+            waiting.for_the_disk(mark.touch, mark)
+            return 0
     return 128 - code if code < 0 else code
+
+
+def _wait_for(child: subprocess.Popen[bytes]) -> int:
+    """Collect the orphans of a command until it has ended itself; return its exit code, negative for a signal."""
+    ended = 0
+    while ended != child.pid:
+        ended, status = os.wait()
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return child.returncode
 
 
 def program_of(spec: Spec, command: Sequence[str]) -> tuple[str | None, list[str]]:

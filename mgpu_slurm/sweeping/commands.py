@@ -75,7 +75,7 @@ class CommandTrainer:
             # served by this process until the children have ended
             port, store = self._rendezvous()
             child = self._start(order, folder, desk, port)
-            exited, stop = self._wait(child, desk)
+            exited, stop = self._wait(child, folder, desk)
             if stop is Stop.NO and exited.code in (TERMINATED_EXIT_CODE, -signal.SIGTERM):
                 stop = self._late_word()
             del store
@@ -123,7 +123,7 @@ class CommandTrainer:
 
         return subprocess.Popen(words, executable=program, env=os.environ | variables, preexec_fn=enter)
 
-    def _wait(self, child: subprocess.Popen[bytes], desk: Desk) -> tuple[_Exit, Stop]:
+    def _wait(self, child: subprocess.Popen[bytes], folder: RunFolder, desk: Desk) -> tuple[_Exit, Stop]:
         """Until the children of all ranks have ended; how, and what was asked for meanwhile."""
         descriptor = os.pidfd_open(child.pid)
         deadline: float | None = None
@@ -133,16 +133,16 @@ class CommandTrainer:
             desk.watch(descriptor)
             while True:
                 desk.serve(LOOK_EVERY)
-                code = child.poll()
+                code = _poll(child, folder)
                 stop = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=bool(code)))
                 if not self._agreement.total([float(code is None)])[0]:
                     return self._first_failure(child), stop.stop
                 if deadline is None and (stop.failed or stop.stop is Stop.LEAVE):
                     if stop.stop is Stop.LEAVE:
-                        _signal_all(child, signal.SIGTERM)
+                        processes.tell(signal.SIGTERM, [child.pid])
                     deadline = time.monotonic() + GRACE
                 elif deadline is not None and time.monotonic() > deadline:
-                    _signal_all(child, signal.SIGKILL)
+                    _kill(child, folder)
         finally:
             os.close(descriptor)
 
@@ -218,9 +218,20 @@ def _lines(folder: RunFolder, rank: int) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _signal_all(child: subprocess.Popen[bytes], signum: signal.Signals) -> None:
-    """The child and what it has started."""
-    if child.poll() is None:
-        for pid in [*processes.descendants(child.pid), child.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
+def _poll(child: subprocess.Popen[bytes], folder: RunFolder) -> int | None:
+    """Return how the command has ended, None while it has not."""
+    code = child.poll()
+    # a shell or launcher that the signal has ended leaves behind what may still save
+    return None if code == -signal.SIGTERM and _left(folder) else code
+
+
+def _kill(child: subprocess.Popen[bytes], folder: RunFolder) -> None:
+    """End a trial's command, and what it has started."""
+    for pid in {*processes.descendants(child.pid), *_left(folder)}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    child.kill()
+
+
+def _left(folder: RunFolder) -> list[int]:
+    return processes.carrying(TRIAL_VARIABLE, str(folder.path))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import wrappers
 from tests.support import Project, log, make_project
 
 PLAIN = """
@@ -300,3 +301,12 @@ def test_the_exit_code_of_the_command_decides(project: Project, code: int, state
     (facts,) = project.json("status")
     assert facts["state"] == state
     assert facts["reason"] == ("rank 1 ended with exit code 3" if code else "")
+
+
+def test_a_request_to_save_reaches_a_script_behind_any_launcher_once(project: Project) -> None:
+    run = wrappers.start(project)
+    assert project.call("cancel", run.name).returncode == 0
+    assert project.finish(run)["state"] == "CANCELLED"
+    assert {name: wrappers.heard(project, name) for name in wrappers.RANKS} == {
+        name: ["ready", "SIGTERM", "saved"] for name in wrappers.RANKS
+    }

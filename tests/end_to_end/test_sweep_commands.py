@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import Project
+from tests import wrappers
+from tests.support import Project, wait_until
 
 SCRIPT = """
     import argparse
@@ -128,3 +129,24 @@ def test_best_is_a_command_line(swept: Project) -> None:
     assert best["command"].endswith("submit --nodes 2 -- python script.py --x 0.30000000000000004 --kind reports")
     yaml = swept.call("best", "scripts", "--yaml").stdout
     assert yaml == "x: 0.30000000000000004\nkind: reports\n"
+
+
+def test_a_request_to_save_reaches_a_trial_behind_a_shell_once(project: Project) -> None:
+    project.write("hear.py", wrappers.SCRIPT)
+    project.write("hear.sh", "python hear.py $1\ntrue\n")
+    heard = project.folder / "heard"
+    project.write(
+        "sweep.yaml",
+        f"""
+        study: heard
+        job: {{command: "bash hear.sh {heard} {{x}}"}}
+        metric: score
+        trials: 1
+        space: {{x: {{float: [0, 1]}}}}
+        """,
+    )
+    assert project.call("sweep", "sweep.yaml", "--executor", "local", "--no-follow").returncode == 0
+    wait_until(lambda: wrappers.heard(project, "heard") == ["ready"])
+    assert project.call("cancel", "heard").returncode == 0
+    assert project.call("wait", "heard", "--timeout", "90").returncode == 1
+    assert wrappers.heard(project, "heard") == ["ready", "SIGTERM", "saved"]

@@ -21,6 +21,7 @@ from mgpu_slurm.launch import last_words
 from mgpu_slurm.observe.attempts import Before, before
 from mgpu_slurm.observe.why import why
 from mgpu_slurm.paths import RunFolder
+from tests import wrappers
 from tests.chaos.training import words_of
 from tests.slurm.cluster import Cluster
 from tests.support import Project, log, make_project, processes_of, wait_until
@@ -596,3 +597,15 @@ def test_without_requeues_a_lost_node_is_the_end(project: Project, cluster: Clus
     assert project.call("wait", run.name).returncode == 1
     assert project.call("resume", run.name, "--time", "5").returncode == 0
     wait_until(lambda: standing(run) == ("RUNNING", "", 2), pause=LOOK_EVERY)
+
+
+def test_a_request_to_save_reaches_a_script_behind_any_launcher(slurm_project: Project) -> None:
+    """SLURM tells every process of the step; a launcher that this ends does not take its script with it, nor the
+    scripts of other ranks."""
+    run = wrappers.start(slurm_project)
+    assert slurm_project.call("cancel", run.name).returncode == 0
+    assert slurm_project.finish(run)["state"] == "CANCELLED"
+    found = {name: wrappers.heard(slurm_project, name) for name in wrappers.RANKS}
+    # one that passes it on as well makes two
+    assert found.pop("forwards") in (["ready", *asked, "saved"] for asked in (["SIGTERM"], ["SIGTERM"] * 2))
+    assert found == {name: ["ready", "SIGTERM", "saved"] for name in found}
