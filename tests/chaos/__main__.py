@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.chaos import rounds
+from tests.chaos import own_children, rounds
 from tests.chaos.checks import Result
 from tests.chaos.on_slurm import Slurm
 from tests.chaos.rounds import Round, Site
@@ -46,11 +46,19 @@ def main(words: Sequence[str]) -> int:
     asked.folder.mkdir(parents=True, exist_ok=True)
     if not asked.table:
         do(asked)
+    ways = own_children.run(asked.rounds, asked.folder) if _are_children_due(asked) else []
     found = known(asked.folder)
     print("\n".join(table(list(found.values()))))
     bad = [number for number, done in found.items() if done.problems]
     print(f"\n{len(found)} rounds, {len(found) - len(bad)} of them as if nothing had happened")
-    return 1 if bad else 0
+    for way in ways:
+        print(way.line)
+    return 1 if bad or any(way.problem for way in ways) else 0
+
+
+def _are_children_due(asked: argparse.Namespace) -> bool:
+    """Whether this call does the rounds of processes that a job starts itself; of several shards the first does."""
+    return not asked.table and asked.again is None and asked.only != "slurm" and asked.shard.startswith("1/")
 
 
 def do(asked: argparse.Namespace) -> None:
