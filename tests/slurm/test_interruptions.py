@@ -360,6 +360,21 @@ def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
     assert facts["reason"] == "asked to be started again, and all of --max-requeues 1 are used"
 
 
+def test_a_run_that_reaches_its_time_limit_twice_without_a_newer_checkpoint_ends(
+    project: Project, cluster: Cluster
+) -> None:
+    saves = "mkdir -p $MGPU_RUN_FOLDER/checkpoints/step-000000001; exit 75"
+    # the lead signal comes as early as that: the limit is near from the start
+    run = project.submit(*NO_GPUS, "--time", "1", "--signal", "USR2@50", "--", "sh", "-c", saves)
+    for attempt in (1, 2):
+        wait_until(lambda held=(*HELD_BACK[:2], attempt): standing(run) == held, pause=LOOK_EVERY)
+        cluster.start_now(facts_of(run)["job_id"])
+    facts = finish(run)
+    reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000001"
+    assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
+    assert cause_of(run) is causes.NO_CHECKPOINT_IN_TIME
+
+
 # -- what kills ranks
 
 
