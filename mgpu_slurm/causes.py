@@ -87,6 +87,11 @@ PORT = Cause(
     "a port was in use already",
     "let the run choose it: take MASTER_PORT from the environment, or bind port 0",
 )
+FORGERY = Cause(
+    "forgery",
+    "a process that is no rank of the run wrote to its rendezvous",
+    "find out who is on the nodes, and tell the site; docs/security.md shows how to keep others away",
+)
 SHARED_MEMORY = Cause(
     "shared-memory",
     "the node's shared memory (/dev/shm) was full, or a file that was mapped into memory became shorter",
@@ -234,6 +239,7 @@ _OF_AN_ERROR = [
         (_DISK, DISK),
         (r"[Cc]ollective operation timeout|Timed out waiting \d+ms for (?:recv|send)", TIME_OUT),
         (r"EADDRINUSE|[Aa]ddress already in use", PORT),
+        (r"^(?:\w+\.)*ForgeryError\b", FORGERY),
         (r"^(?:\w+\.)*RendezvousError\b", RENDEZVOUS),
         (r"insufficient shared memory|\bBus error\b", SHARED_MEMORY),
         (r"^(?:\w+\.)*MemoryError\b|can't allocate memory|std::bad_alloc|Cannot allocate memory", HOST_MEMORY),

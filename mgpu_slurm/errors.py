@@ -36,6 +36,10 @@ class RendezvousError(MgpuError):
     """The ranks of a run did not find each other; the message names who is missing."""
 
 
+class ForgeryError(MgpuError):
+    """A message to a rank does not come from the run's other ranks."""
+
+
 class CollectiveMismatch(MgpuError):
     """A call that all ranks have to make together was made by some of them only."""
 

@@ -200,6 +200,10 @@ class RunFolder:
         """Of rank 0, the stacks of its threads where none of them can run; empty before, and gone after the attempt."""
         return self.logs / f"{attempt}-0.stacks"
 
+    def secret(self, attempt: int) -> Path:
+        """What the ranks of an attempt sign their messages with; there as long as it lasts, for its owner alone."""
+        return self.path / f".secret-{attempt}"
+
     def requeue_wish(self, attempt: int) -> Path:
         """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"

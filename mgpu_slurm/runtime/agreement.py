@@ -8,20 +8,21 @@ which rank called what, where other tools hang until the time-out. Between these
 from __future__ import annotations
 
 import ctypes
-import itertools
-import pickle
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from mgpu_slurm.errors import CollectiveMismatch, MgpuError
+from mgpu_slurm.checkpoints import plain
+from mgpu_slurm.errors import ClusterError, CollectiveMismatch, MgpuError, NoStudy, RunFailed, TrialPruned, UserError
 from mgpu_slurm.runtime.boundaries import Boundaries
 from mgpu_slurm.runtime.calls import Agreed, Call, different_calls
 from mgpu_slurm.runtime.rendezvous import collective_timeout
+from mgpu_slurm.runtime.signed_store import signed
 from mgpu_slurm.runtime.stopping import Stop
 from mgpu_slurm.runtime.tally import Tally
 
@@ -35,27 +36,37 @@ T = TypeVar("T")
 LOOKS = (1.0, 1.0, 8.0, 50.0)
 """Seconds for which a rank waits for the others in a call, between looks at where they are."""
 
-# A message, reduced by MAX: stop, save, failed, the boundaries passed with the rank, the same negative, then per call
-# the highest rank that made it and the highest -rank.
-_STOP, _SAVE, _FAILED, _MOST, _LEAST, _CALLS = 0, 1, 2, 3, 4, 5
-_RANKS = 2**24
-_NOBODY = -(2**31)
+_ERRORS = (MgpuError, UserError, NoStudy, ClusterError, RunFailed, TrialPruned)
+"""Raised as themselves on ranks that are told of them."""
+
+_FIELDS, _VALUES = 5, 2
+"""Of a rank's row in a message: stop, save, failed, the boundaries passed, the call; then the bits of two doubles."""
 
 
 class Agreement:
     """The message channel of one rank; a world of one needs no messages."""
 
-    def __init__(self, facts: RankFacts) -> None:
+    def __init__(self, facts: RankFacts, errors: Iterable[type[BaseException]] = ()) -> None:
+        """
+        Args:
+            errors: Raised as themselves on the ranks that are told of them, besides those of the package; each is made
+                from a message.
+        """
         self._facts = facts
+        self._errors = {error.__name__: error for error in (*_ERRORS, *errors)}
         self._group: dist.ProcessGroup | None = None
         self._store: Store = HashStore()
         self._boundaries: Boundaries | None = None
         self._tallies = 0
         if facts.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
-            self._store = dist.distributed_c10d._get_default_store()
-            self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", self._store)
+            # a script may have made the default group
+            store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
+            self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", store)
             self._boundaries = Boundaries(facts, self._store)
+        self._table = torch.empty(facts.world_size, _FIELDS + _VALUES, dtype=torch.int64)
+        """The newest message: a row from each rank."""
+        self._rows = list(self._table.unbind())
 
     def step(self, wish: Agreed) -> Agreed:
         """At a boundary: returns what all ranks do at this one. Costs a message only where somebody wishes something;
@@ -68,20 +79,25 @@ class Agreement:
         Raises:
             CollectiveMismatch: some ranks called something else; the message says who called what.
         """
+        return self.with_sums(call, wish, [0.0] * _VALUES)[0]
+
+    def with_sums(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
+        """Do what `together` does, and return the sums of two values over the ranks too, in double precision; all of it
+        in one message."""
         if self._boundaries is None:
-            return wish
+            return wish, values
         self._boundaries.begin(call, wish.stop)
-        answer = self._exchanged(call, wish, self._boundaries)
-        _check_same_call(answer)
-        _check_same_place(answer)
-        agreed = Agreed(Stop(answer[_STOP]), bool(answer[_SAVE]), bool(answer[_FAILED]))
+        (stops, saves, failures, passed, calls), sums = self._exchanged(call, wish, values, self._boundaries)
+        _check_same_call(calls)
+        _check_same_place(passed)
+        agreed = Agreed(Stop(max(stops)), any(saves), any(failures))
         self._boundaries.end(agreed.stop)
-        return agreed
+        return agreed, sums
 
     def tally(self) -> Tally:
         """One for each run; every rank makes it."""
         self._tallies += 1
-        return Tally(PrefixStore(f"saves {self._tallies}", self._store), self._facts.world_size)
+        return Tally(PrefixStore(f"saves {self._tallies}", self._store), self._facts.rank, self._facts.world_size)
 
     def close(self) -> None:
         if self._boundaries is not None:
@@ -96,32 +112,58 @@ class Agreement:
         return [float(value) for value in tensor]
 
     def told(self, find: Callable[[], T]) -> T:
-        """What rank 0 finds out, on every rank; where that fails, the error.
+        """Return on every rank what rank 0 finds out: numbers, texts and collections of them, which stay what they are.
+        If finding it out fails, raise that error on every rank. Comes after `together`.
 
-        It travels pickled, so that numbers stay what they are; comes after `together`.
+        It travels as JSON: to unpickle a message would be to run whatever code its sender wants.
         """
         if self._group is None:
             return find()
-        answer: list[Any] = [None, None]
         if self._facts.rank == 0:
-            try:
-                answer[0] = find()
-            except (Exception, SystemExit) as error:
-                answer[1] = _portable(error)
-        dist.broadcast_object_list(answer, src=0, group=self._group, device=torch.device("cpu"))
-        found, failure = answer
+            return self._tell(find)
+        said = json.loads(self._broadcast(b""))
+        if "error" in said:
+            raise self._errors[said["error"]](said["message"])
+        return cast(T, plain.joined(said["found"], {}))
+
+    def _tell(self, find: Callable[[], T]) -> T:
+        """Tell the others what is found out, or the error."""
+        failure: BaseException | None = None
+        try:
+            found = find()
+            state, tensors = plain.split(found, "what rank 0 tells")
+            assert not tensors, found
+            said = {"found": state}
+        except (Exception, SystemExit) as error:
+            failure, said = error, self._in_words(error)
+        self._broadcast(json.dumps(said).encode())
         if failure is not None:
             raise failure
-        return cast(T, found)
+        return found
 
-    def _exchanged(self, call: Call, wish: Agreed, boundaries: Boundaries) -> list[int]:
-        rank, passed = self._facts.rank, boundaries.passed
-        message = [int(wish.stop), int(wish.save), int(wish.failed), passed * _RANKS + rank, -passed * _RANKS + rank]
-        message += [_NOBODY] * (2 * len(Call))
-        message[_CALLS + 2 * call] = rank
-        message[_CALLS + 2 * call + 1] = -rank
-        tensor = torch.tensor(message, dtype=torch.int64)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def _in_words(self, error: BaseException) -> dict[str, str]:
+        message = error.reason if isinstance(error, TrialPruned) else str(error)
+        name = type(error).__name__
+        if self._errors.get(name) is type(error):
+            return {"error": name, "message": message}
+        return {"error": MgpuError.__name__, "message": f"{name}: {message}"}
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """Return rank 0's data; the other ranks' is not looked at."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self._group)
+        # writable memory, which torch wants
+        held = torch.frombuffer(bytearray(data) or bytearray(int(size)), dtype=torch.uint8)
+        dist.broadcast(held, src=0, group=self._group)
+        return held.numpy().tobytes()
+
+    def _exchanged(
+        self, call: Call, wish: Agreed, values: list[float], boundaries: Boundaries
+    ) -> tuple[list[list[int]], list[float]]:
+        """Return the fields of all ranks, a list of each, and the sums of the values."""
+        fields = torch.tensor([wish.stop, wish.save, wish.failed, boundaries.passed, call])
+        row = torch.cat([fields, torch.tensor(values, dtype=torch.float64).view(torch.int64)])
+        work = dist.all_gather(self._rows, row, group=self._group, async_op=True)
         assert work is not None
         try:
             self._wait(work, call, boundaries)
@@ -134,7 +176,8 @@ class Agreement:
             boundaries.settle()
             boundaries.check()
             raise
-        return cast("list[int]", tensor.tolist())
+        sums = self._table[:, _FIELDS:].view(torch.float64).sum(0)
+        return self._table[:, :_FIELDS].t().tolist(), sums.tolist()
 
     def _wait(self, work: dist.Work, call: Call, boundaries: Boundaries) -> None:
         for seconds in LOOKS:
@@ -154,15 +197,6 @@ class Agreement:
         )
 
 
-def _portable(error: BaseException) -> BaseException:
-    """The error, or what it says where it cannot be sent to other processes."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return MgpuError(f"{type(error).__name__}: {error}")
-    return error
-
-
 def _is_done_within(work: dist.Work, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
@@ -174,18 +208,15 @@ def _is_done_within(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def _check_same_call(answer: list[int]) -> None:
-    made = [call for call in Call if answer[_CALLS + 2 * call] != _NOBODY]
-    if len(made) > 1:
-        ends = [((-answer[_CALLS + 2 * call + 1], call), (answer[_CALLS + 2 * call], call)) for call in made]
-        raise different_calls(itertools.chain(*ends))
+def _check_same_call(calls: list[int]) -> None:
+    if len(set(calls)) > 1:
+        raise different_calls((rank, Call(call)) for rank, call in enumerate(calls))
 
 
-def _check_same_place(answer: list[int]) -> None:
-    most, who_most = divmod(answer[_MOST], _RANKS)
-    least, who_least = divmod(answer[_LEAST], _RANKS)
-    if most != -least:
+def _check_same_place(passed: list[int]) -> None:
+    most, least = max(passed), min(passed)
+    if most != least:
         raise CollectiveMismatch(
-            f"rank {who_most} has taken {most + least} batches of run.loader more than rank {who_least}: every rank has"
-            " to take as many, also where only one of them needs what comes of it"
+            f"rank {passed.index(most)} has taken {most - least} batches of run.loader more than rank"
+            f" {passed.index(least)}: every rank has to take as many, also if only one of them needs what comes of it"
         )

@@ -16,11 +16,13 @@ import torch.distributed as dist
 
 from mgpu_slurm import paths
 from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.errors import ForgeryError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.processes import RUN_VARIABLE, TRIAL_VARIABLE
 from mgpu_slurm.runtime import devices, failing, rendezvous, reporting, surroundings
 from mgpu_slurm.runtime.facts import from_environment
 from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.signed_store import signed
 from mgpu_slurm.runtime.stopping import (
     LEAD_SECONDS_VARIABLE,
     PART_OF_LEAD,
@@ -113,12 +115,21 @@ def _folder(facts: RankFacts) -> Path:
     script = Path(sys.argv[0]).stem or "python"
     name = f"{script}-attached-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     if facts.world_size > 1:
-        told = [name]
-        dist.broadcast_object_list(told, src=0)
-        name = told[0]
+        name = _told(name, facts)
     folder = paths.runs_root() / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _told(name: str, facts: RankFacts) -> str:
+    """Return rank 0's name of the new run."""
+    store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
+    if facts.rank == 0:
+        store.set("mgpu_slurm folder", name)
+    told = str(store.get("mgpu_slurm folder"), "utf-8")
+    if not paths.RUN_NAME.fullmatch(told):
+        raise ForgeryError(f"{told!r}, which came as rank 0's name of the new run, is none")
+    return told
 
 
 def _destroy_group() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from mgpu_slurm import causes, processes, records, waiting
 from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.processes import RUN_VARIABLE
-from mgpu_slurm.runtime import rendezvous, retrying
+from mgpu_slurm.runtime import rendezvous, retrying, secret
 from mgpu_slurm.runtime.listening import Offer
 from mgpu_slurm.runtime.locked import LockWatch
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
@@ -100,6 +100,9 @@ def run_attempt(
     listener = rendezvous.bind("127.0.0.1" if address.startswith("127.") else "", ports)
     variables = rendezvous.exports(address, listener.getsockname()[1])
     variables |= {ATTEMPT_VARIABLE: str(attempt), RUN_VARIABLE: str(folder.path)}
+    secret_file = folder.secret(attempt)
+    waiting.for_the_disk(lambda: secret.create(secret_file), secret_file)
+    variables[secret.VARIABLE] = str(secret_file)
     offer = Offer(listener) if _rank_0_serves(spec) else None
     oom_kills = processes.oom_kills()
     alive = start_ranks(variables | (offer.variables() if offer else {}))
@@ -111,6 +114,7 @@ def run_attempt(
     ending = _wait(alive, wish, grace, folder.cancel_wish, lambda: service.failed or is_in_vain() or locked.is_stuck())
     locked.conclude(nodes[0])
     service.end()
+    secret_file.unlink(missing_ok=True)
     failure: dict[str, Any] = {}
     first = None
     if wish.exists():

@@ -56,9 +56,9 @@ class Offer:
             return True
 
 
-def user_of(caller: socket.socket) -> int:
-    """Whose process is at the other end of a Unix socket."""
-    credentials = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def user_of(connection: socket.socket) -> int:
+    """Return whose process is at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)
 
@@ -72,6 +72,9 @@ def take(rank: int) -> int | None:
         door.settimeout(ANSWER_SECONDS)
         try:
             door.connect(f"\0{name}")
+            if user_of(door) != os.getuid():
+                # the batch step has closed its door, and somebody else has taken the name
+                return None
             _, descriptors, _, _ = socket.recv_fds(door, 1, 1)
         except OSError:
             # another network namespace, or somebody was faster

@@ -40,8 +40,8 @@ def bind(address: str, reachable: range | None = None) -> socket.socket:
 
     Args:
         address: the interface to listen on; an empty text for all, which several nodes need: by which of this node's
-            addresses the others know it is theirs to find out. Torch's store asks nobody for a password. Who reaches
-            the port while the job runs can disturb it; sites keep compute nodes in a network of their own.
+            addresses the others know it is theirs to find out. Torch's store asks nobody for a password: whoever
+            reaches the port can read and overwrite what is there. So ranks sign it (see `signed_store`).
         reachable: the ports that firewalls leave open, where a site has named them.
     """
     low, high = _ephemeral_range()
@@ -129,10 +129,12 @@ def connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta, li
         listener: see `join`.
 
     Raises:
-        RendezvousError: nothing answers there.
+        RendezvousError: nothing answers there, or the secret that signs what is there cannot be read.
     """
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    from mgpu_slurm.runtime.signed_store import signed
 
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if not address or not port:
@@ -153,7 +155,7 @@ def connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta, li
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise RendezvousError(f"rank {facts.rank} cannot reach the rendezvous at {address}:{port}: {error}") from None
-    return PrefixStore("mgpu", store)
+    return PrefixStore("mgpu", signed(store, facts.rank, environ))
 
 
 def _check_in(store: Store, facts: RankFacts, gpu: str | None, timeout: timedelta) -> str | None:

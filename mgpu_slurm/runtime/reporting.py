@@ -93,6 +93,10 @@ class Caller:
         if self._stream is None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(f"\0{self._name}")
+                if user_of(connection) != os.getuid():
+                    raise ConnectionError(
+                        "the worker that started this script is gone, and another user has its socket"
+                    )
                 # keeps the connection open
                 self._stream = connection.makefile("rw", encoding="utf-8")
         self._stream.write(json.dumps({"progress": progress, "metrics": metrics}) + "\n")

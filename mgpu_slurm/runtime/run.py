@@ -326,9 +326,7 @@ class Run:
 
         Collective: every rank calls it.
         """
-        self._steering.in_evaluation(Call.MEAN)
-        sums = self._agreement.total([float(total), float(count)])
-        return sums[0] / sums[1] if sums[1] else float("nan")
+        return self._steering.mean(float(total), float(count))
 
     def meter(self, name: str) -> Meter:
         """A mean over the samples of an epoch, such as the loss: `add` them as they come, and report its `mean()`.

@@ -66,10 +66,13 @@ class Steering:
         return self._exchange(call, failed=is_so).failed
 
     def _exchange(self, call: Call, failed: bool = False) -> Agreed:
-        agreed = self._agreement.together(call, replace(self._wish(), failed=failed))
+        return self._exchange_sums(call, [0.0, 0.0], failed)[0]
+
+    def _exchange_sums(self, call: Call, values: list[float], failed: bool = False) -> tuple[Agreed, list[float]]:
+        agreed, sums = self._agreement.with_sums(call, replace(self._wish(), failed=failed), values)
         self._remember(agreed)
         self._alive()
-        return agreed
+        return agreed, sums
 
     def _wish(self) -> Agreed:
         save = self.keeps and not self._agreed.save and (self.save_wanted or self.saver.is_due_now())
@@ -139,12 +142,14 @@ class Steering:
     def begin_evaluation(self) -> None:
         """Every rank calls it."""
         self._has_evaluated = True
-        self.in_evaluation(Call.SHARD)
-
-    def in_evaluation(self, call: Call) -> None:
-        """Every rank makes this call."""
-        self.together(call)
+        self.together(Call.SHARD)
         self._leave_evaluation()
+
+    def mean(self, total: float, count: float) -> float:
+        """The sum of `total` over the ranks divided by the sum of `count`. Every rank calls it."""
+        _, (total, count) = self._exchange_sums(Call.MEAN, [total, count])
+        self._leave_evaluation()
+        return total / count if count else float("nan")
 
     def _hold_at_last(self, loader: Loader) -> None:
         """An evaluation may follow, and nowhere in that can a run stop."""

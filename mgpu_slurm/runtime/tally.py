@@ -1,4 +1,4 @@
-"""How many ranks are done with a save: told through the store of their attempt, so that no step costs a message."""
+"""Which ranks have finished a save: told through the store of their attempt, so that no step costs a message."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_WRITTEN, _LOST = "written", "lost"
+
 
 class Tally:
-    """Of the saves of one run, by their numbers."""
+    """Of the saves of one run, by their numbers.
 
-    def __init__(self, store: Store, world_size: int) -> None:
+    Each rank has a value of its own: a counter would be quicker to read, and could not be signed.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
+        self._rank = rank
         self._world_size = world_size
 
     def done(self, save: int, is_lost: bool) -> None:
@@ -21,19 +27,20 @@ class Tally:
         Args:
             is_lost: whether it could not write its part.
         """
-        if is_lost:
-            self._store.set(f"{save} lost", "")
-        if self._store.add(f"{save} done", 1) == self._world_size:
-            self._store.set(f"{save} all", "")
+        self._store.set(f"{save}/{self._rank}", _LOST if is_lost else _WRITTEN)
 
     def is_over(self, save: int) -> bool:
         """Whether all ranks are done with it."""
-        return bool(self._store.check([f"{save} all"]))
+        return bool(self._store.check(self._keys(save)))
 
     def is_lost(self, save: int) -> bool:
-        """Whether one of them could not write its part."""
-        return bool(self._store.check([f"{save} lost"]))
+        """Whether one of them could not write its part; asked when all are done."""
+        return any(self._store.get(key) == _LOST.encode() for key in self._keys(save))
 
     def forget(self, save: int) -> None:
-        for what in ("lost", "done", "all"):
-            self._store.delete_key(f"{save} {what}")
+        """Remove what the ranks have told of it."""
+        for key in self._keys(save):
+            self._store.delete_key(key)
+
+    def _keys(self, save: int) -> list[str]:
+        return [f"{save}/{rank}" for rank in range(self._world_size)]

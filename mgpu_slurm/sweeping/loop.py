@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,17 @@ from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.sweeping.commands import CommandTrainer
 from mgpu_slurm.sweeping.functions import FAILED_EXIT_CODE, FunctionTrainer
 from mgpu_slurm.sweeping.leftovers import Held, Reset, growth, keep_freed_memory
-from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Ending, Leave, SweepFailed, undisturbed
+from mgpu_slurm.sweeping.orders import (
+    RAISED_TOGETHER,
+    Assignment,
+    BrokenWorker,
+    Ending,
+    Leave,
+    SweepFailed,
+    as_plain,
+    from_plain,
+    undisturbed,
+)
 from mgpu_slurm.sweeping.participant import Participant
 
 
@@ -42,7 +52,7 @@ def serve(rank: Rank, stop: StopFlag) -> None:
     target.stand_in(rank.folder.code / rank.spec.workdir)
     # a context on the GPU would take memory from the commands
     own_device = torch.device("cpu") if rank.spec.target.is_command else None
-    with entry.joined(rank, own_device) as device, closing(Agreement(rank.facts)) as agreement:
+    with entry.joined(rank, own_device) as device, closing(Agreement(rank.facts, RAISED_TOGETHER)) as agreement:
         participant = _participant(rank, agreement)
         trainer: Trainer
         if rank.spec.target.is_command:
@@ -116,7 +126,7 @@ class WorkerRank:
 
     def _ask(self) -> Assignment | Leave | None:
         agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due))
-        return cast("Assignment | Leave | None", self._told(lambda own: own.next(agreed.stop)))
+        return from_plain(self._told(lambda own: as_plain(own.next(agreed.stop))))
 
     def _train(self, order: Assignment) -> Ending:
         folder = self._rank.folder.group.of_trial(order.number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mgpu_slurm.sweeping.space import Values
 
@@ -35,6 +35,19 @@ class Leave:
     reason: str
 
 
+def as_plain(order: Assignment | Leave | None) -> dict[str, Any] | None:
+    """Return an order as values that rank 0 can tell the others."""
+    return None if order is None else {"is_trial": isinstance(order, Assignment), **vars(order)}
+
+
+def from_plain(told: dict[str, Any] | None) -> Assignment | Leave | None:
+    """Return the order that rank 0 has told."""
+    if told is None:
+        return None
+    fields = {name: value for name, value in told.items() if name != "is_trial"}
+    return Assignment(**fields) if told["is_trial"] else Leave(**fields)
+
+
 @dataclass(frozen=True)
 class Ending:
     """What has become of a trial on a rank."""
@@ -63,6 +76,10 @@ class Superseded(NoMoreHere):
 
 class StudyLost(NoMoreHere):
     """The study could not be read or written, which is no fault of the trial."""
+
+
+RAISED_TOGETHER = (SweepFailed, BrokenWorker, Superseded, StudyLost)
+"""What all ranks raise when rank 0 does."""
 
 
 def undisturbed(ask: Callable[[], T]) -> T:

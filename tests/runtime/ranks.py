@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mgpu_slurm.runtime import rendezvous
+from mgpu_slurm.runtime import rendezvous, secret
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import StopFlag
@@ -36,7 +36,10 @@ def run_ranks(work: Work, world_size: int, *arguments: Any, folder: Path | None 
 def join_ranks(body: Work, facts: list[RankFacts], *arguments: Any) -> list[Any]:
     """Calls `body(facts, *arguments)` in a process for each of the facts, with a rendezvous to meet at."""
     listener = rendezvous.bind("127.0.0.1")
-    variables = rendezvous.exports("127.0.0.1", listener.getsockname()[1]) | {"GLOO_SOCKET_IFNAME": "lo"}
+    secret_file = Path(tempfile.mkdtemp()) / "secret"
+    secret.create(secret_file)
+    variables = rendezvous.exports("127.0.0.1", listener.getsockname()[1])
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", secret.VARIABLE: str(secret_file)}
     store = rendezvous.serve(listener)
     started = []
     for own in facts:

@@ -75,7 +75,7 @@ def counts_messages(run: Run) -> list[int]:
     run.restore(model=model, optimizer=optimizer, data=data)
     run.checkpoints(every_minutes=None)
     calls, counts = [0], []
-    for name in ("all_reduce", "broadcast_object_list"):
+    for name in ("all_gather", "all_reduce", "broadcast"):
         setattr(dist, name, _counting(getattr(dist, name), calls))
     store = run._agreement._store
     for name in ("set", "add", "get", "check"):
