@@ -30,6 +30,9 @@ case $plan in
         (until [ -e "$state/looked" ]; do sleep 0.01; done; "$real" "$@"; rm "$state/late") > /dev/null 2>&1 &
         fail 'Socket timed out on send/recv operation' ;;
     hang) exec sleep 600 ;;
+    take-wait-and-time-out)
+        "$real" "$@" > /dev/null; touch "$state/here"; until [ -e "$state/go" ]; do sleep 0.01; done
+        fail 'Socket timed out on send/recv operation' ;;
     take-and-hang) "$real" "$@" > /dev/null; exec sleep 600 ;;
     take-and-die) "$real" "$@" > /dev/null; kill -KILL $$ ;;
     take-and-say-nothing) "$real" "$@" > /dev/null ;;

@@ -87,10 +87,14 @@ def require(problem: str | None) -> None:
 
 
 def make_project(base: Path) -> Project:
-    """An empty folder outside of any git repository, with an index of runs of its own."""
+    """An empty folder outside of any git repository, with an index of runs of its own.
+
+    What runs in it is this checkout's code, whichever the interpreter has installed.
+    """
     folder = base / "project"
     folder.mkdir()
-    environ = {"XDG_STATE_HOME": str(base / "state"), "XDG_CONFIG_HOME": str(base / "config"), "PYTHONPATH": ""}
+    environ = {"XDG_STATE_HOME": str(base / "state"), "XDG_CONFIG_HOME": str(base / "config")}
+    environ["PYTHONPATH"] = str(REPOSITORY)
     return Project(folder, environ)
 
 

@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,9 @@ class Rank:
     told: list[BaseException] = field(default_factory=list)
     """Errors that its log tells of."""
 
+
+PATIENCE_FOR_SIGTERM = 1.0
+"""Seconds."""
 
 Work = Callable[[Rank], int]
 """What a rank does; its exit code."""
@@ -149,7 +153,7 @@ def _run_command(rank: Rank, command: tuple[str, ...]) -> int:
     adopt_orphans()
     child = subprocess.Popen(words, executable=program)
     code = _wait_for(child)
-    if code == -signal.SIGTERM and heard:
+    if code == -signal.SIGTERM and _comes(heard):
         # a shell or launcher that it has ended; what that has started may still save
         with suppress(ChildProcessError):
             while True:
@@ -160,6 +164,14 @@ def _run_command(rank: Rank, command: tuple[str, ...]) -> int:
             waiting.for_the_disk(mark.touch, mark)
             return 0
     return 128 - code if code < 0 else code
+
+
+def _comes(heard: Collection[int]) -> bool:
+    """Return whether this process hears the signal too that has ended its child: SLURM tells one after the other."""
+    give_up = time.monotonic() + PATIENCE_FOR_SIGTERM
+    while not heard and time.monotonic() < give_up:
+        time.sleep(0.02)
+    return bool(heard)
 
 
 def _wait_for(child: subprocess.Popen[bytes]) -> int:

@@ -440,6 +440,23 @@ def test_ctrl_c_waits_for_the_answer_of_sbatch_and_tells_of_the_job(
         assert events(only_run(here)) == ["submitting", "submitted"]
 
 
+def test_ctrl_c_while_the_answer_of_sbatch_is_lost_tells_of_the_job_all_the_same(
+    project: Project, slurm: StandIn, here: Path
+) -> None:
+    slurm.plan("take-wait-and-time-out")
+    with start(project, slurm, "--", "true") as process:
+        wait_until(lambda: slurm.is_waiting)
+        process.send_signal(signal.SIGINT)
+        assert "waiting for sbatch to answer" in process.stderr.readline()
+        slurm.go()
+        told = process.stderr.read()
+        assert process.wait() == 130
+    folder = only_run(here)
+    assert f"queued before that, as job 42: end it with `mgpu-slurm cancel {folder.run}`\n" in told
+    assert events(folder) == ["submitting", "submitted"]
+    assert slurm.calls == ["take-wait-and-time-out"]
+
+
 def test_ctrl_c_during_an_sbatch_that_then_fails_is_not_followed_by_another(
     project: Project, slurm: StandIn, here: Path
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as some
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.observe.histories import Curve, History, flattened, newest, read, sources
+from mgpu_slurm.paths import RunFolder
 from tests.observe.event_files import ended_run, opened, restarted, scalar, write
 
 WRITERS = some.lists(some.lists(some.tuples(some.integers(0, 20), some.floats(0, 1)), max_size=12), max_size=5)
@@ -110,6 +111,20 @@ def test_links_are_followed_but_not_in_circles_and_what_is_hidden_is_left_out(tm
     (tmp_path / "logs" / "link").symlink_to(tmp_path / "elsewhere" / "run")
     (tmp_path / "logs" / "a" / "circle").symlink_to(tmp_path / "logs")
     assert [source.name for source in sources([str(tmp_path / "logs")])] == ["a", "link"]
+
+
+def test_a_run_is_one_however_it_is_named_and_only_a_whole_one_is_ours(tmp_path: Path) -> None:
+    ours = ended_run(tmp_path / "runs" / "ours")
+    write(ours / "tensorboard" / "events.out.tfevents.10.a", [opened(1.0), scalar("loss", 0, 1.0)])
+    for name in (str(ours), str(tmp_path / "runs")):
+        (found,) = sources([name])
+        assert (found.name, found.path, found.own) == ("ours", ours, RunFolder(ours))
+    # others have a spec.yaml too
+    other = tmp_path / "others" / "mine"
+    write(other / "events.out.tfevents.10.a", [opened(1.0), scalar("loss", 0, 1.0)])
+    (other / "spec.yaml").write_text("model: mine\n")
+    (found,) = sources([str(tmp_path / "others")])
+    assert (found.name, found.path, found.own) == ("mine", other, None)
 
 
 def test_a_folder_with_nothing_in_it_is_refused(tmp_path: Path) -> None:
