@@ -115,7 +115,7 @@ def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
         yield _one_trial(registry.find(head), int(number))
         return
     folder = Path(word)
-    if folder.is_dir() and not (folder / "spec.yaml").exists():
+    if folder.is_dir():
         below = list(_below(folder, made_here))
         if below:
             yield from below

@@ -123,8 +123,19 @@ def test_a_run_is_one_however_it_is_named_and_only_a_whole_one_is_ours(tmp_path:
     other = tmp_path / "others" / "mine"
     write(other / "events.out.tfevents.10.a", [opened(1.0), scalar("loss", 0, 1.0)])
     (other / "spec.yaml").write_text("model: mine\n")
-    (found,) = sources([str(tmp_path / "others")])
-    assert (found.name, found.path, found.own) == ("mine", other, None)
+    for folder in (tmp_path / "others", other):
+        (found,) = sources([str(folder)])
+        assert (found.name, found.path, found.own) == ("mine", other, None)
+
+
+def test_one_run_of_a_group_is_named_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    group = RunFolder(ended_run(tmp_path / "runs" / "group", tasks=2))
+    (found,) = sources(["group/1"])
+    assert (found.name, found.place, found.own) == ("group/1", "group", group.of_task(1))
+    # as a path too
+    assert [found.name for found in sources([str(group.path)])] == ["group/0", "group/1"]
 
 
 def test_a_folder_with_nothing_in_it_is_refused(tmp_path: Path) -> None:
