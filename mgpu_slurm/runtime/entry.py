@@ -235,6 +235,7 @@ def telling_first(rank: Rank, saved: Callable[[], None] = lambda: None) -> Itera
 
 def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
     shown = failing.own_traceback(error)
+    sys.stdout.flush()
     print(shown, end="", file=sys.stderr, flush=True)
     code = failing.exit_code(error)
     # what else goes wrong on the way out is no cause
