@@ -56,7 +56,7 @@ class Config:
     """Of the first weights, the order of the images and their random crops."""
 
     def __post_init__(self) -> None:
-        # here, because a config is made at submission too: better refused at once than after hours in a queue
+        # here, because a config is made before any rank joins the others, and by `submit --dry-run --check`
         check_name(self.model)
         if self.dataset != "fake" and self.data is None:
             raise UserError(f"dataset={self.dataset} needs its folder: add data=/path, or take dataset=fake for a try")

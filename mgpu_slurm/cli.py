@@ -327,7 +327,7 @@ def _print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
     if isinstance(found, handles.Study):
         _print_lines(sweeps.ending_lines(found.files, found.all_facts))
     elif isinstance(found, handles.Group):
-        _print_lines([statuses.table(found.all_facts, {found.name}), *curves_lines(found.files)])
+        _print_lines([statuses.table(found.all_facts, {found.name}, _terminal()), *curves_lines(found.files)])
     else:
         _print_lines(ending_lines(found.folder, found.facts, shown_rank))
 

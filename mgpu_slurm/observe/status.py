@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator
 from datetime import datetime, timezone
@@ -36,6 +37,12 @@ FACTS = (
 
 HEADER = ["RUN", "STATE", "TRY", "RANKS", "STEP", "PROGRESS", "AGE", "TIME", "REASON, METRICS"]
 
+_LEFT_OUT_FIRST = ("AGE", "RANKS", "TRY", "STEP", "TIME", "PROGRESS")
+"""What a narrow terminal has no room for, in this order."""
+_LEAST_ROOM_FOR_METRICS = 16
+_LONGEST_NAME = 28
+"""Of a run, where there is little room: its middle is left out."""
+
 
 def facts(state: dict[str, Any]) -> dict[str, Any]:
     """For programs; of a sweep also its trials, its best one and its workers."""
@@ -50,14 +57,16 @@ def overview(states: list[dict[str, Any]], room: os.terminal_size | None = None)
 
     Args:
         states: newest first, the runs of a group side by side.
-        room: of a terminal; lines are cut to its width, and those that are left out are of older runs that have ended.
+        room: of a terminal; lines fit its width, and those that are left out are of older runs that have ended.
     """
     entries = []
     for group, runs in _by_group(states):
         entries += runs if group is None else [summary(group, runs)]
     # the header, the line on those that are left out, and the next prompt
     shown = entries if room is None else _with_room(entries, room.lines - 3)
-    lines = [line[: room.columns] if room else line for line in _lines(shown)]
+    lines = _lines(shown)
+    if room is not None and max(map(len, lines)) > room.columns:
+        lines = [_cut(line, room.columns) for line in _narrow_lines(shown, room.columns, _LEAST_ROOM_FOR_METRICS)]
     if left := len(entries) - len(shown):
         lines.append(f"and {left} older ones, which have ended; all of them: {program()} status | less")
     return "\n".join(lines)
@@ -76,24 +85,77 @@ def _with_room(entries: list[dict[str, Any]], count: int) -> list[dict[str, Any]
     return shown
 
 
-def table(states: list[dict[str, Any]], groups: Collection[str] = ()) -> str:
-    """One whole line for each run, and one more for each of these groups behind its runs."""
+def table(states: list[dict[str, Any]], groups: Collection[str] = (), room: os.terminal_size | None = None) -> str:
+    """All of each run, and a line more for each of these groups behind its runs.
+
+    Args:
+        room: of a terminal; where it is too narrow for a line, its reason and metrics are below it.
+    """
     entries = []
     for group, runs in _by_group(states):
         entries += runs if group is None or group not in groups else [*runs, summary(group, runs)]
-    return "\n".join(_lines(entries))
+    lines = _lines(entries)
+    if room is None or max(map(len, lines)) <= room.columns:
+        return "\n".join(lines)
+    head, *lines = _narrow_lines([entry | {"reason": "", "metrics": {}} for entry in entries], room.columns)
+    told = [head]
+    for line, entry in zip(lines, entries, strict=True):
+        told.append(line)
+        below = [entry["run"]] if _shortened(entry["run"]) != entry["run"] else []
+        for text in filter(None, [*below, _details(entry)]):
+            told += textwrap.wrap(text, room.columns, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(told)
 
 
 def _lines(entries: list[dict[str, Any]]) -> list[str]:
-    from tabulate import tabulate
+    return _aligned(_rows(entries))
 
+
+def _narrow_lines(entries: list[dict[str, Any]], columns: int, least_for_last: int = 0) -> list[str]:
+    """Lines with as many columns as fit.
+
+    Args:
+        least_for_last: columns of the terminal that reasons and metrics get at least; they may take more.
+    """
+    rows = [[_shortened(row[0]), *row[1:]] for row in _rows(entries)]
+    for name in _LEFT_OUT_FIRST:
+        # reasons and metrics may be cut
+        wide = {title: max(map(len, (title, *cells))) for title, *cells in zip(*rows, strict=True)}
+        if HEADER[-1] in wide:
+            wide[HEADER[-1]] = least_for_last
+        if sum(wide.values()) + 2 * (len(wide) - 1) <= columns:
+            break
+        kept = [title != name for title in rows[0]]
+        rows = [list(itertools.compress(row, kept)) for row in rows]
+    return _aligned(rows)
+
+
+def _rows(entries: list[dict[str, Any]]) -> list[list[str]]:
+    """The header and a row for each entry, without columns that are empty."""
     now = datetime.now(timezone.utc)
     rows = [_row(state, now) for state in entries]
     # plain commands have neither steps nor progress, and a narrow terminal better uses for the room
     filled = [any(row[place] for row in rows) for place in range(len(HEADER))]
-    # as a row among rows: tabulate pads what it knows to be a header
-    shown = [list(itertools.compress(row, filled)) for row in (HEADER, *rows)]
-    return [line.rstrip() for line in tabulate(shown, tablefmt="plain", disable_numparse=True).splitlines()]
+    return [list(itertools.compress(row, filled)) for row in (HEADER, *rows)]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    from tabulate import tabulate
+
+    # the header as a row among rows: tabulate pads what it knows to be one
+    return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
+
+
+def _shortened(name: str) -> str:
+    """`train-imagenet…-115015-eb8f`: with its beginning and its end a run is found by eye."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    end = len("-hhmmss-xxxx")
+    return f"{name[: _LONGEST_NAME - end - 1]}…{name[-end:]}"
+
+
+def _cut(line: str, columns: int) -> str:
+    return line if len(line) <= columns else f"{line[: columns - 1]}…"
 
 
 def _by_group(states: list[dict[str, Any]]) -> Iterator[tuple[str | None, list[dict[str, Any]]]]:
@@ -144,7 +206,6 @@ def _mean_and_deviation(values: list[float]) -> str:
 
 
 def _row(state: dict[str, Any], now: datetime) -> list[str]:
-    metrics = " ".join(f"{name}={_short(value)}" for name, value in (state.get("metrics") or {}).items())
     submitted = time_of(state["submitted"])
     started, ended = time_of(state.get("started")), time_of(state.get("ended"))
     return [
@@ -156,8 +217,13 @@ def _row(state: dict[str, Any], now: datetime) -> list[str]:
         str(state["progress"] or ""),
         duration((now - submitted).total_seconds()) if submitted else "",
         duration(((ended or now) - started).total_seconds()) if started else "",
-        "  ".join(filter(None, [state["reason"], metrics])),
+        _details(state),
     ]
+
+
+def _details(state: dict[str, Any]) -> str:
+    metrics = " ".join(f"{name}={_short(value)}" for name, value in (state.get("metrics") or {}).items())
+    return "  ".join(filter(None, [state["reason"], metrics]))
 
 
 def _short(value: float | str) -> str:

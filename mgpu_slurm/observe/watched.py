@@ -50,7 +50,7 @@ def lines(found: Found, asked: Sequence[RunFolder], room: os.terminal_size | Non
         told += [*studies.lines(folder, workers, room.columns if room else None), ""]
     others = [state for folder, state in dict(found).items() if folder.group not in named]
     if others:
-        told.append(status.table(others, {folder.run for folder in asked}))
+        told += status.table(others, {folder.run for folder in asked}, room).splitlines()
     return told if others else told[:-1]
 
 

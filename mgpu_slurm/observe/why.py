@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,6 +27,8 @@ WARNING = "mgpu_slurm: WARNING: "
 SHOWN_WARNINGS = 2
 
 _NOT_FOUND = re.compile(r"FileNotFoundError|No such file or directory|not found|does not exist")
+_TYPED = re.compile(r"<(?:stdin|string|i?python-input.*)>|.*/ipykernel_\d+/")
+"""Files of functions that were typed into Python or a notebook; other code without a file is a library's."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
@@ -182,13 +185,17 @@ def _end_of_attempt(folder: RunFolder, attempt: int) -> str | None:
 
 
 def _own_line(traceback: str, folder: RunFolder) -> str | None:
-    """The innermost line of the run's own code in it."""
-    code = str(folder.group.code)
-    own = [match for match in _FRAME.finditer(traceback) if match["file"].startswith(code) or "/" not in match["file"]]
-    if not own:
+    """The innermost line of the run's own code in it, or of a function that was typed in."""
+    # a script may stand in a folder that is reached by a link
+    codes = (f"{folder.group.code}/", f"{os.path.realpath(folder.group.code)}/")
+    frames = list(_FRAME.finditer(traceback))
+    own = [match for match in frames if match["file"].startswith(codes) or match["file"][:1] not in "/<"]
+    typed = [match for match in frames if _TYPED.match(match["file"])]
+    if not (own or typed):
         return None
-    file = own[-1]["file"].removeprefix(f"{code}/")
-    return f"{file}:{own[-1]['line']} in {own[-1]['function'].strip()}"
+    frame = (own or typed)[-1]
+    file = frame["file"].removeprefix(codes[0]).removeprefix(codes[1])
+    return f"{file}:{frame['line']} in {frame['function'].strip()}"
 
 
 def _launch_log(folder: RunFolder, state: dict[str, Any]) -> str | None:
@@ -224,10 +231,10 @@ def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
             yield "it has not started yet"
         yield from _warned(folder, state)
         return
-    yield f"why       {found.cause.words}"
-    yield f"where     {' '.join(_where(found))}"
     if found.line is not None:
         yield f"line      {found.line}"
+    yield f"why       {found.cause.words}"
+    yield f"where     {' '.join(_where(found))}"
     if found.error:
         yield f"error     {found.error}"
     if found.lagged is not None:

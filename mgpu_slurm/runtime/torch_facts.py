@@ -5,13 +5,17 @@ The login side asks in this way, so that a broken torch ends a process of its ow
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Plain values; what fails on import is told by `torchvision_problem`, or by the exception of torch itself."""
+    """Plain values; what fails on import is told by `torchvision_problem`, or by the exception of torch itself.
+
+    `torchvision` is None without a problem where it is not installed: it is an extra.
+    """
     begun = time.perf_counter()
     import torch
     import torch.distributed as dist
@@ -32,6 +36,8 @@ def facts() -> dict[str, Any]:
 def _torchvision() -> dict[str, Any]:
     from mgpu_slurm.runtime import vision
 
+    if importlib.util.find_spec("torchvision") is None:
+        return {"torchvision": None, "torchvision_problem": ""}
     try:
         torchvision = vision.import_torchvision()
     except Exception as error:

@@ -7,6 +7,8 @@ import re
 from types import ModuleType
 from typing import Any
 
+from mgpu_slurm.errors import UserError
+
 _MISSING_OPERATOR = re.compile(r"operator torchvision::\w+ does not exist")
 
 # what torchvision registers a fake kernel for at import, whether or not its C++ operators were loaded
@@ -24,11 +26,17 @@ def import_torchvision() -> ModuleType:
     missing operators are declared, without code behind them: box operators do not work there, the rest does.
 
     Raises:
-        ImportError: torchvision is not installed.
+        UserError: torchvision is not installed.
         RuntimeError: torchvision and torch do not fit for another reason; torchvision's own error.
     """
     try:
         torchvision = importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+        raise UserError(
+            "torchvision is not installed: `pip install 'mgpu-slurm[vision]'`, or the version of it for your torch"
+        ) from None
     except RuntimeError as error:
         if not _MISSING_OPERATOR.search(str(error)):
             raise

@@ -58,3 +58,47 @@ def test_a_part_of_a_group_is_not_summed_up() -> None:
         "group/1",
         "group",
     ]
+
+
+LONG = "train-imagenet-resnet50-long-schedule-20261121-115015-eb8f"
+RUNS = [
+    facts(
+        "digits-20261121-115015-eb8f",
+        "RUNNING",
+        **{"nodes": 2, "ranks": 8, "step": 12345, "progress": 17, "attempts": 1, "metrics": {"accuracy": 0.98123}},
+        **{"submitted": "2026-11-21T11:50:15+00:00", "started": "2026-11-21T11:51:15+00:00"},
+    ),
+    facts(
+        LONG,
+        "COMPLETED",
+        **{"nodes": 16, "ranks": 128, "step": 1234567, "progress": 90, "attempts": 3, "metrics": {"accuracy": 0.7}},
+        **{"submitted": "2026-11-21T11:50:15+00:00", "started": "2026-11-21T11:51:15+00:00"},
+    ),
+    facts("digits-20261120-115015-abcd", "OUT_OF_MEMORY", reason="rank 0 on gpu-17: OutOfMemoryError: " + 60 * "x"),
+]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_an_overview_fits_a_terminal_with_reasons_and_metrics(columns: int) -> None:
+    header, first, long, failed = status.overview(RUNS, os.terminal_size((columns, 24))).splitlines()
+    assert max(map(len, (header, first, long, failed))) <= columns
+    assert header.endswith("REASON, METRICS")
+    assert first.startswith("digits-20261121-115015-eb8f   RUNNING ")
+    assert first.endswith(" accuracy=0.9812")
+    assert long.startswith("train-imagenet-…-115015-eb8f  COMPLETED ")
+    assert failed.endswith("…")
+    assert "rank 0 on gpu-" in failed
+
+
+def test_a_run_that_is_named_is_told_whole_in_a_narrow_terminal() -> None:
+    lines = status.table(RUNS, room=os.terminal_size((80, 24))).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert f"    {LONG}" in lines
+    assert "    accuracy=0.7" in lines
+    assert "OutOfMemoryError" in "".join(lines)
+    assert 60 * "x" in "".join(line.strip() for line in lines)
+    # as much as fits: the rest has a line each
+    assert lines[0].split() == ["RUN", "STATE", "TRY", "STEP", "PROGRESS", "TIME"]
+    wide = status.table(RUNS, room=os.terminal_size((300, 24)))
+    assert wide == status.table(RUNS)
+    assert LONG in wide.splitlines()[2]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -331,3 +333,39 @@ def test_of_a_group_each_that_did_not_complete(project: Project) -> None:
         (f"{group}/{task}", f"rank 0 ended with exit code {task}") for task in (1, 2)
     ]
     assert "nothing went wrong" in project.call("why", f"{group}/0").stdout
+
+
+RAISES_DEEP = """
+    import json
+
+    def read(text):
+        # as a library's generated code
+        made = compile("def parse(text): return load(text)", "<eval_with_key>.1", "exec")
+        names = {"load": json.loads}
+        exec(made, names)
+        return names["parse"](text)
+
+    read("{")
+"""
+
+
+def test_the_users_own_line_comes_first_also_where_runs_are_reached_by_a_link(project: Project, tmp_path: Path) -> None:
+    project.write("train.py", RAISES_DEEP)
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "scratch")
+    project.environ["MGPU_RUNS"] = str(tmp_path / "linked")
+    folder, _ = project.run("--", "python", "train.py")
+    headline, first, second, *_ = project.call("why", folder.name).stdout.splitlines()
+    assert headline.startswith("FAILED ")
+    assert first == "line      train.py:9 in read"
+    assert second.startswith("why       ")
+
+
+def test_the_own_line_of_a_function_that_was_typed_in(project: Project) -> None:
+    code = "from mgpu_slurm import submit\ndef train(run, lr=0.1):\n    raise ValueError(lr)\n"
+    code += "print(submit(train, executor='local').name)"
+    environ = os.environ | project.environ
+    words = [sys.executable, "-c", code]
+    name = subprocess.run(words, cwd=project.folder, env=environ, capture_output=True, text=True, check=True).stdout
+    project.call("wait", name.strip())
+    assert project.call("why", name.strip()).stdout.splitlines()[1] == "line      <string>:3 in train"

@@ -68,3 +68,12 @@ def test_another_error_of_the_import_is_not_hidden(tmp_path: Path) -> None:
     assert broken.returncode == 1
     assert "RuntimeError: built for another torch" in broken.stderr
     assert "During handling" not in broken.stderr
+
+
+def test_a_torchvision_that_is_not_installed_is_told_of() -> None:
+    missing = run_python(
+        "import sys; sys.modules['torchvision'] = None\n"
+        "from mgpu_slurm import UserError, import_torchvision\n"
+        "try:\n    import_torchvision()\nexcept UserError as error:\n    print(error)"
+    )
+    assert missing.stdout.startswith("torchvision is not installed: `pip install 'mgpu-slurm[vision]'`"), missing.stderr

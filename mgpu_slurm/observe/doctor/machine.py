@@ -136,11 +136,11 @@ def torch_findings(facts: dict[str, Any] | None, problem: str, partitions_with_g
         yield findings.warning("torch", f"{text}: this machine has a GPU driver, and this torch does not use it", mend)
     else:
         yield findings.ok("torch", text)
-    if facts["torchvision"] is None:
+    if facts["torchvision"] is None and facts["torchvision_problem"]:
         mend = f"{sys.executable} -m pip install the torchvision that belongs to torch {facts['version']}"
         text = f"torchvision fails on import: {facts['torchvision_problem']}"
         yield findings.warning("torchvision", text, mend)
-    else:
+    elif facts["torchvision"] is not None:
         without = " (its box operators do not load beside this torch; all else works)" if facts["declared"] else ""
         yield findings.ok("torchvision", f"torchvision {facts['torchvision']}{without}")
 

@@ -118,3 +118,8 @@ def test_a_broken_torch_and_a_broken_torchvision_are_told_in_their_own_words() -
     broken = torch_facts(torchvision=None, torchvision_problem="RuntimeError: no")
     found = list(machine.torch_findings(broken, "", []))[1]
     assert (found.level, found.text) == ("warning", "torchvision fails on import: RuntimeError: no")
+
+
+def test_torchvision_is_an_extra() -> None:
+    (found,) = machine.torch_findings(torch_facts(torchvision=None), "", [])
+    assert found.text.startswith("torch 2.13.0")
