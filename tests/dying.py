@@ -25,8 +25,12 @@ OF_RANK_0 = ("before the name", "while older ones are deleted", "before the link
 """What no other rank does."""
 
 
-def die_in(phase: str) -> None:
-    """This process dies when it comes to the phase next."""
+def die_in(phase: str, before: Callable[[], object] = lambda: None) -> None:
+    """Kill this process when it next comes to the phase.
+
+    Args:
+        before: is called just before that.
+    """
     module, name = PHASES[phase]
     real: Callable[..., Any] = getattr(module, name)
 
@@ -34,6 +38,7 @@ def die_in(phase: str) -> None:
         if name == "_write_all":
             descriptor, piece = arguments
             real(descriptor, piece[: len(piece) // 2])
+        before()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 

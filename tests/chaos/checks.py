@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import names
 from mgpu_slurm.observe import histories
 from mgpu_slurm.paths import read_jsonl
-from tests.chaos.job import SAMPLES, STEPS_OF_EPOCH
+from tests.chaos.faults import Fault
+from tests.chaos.job import SAMPLES, SAVE_EVERY, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Trained, Training
 from tests.support import wait_until
 
@@ -75,15 +76,20 @@ def curves(trained: Trained) -> Points:
 
 
 def problems(
-    training: Training, facts: dict[str, Any], expected: dict[str, Result], has_cost_checkpoints: bool = False
+    training: Training, facts: dict[str, Any], expected: dict[str, Result], hit: Sequence[Fault] = ()
 ) -> list[str]:
-    """What is wrong; nothing where all is as if the training had not been disturbed.
+    """Return what is wrong: nothing if all is as if the training had not been disturbed, and it was resumed.
 
     Args:
-        has_cost_checkpoints: whether the best one may not have been written.
+        hit: the faults that have hit it.
     """
+    has_cost_checkpoints = any(fault.costs_checkpoints for fault in hit)
     found = [*_of_its_end(training, facts), *_of_record(training, facts)]
     parts = training.parts()
+    if any(fault.ends_attempt for fault in hit) and not training.has_resumed(facts):
+        found.append("nothing shows that it was resumed from a checkpoint")
+    if not has_cost_checkpoints:
+        found += [problem for part in parts.values() for problem in _of_starts(part)]
     if parts.keys() != expected.keys():
         found.append(f"there are {sorted(parts)}, and not {sorted(expected)}")
     if has_cost_checkpoints:
@@ -104,6 +110,18 @@ def _of_part(trained: Trained, expected: Result) -> Iterator[str]:
     if result.curves != expected.curves:
         yield f"the curves are others: {result.curves} instead of {expected.curves}"
     yield from _of_tensorboard(trained, expected.curves)
+
+
+def _of_starts(trained: Trained) -> Iterator[str]:
+    """Each attempt begins near the step to which the one before had come: equal weights alone do not prove that, since
+    a training that begins anew has them too."""
+    for attempt, start in trained.starts().items():
+        before = max(number for number in trained.attempts() if number < attempt)
+        reached = max((line["step"] for line in trained.seen(before, 0)[1:]), default=0)
+        saves = [step for step in range(1, reached + 1) if step % SAVE_EVERY == 0 or step % STEPS_OF_EPOCH == 0]
+        # the newest may not have begun, the one before it may be on its way, and the next one damaged
+        if len(saves) > 3 and start < saves[-4]:
+            yield f"attempt {attempt} began after step {start}, and the one before it had come to step {reached}"
 
 
 def _of_its_end(training: Training, facts: dict[str, Any]) -> Iterator[str]:

@@ -47,6 +47,8 @@ class Fault:
     """Whether somebody may have to resume what it has hit."""
     costs_checkpoints: bool = False
     """Whether one may not be written, which may be the best."""
+    ends_attempt: bool = True
+    """Whether the training has to start again after each hit."""
     config: Callable[[random.Random], Mapping[str, Any]] = lambda draw: {}
     """Of the job."""
     place: Callable[[Path], contextlib.AbstractContextManager[Mapping[str, str]]] = field(
@@ -56,8 +58,8 @@ class Fault:
 
 
 def somewhere(draw: random.Random) -> int:
-    """A step that is not so late that nothing is left to disturb."""
-    return draw.randint(1, STEPS_OF_EPOCH * EPOCHS - 14)
+    """Draw a step after which there is a checkpoint to resume from, and enough left to disturb."""
+    return draw.randint(20, STEPS_OF_EPOCH * EPOCHS - 14)
 
 
 # -- processes
@@ -100,8 +102,8 @@ def a_rank_hangs(training: Training, at: int, draw: random.Random) -> bool:
 
 def dies_in_a_save(training: Training, at: int, draw: random.Random) -> bool:
     """The job does it itself, at the right line."""
-    training.until(lambda: len(training.current().attempts()) > 1)
-    return any(training.ledger.glob("*/dies"))
+    training.until(lambda: any(training.ledger.glob("*/died")))
+    return True
 
 
 def phase_of_a_save(draw: random.Random) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def ss() -> str:
 
 def the_disk_fills(training: Training, at: int, draw: random.Random) -> bool:
     # early: what the job writes at its own end is not to fail
-    training.until_step(min(at, 20))
+    training.until_step(draw.randint(1, 20))
     ballast = training.path.parent / "ballast"
     end = time.monotonic() + draw.uniform(0.5, 2.0)
     try:
@@ -224,7 +226,7 @@ def movable_clock(folder: Path) -> Iterator[dict[str, str]]:
 
 def the_newest_checkpoint_is_damaged(training: Training, at: int, draw: random.Random) -> bool:
     """While the training stands still, and then its ranks die."""
-    training.until_step(max(at, 15))
+    training.until_step(at)
     ranks = training.ranks()
     send(ranks.values(), signal.SIGSTOP)
     run = training.current().folder
@@ -255,7 +257,7 @@ def damage(file: Path, draw: random.Random) -> None:
 
 FAULTS = (
     Fault("a rank is killed", a_rank_dies, "SIGKILL"),
-    Fault("any process is killed", any_process_dies, "", by_hand=True),
+    Fault("any process is killed", any_process_dies, "", by_hand=True, ends_attempt=False),
     Fault("all processes are killed", the_power_fails, "killed", by_hand=True),
     Fault("killed in a phase of a save", dies_in_a_save, "SIGKILL", config=phase_of_a_save),
     Fault("a rank hangs", a_rank_hangs, "did not answer any more|no progress", words=("--stuck-after", "0.1")),
@@ -273,10 +275,11 @@ FAULTS = (
         the_disk_fills,
         "could not write|have to wait in memory",
         costs_checkpoints=True,
+        ends_attempt=False,
         place=small_disk,
     ),
     Fault("the newest checkpoint is damaged", the_newest_checkpoint_is_damaged, "is damaged"),
-    Fault("the clock jumps", the_clock_jumps, "", place=movable_clock),
+    Fault("the clock jumps", the_clock_jumps, "", ends_attempt=False, place=movable_clock),
 )
 
 

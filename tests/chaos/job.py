@@ -20,6 +20,10 @@ HELD = 7
 """Samples to evaluate on."""
 STEPS_OF_EPOCH = 7
 EPOCHS = 12
+SAVE_EVERY = 5
+"""Steps; a checkpoint is also written at the end of each epoch."""
+
+dies_soon = False
 
 
 @dataclass
@@ -33,9 +37,9 @@ class Config:
     workers: int = 0
     """Of the loader."""
     dies_in: str = ""
-    """The phase of a save in which a rank of the first attempt dies; see `dying.PHASES`."""
+    """The phase of a save in which a rank dies, once; see `dying.PHASES`."""
     dies_at: int = 0
-    """The step after which it does so as soon as it comes there."""
+    """The step from which on it does so as soon as it comes there."""
     dying_rank: int = 0
 
 
@@ -50,7 +54,7 @@ def train(run: Run, config: Config) -> dict[str, float]:
     data = run.loader(TensorDataset(ids, features), batch_size=BATCH, shuffle=True, num_workers=config.workers)
     mean_loss = run.meter("loss")
     state = run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
-    run.checkpoints(every_steps=5, every_minutes=None, best="loss", direction="minimize")
+    run.checkpoints(every_steps=SAVE_EVERY, every_minutes=None, best="loss", direction="minimize")
     own = Path(config.ledger, run.folder.name)
     own.mkdir(exist_ok=True)
     with open(own / f"{run.attempt}-{run.rank}.jsonl", "w") as ledger:
@@ -63,8 +67,8 @@ def train(run: Run, config: Config) -> dict[str, float]:
                 scheduler.step()
                 mean_loss.add(loss)
                 write(ledger, epoch=epoch, step=run.step, samples=batch_ids.tolist())
-                if config.dies_in and (run.attempt, run.rank, run.step) == (1, config.dying_rank, config.dies_at):
-                    die(config.dies_in, own)
+                if config.dies_in and run.rank == config.dying_rank and run.step >= config.dies_at:
+                    die_once(config.dies_in, own / "died")
                 time.sleep(config.pace)
             held = evaluate(run, net, config.pace)
             run.report(
@@ -92,8 +96,14 @@ def write(ledger: IO[str], **facts: Any) -> None:
     ledger.flush()
 
 
-def die(phase: str, own: Path) -> None:
-    from dying import die_in  # type: ignore[import-not-found]  # beside it, in the project
+def die_once(phase: str, mark: Path) -> None:
+    """
+    Args:
+        mark: a file that shows that a rank has died; only then, because another fault may end the attempt before.
+    """
+    global dies_soon
+    if not dies_soon and not mark.exists():
+        from dying import die_in  # type: ignore[import-not-found]  # a module of the project
 
-    (own / "dies").touch()
-    die_in(phase)
+        dies_soon = True
+        die_in(phase, mark.touch)

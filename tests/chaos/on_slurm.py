@@ -44,7 +44,7 @@ class Slurm:
             Fault("a node is given up", self.node_given_up, "a node failed"),
             Fault("cancelled", it_is_cancelled, "CANCELLED", by_hand=True),
             Fault("killed in a phase of a save", dies_in_a_save, "Killed|SIGKILL", config=phase_of_a_save),
-            Fault("any process is killed", any_process_dies, "", by_hand=True),
+            Fault("any process is killed", any_process_dies, "", by_hand=True, ends_attempt=False),
             Fault(
                 "its time is up",
                 self.time_up,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import signal
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from mgpu_slurm import records
 from tests.chaos import checks
 from tests.chaos.checks import Result
 from tests.chaos.faults import FAULTS, Fault, somewhere, told
@@ -22,6 +24,12 @@ from tests.support import Project, make_project
 
 PAIRS_EVERY = 4
 """Rounds, of which one has two faults at once."""
+
+MOST_STRIKES = 3
+"""Of one fault that is hidden by another."""
+
+TOLD_WITHIN = 1.0
+"""Seconds in which the record tells of a fault, at the latest after the end of an attempt."""
 
 
 class Site(Protocol):
@@ -77,7 +85,7 @@ class Round:
     where: str = "local"
     what: str = "training"
     hit: bool = False
-    """Whether a fault came in time."""
+    """Whether all faults came in time."""
     attempts: int = 0
     resumed: int = 0
     """How often a person had to start it again."""
@@ -123,21 +131,25 @@ def run(site: Site, kind: type[Training], faults: Sequence[Fault], seed: str, ex
         training = kind(site.project(folder))
         # who is interrupted leaves none behind
         stack.callback(lambda: send(training.processes(), signal.SIGKILL))
-        begin(training, faults, site.pace, random.Random(seed), stack)
-        hit, done.problems = strike(faults, training, seed)
+        begin(training, faults, site.pace * len(faults), random.Random(seed), stack)
+        strikes = Strikes(faults, training, seed)
+        strikes.start()
         try:
             facts = training.finish(site.seconds, lambda: site.look_after(training))
-            has_cost = any(fault.costs_checkpoints for fault in faults)
-            done.problems += checks.problems(training, facts, expected, has_cost)
+            strikes.join()
+            done.problems += checks.problems(training, facts, expected, strikes.hit)
             done.attempts = facts["attempts"]
         except (AssertionError, TimeoutError) as error:
             done.problems.append(str(error))
+        done.problems += strikes.problems
         record = record_of(training)
-        if training.resumed and not any(fault.by_hand for fault in hit):
+        if training.resumed and not any(fault.by_hand for fault in strikes.hit):
             done.problems.append(f"it was resumed by hand {training.resumed} times: {record}")
-        if hit and not any(told(fault, record) for fault in hit):
-            done.problems.append(f"its record does not tell of it: {record}")
-    done.hit, done.resumed, done.seconds = bool(hit), training.resumed, round(time.monotonic() - began, 1)
+        for fault in strikes.hit:
+            if not told(fault, record):
+                done.problems.append(f"its record does not tell of {fault.name!r}: {record}")
+        done.hit = set(strikes.hit) == set(faults)
+    done.resumed, done.seconds = training.resumed, round(time.monotonic() - began, 1)
     if done.problems:
         done.problems.append(f"see {folder}")
     else:
@@ -154,32 +166,73 @@ def begin(training: Training, faults: Sequence[Fault], pace: float, draw: random
     training.start([word for fault in faults for word in fault.words], **config)
 
 
-def strike(faults: Sequence[Fault], training: Training, seed: str) -> tuple[list[Fault], list[str]]:
-    """All of them at once; those that have hit something, and what went wrong with that."""
-    hit: list[Fault] = []
-    problems: list[str] = []
-    at = somewhere(random.Random(f"{seed} strike"))
+class Strikes(threading.Thread):
+    """All faults of a round at once, and again those that another one has hidden.
 
-    def one(fault: Fault) -> None:
+    A rank that hangs next to one that is killed ends with it, and nobody hears that it hung. So what the record does
+    not tell of strikes once more, while the training recovers from the other.
+    """
+
+    def __init__(self, faults: Sequence[Fault], training: Training, seed: str) -> None:
+        super().__init__(name="strikes", daemon=True)
+        self.hit: list[Fault] = []
+        self.problems: list[str] = []
+        self._faults = faults
+        self._training = training
+        self._seed = seed
+
+    def run(self) -> None:
+        to_strike = list(self._faults)
+        for turn in range(MOST_STRIKES):
+            at = somewhere(random.Random(f"{self._seed} strike"))
+            ended = self._ended()
+            striking = [threading.Thread(target=self._strike, args=(fault, at, turn)) for fault in to_strike]
+            for thread in striking:
+                thread.start()
+            for thread in striking:
+                thread.join()
+            to_strike = [fault for fault in to_strike if fault in self.hit and self._is_hidden(fault, ended)]
+
+    def _is_hidden(self, fault: Fault, ended: int) -> bool:
+        """Wait until the record tells of a fault, or cannot any more; return whether it does not, and may yet.
+
+        Args:
+            ended: attempts that had ended before it struck.
+        """
+        give_up = time.monotonic() + (math.inf if fault.ends_attempt else TOLD_WITHIN)
         try:
-            if fault.strike(training, at, random.Random(f"{seed} {fault.name}")):
-                hit.append(fault)
+            self._training.until(lambda: self._is_told(fault) or self._ended() > ended or time.monotonic() >= give_up)
+        except (Over, AssertionError):
+            return False
+        # the logs of an attempt that has ended are whole in a moment
+        time.sleep(TOLD_WITHIN)
+        return not self._is_told(fault)
+
+    def _ended(self) -> int:
+        return sum(event["event"] == "ended" for event in records.events(self._training.worker))
+
+    def _strike(self, fault: Fault, at: int, turn: int) -> None:
+        try:
+            draw = random.Random(f"{self._seed} {fault.name}{turn or ''}")
+            if fault.strike(self._training, at, draw) and fault not in self.hit:
+                self.hit.append(fault)
         except Over:
             pass
         except Exception as error:
-            problems.append(f"{fault.name}: {type(error).__name__}: {error}")
+            self.problems.append(f"{fault.name}: {type(error).__name__}: {error}")
 
-    striking = [threading.Thread(target=one, args=(fault,)) for fault in faults]
-    for thread in striking:
-        thread.start()
-    for thread in striking:
-        thread.join()
-    return hit, problems
+    def _is_told(self, fault: Fault) -> bool:
+        return told(fault, logs_of(self._training))
 
 
 def record_of(training: Training) -> str:
-    """What there is to read of it: `why`, the logs of its ranks, and the history of its parts."""
+    """Return what there is to read of a training: `why`, the logs of its ranks, and the history of its parts."""
     why = training.project.call("why", training.path.name)
+    return "\n".join([why.stdout, why.stderr, logs_of(training)])
+
+
+def logs_of(training: Training) -> str:
+    """Return what can be read at any time: a training that may go on has no cause of a failure yet."""
     folders = [training.worker, *(part.folder for part in training.parts().values())]
     files = [file for folder in folders for file in (*folder.logs.glob("*.log"), folder.attempts) if file.exists()]
-    return "\n".join([why.stdout, why.stderr, *(file.read_text(errors="replace") for file in files)])
+    return "\n".join(file.read_text(errors="replace") for file in files)

@@ -28,8 +28,8 @@ class Sweep(Training):
     def start(self, words: Sequence[str] = (), **config: Any) -> None:
         epochs = EPOCHS // len(RATES)
         if "dies_at" in config:
-            # in each of them, in its first attempt
-            config["dies_at"] = config["dies_at"] % ((epochs - 1) * STEPS_OF_EPOCH) + 1
+            # in each of them, late enough for a checkpoint to resume from, and early enough for another save
+            config["dies_at"] = config["dies_at"] % STEPS_OF_EPOCH + STEPS_OF_EPOCH
         sweep = {
             "study": STUDY,
             "job": "train",
@@ -69,6 +69,11 @@ class Sweep(Training):
     def current(self) -> Trained:
         begun = sorted(self.ledger.glob("*/*-0.jsonl"), key=lambda path: path.stat().st_mtime)
         return self._trial(self.submitted.of_trial(int(begun[-1].parent.name) if begun else 0).path)
+
+    def has_resumed(self, facts: dict[str, Any]) -> bool:
+        """Return whether its worker or a trial was started again; a trial may not have come to a checkpoint yet, and
+        `checks` looks at the others."""
+        return facts["attempts"] > 1 or any(part.starts() for part in self.parts().values())
 
     def step(self) -> int:
         """Of all trials together."""

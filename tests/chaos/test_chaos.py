@@ -46,6 +46,7 @@ NEEDS_PACKAGES = ("the clock jumps",)
         ("connections break",),
         ("the clock jumps",),
         ("the newest checkpoint is damaged", "the disk is full"),
+        ("a rank is killed", "a rank hangs"),
     ],
     ids=" and ".join,
 )
@@ -102,9 +103,21 @@ def an_attempt_without_an_end(training: Training) -> None:
     file.write_text(file.read_text().splitlines()[0] + "\n")
 
 
+def an_attempt_that_began_anew(training: Training) -> None:
+    for rank in (0, 1):
+        (file,) = training.ledger.glob(f"*/1-{rank}.jsonl")
+        shutil.copy(file, file.with_name(f"2-{rank}.jsonl"))
+
+
+def test_a_training_that_was_not_resumed_is_found(trained: Training, expected: dict[str, Result]) -> None:
+    found = checks.problems(trained, trained.facts, expected, faults.FAULTS[:1])
+    assert found == ["nothing shows that it was resumed from a checkpoint"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (an_attempt_that_began_anew, "attempt 2 began after step 0, and the one before it had come to step 84"),
         (other_weights, "the final weights are others"),
         (a_sample_twice, "other samples in steps [84]"),
         (a_sample_twice, "epoch 12 has not seen each sample once"),

@@ -26,7 +26,7 @@ MOST_RESUMES = 4
 
 
 class Over(Exception):
-    """The training has come to its end before the fault came to it."""
+    """The training completed before the fault came to it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Trained:
         # what a killed rank has begun to write is no line
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
+
+    def starts(self) -> dict[int, int]:
+        """Return the step after which each attempt but the first has begun."""
+        return {attempt: self.seen(attempt, 0)[0]["start"] for attempt in self.attempts()[1:] if self.seen(attempt, 0)}
 
     def steps(self) -> int:
         """How far the newest attempt has come."""
@@ -104,9 +108,9 @@ class Training:
         """What `status` shows."""
         return Handle(self.submitted).facts
 
-    @property
-    def has_ended(self) -> bool:
-        return not states.is_alive(self.facts["state"])
+    def has_resumed(self, facts: dict[str, Any]) -> bool:
+        """Return whether an attempt has begun at a checkpoint."""
+        return any(start > 0 for start in self.current().starts().values())
 
     def step(self) -> int:
         """How far it has come."""
@@ -115,7 +119,7 @@ class Training:
     def until(self, condition: Callable[[], bool]) -> None:
         """
         Raises:
-            Over: the training ended before.
+            Over: the training completed before.
         """
         looks = 0
 
@@ -125,7 +129,7 @@ class Training:
             if condition():
                 return True
             # asked less often: on a cluster SLURM answers it
-            if looks % 50 == 0 and self.has_ended:
+            if looks % 50 == 0 and self.facts["state"] == states.COMPLETED:
                 raise Over
             return False
 
@@ -144,17 +148,19 @@ class Training:
             TimeoutError: it has not ended by then.
         """
         give_up = time.monotonic() + seconds
+        refused = ""
         while time.monotonic() < give_up:
             facts = self.facts
             if not states.is_alive(facts["state"]):
                 if facts["state"] == states.COMPLETED or self.resumed == MOST_RESUMES:
                     return facts
-                self.resumed += 1
                 done = self.project.call("resume", self.path.name)
-                assert done.returncode == 0, done.stderr
+                # another fault may be at work, such as a full disk
+                refused = done.stderr
+                self.resumed += done.returncode == 0
             look_after()
             time.sleep(0.1)
-        raise TimeoutError(f"after {seconds:g} s it still is {self.facts}")
+        raise TimeoutError(f"after {seconds:g} s it still is {self.facts} {refused}")
 
     # -- its processes, by their numbers on this machine
 
