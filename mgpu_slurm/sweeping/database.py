@@ -12,6 +12,7 @@ worker that died.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -40,6 +41,12 @@ _LIBPQ = ("psycopg", "psycopg2")
 # what a PostgreSQL says that answers, but not now, in the words of its source; and MySQL's numbers for the same
 _BUSY = ("too many clients", "connection slots are reserved", "the database system is", "too many connections")
 _BUSY_NUMBERS = (1040, 1053, 1203)
+
+_REFUSED = ("no password supplied", "SSL was required", "certificate verify failed")
+"""What libpq says when it does not get in whatever the server does."""
+
+# "FATAL" or the word for it in the server's language, and what the server says
+_ANSWER = re.compile(r"failed: [^\s:]+:  ")
 
 _ENDED = ("57P01", "57P02")
 """PostgreSQL's codes of a connection that it ends: admin_shutdown, crash_shutdown."""
@@ -246,12 +253,17 @@ def _driver(url: URL, shown: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server answered and did not like what it was asked, which waiting does not mend."""
+    """Return whether a server answered and did not like what it was asked, which waiting does not change."""
     number = error.args[0] if error.args else None
     if isinstance(number, int):
         return 1000 <= number < 2000 and number not in _BUSY_NUMBERS
     told = str(error)
-    return "FATAL" in told and not any(words in told for words in _BUSY)
+    if any(words in told for words in _BUSY):
+        return False
+    # a server that starts or ends asks for no password, in any language
+    has_asked = getattr(getattr(error, "pgconn", None), "used_password", False)
+    is_answer = "FATAL" in told or (has_asked and _ANSWER.search(told) is not None)
+    return is_answer or any(words in told for words in _REFUSED)
 
 
 def _is_lost(error: DBAPIError) -> bool:

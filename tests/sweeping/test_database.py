@@ -333,6 +333,42 @@ class TestPasswords:
         assert "\n" not in str(told.value)
         assert "${WRONG_PASSWORD}" in str(told.value)
 
+    def test_so_is_none_at_all(self, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As of a variable that is set to nothing: the server does not say no, the driver does."""
+        own = place(postgresql)
+        monkeypatch.setenv("NO_PASSWORD", "")
+        monkeypatch.setattr(waiting, "SECONDS", 3.0)
+        assert own.url is not None
+        nothing = Place(own.url.replace(VARIABLE, "NO_PASSWORD"), NOWHERE)
+        with pytest.raises(ClusterError, match=r"the database refuses: .*no password supplied"):
+            nothing.load(nothing.sweep())
+
+    @pytest.mark.parametrize(
+        ("told", "has_asked", "refuses"),
+        [
+            ('failed: FATAL:  password authentication failed for user "me"', True, True),
+            ('failed: FATAL:  role "me" does not exist', False, True),
+            ("failed: ВАЖНО:  пользователь «me» не прошёл проверку подлинности (по паролю)", True, True),
+            ("failed: ВАЖНО:  система баз данных запускается", False, False),
+            ("failed: FATAL:  the database system is starting up", False, False),
+            (
+                "failed: FATAL:  remaining connection slots are reserved for roles with the SUPERUSER attribute",
+                True,
+                False,
+            ),
+            ("failed: server closed the connection unexpectedly", True, False),
+            ("failed: Connection refused\n\tIs the server running on that host?", False, False),
+            ("failed: server does not support SSL, but SSL was required", False, True),
+        ],
+    )
+    def test_who_is_refused_in_any_language_does_not_wait(self, told: str, has_asked: bool, refuses: bool) -> None:
+        class Connection:
+            used_password = has_asked
+
+        error = psycopg.OperationalError(f'connection to server at "127.0.0.1", port 5432 {told}')
+        error._pgconn = Connection()  # type: ignore[assignment]
+        assert database._is_refusal(error) is refuses
+
     def test_none_is_in_a_file_or_in_what_ps_shows(
         self, postgresql: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
