@@ -114,7 +114,8 @@ class Database(BaseStorage):
 
     def _opened(self, bare: str, is_new: bool) -> RDBStorage:
         options = {"creator": self._connect, "pool_size": 1}
-        self._rdb = RDBStorage(bare, options, skip_compatibility_check=True, skip_table_creation=not is_new)
+        self._rdb = _Rdb(bare, options, skip_compatibility_check=True, skip_table_creation=not is_new)
+        self._rdb.shown = self._shown
         return self._rdb
 
     def _check_version(self) -> None:
@@ -204,10 +205,7 @@ class Database(BaseStorage):
             raise ClusterError(f"storage {self._shown!r}: the database refuses: {told}") from None
         # what was lost with a statement was taken back; a commit comes without one
         if cause.statement is None and not is_repeatable:
-            raise ClusterError(
-                f"storage {self._shown!r}: the connection was lost over a change, and nobody knows whether it is"
-                f" stored: {told}"
-            ) from None
+            raise _unknown(self._shown, told) from None
         return told
 
     def _connect(self) -> Any:
@@ -228,6 +226,31 @@ class Database(BaseStorage):
         """What a driver says, on one line; none is known to say a password, and none does."""
         told = " ".join(str(error).split())
         return told.replace(self._secret, "***") if self._secret else told
+
+
+class _Rdb(RDBStorage):
+    """Optuna's storage, which by itself creates a second trial when it does not hear that the first one is stored."""
+
+    shown = ""
+    """Names the database in errors."""
+
+    def _create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> FrozenTrial:
+        self._is_prepared = False
+        return super()._create_new_trial(study_id, template_trial)
+
+    def _get_prepared_new_trial(self, *given: Any) -> Any:
+        if self._is_prepared:
+            # all statements were taken, so that only the commit has failed: it may have arrived
+            raise _unknown(self.shown, "it was lost when a trial was created")
+        prepared = super()._get_prepared_new_trial(*given)
+        self._is_prepared = True
+        return prepared
+
+
+def _unknown(shown: str, told: str) -> ClusterError:
+    return ClusterError(
+        f"storage {shown!r}: the connection was lost over a change, and nobody knows whether it is stored: {told}"
+    )
 
 
 def no_study(shown: str, study: str | None = None) -> NoStudy:

@@ -273,7 +273,6 @@ class TestCommitsWhoseAnswerIsLost:
         assert study._storage.set_trial_state_values(first._trial_id, TrialState.RUNNING) is False
         assert own.begin(study, made).number == 1
 
-    @pytest.mark.xfail(strict=True, reason="Optuna itself begins a second one")
     def test_a_trial_that_may_have_begun_is_the_workers_and_is_not_begun_twice(
         self,
         own: Place,
