@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks import checkpoint, curves, launch, report, slurm, startup, step, storage, sweep
+from benchmarks import checkpoint, curves, launch, report, report_cost, slurm, startup, step, storage, sweep
 
 BENCHMARKS = {
     "startup": startup.run,
     "launch": launch.run,
     "step": step.run,
+    "report": report_cost.run,
     "checkpoint": checkpoint.run,
     "slurm": slurm.run,
     "curves": curves.run,

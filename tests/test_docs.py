@@ -77,5 +77,6 @@ def test_threads_of_a_rank_are_helpers() -> None:
     assert {module for module, call in calls() if call == "helpers.start"} == {
         "runtime/stopping.py",
         "runtime/boundaries.py",
+        "runtime/live_state.py",
         "runtime/watchdog.py",
     }

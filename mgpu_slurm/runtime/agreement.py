@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -39,8 +40,8 @@ LOOKS = (1.0, 1.0, 8.0, 50.0)
 _ERRORS = (MgpuError, UserError, NoStudy, ClusterError, RunFailed, TrialPruned)
 """Raised as themselves on ranks that are told of them."""
 
-_FIELDS, _VALUES = 5, 2
-"""Of a rank's row in a message: stop, save, failed, the boundaries passed, the call; then the bits of two doubles."""
+_ROW = struct.Struct("<b??qbdd")
+"""What each rank sends in a message: stop, save, failed, the boundaries passed and the call; and two values."""
 
 
 class Agreement:
@@ -64,9 +65,12 @@ class Agreement:
             store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
             self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", store)
             self._boundaries = Boundaries(facts, self._store)
-        self._table = torch.empty(facts.world_size, _FIELDS + _VALUES, dtype=torch.int64)
+        self._own_row = bytearray(_ROW.size)
+        self._table = bytearray(_ROW.size * facts.world_size)
         """The newest message: a row from each rank."""
-        self._rows = list(self._table.unbind())
+        # made once: tensors cost more than what is done with them here
+        self._sent = [torch.frombuffer(self._own_row, dtype=torch.uint8)]
+        self._received = [list(torch.frombuffer(self._table, dtype=torch.uint8).view(facts.world_size, -1).unbind())]
 
     def step(self, wish: Agreed) -> Agreed:
         """At a boundary: returns what all ranks do at this one. Costs a message only where somebody wishes something;
@@ -79,7 +83,7 @@ class Agreement:
         Raises:
             CollectiveMismatch: some ranks called something else; the message says who called what.
         """
-        return self.with_sums(call, wish, [0.0] * _VALUES)[0]
+        return self.with_sums(call, wish, [0.0, 0.0])[0]
 
     def with_sums(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
         """Do what `together` does, and return the sums of two values over the ranks too, in double precision; all of it
@@ -87,12 +91,13 @@ class Agreement:
         if self._boundaries is None:
             return wish, values
         self._boundaries.begin(call, wish.stop)
-        (stops, saves, failures, passed, calls), sums = self._exchanged(call, wish, values, self._boundaries)
+        self._exchange(call, wish, values, self._boundaries)
+        stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._table), strict=True)
         _check_same_call(calls)
         _check_same_place(passed)
         agreed = Agreed(Stop(max(stops)), any(saves), any(failures))
         self._boundaries.end(agreed.stop)
-        return agreed, sums
+        return agreed, [sum(column) for column in columns]
 
     def tally(self) -> Tally:
         """One for each run; every rank makes it."""
@@ -157,14 +162,12 @@ class Agreement:
         dist.broadcast(held, src=0, group=self._group)
         return held.numpy().tobytes()
 
-    def _exchanged(
-        self, call: Call, wish: Agreed, values: list[float], boundaries: Boundaries
-    ) -> tuple[list[list[int]], list[float]]:
-        """Return the fields of all ranks, a list of each, and the sums of the values."""
-        fields = torch.tensor([wish.stop, wish.save, wish.failed, boundaries.passed, call])
-        row = torch.cat([fields, torch.tensor(values, dtype=torch.float64).view(torch.int64)])
-        work = dist.all_gather(self._rows, row, group=self._group, async_op=True)
-        assert work is not None
+    def _exchange(self, call: Call, wish: Agreed, values: list[float], boundaries: Boundaries) -> None:
+        """Fill the table with the rows of all ranks."""
+        assert self._group is not None
+        _ROW.pack_into(self._own_row, 0, wish.stop, wish.save, wish.failed, boundaries.passed, call, *values)
+        # not by way of dist.all_gather, which logs each call
+        work = self._group.allgather(self._received, self._sent)
         try:
             self._wait(work, call, boundaries)
         except CollectiveMismatch:
@@ -176,8 +179,6 @@ class Agreement:
             boundaries.settle()
             boundaries.check()
             raise
-        sums = self._table[:, _FIELDS:].view(torch.float64).sum(0)
-        return self._table[:, :_FIELDS].t().tolist(), sums.tolist()
 
     def _wait(self, work: dist.Work, call: Call, boundaries: Boundaries) -> None:
         for seconds in LOOKS:
@@ -208,12 +209,12 @@ def _is_done_within(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def _check_same_call(calls: list[int]) -> None:
+def _check_same_call(calls: Sequence[int]) -> None:
     if len(set(calls)) > 1:
         raise different_calls((rank, Call(call)) for rank, call in enumerate(calls))
 
 
-def _check_same_place(passed: list[int]) -> None:
+def _check_same_place(passed: Sequence[int]) -> None:
     most, least = max(passed), min(passed)
     if most != least:
         raise CollectiveMismatch(

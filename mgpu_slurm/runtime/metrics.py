@@ -11,10 +11,8 @@ from typing import Any
 
 from mgpu_slurm.event_files import EventWriter
 from mgpu_slurm.paths import RunFolder, append_jsonl
-from mgpu_slurm.records import now, read_state, update_state
-
-STATE_INTERVAL = 1.0
-"""Seconds between two writes of the live state by the step count alone."""
+from mgpu_slurm.records import now
+from mgpu_slurm.runtime.live_state import LiveState
 
 
 def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -65,9 +63,7 @@ class Reporter:
         """What is to be appended to `metrics.jsonl`."""
         self._due_points: deque[dict[str, Any]] = deque()
         """What is to go into event files."""
-        self._due_state: dict[str, Any] = {}
-        """What is to be written into the live state."""
-        self._last_write = 0.0
+        self._state = LiveState(folder, attempt, self._disk_may_fail)
         self._has_warned = False
         self._started = time.monotonic()
 
@@ -76,19 +72,20 @@ class Reporter:
         self._due.append(record)
         self._due_points.append(record)
         self._write_due()
-        self._write_state(step=step, progress=progress, metrics=metrics)
+        self._state.show(step=step, progress=progress, metrics=metrics)
         elapsed = time.monotonic() - self._started
         print(f"[{progress:>3}]  step {step:<6} {as_text(metrics)}  ({elapsed:.1f} s)", flush=True)
 
     def step_done(self, step: int) -> None:
         """Keeps the live state's step fresh, at most once an interval."""
-        if time.monotonic() - self._last_write >= STATE_INTERVAL:
+        if self._state.is_stale:
             self._write_due()
-            self._write_state(step=step)
+            self._state.show(step=step)
 
     def close(self, step: int) -> None:
         self._write_due()
-        self._write_state(step=step)
+        self._state.show(step=step)
+        self._state.close()
         if self._writer is not None:
             with self._disk_may_fail():
                 self._writer.close()
@@ -106,16 +103,6 @@ class Reporter:
                 self._writer = self._writer or EventWriter(self._folder.tensorboard, self.begins_at)
                 self._writer.add(record["step"], record["metrics"], datetime.fromisoformat(record["time"]).timestamp())
                 self._due_points.popleft()
-
-    def _write_state(self, **changes: Any) -> None:
-        self._last_write = time.monotonic()
-        self._due_state |= changes
-        # a script that was not submitted has output, and no state that anybody keeps
-        with self._disk_may_fail():
-            # one that was given up with its node, and goes on there, does not speak for the attempt after it
-            if self._folder.state.exists() and read_state(self._folder)["attempts"] <= self._attempt:
-                update_state(self._folder, sync=False, **self._due_state)
-            self._due_state.clear()
 
     @contextmanager
     def _disk_may_fail(self) -> Iterator[None]:
