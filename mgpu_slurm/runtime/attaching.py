@@ -29,6 +29,7 @@ from mgpu_slurm.runtime.stopping import (
     StopFlag,
     ignore_stop_signals,
     leave_from_here,
+    wish_to_requeue,
 )
 from mgpu_slurm.runtime.watchdog import Watchdog, watchdog
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE
@@ -62,6 +63,8 @@ def _make() -> Run:
     lead = os.environ.get(LEAD_SECONDS_VARIABLE) if _is_the_run() else None
     stop.see_to_it(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+    if _is_the_run():
+        atexit.register(_say_that_it_comes_back, stop, attempt)
     shared = None
     if facts.world_size > 1 and not dist.is_initialized():
         shared = rendezvous.join(facts, device)
@@ -102,10 +105,18 @@ def _is_the_run() -> bool:
     return RUN_VARIABLE in os.environ and TRIAL_VARIABLE not in os.environ
 
 
+def _say_that_it_comes_back(stop: StopFlag, attempt: int) -> None:
+    """A shell or launcher around this script may end with another exit code than the script."""
+    if stop.comes_back:
+        wish_to_requeue(RunFolder(Path(os.environ[RUN_VARIABLE])), attempt)
+
+
 def _leave_at_last() -> None:
-    """Where this process reaches no boundary before the time limit; `entry` takes its exit code for a wish."""
-    if checkpoints.any_whole(RunFolder(Path(os.environ[RUN_VARIABLE]))):
-        leave_from_here(REQUEUE_EXIT_CODE)
+    """Where this process reaches no boundary before the time limit."""
+    folder = RunFolder(Path(os.environ[RUN_VARIABLE]))
+    if checkpoints.any_whole(folder):
+        attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+        leave_from_here(REQUEUE_EXIT_CODE, lambda: wish_to_requeue(folder, attempt))
 
 
 def _folder(facts: RankFacts) -> Path:

@@ -38,6 +38,7 @@ from mgpu_slurm.runtime.stopping import (
     StopFlag,
     ignore_stop_signals,
     leave_from_here,
+    wish_to_requeue,
 )
 from mgpu_slurm.spec import ATTEMPT_VARIABLE, FLIGHT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE, Spec, read_spec
 
@@ -87,7 +88,7 @@ def main(folder: RunFolder, work: Work) -> int:
     # an interpreter that ends gives handled signals back their default, which is to kill it
     ignore_stop_signals(signal.SIGTERM)
     if code == REQUEUE_EXIT_CODE and spec.executor != "local":
-        _wish_to_requeue(folder, attempt)
+        wish_to_requeue(folder, attempt)
         return 0
     return code
 
@@ -262,20 +263,7 @@ def _leave_at_last(rank: Rank) -> None:
     code = REQUEUE_EXIT_CODE if rank.spec.executor == "local" else 0
     place = place_of(threading.main_thread())
     said = f"rank {rank.facts.rank} on {rank.facts.node_name} left before the time limit; it could not save at {place}"
-    leave_from_here(code, lambda: _wish_to_requeue(rank.folder, rank.attempt, said))
-
-
-def _wish_to_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
-    """Asks the batch step to have the run started again. srun takes an exit code for a failure, ends the other ranks
-    while they still save, and reports the code of those.
-
-    Args:
-        said: why this rank asks so, for people.
-    """
-    wish = folder.requeue_wish(attempt)
-    waiting.for_the_disk(wish.touch, wish)
-    with suppress(OSError), open(wish, "a") as file:
-        file.write(said and f"{said}\n")
+    leave_from_here(code, lambda: wish_to_requeue(rank.folder, rank.attempt, said))
 
 
 def _train(rank: Rank, stop: StopFlag) -> None:

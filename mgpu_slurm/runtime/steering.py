@@ -203,6 +203,7 @@ class Steering:
         step = self._position.step
         # a run that keeps nothing would start at nothing, again and again
         if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self.keeps):
+            self.stop.comes_back = True
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {step}")
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {step}")

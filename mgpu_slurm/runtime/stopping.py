@@ -12,10 +12,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from types import FrameType
 from typing import NoReturn
 
+from mgpu_slurm import waiting
+from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import helpers
 
 LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
@@ -53,6 +56,8 @@ class StopFlag:
         self._leave_after = leave_after
         self.is_heeded = False
         """Nobody need be told where this rank is: it has come to the place where all of them stop."""
+        self.comes_back = False
+        """Whether this rank has stopped in order to be started again."""
         self.asked = Stop.NO
         self._asked_at = 0.0
 
@@ -106,6 +111,19 @@ class StopFlag:
             # a second one does not wait for a boundary
             signal.default_int_handler(signum, frame)
         self.asked = Stop.END
+
+
+def wish_to_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
+    """Ask the batch step to have the run started again, where an exit code does not reach it: srun takes one for a
+    failure, ends the other ranks while they still save, and reports the code of those; launchers replace it.
+
+    Args:
+        said: why this rank asks so, for people.
+    """
+    wish = folder.requeue_wish(attempt)
+    waiting.for_the_disk(wish.touch, wish)
+    with suppress(OSError), open(wish, "a") as file:
+        file.write(said and f"{said}\n")
 
 
 def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> NoReturn:

@@ -231,7 +231,10 @@ def test_an_attached_script_is_requeued_by_the_lead_signal_and_goes_on_exactly(
     scripts: Project, undisturbed: Path
 ) -> None:
     project = Project(scripts.folder, scripts.environ | {"STOP_AT": "5"})
-    folder, facts = project.run("--nodes", "2", "--", "python", "attached.py")
+    # a launcher may have an exit code of its own
+    python = shlex.quote(sys.executable)
+    launched = f"test $RANK = 0 && exec {python} attached.py; {python} attached.py || exit 1"
+    folder, facts = project.run("--nodes", "2", "--", "sh", "-c", launched)
     assert (facts["state"], facts["attempts"], facts["step"]) == ("COMPLETED", 2, 16), log(folder, 0)
     (step,) = re.findall(r"stopped at step (\d+)$", log(folder, 1), flags=re.MULTILINE)
     # the other rank may be one step further when it hears of it
