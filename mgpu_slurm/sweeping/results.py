@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mgpu_slurm import config as configs
@@ -74,12 +76,21 @@ def best(folder: RunFolder) -> Best:
 
 def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str, Any]) -> str:
     spec = read_spec(folder)
-    flags = _flags(configs.read_yaml(folder.sweep).get("resources") or {})
-    if sweep.command:
-        return f"{program()} submit {flags}-- {shlex.join(files.words_of(sweep.command, config))}"
+    resources = configs.read_yaml(folder.sweep).get("resources") or {}
     if spec.target.pickled is not None:
-        return f"submit({spec.target.pickled}, {config})"
-    return f"{program()} submit {spec.target.label} {flags}--config {shlex.quote(short_path(trial.config))}"
+        given = {str(name).replace("-", "_"): value for name, value in resources.items() if value is not None}
+        return f"submit({', '.join([spec.target.pickled, str(config), *(f'{k}={v!r}' for k, v in given.items())])})"
+    flags = _flags(resources)
+    start, config_file = f"{program()} submit", short_path(trial.config)
+    place = Path(spec.project, spec.workdir)
+    if place.is_dir() and not place.samefile("."):
+        # target and command are named as from there
+        interpreter, _, rest = start.partition(" ")
+        interpreter = os.path.abspath(interpreter) if "/" in interpreter else interpreter
+        start, config_file = f"cd {shlex.quote(str(place))} && {interpreter} {rest}", str(trial.config)
+    if sweep.command:
+        return f"{start} {flags}-- {shlex.join(files.words_of(sweep.command, config))}"
+    return f"{start} {shlex.quote(spec.target.label)} {flags}--config {shlex.quote(config_file)}"
 
 
 def _flags(resources: dict[str, Any]) -> str:

@@ -373,6 +373,18 @@ class TestOneThatHasEnded:
         assert "result    score 0.75  " in done.stdout
         assert shlex.split(best["command"])[-2:] == ["--config", "runs/study/trials/2/config.yaml"]
 
+    def test_its_command_runs_from_elsewhere_too(self, project: Project, tmp_path: Path) -> None:
+        environ = os.environ | project.environ | {"MGPU_RUNS": str(project.runs)}
+
+        def call(command: str) -> str:
+            done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        command = json.loads(call(f"{sys.executable} -m mgpu_slurm best study --json"))["command"]
+        assert command.startswith(f"cd {project.folder} && ")
+        assert "target    job.py:train" in call(f"{command} --executor local --dry-run")
+
     def test_optuna_reads_the_same_out_of_its_journal(self, project: Project) -> None:
         folder = project.runs / "study"
         values = {trial.number: (trial.params["x"], trial.value) for trial in trials_of(folder)}
