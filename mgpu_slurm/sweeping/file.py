@@ -22,6 +22,7 @@ from mgpu_slurm.sweeping.space import Space
 _IS_AN_ERROR = re.compile(r"loss|err|perplexity|(^|_)(ppl|nll|mse|mae|rmse|bpc|wer|cer)($|_)")
 
 SAMPLERS = ["tpe", "random", "grid", "gp", "cmaes"]
+PRUNERS = ["none", "median", "hyperband"]
 
 _DATABASE = re.compile(r"(postgresql|mysql|mariadb)(\+\w+)?://")
 _VARIABLE = re.compile(r"\$\{\w+\}")
@@ -30,6 +31,11 @@ _PASSWORD_OPTION = re.compile(r"[?&](?:password|passwd)=([^&]*)")
 # the variable of a shell is no parameter
 _PLACE = re.compile(r"(?<!\$)\{([A-Za-z_][\w.-]*)\}")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def _check_choice(name: str, known: list[str]) -> None:
+    if name not in known and not _CLASS.fullmatch(name):
+        raise UserError(f"{name!r}: expected {', '.join(known)}, or package.module.Class{nearest(name, known)}")
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,7 @@ class Sampler:
     """Further arguments of the class."""
 
     def __post_init__(self) -> None:
-        if self.name not in SAMPLERS and not _CLASS.fullmatch(self.name):
-            raise UserError(
-                f"{self.name!r}: expected {', '.join(SAMPLERS)}, or package.module.Class{nearest(self.name, SAMPLERS)}"
-            )
+        _check_choice(self.name, SAMPLERS)
 
     @property
     def words(self) -> str:
@@ -60,7 +63,8 @@ class Sampler:
 class Pruner:
     """When a trial is given up. Resources are the `progress` that the job reports."""
 
-    name: Literal["none", "median", "hyperband"] = "none"
+    name: str = "none"
+    """One of `PRUNERS`, or the import path of a class of Optuna's kind."""
     min_resource: int = 1
     """No trial is given up before it."""
     max_resource: int | None = None
@@ -69,8 +73,13 @@ class Pruner:
     """Of hyperband: of so many trials one gets past a rung."""
     startup_trials: int = 5
     """Of median: so many whole trials come first."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a class that is given by its import path."""
 
     def __post_init__(self) -> None:
+        _check_choice(self.name, PRUNERS)
+        if self.options and self.name in PRUNERS:
+            raise UserError(f"options: {self.name} has keys of its own: min_resource, max_resource and others")
         if self.min_resource < 1:
             raise UserError(f"min_resource {self.min_resource}: progress counts from 1")
         if self.reduction_factor < 2:
@@ -88,6 +97,9 @@ class Pruner:
             return "none: every trial comes to its end"
         if self.name == "median":
             return f"median, from progress {self.min_resource} on, after {self.startup_trials} whole trials"
+        if self.name != "hyperband":
+            told = ", ".join(f"{key} {value}" for key, value in self.options.items())
+            return f"{self.name} ({told})" if told else self.name
         return f"hyperband, progress {self.min_resource} to {self.max_resource}, factor {self.reduction_factor}"
 
 

@@ -113,7 +113,7 @@ def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) 
     def add(made: Plan, staging: RunFolder) -> None:
         _check_resource(sweep, made.whole_config)
         _check_budget(sweep, made.spec.resources.gpus_per_node)
-        _check_sampler(sweep)
+        _check_classes(sweep)
         known = [] if sweep.warm_start is None else earlier.known_trials(sweep, sweep.warm_start)
         paths.write_whole(staging.sweep, configs.dump_yaml(values))
         if isinstance(sweep.space, str):
@@ -175,10 +175,12 @@ def _flags(values: dict[str, Any]) -> dict[str, Any]:
     return {str(name).replace("_", "-"): value for name, value in (values.get("resources") or {}).items()}
 
 
-def _check_sampler(sweep: Sweep) -> None:
-    """That it takes its options; a class of one's own may be nowhere but in the run's code."""
-    if sweep.sampler.name in files.SAMPLERS:
+def _check_classes(sweep: Sweep) -> None:
+    """Check that sampler and pruner take their options; a class of one's own may be only in the run's code."""
+    if sweep.sampler.name in files.SAMPLERS or sweep.sampler.name.startswith("optuna."):
         studies.sampler_of(sweep.sampler, worker=0)
+    if sweep.pruner.name in files.PRUNERS or sweep.pruner.name.startswith("optuna."):
+        studies.pruner_of(sweep.pruner)
 
 
 def _check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
@@ -221,7 +223,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
     with locked(folder.sweep_lock):
         old = files.load(folder.sweep)
         _refuse_differences(old, sweep)
-        _check_sampler(sweep)
+        _check_classes(sweep)
         study = studies.load(sweep, folder.journal)
         if not options.dry_run:
             recovery.recover(study, folder, sweep, note)

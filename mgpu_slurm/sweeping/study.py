@@ -129,40 +129,54 @@ def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
     Raises:
         UserError: there is no such class, or it does not take these options.
     """
-    cls = samplers.learning_from_failures(_class(_SAMPLERS.get(asked.name, asked.name)))
+    cls = samplers.learning_from_failures(_class("sampler", _SAMPLERS.get(asked.name, asked.name)))
     options = dict(asked.options)
     if asked.seed is not None:
         # by one seed for all, those that start together would try the same points, and one that comes back its old ones
         options["seed"] = int(np.random.SeedSequence((asked.seed, worker, attempt)).generate_state(1)[0])
-    try:
-        with warnings.catch_warnings():
-            # who names such a sampler, or option, knows
-            warnings.simplefilter("ignore", ExperimentalWarning)
-            made = cls(**options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"sampler {asked.name}: {error}: mend its options") from None
+    made = _made(f"sampler {asked.name}", cls, options)
     if not isinstance(made, BaseSampler):
         raise UserError(f"sampler {asked.name}: it is no optuna.samplers.BaseSampler")
     return made
 
 
-def _class(path: str) -> Callable[..., Any]:
+def _made(what: str, cls: Callable[..., Any], options: dict[str, Any]) -> Any:
+    try:
+        with warnings.catch_warnings():
+            # who names such a class, or option, knows
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            return cls(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what}: {error}: fix its options") from None
+
+
+def _class(kind: str, path: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UserError(f"sampler {path}: {error}: check the import path") from None
+        raise UserError(f"{kind} {path}: {error}: check the import path") from None
     return found
 
 
 def pruner_of(asked: Pruner) -> BasePruner:
+    """Return the pruner.
+
+    Raises:
+        UserError: there is no such class, or it does not take these options.
+    """
     if asked.name == "hyperband":
         assert asked.max_resource is not None
         return HyperbandPruner(asked.min_resource, asked.max_resource, asked.reduction_factor)
     if asked.name == "median":
         # what is reported at the least resource is looked at already
         return MedianPruner(n_startup_trials=asked.startup_trials, n_warmup_steps=asked.min_resource)
-    return NopPruner()
+    if asked.name == "none":
+        return NopPruner()
+    made = _made(f"pruner {asked.name}", _class("pruner", asked.name), asked.options)
+    if not isinstance(made, BasePruner):
+        raise UserError(f"pruner {asked.name}: it is no optuna.pruners.BasePruner")
+    return made
 
 
 def queue(study: Study, points: list[Values]) -> None:

@@ -155,7 +155,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown sampler": (change(sampler="tpee"), "sampler: 'tpee': expected tpe, random"),
     "an unknown key of the sampler": (change(sampler={"name": "tpe", "sed": 1}), "unknown key 'sampler.sed'"),
     "a loss that nobody wants": (change(metric="val_loss"), "metric val_loss: say `direction: minimize`; without it"),
-    "an unknown pruner": (change(pruner="asha"), "pruner.name='asha'"),
+    "an unknown pruner": (
+        change(pruner="medan"),
+        "'medan': expected none, median, hyperband, or package.module.Class (d",
+    ),
+    "options of a known pruner": (change(pruner={"name": "median", "options": {"a": 1}}), "median has keys of its own"),
     "hyperband without an end": (change(pruner="hyperband"), "hyperband needs max_resource"),
     "an end before the beginning": (
         change(pruner={"name": "hyperband", "min_resource": 9, "max_resource": 3}),

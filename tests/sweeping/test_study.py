@@ -67,7 +67,7 @@ class TestSamplers:
             (Sampler("no.such.Class"), "sampler no.such.Class: No module named 'no'"),
             (Sampler("optuna.samplers.Nothing"), "has no attribute 'Nothing': check the import path"),
             (Sampler("collections.OrderedDict"), "it is no optuna.samplers.BaseSampler"),
-            (Sampler("tpe", options={"sed": 1}), "unexpected keyword argument 'sed': mend its options"),
+            (Sampler("tpe", options={"sed": 1}), "unexpected keyword argument 'sed': fix its options"),
         ],
     )
     def test_what_is_no_sampler_is_refused(self, asked: Sampler, said: str) -> None:
@@ -126,6 +126,33 @@ def test_pruners_have_their_ends_said() -> None:
     assert (hyperband._min_resource, hyperband._max_resource, hyperband._reduction_factor) == (1, 27, 3)
     assert isinstance(studies.pruner_of(Pruner("median")), MedianPruner)
     assert isinstance(studies.pruner_of(Pruner()), NopPruner)
+
+
+def test_a_pruner_by_its_import_path_takes_its_options_and_decides(journal: Path) -> None:
+    asked = {"name": "optuna.pruners.ThresholdPruner", "options": {"lower": 0.5}}
+    made = sweep(pruner=asked)
+    assert made.pruner.words == "optuna.pruners.ThresholdPruner (lower 0.5)"
+    studies.create(made, journal)
+    study = studies.load(made, journal, Worker(0, 1))
+    trial = studies.take(study, made, Worker(0, 1), journal.with_name("trials.lock"))
+    assert trial is not None
+    trial.report(0.6, 1)
+    assert not trial.should_prune()
+    trial.report(0.4, 2)
+    assert trial.should_prune()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Pruner("no.such.Class"), "pruner no.such.Class: No module named 'no': check the import path"),
+        (Pruner("collections.OrderedDict"), "it is no optuna.pruners.BasePruner"),
+        (Pruner("optuna.pruners.ThresholdPruner", options={"lowr": 1}), "'lowr': fix its options"),
+    ],
+)
+def test_what_is_no_pruner_is_refused(asked: Pruner, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        studies.pruner_of(asked)
 
 
 def test_a_median_is_not_asked_before_the_least_resource() -> None:
