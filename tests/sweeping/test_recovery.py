@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,21 @@ def test_one_that_costs_worker_after_worker_is_given_up(tmp_path: Path) -> None:
         assert recover(folder, max_retries=1) == [0]
     assert states(folder) == ["FAIL"]
     assert paths.read_json(folder.of_trial(0).failure)["message"].endswith("(2 of 2 times)")
+    # in the study without the count, so that trials which fail alike have one reason
+    assert "of 2 times" not in study_of(folder).trials[0].system_attrs[studies.REASON]
+
+
+@pytest.mark.parametrize("max_retries", [0, 1])
+def test_one_whose_worker_died_before_the_trial_had_a_folder_is_released_too(tmp_path: Path, max_retries: int) -> None:
+    folder = make(tmp_path, trials=1)
+    begin(worker(folder, 0))
+    kill(folder, 0)
+    # all trials' folders, as the first worker may die before there is any
+    shutil.rmtree(folder.trials)
+    assert recover(folder, max_retries=max_retries) == [0]
+    assert states(folder) == ["WAITING" if max_retries else "FAIL"]
+    assert folder.of_trial(0).failure.exists() is not bool(max_retries)
+    assert len(lost(folder, 0)) == max_retries
 
 
 @pytest.mark.parametrize("state", ["PENDING", "REQUEUED", "PREEMPTED", "TIMEOUT", "CANCELLED", "COMPLETED"])
