@@ -23,13 +23,8 @@ class HostCopies:
         rank those that all ranks have.
 
         What came out of the call before is not valid any more.
-
-        Raises:
-            UserError: a tensor of a kind that files cannot hold.
         """
         kept = {name: own for name, tensor in tensors.items() if (own := _own(tensor, is_main)) is not None}
-        for name, (local, _) in kept.items():
-            _refuse_unwritable(name, local)
         copies = {name: self._buffer(name, local) for name, (local, _) in kept.items()}
         if kept:
             torch._foreach_copy_(list(copies.values()), [local for local, _ in kept.values()], non_blocking=True)
@@ -68,6 +63,24 @@ def _own(tensor: Any, is_main: bool) -> tuple[torch.Tensor, tuple[int, ...]] | N
     return (local, tuple(chunk.offsets)) if local.numel() or not tensor.numel() else None
 
 
-def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or not is_writable(tensor.dtype):
-        raise UserError(f"{name} is a {tensor.layout} tensor of {tensor.dtype}: a checkpoint cannot hold that")
+def refuse_unwritable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """
+    Raises:
+        UserError: names a tensor of a kind that files cannot hold.
+    """
+    for name, tensor in tensors.items():
+        kind = _unwritable_kind(tensor)
+        if kind is not None:
+            raise UserError(f"{name} is {kind}: a checkpoint cannot hold that")
+
+
+def _unwritable_kind(tensor: torch.Tensor) -> str | None:
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a quantized tensor of {tensor.dtype}"
+    if tensor.is_meta:
+        return "a tensor on the meta device, without values"
+    if tensor.layout is not torch.strided or not is_writable(tensor.dtype):
+        return f"a {tensor.layout} tensor of {tensor.dtype}"
+    return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from mgpu_slurm.errors import UserError
 
@@ -61,15 +62,23 @@ def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, torch.Tensor):
+        if is_lazy(value):
+            raise UserError(f"{place} has no shape yet: call the module once with a batch before")
         return _typed("tensor", _named(value.detach(), place, tensors))
     if kind is list:
         return _each(value, place, tensors)
+    if kind in (set, frozenset):
+        # their order is another one in each process
+        return _typed(kind.__name__, _each(sorted(value, key=repr), place, tensors))
     if kind in _COLLECTIONS:
         return _typed(kind.__name__, _each(value, place, tensors))
     if kind in _DICTS or kind is defaultdict:
         return _plain_dict(value, place, tensors)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        held = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        try:
+            held = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        except (TypeError, ValueError):
+            raise UserError(f"{place} is a NumPy {value.dtype.str}, which torch does not have: convert it") from None
         name = "array" if isinstance(value, np.ndarray) else "number"
         return _typed(name, _typed("tensor", _named(held, place, tensors)))
     if kind is complex:

@@ -23,6 +23,28 @@ class _Stored:
     shape: tuple[int, ...]
 
 
+class OfRank(Mapping[str, torch.Tensor]):
+    """Tensors as one rank had them: its own, and of what it did not keep for itself the others'."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:
+        """
+        Args:
+            prefix: begins the names of its own.
+        """
+        self._tensors = tensors
+        self._prefix = prefix
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        own = f"{self._prefix}{name}"
+        return self._tensors[own if own in self._tensors else name]
+
+
 class StoredTensors(Mapping[str, torch.Tensor]):
     """Tensors by their names: on the CPU and whole, or spread over this run's ranks like a tensor of that name."""
 
@@ -47,6 +69,9 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
 
     def __getitem__(self, name: str) -> torch.Tensor:
         like: Any = self._like.get(name)
@@ -73,7 +98,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         parts = self._parts[name]
         if len(parts) == 1 and (parts[0].offsets, parts[0].shape) == (start, shape):
             stored: torch.Tensor = parts[0].file.get_tensor(name)
-            return stored
+            # what is mapped from a file keeps its space on the disk after it was deleted
+            return stored.clone()
         region: torch.Tensor | None = None
         for part in parts:
             overlap = [

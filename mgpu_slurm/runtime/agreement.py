@@ -116,6 +116,16 @@ class Agreement:
         dist.all_reduce(tensor, group=self._group)
         return [float(value) for value in tensor]
 
+    def differ(self, numbers: Sequence[int]) -> list[bool]:
+        """Return which of these integers of 64 bits are not the same on all ranks; comes after `together`."""
+        if self._group is None:
+            return [False] * len(numbers)
+        own = torch.tensor(numbers, dtype=torch.int64)
+        # the greatest of each, and the least
+        ends = torch.stack([own, ~own])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._group)
+        return cast("list[bool]", (ends[0] != ~ends[1]).tolist())
+
     def told(self, find: Callable[[], T]) -> T:
         """Return on every rank what rank 0 finds out: numbers, texts and collections of them, which stay what they are.
         If finding it out fails, raise that error on every rank. Comes after `together`.

@@ -5,20 +5,23 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm import records
 from mgpu_slurm.checkpoints import folder as folders
 from mgpu_slurm.checkpoints import names, plain
-from mgpu_slurm.checkpoints.host import HostCopies, is_spread
-from mgpu_slurm.checkpoints.stored import StoredTensors
+from mgpu_slurm.checkpoints.digests import digest
+from mgpu_slurm.checkpoints.host import HostCopies, is_spread, refuse_unwritable
+from mgpu_slurm.checkpoints.stored import OfRank, StoredTensors
 from mgpu_slurm.errors import MgpuError, UserError, nearest
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.facts import RankFacts
+from mgpu_slurm.runtime.wrapping import Wrapped, load_state, state_of
 
 LOOK_EVERY = 1.0
 """Seconds between two looks whether a write comes on."""
@@ -27,13 +30,19 @@ LOOK_EVERY = 1.0
 class Keeper:
     """One rank's part in the checkpoints of a run."""
 
-    def __init__(self, run: RunFolder, facts: RankFacts, attempt: int) -> None:
+    def __init__(self, run: RunFolder, facts: RankFacts, attempt: int, wrapped: Wrapped, agreement: Agreement) -> None:
+        """
+        Args:
+            wrapped: belongs to rank 0 in checkpoints; ranks may differ in anything else.
+        """
         self.objects: dict[str, Any] = {}
         """With `state_dict` and `load_state_dict`, by the names that their user gave them."""
         self._run = run
         self._rank = facts.rank
         self._world_size = facts.world_size
         self._attempt = attempt
+        self._wrapped = wrapped
+        self._agreement = agreement
         self._saves = 0
         self._is_written = threading.Event()
         self._pieces = 0
@@ -48,19 +57,45 @@ class Keeper:
         """
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise UserError(f"run.restore({name}=...): a {type(value).__name__} has no state_dict and load_state_dict")
-        self.objects[name] = value.module if isinstance(value, DistributedDataParallel) else value
+        self.objects[name] = value
         try:
-            plain.split(self.objects[name].state_dict(), name)
+            self._state(name)
         except UserError as error:
             raise UserError(f"run.restore({name}=...): {error}") from None
 
-    def _states(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        states: dict[str, Any] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in self.objects.items():
-            states[name], of_this = plain.split(value.state_dict(), name)
-            tensors |= of_this
-        return states, tensors
+    def check_names(self) -> None:
+        """Make sure that all ranks keep the same objects.
+
+        Raises:
+            UserError: they do not.
+        """
+        names = list(self.objects)
+        if any(self._agreement.differ(digest(names, {}))):
+            raise UserError(f"run.restore: every rank has to give the same names, and this one gave {', '.join(names)}")
+
+    def _state(self, name: str) -> _State:
+        value = self.objects[name]
+        state, actual = state_of(value)
+        shape, tensors = plain.split(state, name)
+        refuse_unwritable(tensors)
+        reached = self._wrapped.reaches(value)
+        own = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if not is_spread(tensor) and not reached(actual.get(key.removeprefix(f"{name}."), ""))
+        }
+        return _State(shape, tensors, own, is_rank_0s=reached(""))
+
+    def _states(self) -> dict[str, _State]:
+        return {name: self._state(name) for name in self.objects}
+
+    def _differing(self, states: Mapping[str, _State]) -> list[str]:
+        """Return the names of the objects whose states are not the same on all ranks."""
+        if self._world_size == 1:
+            return []
+        numbers = [number for state in states.values() for number in state.digest]
+        found = self._agreement.differ(numbers)
+        return [name for at, name in enumerate(states) if any(found[2 * at : 2 * at + 2])]
 
     # -- writing; every rank makes these calls, in step
 
@@ -74,11 +109,20 @@ class Keeper:
         Raises:
             UserError: an object keeps what a checkpoint cannot hold.
         """
-        states, tensors = self._states()
-        self._own, own_tensors = plain.split(own, f"rank-{self._rank}")
+        states = self._states()
+        differing = self._differing(states)
+        own_state, own_tensors = plain.split(own, f"rank-{self._rank}")
+        self._record = {"own": own_state}
+        if self._rank == 0:
+            objects = {name: state.plain for name, state in states.items()}
+            self._record["shared"] = {"facts": facts, "objects": objects, "differing": differing}
+        else:
+            self._record["objects"] = {name: states[name].plain for name in differing}
+            of_objects = [tensor for name in differing for tensor in states[name].own.items()]
+            own_tensors |= {f"{_prefix(self._rank)}{name}": tensor for name, tensor in of_objects}
+        tensors = {name: tensor for state in states.values() for name, tensor in state.tensors.items()}
         self._parts = self._shared_copies.take(tensors, is_main=self._rank == 0)
         self._parts |= self._own_copies.take(own_tensors, is_main=True)
-        self._shared = {"facts": facts, "objects": states} if self._rank == 0 else None
         self._saves += 1
         self._is_written.clear()
 
@@ -88,10 +132,9 @@ class Keeper:
         Raises:
             OSError: it cannot be written.
         """
-        state = {"own": self._own} | ({"shared": self._shared} if self._shared is not None else {})
         hidden = self._hidden(step)
         try:
-            folders.write_part(hidden, self._rank, self._world_size, state, self._parts, self._came_on)
+            folders.write_part(hidden, self._rank, self._world_size, self._record, self._parts, self._came_on)
         finally:
             self._is_written.set()
 
@@ -173,25 +216,71 @@ class Keeper:
             names: of all that is to be restored; the facts have those that are no objects.
 
         Raises:
-            UserError: the checkpoint lacks one.
+            UserError: the checkpoint lacks one, or has several of it for another number of ranks.
         """
         path = self._run.checkpoint(*key)
-        shared = folders.record(path, 0)["shared"]
+        first = folders.record(path, 0)
+        shared = first["shared"]
         known = [*shared["objects"], shared["facts"]["loader"]["name"]]
         for name in names:
             if name not in known:
                 raise UserError(
                     f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: keep the names of run.restore"
                 )
+        own = self._own_objects(path, first)
         for value in self.objects.values():
             if isinstance(value, torch.optim.Optimizer):
                 _make_spread_state(value)
-        _, like = self._states()
+        like = {name: tensor for state in self._states().values() for name, tensor in state.tensors.items()}
         tensors = StoredTensors(folders.tensor_files(path), like)
         for name, value in self.objects.items():
-            value.load_state_dict(plain.joined(shared["objects"][name], tensors))
+            if name in own:
+                state = plain.joined(own[name], OfRank(tensors, _prefix(self._rank)))
+            else:
+                state = plain.joined(shared["objects"][name], tensors)
+            load_state(value, state, is_old="differing" not in shared)
         heard_of = folders.ranks(path)[self._rank :: self._world_size]
         return shared["facts"], [plain.joined(folders.record(path, rank)["own"], tensors) for rank in heard_of]
+
+    def _own_objects(self, path: Path, first: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of the objects of which this rank had its own.
+
+        Args:
+            first: the record of rank 0.
+
+        Raises:
+            UserError: it had one of another number of ranks.
+        """
+        differing = [name for name in first["shared"].get("differing", []) if name in self.objects]
+        if differing and first["world_size"] != self._world_size:
+            raise UserError(
+                f"checkpoint {path.name} has its own {' and '.join(map(repr, differing))} for each of"
+                f" {first['world_size']} ranks, and this run has {self._world_size}: resume it on as many ranks, or"
+                " leave that out of run.restore"
+            )
+        return dict(folders.record(path, self._rank)["objects"]) if differing and self._rank else {}
+
+
+@dataclass(frozen=True)
+class _State:
+    """How an object stands."""
+
+    plain: Any
+    """What JSON can hold of it."""
+    tensors: Mapping[str, torch.Tensor]
+    own: Mapping[str, torch.Tensor]
+    """Those of the tensors that may be different on each rank."""
+    is_rank_0s: bool
+    """Whether it all counts as rank 0 has it."""
+
+    @property
+    def digest(self) -> tuple[int, int]:
+        return (0, 0) if self.is_rank_0s else digest(self.plain, self.own)
+
+
+def _prefix(rank: int) -> str:
+    """Return how the names of tensors begin that a rank keeps of its own objects."""
+    return f"rank-{rank}.objects."
 
 
 def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:

@@ -110,6 +110,11 @@ class LoaderPlaces:
         """Return what a checkpoint holds: the places of loaders that last or are in the middle of a pass."""
         return [place.facts() for i, place in enumerate(self._places) if i < self._lasting or place.is_in_pass]
 
+    def others(self) -> list[list[int]]:
+        """Return how far the loaders are that do not drive the loop."""
+        found = [place.facts() for place in self._places if place is not self.driver]
+        return [[facts["passes"], facts["batch"]] for facts in found]
+
     def go_to(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore the loaders that are there, and later those that are made in the loop."""
         self._saved = list(saved)

@@ -41,7 +41,7 @@ class Position:
             "metrics": self.metrics,
             "next_epoch": self.epoch if in_pass and self.epoch is not None else self.next_epoch,
             # tells checkpoints of one step apart; the begin of a pass is the end of the one before
-            "place": [self.progress, batch if in_pass else 0, passes - in_pass],
+            "place": [self.progress, batch if in_pass else 0, passes - in_pass, *self.loaders.others()],
             "loader": {
                 "name": self.loader_name,
                 "active": in_pass,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from mgpu_slurm.checkpoints.host import is_sharded, is_spread
+from mgpu_slurm.checkpoints.host import is_sharded
 from mgpu_slurm.checkpoints.names import Key
 from mgpu_slurm.errors import MgpuError, TrialPruned, UserError
 from mgpu_slurm.paths import RunFolder
@@ -32,6 +32,7 @@ from mgpu_slurm.runtime.steering import Steering
 from mgpu_slurm.runtime.stepping import StepCounter
 from mgpu_slurm.runtime.stopping import StopFlag
 from mgpu_slurm.runtime.watchdog import Watchdog
+from mgpu_slurm.runtime.wrapping import Wrapped, bring
 
 Batch = TypeVar("Batch")
 
@@ -113,7 +114,8 @@ class Run:
         self._sharded: list[nn.Module] = []
         """A rank whose forwards were fewer would leave the others waiting."""
         self._position = Position()
-        self._keeper = Keeper(self._files, facts, attempt)
+        self._wrapped = Wrapped()
+        self._keeper = Keeper(self._files, facts, attempt, self._wrapped, self._agreement)
         self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
         self._saver = self._steering.saver
         self._steps = StepCounter(self._step_done)
@@ -177,9 +179,15 @@ class Run:
         """
         if is_sharded(model):
             self._sharded.append(model)
+            self._wrapped.add(model)
             return model
         model = model.to(self.device)
-        if self.world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+        self._wrapped.add(model)
+        if self.world_size == 1:
+            return model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            # nothing for DDP to do, which does not take it
+            bring([*model.parameters(), *model.buffers()])
             return model
         wrapped = DistributedDataParallel(
             model,
@@ -191,7 +199,7 @@ class Run:
             **_NO_BUFFER_SYNC,
         )
         self._models.append(wrapped)
-        self._bring_buffers()
+        bring(model.buffers())
         return wrapped
 
     def alive(self) -> None:
@@ -205,10 +213,9 @@ class Run:
         self._bring_buffers()
 
     def _bring_buffers(self) -> None:
-        for model in [model.module for model in self._models] + self._sharded:
-            for buffer in model.buffers():
-                if not is_spread(buffer):
-                    torch.distributed.broadcast(buffer, src=0)
+        if self.world_size > 1:
+            for model in self._wrapped:
+                bring(model.buffers())
 
     def loader(
         self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, drop_last: bool = False, **options: Any
@@ -406,6 +413,8 @@ class Run:
                 self._keeper.add(name, value)
                 if isinstance(value, nn.Module) and is_sharded(value) and value not in self._sharded:
                     self._sharded.append(value)
+                    self._wrapped.add(value)
+        self._keeper.check_names()
         self._steering.keeps = True
         self._position.loaders.begin_loop()
         newest = self._newest_sound()

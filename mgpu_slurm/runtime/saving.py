@@ -102,6 +102,8 @@ class Saver:
         if facts == self._facts:
             return
         self.finish()
+        # all come here before they compare what they hold
+        self._together(False)
         self._held = None
         self._keeper.copy({**facts, **self._best.begin(self.plan, facts["step"])}, own)
         self._begin(facts)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from mgpu_slurm.checkpoints.host import HostCopies
 from mgpu_slurm.checkpoints.stored import StoredTensors
 from mgpu_slurm.checkpoints.tensors import _TYPES, Part, summed, write
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.stopping import StopFlag
 from tests.runtime.ranks import run_ranks
 
 
@@ -80,9 +83,41 @@ def test_what_all_ranks_have_the_first_one_keeps() -> None:
     assert HostCopies().take({"weight": torch.ones(1)}, is_main=False) == {}
 
 
-def test_a_tensor_that_files_cannot_hold_is_named() -> None:
-    with pytest.raises(UserError, match=r"^model\.a is a torch\.sparse_coo tensor of torch\.float32: a checkpoint"):
-        HostCopies().take({"model.a": torch.eye(2).to_sparse()}, is_main=True)
+class Holds:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": [self.value]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: torch.eye(2).to_sparse(),
+            "is a torch.sparse_coo tensor of torch.float32: a checkpoint cannot hold that",
+        ),
+        (lambda: torch.eye(2).to_sparse_csr(), "is a torch.sparse_csr tensor of torch.float32"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "is a quantized tensor of torch.qint8"),
+        (lambda: torch.ones(2, dtype=torch.complex128), "is a torch.strided tensor of torch.complex128"),
+        (lambda: torch.ones(2, device="meta"), "is a tensor on the meta device, without values"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "is a nested tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "is a nested tensor"),
+        (lambda: nn.LazyLinear(2).weight, "has no shape yet: call the module once with a batch before"),
+        (lambda: np.ones(2, np.complex128), "is a torch.strided tensor of torch.complex128"),
+        (lambda: np.ones(2, np.longdouble), "is a NumPy <f16, which torch does not have: convert it"),
+        (lambda: np.ones(2, ">f4"), "is a NumPy >f4, which torch does not have: convert it"),
+    ],
+)
+def test_a_tensor_that_files_cannot_hold_is_refused_before_training(make: Any, words: str, tmp_path: Path) -> None:
+    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+    with pytest.raises(UserError) as caught:
+        run.restore(model=nn.Linear(1, 1), other=Holds(make()))
+    assert str(caught.value).startswith(f"run.restore(other=...): other.a.0 {words}")
 
 
 # -- parts of several ranks

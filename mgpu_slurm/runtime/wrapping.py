@@ -1,0 +1,170 @@
+"""What `run.wrap` returned, whose state is rank 0's on all ranks, and names of a state that do not depend on wrapping.
+
+DistributedDataParallel and `torch.compile` put what they wrap below a name of their own. They are told by their
+classes, since a user's attribute may have the same name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from mgpu_slurm.checkpoints.host import is_sharded, is_spread
+
+_OF_VERSION_0_1 = ("module", "_orig_mod")
+"""Parts of the names in its checkpoints that may come from wrapping."""
+
+
+class Wrapped:
+    """The modules that `run.wrap` has returned."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
+
+    def add(self, module: nn.Module) -> None:
+        self._modules.append(module)
+
+    def reaches(self, value: Any) -> Callable[[str], bool]:
+        """Return a function that tells which names in the state of an object belong to wrapped modules.
+
+        An optimizer belongs to them if all of its parameters do, and a moving average if it is one of such a module.
+        """
+        parts = {id(part) for module in self._modules for part in module.modules()}
+        tensors = {id(each) for module in self._modules for each in (*module.parameters(), *module.buffers())}
+        if isinstance(value, torch.optim.Optimizer):
+            parameters = [parameter for group in value.param_groups for parameter in group["params"]]
+            are_all = all(id(parameter) in tensors or is_spread(parameter) for parameter in parameters)
+            return lambda name: are_all
+        if not isinstance(value, nn.Module):
+            return lambda name: False
+        if is_sharded(value):
+            # one model that is sharded over the ranks
+            return lambda name: True
+
+        def belongs(part: Any) -> bool:
+            return (
+                id(part) in parts | tensors
+                or isinstance(part, DistributedDataParallel)
+                or (isinstance(part, AveragedModel) and self._averages(part))
+            )
+
+        return lambda name: any(map(belongs, _along(value, name)))
+
+    def _averages(self, average: AveragedModel) -> bool:
+        """Whether it is a moving average of a wrapped module: a copy of one, so it has the same class and shapes."""
+        return any(_form(average.module) == _form(module) for module in self._modules)
+
+
+def bring(tensors: Iterable[torch.Tensor]) -> None:
+    """Give these tensors rank 0's values on all ranks, but for those that are spread over them; every rank calls it."""
+    for tensor in tensors:
+        if is_spread(tensor):
+            continue
+        held = tensor.detach().contiguous()
+        # as bytes, because gloo does not send every type
+        torch.distributed.broadcast(held.reshape(-1).view(torch.uint8), src=0)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(held)
+
+
+def _form(module: nn.Module) -> tuple[type, list[torch.Size]]:
+    while (child := _wraps(module)) is not None:
+        module = module._modules[child]  # type: ignore[assignment]
+    return type(module), [each.shape for each in (*module.parameters(), *module.buffers())]
+
+
+def _wraps(module: Any) -> str | None:
+    """Return below which name a wrapper holds its module; None for any other module."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    # there are none before torch has imported this, which takes long
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
+
+
+def _along(module: nn.Module, name: str) -> Iterator[Any]:
+    """Yield the modules on the way to a name of a state, beginning with the root, and the tensor at its end."""
+    current: Any = module
+    for part in name.split("."):
+        yield current
+        for held in (current._modules, current._parameters, current._buffers):
+            if held.get(part) is not None:
+                current = held[part]
+                break
+        else:
+            return
+        if not isinstance(current, nn.Module):
+            break
+    yield current
+
+
+def _canonical(module: nn.Module, name: str) -> str:
+    """Return a name of a module's state without the parts that come from wrapping."""
+    parts = name.split(".")
+    ways = zip(_along(module, name), parts, strict=False)
+    wrappers = [isinstance(current, nn.Module) and _wraps(current) == part for current, part in ways]
+    kept = [part for part, is_wrapper in zip(parts, wrappers, strict=False) if not is_wrapper]
+    return ".".join([*kept, *parts[len(wrappers) :]])
+
+
+def _canonical_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name that does not depend on wrapping for each name in a module's state."""
+    names = {name: _canonical(module, name) for name in state}
+    # two of one name would lose one: with wrappers that hold tensors of their own
+    return names if len(set(names.values())) == len(names) else {name: name for name in state}
+
+
+def state_of(value: Any) -> tuple[Any, dict[str, str]]:
+    """Return the state of an object, that of a module by canonical names, and its actual names by these."""
+    state = value.state_dict()
+    if not isinstance(value, nn.Module):
+        return state, {}
+    names = _canonical_names(value, state)
+    return _renamed(state, names), {canonical: name for name, canonical in names.items()}
+
+
+def _renamed(state: Any, names: Mapping[str, str]) -> Any:
+    return type(state)((names.get(name, name), each) for name, each in state.items())
+
+
+def load_state(value: Any, state: Any, is_old: bool) -> None:
+    """Load what `state_of` returned into an object, however it is wrapped now.
+
+    Args:
+        is_old: whether version 0.1 has written it, which had other names.
+    """
+    if isinstance(value, nn.Module):
+        _, actual = state_of(value)
+        if is_old:
+            actual = _from_version_0_1(actual, state)
+        state = _renamed(state, actual)
+    value.load_state_dict(state)
+
+
+def _from_version_0_1(actual: Mapping[str, str], state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the module for those in the checkpoint, which depend on how that was wrapped.
+
+    Args:
+        actual: names of the module by canonical ones.
+    """
+    if set(state) == set(actual.values()):
+        return {}
+    if set(state) != set(actual):
+        # how it was wrapped is not known any more: only if every name has exactly one partner
+        ours, theirs = {_short(name): name for name in actual}, {_short(name): name for name in state}
+        if ours.keys() == theirs.keys() and len(ours) == len(actual) and len(theirs) == len(state):
+            return {theirs[short]: actual[name] for short, name in ours.items()}
+    return dict(actual)
+
+
+def _short(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _OF_VERSION_0_1)
