@@ -65,8 +65,12 @@ def test_the_gpus_random_numbers_go_on_where_they_were() -> None:
     assert torch.equal(torch.rand(3, device=device), first)
 
 
-def trained(folder: Path, device: torch.device, stop_at: int | None) -> list[torch.Tensor]:
-    """What a training on this device comes to, which is saved and left at a step, or goes on to its end."""
+def trained(folder: Path, device: torch.device, stop_at: int | None) -> tuple[int, list[torch.Tensor]]:
+    """Train on this device, and leave at a step after a save, or continue to the end.
+
+    Returns:
+        the step at which it began, and the weights; none if it was left.
+    """
     run = Run(RankFacts(), folder, device, 1, StopFlag())
     run.seed(0, deterministic=True)
     model = run.wrap(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 1)))
@@ -74,25 +78,29 @@ def trained(folder: Path, device: torch.device, stop_at: int | None) -> list[tor
     features = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
     data = run.loader(TensorDataset(features), batch_size=8, shuffle=True)
     state = run.restore(model=model, optimizer=optimizer, data=data)
+    began = state.step
     run.checkpoints(every_steps=2)
     for _ in state.epochs(2):
         for (batch,) in data:
             if run.step == stop_at:
                 run.close()
-                return []
+                return began, []
             run.backward(model(batch).square().mean())
             run.update(optimizer)
     run.finish()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
+    return began, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 def test_a_training_goes_on_exactly_on_its_device(on: str, tmp_path: Path) -> None:
     device = torch.device(on) if on == "cpu" else devices.choose(RankFacts())
     try:
-        whole = trained(tmp_path / "whole", device, None)
-        trained(tmp_path / "parts", device, stop_at=7)
-        assert all(map(torch.equal, whole, trained(tmp_path / "parts", device, None)))
+        _, whole = trained(tmp_path / "whole", device, None)
+        assert trained(tmp_path / "parts", device, stop_at=7) == (0, [])
+        began, weights = trained(tmp_path / "parts", device, None)
+        # one that starts anew would come to the same weights
+        assert began == 6
+        assert all(map(torch.equal, whole, weights))
     finally:
         torch.use_deterministic_algorithms(False)
 

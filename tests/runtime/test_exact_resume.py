@@ -32,6 +32,7 @@ def trains(run: Run, stop_at: int | None, dropout: float) -> dict[str, Any]:
     data = run.loader(TensorDataset(features, torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
     meter = run.meter("loss")
     state = run.restore(model=model, optimizer=optimizer, data=data)
+    began, was_stopped = state.step, False
     seen: list[tuple[int, int]] = []
     losses: dict[int, float] = {}
     means: dict[int, float] = {}
@@ -51,12 +52,26 @@ def trains(run: Run, stop_at: int | None, dropout: float) -> dict[str, Any]:
     except BaseException as stopped:
         if type(stopped).__name__ != "RunStopped":
             raise
+        was_stopped = True
     return {
+        "began": began,
+        "ended": run.step,
+        "was stopped": was_stopped,
         "weights": [parameter.tolist() for parameter in net.parameters()],
         "seen": seen,
         "losses": losses,
         "means": means,
     }
+
+
+def assert_continued(begun: list[dict[str, Any]], rest: list[dict[str, Any]], stop_at: int) -> None:
+    """A second part that starts anew would come to the same weights."""
+    assert all(part["was stopped"] and part["began"] == 0 for part in begun)
+    # the other ranks may be a step ahead of the one that was told to stop; in an evaluation all leave from before it
+    (began,) = {part["began"] for part in rest}
+    assert began in (stop_at, stop_at + 1)
+    assert {part["ended"] for part in begun} <= {began, began + 1}
+    assert not any(part["was stopped"] for part in rest)
 
 
 @pytest.mark.parametrize("stop_at", [3, 13])
@@ -65,6 +80,7 @@ def test_the_weights_are_equal_bit_for_bit(ranks: int, stop_at: int, tmp_path: P
     whole = run_ranks(trains, ranks, None, 0.2, folder=tmp_path / "whole")
     begun = run_ranks(trains, ranks, stop_at, 0.2, folder=tmp_path / "parts")
     rest = run_ranks(trains, ranks, None, 0.2, folder=tmp_path / "parts")
+    assert_continued(begun, rest, stop_at)
     for one, first, other in zip(whole, begun, rest, strict=True):
         assert one["weights"] == other["weights"]
         # of all of an epoch, which was interrupted
@@ -76,8 +92,10 @@ def test_on_other_ranks_each_sample_counts_once_and_the_losses_are_close(
     before: int, after: int, tmp_path: Path
 ) -> None:
     whole = run_ranks(trains, before, None, 0.0, folder=tmp_path / "whole")
-    parts = run_ranks(trains, before, 10, 0.0, folder=tmp_path / "parts")
-    parts += run_ranks(trains, after, None, 0.0, folder=tmp_path / "parts")
+    begun = run_ranks(trains, before, 10, 0.0, folder=tmp_path / "parts")
+    rest = run_ranks(trains, after, None, 0.0, folder=tmp_path / "parts")
+    assert_continued(begun, rest, 10)
+    parts = begun + rest
     seen = Counter(place for part in parts for place in part["seen"])
     assert seen == Counter({(epoch, number): 1 for epoch in range(1, EPOCHS + 1) for number in range(SAMPLES)})
     losses = parts[0]["losses"] | parts[-1]["losses"]
