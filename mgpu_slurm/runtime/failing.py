@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 FAREWELL_SECONDS = 5.0
 """For the process group, threads and exit handlers of a rank that has failed; any of them may block for ever."""
 
+LAST_SECONDS = 75.0
+"""After which the system ends such a rank in any case, a checkpoint that is being written included."""
+
 
 def own_traceback(error: BaseException) -> str:
     """The traceback from the user's function on: the frames that led there tell nobody anything."""
@@ -77,7 +80,6 @@ def leave_soon(exit_code: int, saved: Callable[[], None] = lambda: None) -> None
     def leave() -> None:
         with suppress(Exception):
             saved()
-        # where C code keeps the interpreter's lock, this thread does not run
         signal.setitimer(signal.ITIMER_REAL, 2 * FAREWELL_SECONDS)
         time.sleep(FAREWELL_SECONDS)
         with suppress(Exception):
@@ -88,4 +90,6 @@ def leave_soon(exit_code: int, saved: Callable[[], None] = lambda: None) -> None
 
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # ends the process also if C code keeps the interpreter's lock, so that no thread runs
+    signal.setitimer(signal.ITIMER_REAL, LAST_SECONDS)
     threading.Thread(target=leave, name="farewell", daemon=True).start()

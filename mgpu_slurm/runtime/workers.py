@@ -34,7 +34,7 @@ def being_started(context: BaseContext | None) -> Iterator[None]:
     """
     method = (context or multiprocessing).get_start_method()
     if method != "fork":
-        # it unblocks SIGTERM when it starts
+        # the thread that starts it has SIGTERM unblocked afterwards
         resource_tracker.ensure_running()
     if method == "forkserver":
         # all its children inherit what it was started with, and those of the job are to end on SIGTERM
