@@ -74,14 +74,14 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] 
     found = _listed(job_ids, listed)
     missing = {folder: job_id for folder, job_id in job_ids.items() if folder not in found}
     starts = accounting.accounted(slurm.whole_jobs(missing.values())) if missing else []
-    ended = [start for start in starts or [] if not states.is_alive(start.state)]
-    found |= _accounted(missing, ended)
+    found |= _accounted(missing, starts or [])
     forgotten = {folder: job_id for folder, job_id in missing.items() if folder not in found}
     # tasks that had not started when their array was cancelled are one line without their numbers
     arrays = {folder: identity.whole(job_id) for folder, job_id in forgotten.items()}
-    found |= _accounted(arrays, ended) | _listed(arrays, listed)
+    found |= _accounted(arrays, starts or []) | _listed(arrays, listed)
     forgotten = {folder: job_id for folder, job_id in forgotten.items() if folder not in found}
-    with_others = {identity.whole(job_id) for job_id in [*listed, *(start.job_id for start in ended)]}
+    ended = [start.job_id for start in starts or [] if not states.is_alive(start.state)]
+    with_others = {identity.whole(job_id) for job_id in [*listed, *ended]}
     return found | _forgotten(forgotten, with_others, LOST if starts is not None else LOST_SO_FAR)
 
 
@@ -91,18 +91,23 @@ def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -
     return {folder: _facts(job) for folder, job in pairs if job is not None and identity.is_of(folder, job)}
 
 
-def _accounted(job_ids: Mapping[RunFolder, str], ended: Iterable[AccountedStart]) -> dict[RunFolder, State]:
+def _accounted(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, State]:
     """Return how accounting says that these jobs have ended: by the last start of each."""
     by_id: dict[str, list[AccountedStart]] = {}
-    for start in ended:
+    for start in starts:
         by_id.setdefault(start.job_id, []).append(start)
     found = {}
     for folder, job_id in job_ids.items():
         own = [start for start in by_id.get(job_id, []) if identity.is_of(folder, start)]
-        # one that the run has started after is not the last: accounting is some seconds behind
-        if own and not (own[-1].end and last_words.is_before_last_start(folder, datetime.fromisoformat(own[-1].end))):
+        # accounting may have missed the end of a job that the controller does not have any more
+        if own and not states.is_alive(own[-1].state) and not _is_older(folder, own[-1]):
             found[folder] = _accounted_facts(own[-1])
     return found
+
+
+def _is_older(folder: RunFolder, start: AccountedStart) -> bool:
+    """Return whether a run has started again since: accounting is some seconds behind."""
+    return start.end is not None and last_words.is_before_last_start(folder, datetime.fromisoformat(start.end))
 
 
 def _accounted_facts(start: AccountedStart) -> State:
@@ -152,6 +157,7 @@ def is_missing_for_long(folder: RunFolder, name: str) -> bool:
         noted = {"name": name, "since": time.time(), "answers": 0}
     noted["answers"] += 1
     with suppress(OSError):
+        folder.create_task()
         write_json(folder.unlisted, noted, sync=False)
     return bool(noted["answers"] >= ANSWERS_WITHOUT_IT and time.time() - noted["since"] >= GONE_AFTER)
 

@@ -121,6 +121,26 @@ def test_an_end_before_the_newest_attempt_is_not_its_end(run: RunFolder, answers
     assert state_of(run)[0] == "PREEMPTED"
 
 
+def test_an_end_before_a_start_that_accounting_knows_is_not_its_end(run: RunFolder, answers: Answers) -> None:
+    answers("scontrol", SILENT)
+    preempted = "42|PREEMPTED|2026-05-01T12:00:00|2026-05-01T12:00:01|2026-05-01T12:30:00|None|digits"
+    answers("sacct", shows(f"{preempted}\n42|RUNNING|2026-05-01T12:30:00|2026-05-01T12:31:00|Unknown|None|digits\n"))
+    assert state_of(run) == ("RUNNING", fates.UNLISTED["reason"])
+
+
+def test_a_task_that_has_not_started_is_counted_too(
+    runs: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fates, "GONE_AFTER", 0.0)
+    answers("scontrol", SILENT)
+    group = RunFolder(runs / "group")
+    group.create()
+    records.update_state(group, executor="slurm", state="PENDING", tasks=1, submitted=BEGUN.isoformat())
+    records.record_event(group, "submitting", token="mgpu-1", first=0, tasks="0", time=BEGUN.isoformat())
+    records.record_event(group, "submitted", token="mgpu-1", job_id="42", time=BEGUN.isoformat())
+    assert [state_of(group.of_task(0))[0] for _ in range(3)] == ["PENDING", "PENDING", "FAILED"]
+
+
 def test_a_run_that_has_moved_on_while_slurm_was_asked_counts_as_it_is_now(
     run: RunFolder, answers: Answers, tmp_path: Path
 ) -> None:
