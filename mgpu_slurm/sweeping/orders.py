@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from mgpu_slurm.sweeping.space import Values
 
 if TYPE_CHECKING:
@@ -37,7 +39,11 @@ class Leave:
 
 def as_plain(order: Assignment | Leave | None) -> dict[str, Any] | None:
     """Return an order as values that rank 0 can tell the others."""
-    return None if order is None else {"is_trial": isinstance(order, Assignment), **vars(order)}
+    if not isinstance(order, Assignment):
+        return None if order is None else {"is_trial": False, **vars(order)}
+    # a sampler of the user's own may choose NumPy's numbers
+    values = {name: each.item() if isinstance(each, np.generic) else each for name, each in order.values.items()}
+    return {"is_trial": True, **vars(order), "values": values}
 
 
 def from_plain(told: dict[str, Any] | None) -> Assignment | Leave | None:

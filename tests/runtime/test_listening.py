@@ -4,11 +4,13 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import pytest
 
-from mgpu_slurm.runtime import listening, rendezvous
+from mgpu_slurm.runtime import listening, rendezvous, reporting
 from mgpu_slurm.runtime.listening import Offer
+from tests.forks import FORKS
 
 
 @pytest.fixture
@@ -67,3 +69,28 @@ def test_other_ranks_take_nothing(listener: socket.socket, monkeypatch: pytest.M
     assert said == []
     with socket.create_connection(listener.getsockname()):
         thread.join()
+
+
+def squats(name: str, there: Connection) -> None:
+    """Another user takes a name that nobody has any more."""
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(f"\0{name}")
+        door.listen()
+        there.send("ready")
+        there.recv()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="starts a process of another user")
+def test_a_name_that_another_user_has_taken_is_not_the_batch_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"mgpu-test-{os.getpid()}"
+    here, there = FORKS.Pipe()
+    stranger = FORKS.Process(target=squats, args=(name, there))
+    stranger.start()
+    assert here.recv() == "ready"
+    monkeypatch.setenv(listening.VARIABLE, name)
+    assert listening.take(0) is None
+    with pytest.raises(ConnectionError, match="another user has its socket"):
+        reporting.Caller(name)(1, {"loss": 0.5})
+    here.send("over")
+    stranger.join()
