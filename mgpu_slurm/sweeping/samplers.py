@@ -71,8 +71,13 @@ class _Tpe(_LearnsFromFailures, TPESampler):
     """Of the trials that have a value, and of the bad ones."""
 
     def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
-        # TPE ranks pruned trials after complete ones, and those without a report last
-        return [_copied(trial, TrialState.PRUNED) if trial.number in bad else trial for trial in trials]
+        # it is asked for them four times for each new trial, and they have ended
+        copies: dict[int, FrozenTrial] = vars(self).setdefault("_copies", {})
+        for trial in trials:
+            if trial.number in bad and trial.number not in copies:
+                # TPE ranks pruned trials after complete ones, and those without a report last
+                copies[trial.number] = _copied(trial, TrialState.PRUNED)
+        return [copies[trial.number] if trial.number in bad else trial for trial in trials]
 
     def _sample(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
         ended = study._get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
@@ -109,7 +114,8 @@ class _ByValue(_LearnsFromFailures):
             return list(trials)
         low, high = min(values), max(values)
         # not by much more than values differ: a model would see nothing but the step between good and bad
-        worse = low - (high - low) if direction == StudyDirection.MAXIMIZE else high + (high - low)
+        margin = (high - low) or max(abs(high), 1.0)
+        worse = low - margin if direction == StudyDirection.MAXIMIZE else high + margin
         return [_copied(trial, TrialState.COMPLETE, worse) if trial.number in bad else trial for trial in trials]
 
 
@@ -143,7 +149,7 @@ class _View:
         self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
     ) -> list[FrozenTrial]:
         trials = self._study._get_trials(deepcopy=False, use_cache=use_cache)
-        bad = {trial.number for trial in trials if trial.state.is_finished() and OWN_FAULT in trial.system_attrs}
+        bad = {trial.number for trial in trials if OWN_FAULT in trial.system_attrs and trial.state.is_finished()}
         if bad:
             notes = self._study._storage.get_study_system_attrs(self._study._study_id)
             bad.difference_update(*(numbers for key, numbers in notes.items() if key.startswith(INNOCENT)))

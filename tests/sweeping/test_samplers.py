@@ -132,6 +132,14 @@ class TestWhatASamplerIsShown:
         assert self.seen(study) == expected
         assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED"]
 
+    def test_also_worse_than_the_only_one(self) -> None:
+        study = make_study("gp", 0)
+        for number in range(2):
+            trial = study.ask()
+            trial.suggest_float("x", 0, 1)
+            fail(study, trial) if number else study.tell(trial, 3.0)
+        assert self.seen(study) == [("COMPLETE", 3.0), ("COMPLETE", 0.0)]
+
     def test_what_others_are_to_blame_for_says_nothing(self) -> None:
         study = self.told("tpe")
         trial = study.ask()
