@@ -23,6 +23,7 @@ class Call(IntEnum):
     SHARD = 6
     FINISH = 7
     TRIAL = 8
+    PASS = 9
 
     @property
     def words(self) -> str:
@@ -36,6 +37,7 @@ class Call(IntEnum):
             Call.SHARD: "the start of a pass over run.shard()",
             Call.FINISH: "the end of the job function",
             Call.TRIAL: "the next trial",
+            Call.PASS: "the start of a pass over a stream or a sampler",
         }[self]
 
 

@@ -5,84 +5,199 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime import workers
+from mgpu_slurm.runtime.batches import GlobalBatches, ListedBatches, batches_of, mixed
 from mgpu_slurm.runtime.loader_places import LoaderPlace, LoaderPlaces
-from mgpu_slurm.runtime.nests import Cutter, to_device
-from mgpu_slurm.runtime.shares import Share, Shares, share_of
-
-
-class GlobalBatches(Sampler[list[int]]):
-    """This rank's indices of each global batch of one epoch, from a given batch on.
-
-    The order of an epoch depends on seed and epoch alone: not on the world size, not on where a run was interrupted.
-    """
-
-    def __init__(
-        self, size: int, batch_size: int, shuffle: bool, drop_last: bool, rank: int, world_size: int, seed: int
-    ) -> None:
-        self.size = size - size % batch_size if drop_last else size
-        self._dataset_size = size
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.epoch = 0
-        self.first_batch = 0
-
-    def __len__(self) -> int:
-        return -(-self.size // self.batch_size)
-
-    def share(self, batch: int) -> Share:
-        begin, end = share_of(self._batch_total(batch), self.rank, self.world_size)
-        return Share(end - begin, self._batch_total(batch))
-
-    def _batch_total(self, batch: int) -> int:
-        return min(self.batch_size, self.size - batch * self.batch_size)
-
-    def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.size))
-        generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
-        return cast("list[int]", torch.randperm(self._dataset_size, generator=generator).tolist())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = self._order()
-        for batch in range(self.first_batch, len(self)):
-            start = batch * self.batch_size
-            begin, end = share_of(self._batch_total(batch), self.rank, self.world_size)
-            # the last batch may hold fewer samples than there are ranks; a rank without one computes on a stand-in
-            # that weighs nothing, because all ranks have to take part in the gradient's all-reduce
-            yield order[start + begin : start + end] or [order[start]]
-
-
-def mixed(seed: int, *parts: int) -> int:
-    """One seed of 63 bits from several numbers, different for different numbers in practice."""
-    for part in parts:
-        seed = seed * 1_000_003 + part
-    return seed % 2**63
+from mgpu_slurm.runtime.nests import to_device
+from mgpu_slurm.runtime.shares import Pass, Share, Shares
+from mgpu_slurm.runtime.streams import Stream, StreamBatch, as_it_is
 
 
 @dataclass(frozen=True)
 class RunOfLoader:
     """What a loader has to do with its run."""
 
+    rank: int
+    world_size: int
     device: torch.device
     at_boundary: Callable[[Loader], None]
     """Is called before each batch."""
     epoch: Callable[[], int | None]
     """That of `state.epochs`; None outside of it."""
     step: Callable[[], int]
+    is_same: Callable[[int], bool]
+    """Whether a number is the same on all ranks, each of which makes the call."""
     places: LoaderPlaces
     shares: Shares
+
+
+class Source(Protocol):
+    """The batches of a loader."""
+
+    size: int
+    batch_size: int
+
+    def __len__(self) -> int: ...
+
+    def begin(self, epoch: int, first: int) -> Iterator[Any]:
+        """Begin an epoch at one of its batches."""
+
+    def is_over(self, number: int) -> bool:
+        """Return whether it is known before the batch is asked for that there is none of that number."""
+
+    def take(self, batches: Iterator[Any], number: int) -> tuple[Share, Any]:
+        """Return this rank's share and samples of a batch.
+
+        Raises:
+            Over: there is none of that number.
+        """
+
+    @property
+    def last_place(self) -> int | None:
+        """At which batch of a pass a run can stop last; None if that is not known yet."""
+
+
+class Over(Exception):
+    """A pass has no further batch."""
+
+
+class Indexed:
+    """Batches of a map-style dataset."""
+
+    def __init__(
+        self, dataset: Dataset[Any], batches: GlobalBatches | ListedBatches, run: RunOfLoader, **options: Any
+    ) -> None:
+        self.size, self.batch_size = batches.size, batches.batch_size
+        self._batches = batches
+        self._run = run
+        self._workers, self._loader = _with_own_numbers(dataset, run.device, batch_sampler=batches, **options)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def last_place(self) -> int:
+        return len(self) - 1
+
+    def begin(self, epoch: int, first: int) -> Iterator[Any]:
+        self._batches.begin(epoch, first)
+        if isinstance(self._batches, ListedBatches) and not self._run.is_same(self._batches.digest()):
+            raise UserError(
+                "run.loader: the sampler lists other samples on other ranks: have it draw from Python's, NumPy's or"
+                " torch's own generators, or from an attribute `generator`, which are seeded alike"
+            )
+        # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
+        self._workers.manual_seed(mixed(self._batches.seed, epoch, self._batches.rank, first))
+        return iter(self._loader)
+
+    def is_over(self, number: int) -> bool:
+        return number >= len(self)
+
+    def take(self, batches: Iterator[Any], number: int) -> tuple[Share, Any]:
+        return self._batches.share(number), next(batches)
+
+
+class Streamed:
+    """Batches of a dataset that can only be iterated."""
+
+    size = 0
+
+    def __init__(self, stream: Stream, run: RunOfLoader, **options: Any) -> None:
+        self.batch_size = stream.batch_size
+        self._stream = stream
+        self._run = run
+        self._first = 0
+        self._workers, self._loader = _with_own_numbers(
+            stream, run.device, batch_size=None, collate_fn=as_it_is, **options
+        )
+        self.last_place: int | None = None
+
+    def __len__(self) -> int:
+        if not hasattr(self._stream.dataset, "__len__"):
+            raise TypeError(f"{type(self._stream.dataset).__name__} has no length: nobody knows its number of batches")
+        return batches_of(len(self._stream.dataset), self.batch_size, self._stream.drop_last)
+
+    def begin(self, epoch: int, first: int) -> Iterator[Any]:
+        self._stream.begin(epoch, first)
+        self._first = first
+        self._workers.manual_seed(mixed(self._stream.seed, epoch, self._stream.rank, first))
+        return iter(self._loader)
+
+    def is_over(self, number: int) -> bool:
+        return False
+
+    def take(self, batches: Iterator[Any], number: int) -> tuple[Share, Any]:
+        batch: StreamBatch | None = next(batches, None)
+        if number == self._first:
+            self._stream.check_same(batch, self._run.is_same)
+        if batch is None:
+            # known from now on: a run can stop behind the last batch, too
+            self.last_place = number
+            raise Over
+        return batch.share, batch.samples
+
+
+def _with_own_numbers(
+    dataset: Dataset[Any], device: torch.device, **options: Any
+) -> tuple[torch.Generator, DataLoader[Any]]:
+    """Return the generator that seeds workers, and a loader: torch's global generator stays the job's own."""
+    generator = options.setdefault("generator", torch.Generator())
+    return generator, data_loader(dataset, device, **options)
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    batch_size: int | None,
+    shuffle: bool,
+    drop_last: bool,
+    seed: int,
+    run: RunOfLoader,
+    **options: Any,
+) -> Loader:
+    """Return a loader over any kind of dataset, see `Run.loader`.
+
+    Raises:
+        UserError: arguments that contradict each other.
+    """
+    ranks = run.rank, run.world_size, seed
+    if isinstance(dataset, IterableDataset):
+        _check_stream(options)
+    sampler, batch_sampler = options.pop("sampler", None), options.pop("batch_sampler", None)
+    if batch_sampler is not None:
+        if batch_size is not None or shuffle or drop_last or sampler is not None:
+            raise UserError(
+                "run.loader(batch_sampler=...): leave out batch_size, shuffle, drop_last and sampler, which it decides"
+            )
+        listed = ListedBatches(batch_sampler, None, False, *ranks)
+        return Loader(Indexed(dataset, listed, run, **options), run)
+    if batch_size is None or batch_size < 1:
+        raise UserError(f"batch_size={batch_size}: expected at least 1 sample for all ranks together")
+    if shuffle and (sampler is not None or isinstance(dataset, IterableDataset)):
+        raise UserError("run.loader(shuffle=True): the order is that of the sampler or of the stream: shuffle there")
+    if isinstance(dataset, IterableDataset):
+        collate = options.pop("collate_fn", None) or default_collate
+        return Loader(Streamed(Stream(dataset, batch_size, drop_last, collate, *ranks), run, **options), run)
+    size = size_of(dataset)
+    if drop_last and size < batch_size:
+        raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower one")
+    if sampler is not None:
+        return Loader(Indexed(dataset, ListedBatches(sampler, batch_size, drop_last, *ranks), run, **options), run)
+    return Loader(Indexed(dataset, GlobalBatches(size, batch_size, shuffle, drop_last, *ranks), run, **options), run)
+
+
+def _check_stream(options: Mapping[str, Any]) -> None:
+    for name in ("sampler", "batch_sampler", "persistent_workers"):
+        if options.get(name):
+            raise UserError(f"run.loader({name}=...): a stream is read from its beginning in each pass: leave that out")
 
 
 class Loader:
@@ -91,24 +206,15 @@ class Loader:
     The start of each batch is the boundary at which a run stops or saves, so a loader knows its position.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        sampler: GlobalBatches,
-        run: RunOfLoader,
-        **options: Any,
-    ) -> None:
-        self._sampler = sampler
+    def __init__(self, source: Source, run: RunOfLoader) -> None:
+        self._source = source
         self._run = run
-        self.place = LoaderPlace(sampler.size, sampler.batch_size)
+        self.place = LoaderPlace(source.size, source.batch_size)
         run.places.add(self.place)
-        # the workers' random streams; torch's global generator stays the job's own
-        self._workers = options.setdefault("generator", torch.Generator())
-        self._loader = data_loader(dataset, run.device, batch_sampler=sampler, **options)
 
     def __len__(self) -> int:
         """Steps per epoch, the same on every rank."""
-        return len(self._sampler)
+        return len(self._source)
 
     @property
     def batch(self) -> int:
@@ -116,26 +222,38 @@ class Loader:
         `enumerate` counts from 0 there."""
         return self.place.batch
 
+    @property
+    def last_place(self) -> int | None:
+        """At which batch of a pass a run can stop last; None if that is not known yet."""
+        return self._source.last_place
+
     def __iter__(self) -> Iterator[Any]:
         run, place, step = self._run, self.place, self._run.step()
-        self._sampler.first_batch = first = place.begin_pass(run.epoch())
-        self._sampler.epoch = place.epoch
-        # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
-        self._workers.manual_seed(mixed(self._sampler.seed, self._sampler.epoch, self._sampler.rank, first))
-        batches = iter(self._loader)
+        first = place.begin_pass(run.epoch())
+        batches = self._source.begin(place.epoch, first)
         try:
-            with run.shares.passing() as passing:
-                for batch in range(first, len(self)):
-                    place.batch = batch
-                    run.at_boundary(self)
-                    share = self._sampler.share(batch)
+            with run.shares.passing() as passing, suppress(Over):
+                for number in itertools.count(first):
                     # not kept here while the job has it
-                    yield run.shares.hand_out(passing, share, to_device(next(batches), run.device))
-                passing.ran_to_end = True
+                    yield self._next(batches, number, passing)
+            passing.ran_to_end = True
         finally:
             run.places.end_pass(place)
         if passing.has_unweighted_stand_in and run.step() == step:
             self._warn_of_evaluation()
+
+    def _next(self, batches: Iterator[Any], number: int, passing: Pass) -> Any:
+        if self._source.is_over(number):
+            raise Over
+        place, before = self.place, self.place.batch
+        place.batch = number
+        self._run.at_boundary(self)
+        try:
+            share, samples = self._source.take(batches, number)
+        except Over:
+            place.batch = before
+            raise
+        return self._run.shares.hand_out(passing, share, to_device(samples, self._run.device))
 
     def _warn_of_evaluation(self) -> None:
         """Name, once in a run, the loop that has counted a sample of another rank."""
@@ -172,73 +290,14 @@ def size_of(dataset: Dataset[Any]) -> int:
     """The number of samples.
 
     Raises:
-        UserError: for an iterable dataset or an empty one; neither can be shared out over ranks by index.
+        UserError: it is empty, or no dataset.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
-            f"{type(dataset).__name__} has no length and index: run.loader and run.shard need a map-style dataset"
+            f"{type(dataset).__name__} has no length and index: run.loader and run.shard need a map-style dataset, or a"
+            " torch.utils.data.IterableDataset, which they can iterate again in each pass"
         )
     size = len(cast(Sized, dataset))
     if size == 0:
         raise UserError(f"{type(dataset).__name__} is empty: there is nothing to load")
     return size
-
-
-class Shard:
-    """This rank's part of a dataset for evaluation: no sample twice, none padded; batches on the run's device."""
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        before: Callable[[], None],
-        on_batch: Callable[[], None],
-        shares: Shares,
-        keeps_step: Callable[[], bool],
-        **options: Any,
-    ) -> None:
-        """
-        Args:
-            keeps_step: whether all ranks have to make the same number of batches.
-        """
-        size = size_of(dataset)
-        begin, end = share_of(size, rank, world_size)
-        self._dataset = dataset
-        self._own = end - begin
-        self._most = -(-size // world_size)
-        """Samples of the rank that has most."""
-        self._keeps_step = keeps_step
-        self._cutter = Cutter()
-        self._device = device
-        self._before = before
-        self._on_batch = on_batch
-        self._shares = shares
-        options.setdefault("generator", torch.Generator())
-        self._loader = data_loader(Subset(dataset, range(begin, end)), device, **options)
-
-    def __len__(self) -> int:
-        return self._batches(self._most) if self._keeps_step() else len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._before()
-        batches = self._as_many_as_others() if self._keeps_step() else self._loader
-        with self._shares.passing() as passing:
-            for samples in batches:
-                self._on_batch()
-                yield self._shares.hand_out(passing, None, to_device(samples, self._device))
-
-    def _batches(self, samples: int) -> int:
-        size = self._loader.batch_size
-        assert size is not None
-        return samples // size if self._loader.drop_last else -(-samples // size)
-
-    def _as_many_as_others(self) -> Iterator[Any]:
-        """Yield this rank's batches, and then some of zero rows until there are as many as on the rank with most."""
-        yield from self._loader
-        missing = self._batches(self._most) - self._batches(self._own)
-        if missing:
-            samples = self._loader.collate_fn([self._dataset[0]])
-            empty = self._cutter.cut(samples, self._cutter.rows(samples, 1), 0, 0)
-            yield from itertools.repeat(empty, missing)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,3 +51,34 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class RandomNumbers:
+    """What Python, NumPy and torch draw on the CPU from a seed of its own, beside the numbers of the job."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: dict[str, Any] | None = None
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Draw the next of these numbers."""
+        cpu = torch.device("cpu")
+        before = random_state(cpu)
+        if self._state is None:
+            self._begin()
+        else:
+            set_random_state(self._state, cpu)
+        try:
+            yield
+        finally:
+            self._state = random_state(cpu)
+            set_random_state(before, cpu)
+
+    def _begin(self) -> None:
+        import numpy as np
+
+        random.seed(self._seed)
+        np.random.seed(self._seed % 2**32)
+        # not by torch.manual_seed, which seeds devices too
+        torch.default_generator.manual_seed(self._seed)

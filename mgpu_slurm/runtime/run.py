@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from mgpu_slurm.checkpoints.host import is_sharded
 from mgpu_slurm.checkpoints.names import Key
@@ -19,8 +19,10 @@ from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import randomness
 from mgpu_slurm.runtime.accumulation import Accumulation
 from mgpu_slurm.runtime.agreement import Agreement
+from mgpu_slurm.runtime.batches import mixed
 from mgpu_slurm.runtime.calls import Call
-from mgpu_slurm.runtime.data import GlobalBatches, Loader, RunOfLoader, Shard, mixed, size_of
+from mgpu_slurm.runtime.data import Loader, RunOfLoader, make_loader
+from mgpu_slurm.runtime.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.keeping import Keeper
 from mgpu_slurm.runtime.meter import Meter
@@ -121,11 +123,24 @@ class Run:
         self._steps = StepCounter(self._step_done)
         self._shares = Shares(facts.world_size)
         self._run_of_loader = RunOfLoader(
+            self.rank,
+            self.world_size,
             device,
             self._steering.before_batch,
+            is_same=self._steering.is_same_everywhere,
             epoch=lambda: self._position.epoch,
             step=lambda: self.step,
             places=self._position.loaders,
+            shares=self._shares,
+        )
+        self._run_of_shard = RunOfShard(
+            self.rank,
+            self.world_size,
+            device,
+            self._start_shard,
+            self.alive,
+            is_same=self._steering.is_same_everywhere,
+            keeps_step=lambda: bool(self._sharded),
             shares=self._shares,
         )
         self._accumulation = Accumulation(self._shares, facts.world_size, self._models)
@@ -218,46 +233,35 @@ class Run:
                 bring(model.buffers())
 
     def loader(
-        self, dataset: Dataset[Any], batch_size: int, shuffle: bool = False, drop_last: bool = False, **options: Any
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        **options: Any,
     ) -> Loader:
         """Iterates this rank's share of global batches, on the run's device.
 
         Args:
-            dataset: a map-style dataset.
+            dataset: a map-style dataset, or an `IterableDataset`, which has to give the same samples on every rank: all
+                ranks and workers read it, and keep their own samples. Put what is expensive into `collate_fn`.
             batch_size: of all ranks together. Every sample of an epoch is seen once; the last batch may be smaller.
             shuffle: a new order each epoch, which depends on the seed and the epoch alone.
             drop_last: leave the last batch out where it is smaller; batch norm fails on a share of one sample.
-            options: further arguments of `torch.utils.data.DataLoader`, such as `num_workers`.
+            options: further arguments of `torch.utils.data.DataLoader`, such as `num_workers`. A `sampler` or a
+                `batch_sampler` is one of the whole dataset, and is seeded alike on all ranks.
         """
-        for name in ("sampler", "batch_sampler"):
-            if name in options:
-                raise UserError(f"run.loader({name}=...): it shares out the samples itself: leave that out")
-        if batch_size < 1:
-            raise UserError(f"batch_size={batch_size}: expected at least 1 sample for all ranks together")
-        size = size_of(dataset)
-        if drop_last and size < batch_size:
-            raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower one")
-        sampler = GlobalBatches(size, batch_size, shuffle, drop_last, self.rank, self.world_size, self._seed)
-        return Loader(dataset, sampler, self._run_of_loader, **options)
+        return make_loader(dataset, batch_size, shuffle, drop_last, self._seed, self._run_of_loader, **options)
 
-    def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard:
+    def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard | StreamShard:
         """Iterates this rank's part of a dataset for evaluation: no sample twice and none padded.
 
         Ranks may get different numbers of samples, so sum over them, do not average, and weigh what you count with
         `run.mean(sum, count)`. If a model is sharded, all ranks get the same number of batches, some of zero rows.
         """
-        return Shard(
-            dataset,
-            self.rank,
-            self.world_size,
-            self.device,
-            self._start_shard,
-            self.alive,
-            self._shares,
-            lambda: bool(self._sharded),
-            batch_size=batch_size,
-            **options,
-        )
+        if isinstance(dataset, IterableDataset):
+            return StreamShard(dataset, self._run_of_shard, batch_size, **options)
+        return Shard(dataset, self._run_of_shard, batch_size=batch_size, **options)
 
     # -- a step
 
@@ -455,7 +459,7 @@ class Run:
         self._steering.together(Call.RESTORE)
 
     def _load(self, key: Key) -> None:
-        names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader else [])]
+        names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
         with self._steps.paused():
             shared, owns = self._keeper.load(key, names)
         self._position.go_to(shared)

@@ -65,6 +65,12 @@ class Steering:
         """Whether that is so on any rank."""
         return self._exchange(call, failed=is_so).failed
 
+    def is_same_everywhere(self, number: int) -> bool:
+        """Return whether a number of 32 bits is the same on all ranks."""
+        self.together(Call.PASS)
+        total, ranks = self._agreement.total([float(number), 1.0])
+        return total == number * ranks
+
     def _exchange(self, call: Call, failed: bool = False) -> Agreed:
         return self._exchange_sums(call, [0.0, 0.0], failed)[0]
 
@@ -154,7 +160,7 @@ class Steering:
     def _hold_at_last(self, loader: Loader) -> None:
         """An evaluation may follow, and nowhere in that can a run stop."""
         self._place = loader.batch
-        last = len(loader) - 1 if self._last_place is None else self._last_place
+        last = loader.last_place if self._last_place is None else self._last_place
         if not self._evaluates or loader.batch != last:
             return
         facts, own = self._moment(in_pass=True)

@@ -141,6 +141,10 @@ def test_progress_has_to_rise_and_every_rank_is_told(tmp_path: Path) -> None:
     assert all("progress counts from 1 and rises, and it was 1 before" in answer for answer in answers)
 
 
+class _Numbers(torch.utils.data.IterableDataset[int]):
+    pass
+
+
 def _loader(run: Run) -> Any:
     return run.loader(TensorDataset(torch.arange(3)), batch_size=1)
 
@@ -151,7 +155,14 @@ def _loader(run: Run) -> Any:
         (lambda run: run.loader(TensorDataset(torch.arange(3)), batch_size=0), "batch_size=0"),
         (lambda run: run.loader(TensorDataset(torch.arange(0)), batch_size=1), "empty"),
         (lambda run: run.loader(iter([1]), batch_size=1), "map-style"),
-        (lambda run: run.loader(TensorDataset(torch.arange(3)), batch_size=1, sampler=None), "sampler"),
+        (lambda run: run.loader(TensorDataset(torch.arange(3))), "batch_size=None"),
+        (lambda run: run.loader(TensorDataset(torch.arange(3)), 1, batch_sampler=[[0]]), "leave out batch_size"),
+        (lambda run: run.loader(TensorDataset(torch.arange(3)), 1, True, sampler=[0]), "shuffle=True"),
+        (lambda run: run.loader(TensorDataset(torch.arange(3)), 1, sampler=iter([0])), "has no length"),
+        (lambda run: next(iter(run.loader(TensorDataset(torch.arange(3)), batch_sampler=[[], [0]]))), "of 0 samples"),
+        (lambda run: run.loader(_Numbers(), 1, shuffle=True), "shuffle there"),
+        (lambda run: run.loader(_Numbers(), 1, sampler=[0]), r"sampler=...\): a stream is read from its beginning"),
+        (lambda run: len(run.loader(_Numbers(), 1)), "_Numbers has no length"),
         (lambda run: run.loader(TensorDataset(torch.arange(3)), batch_size=4, drop_last=True), "drop_last"),
         (lambda run: run.restore(model=3), "int has no state_dict"),
         (
@@ -171,7 +182,7 @@ def test_wrong_arguments_are_named(use: Any, words: str, tmp_path: Path) -> None
     from mgpu_slurm.runtime.stopping import StopFlag
 
     run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
-    with pytest.raises(UserError, match=words):
+    with pytest.raises((UserError, TypeError), match=words):
         use(run)
 
 

@@ -1,0 +1,199 @@
+"""Streams and samplers of a job's own: each sample once, the same batches on any ranks, and continued exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from mgpu_slurm.errors import UserError
+from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.stopping import Stop
+from tests.runtime.ranks import run_ranks
+
+SIZE, BATCH, EPOCHS = 21, 5, 2
+"""The last batch has one sample, so that a rank has none."""
+
+
+class Stream(IterableDataset[int]):
+    """Splits its samples among workers, as torch's documentation shows it."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from range(first, SIZE, step)
+
+
+class Shuffled(IterableDataset[int]):
+    """Draws its order from Python's and torch's generators as it goes."""
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = torch.randperm(SIZE).tolist()
+        while numbers:
+            yield numbers.pop(random.randrange(len(numbers)))
+
+
+class ByRank(IterableDataset[int]):
+    """Gives each rank another stream."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.rank, SIZE)
+
+
+class DrawingCollate:
+    """Augments with numbers of the process."""
+
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.stack([torch.tensor(samples).double(), torch.rand(len(samples)).double()], dim=1)
+
+
+DATA = TensorDataset(torch.arange(SIZE))
+
+LOADERS: dict[str, Callable[[Run], Any]] = {
+    "stream": lambda run: run.loader(Stream(), BATCH),
+    "shuffled stream": lambda run: run.loader(Shuffled(), BATCH),
+    "stream in workers": lambda run: run.loader(Stream(), BATCH, num_workers=2),
+    "shuffled stream in workers": lambda run: run.loader(Shuffled(), BATCH, num_workers=2),
+    "sampler": lambda run: run.loader(DATA, BATCH, sampler=RandomSampler(DATA)),
+    "batch sampler": lambda run: run.loader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA, generator=torch.Generator()), BATCH, drop_last=False)
+    ),
+}
+
+
+def trains(run: Run, which: str, stop_at: int | None = None) -> dict[str, Any]:
+    run.seed(3)
+    torch.manual_seed(0)
+    model = run.wrap(nn.Linear(1, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = LOADERS[which](run)
+    meter = run.meter("mean")
+    state = run.restore(model=model, optimizer=optimizer, data=data)
+    seen: list[tuple[int, int, list[int]]] = []
+    means = []
+    torch.manual_seed(run.rank)
+    try:
+        for epoch in state.epochs(EPOCHS):
+            for batch in data:
+                numbers = batch[0] if isinstance(batch, list) else batch
+                run.backward(model(numbers.double().unsqueeze(1)).square().mean())
+                run.update(optimizer)
+                meter.add(numbers.double().mean())
+                seen.append((epoch, data.batch, numbers.tolist()))
+                if len(seen) == stop_at:
+                    run._steering.stop.asked = Stop.END
+            means.append(meter.mean())
+    except BaseException as stopped:
+        if type(stopped).__name__ != "RunStopped":
+            raise
+    return {
+        "seen": seen,
+        "means": means,
+        "weights": [each.item() for each in model.parameters()],
+        # which no stream and no sampler draws from
+        "next number": torch.rand(()).item(),
+    }
+
+
+@pytest.mark.parametrize("which", LOADERS)
+def test_any_ranks_see_the_same_batches_and_continue_exactly(which: str, tmp_path: Path) -> None:
+    (alone,) = run_ranks(trains, 1, which)
+    assert [sorted(n for of, _, numbers in alone["seen"] if of == epoch for n in numbers) for epoch in (1, 2)] == [
+        list(range(SIZE))
+    ] * EPOCHS
+    is_shuffled = which not in ("stream", "stream in workers")
+    assert (alone["seen"][0][2] != alone["seen"][5][2]) == is_shuffled
+    whole = run_ranks(trains, 2, which, folder=tmp_path / "whole")
+    for answer in whole:
+        assert answer["weights"] == pytest.approx(alone["weights"], rel=1e-12)
+        assert answer["means"] == pytest.approx(alone["means"])
+    for (_, _, one), (_, _, first), (_, _, second) in zip(
+        alone["seen"], whole[0]["seen"], whole[1]["seen"], strict=True
+    ):
+        # the first rank has none of the last batch of one sample
+        assert one == (second if len(one) == 1 else first + second)
+    begun = run_ranks(trains, 2, which, 3, folder=tmp_path / "parts")
+    rest = run_ranks(trains, 2, which, folder=tmp_path / "parts")
+    for answer, first, second in zip(whole, begun, rest, strict=True):
+        # the ranks stop together, at most a batch later
+        assert 3 <= len(first["seen"]) <= 4
+        assert first["seen"] + second["seen"] == answer["seen"]
+        assert second["weights"] == answer["weights"]
+        assert second["next number"] == answer["next number"]
+
+
+def test_a_stop_after_the_last_batch_of_a_stream_loses_nothing(tmp_path: Path) -> None:
+    (whole,) = run_ranks(trains, 1, "stream", folder=tmp_path / "whole")
+    (begun,) = run_ranks(trains, 1, "stream", 5, folder=tmp_path / "parts")
+    (rest,) = run_ranks(trains, 1, "stream", folder=tmp_path / "parts")
+    assert len(begun["seen"]) == 5
+    assert begun["seen"] + rest["seen"] == whole["seen"]
+    assert begun["means"] + rest["means"] == whole["means"]
+
+
+def drawn_by_collate(run: Run) -> list[list[float]]:
+    run.seed(5)
+    return [batch.tolist() for batch in run.loader(Shuffled(), BATCH, collate_fn=DrawingCollate(), drop_last=True)]
+
+
+def test_what_collate_draws_differs_between_ranks_and_does_not_change_the_stream() -> None:
+    first, second = run_ranks(drawn_by_collate, 2)
+    assert len(first) == len(second) == SIZE // BATCH
+    assert len({number for batch in [*first, *second] for number, _ in batch}) == SIZE // BATCH * BATCH
+    assert len({draw for batch in [*first, *second] for _, draw in batch}) == SIZE // BATCH * BATCH
+
+
+def evaluated(run: Run, workers: int) -> tuple[list[int], float]:
+    seen = [int(number) for batch in run.shard(Stream(), batch_size=2, num_workers=workers) for number in batch]
+    return seen, run.mean(sum(seen), len(seen))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_of_a_stream_holds_no_sample_twice(workers: int) -> None:
+    answers = run_ranks(evaluated, 2, workers)
+    assert sorted(number for seen, _ in answers for number in seen) == list(range(SIZE))
+    assert [mean for _, mean in answers] == [sum(range(SIZE)) / SIZE] * 2
+
+
+def refused(run: Run) -> list[str]:
+    said = []
+    drawn_anywhere = WeightedRandomSampler([1.0] * 8, 8, generator=None)
+    drawn_anywhere.generator = None
+    for make in (
+        lambda: list(run.loader(ByRank(run.rank), BATCH)),
+        lambda: list(run.shard(ByRank(run.rank))),
+        lambda: list(run.loader(DATA, BATCH, sampler=[run.rank] * 4)),
+        lambda: run.loader(DATA, BATCH, sampler=DistributedSampler(DATA)),
+        lambda: len(list(run.loader(DATA, 4, sampler=drawn_anywhere))),
+    ):
+        try:
+            said.append(str(make()))
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_differs_between_ranks_is_named() -> None:
+    for of_stream, of_shard, of_sampler, of_distributed, of_weighted in run_ranks(refused, 2):
+        assert "ByRank gives other samples on other ranks: have it give all of them" in of_stream
+        assert of_shard == of_stream
+        assert "the sampler lists other samples on other ranks" in of_sampler
+        assert "DistributedSampler gives one rank's part" in of_distributed
+        assert of_weighted == "2"
