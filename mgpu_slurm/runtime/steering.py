@@ -67,8 +67,7 @@ class Steering:
 
     def is_same_everywhere(self, number: int) -> bool:
         """Return whether a number of 32 bits is the same on all ranks."""
-        self.together(Call.PASS)
-        total, ranks = self._agreement.total([float(number), 1.0])
+        _, (total, ranks) = self._exchange_sums(Call.PASS, [float(number), 1.0])
         return total == number * ranks
 
     def _exchange(self, call: Call, failed: bool = False) -> Agreed:
