@@ -29,7 +29,8 @@ def trains(run: Run, stop_at: int | None, dropout: float) -> dict[str, Any]:
     model = run.wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     features = torch.randn(SAMPLES, 48, generator=torch.Generator().manual_seed(0))
-    data = run.loader(TensorDataset(features, torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
+    dataset = TensorDataset(features, torch.arange(SAMPLES))
+    data = run.loader(dataset, batch_size=BATCH, shuffle=True)
     meter = run.meter("loss")
     state = run.restore(model=model, optimizer=optimizer, data=data)
     began, was_stopped = state.step, False
@@ -46,7 +47,7 @@ def trains(run: Run, stop_at: int | None, dropout: float) -> dict[str, Any]:
                 seen += [(epoch, number) for number in numbers.tolist()]
                 if run.step == stop_at and run.rank == run.world_size - 1:
                     run._steering.stop.asked = Stop.END
-            squares = [net(batch).square().sum().item() for (batch, _) in run.shard(data._loader.dataset, 8)]
+            squares = [net(batch).square().sum().item() for (batch, _) in run.shard(dataset, 8)]
             losses[epoch] = run.mean(sum(squares), SAMPLES / run.world_size)
             means[epoch] = meter.mean()
     except BaseException as stopped:
