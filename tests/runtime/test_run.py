@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def test_progress_has_to_rise_and_every_rank_is_told(tmp_path: Path) -> None:
 
 
 class _Numbers(torch.utils.data.IterableDataset[int]):
-    pass
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
 
 
 def _loader(run: Run) -> Any:

@@ -69,8 +69,6 @@ DATA = TensorDataset(torch.arange(SIZE))
 LOADERS: dict[str, Callable[[Run], Any]] = {
     "stream": lambda run: run.loader(Stream(), BATCH),
     "shuffled stream": lambda run: run.loader(Shuffled(), BATCH),
-    "stream in workers": lambda run: run.loader(Stream(), BATCH, num_workers=2),
-    "shuffled stream in workers": lambda run: run.loader(Shuffled(), BATCH, num_workers=2),
     "sampler": lambda run: run.loader(DATA, BATCH, sampler=RandomSampler(DATA)),
     "batch sampler": lambda run: run.loader(
         DATA, batch_sampler=BatchSampler(RandomSampler(DATA, generator=torch.Generator()), BATCH, drop_last=False)
@@ -118,7 +116,7 @@ def test_any_ranks_see_the_same_batches_and_continue_exactly(which: str, tmp_pat
     assert [sorted(n for of, _, numbers in alone["seen"] if of == epoch for n in numbers) for epoch in (1, 2)] == [
         list(range(SIZE))
     ] * EPOCHS
-    is_shuffled = which not in ("stream", "stream in workers")
+    is_shuffled = which != "stream"
     assert (alone["seen"][0][2] != alone["seen"][5][2]) == is_shuffled
     whole = run_ranks(trains, 2, which, folder=tmp_path / "whole")
     for answer in whole:
@@ -160,14 +158,30 @@ def test_what_collate_draws_differs_between_ranks_and_does_not_change_the_stream
     assert len({draw for batch in [*first, *second] for _, draw in batch}) == SIZE // BATCH * BATCH
 
 
-def evaluated(run: Run, workers: int) -> tuple[list[int], float]:
-    seen = [int(number) for batch in run.shard(Stream(), batch_size=2, num_workers=workers) for number in batch]
+def in_workers(run: Run) -> list[list[list[int]]]:
+    """Passes without workers, and with them, one of which continues in the middle."""
+    alone, together = run.loader(Shuffled(), BATCH), run.loader(Shuffled(), BATCH, num_workers=2)
+    passes = [[batch.tolist() for batch in alone], [batch.tolist() for batch in together]]
+    together.place.first_batch, together.place.passes = 3, 0
+    passes.append([batch.tolist() for batch in together])
+    shard = run.shard(Stream(), batch_size=4, num_workers=2)
+    return [*passes, [batch.tolist() for batch in shard]]
+
+
+def test_workers_read_the_same_stream() -> None:
+    ((alone, together, continued, shard),) = run_ranks(in_workers, 1)
+    assert together == alone
+    assert continued == alone[3:]
+    assert shard == [list(range(begin, min(begin + 4, SIZE))) for begin in range(0, SIZE, 4)]
+
+
+def evaluated(run: Run) -> tuple[list[int], float]:
+    seen = [int(number) for batch in run.shard(Stream(), batch_size=2) for number in batch]
     return seen, run.mean(sum(seen), len(seen))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_shard_of_a_stream_holds_no_sample_twice(workers: int) -> None:
-    answers = run_ranks(evaluated, 2, workers)
+def test_a_shard_of_a_stream_holds_no_sample_twice() -> None:
+    answers = run_ranks(evaluated, 2)
     assert sorted(number for seen, _ in answers for number in seen) == list(range(SIZE))
     assert [mean for _, mean in answers] == [sum(range(SIZE)) / SIZE] * 2
 
