@@ -425,7 +425,10 @@ class Participant:
         """
         reason = health.broken_worker(trials, self._place)
         if reason is not None and self._is_at_work(but={self._worker.number}):
-            studies.note(self._study, f"{samplers.INNOCENT}{self._worker.number}", health.innocent(trials, self._place))
+            key = f"{samplers.INNOCENT}{self._worker.number}"
+            # it may have had other nodes before, which were broken too
+            known = studies.notes(self._study).get(key, [])
+            studies.note(self._study, key, sorted({*known, *health.innocent(trials, self._place)}))
             self._write_summary()
             raise BrokenWorker(reason)
 
