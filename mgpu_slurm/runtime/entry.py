@@ -277,7 +277,7 @@ def _train(rank: Rank, stop: StopFlag) -> None:
             result = job.call(run, config)
             run.finish()
             if run.is_main:
-                _write_result(rank.folder, run, result)
+                _write_result(rank, run, result)
 
 
 def _config(rank: Rank, job: JobFunction) -> Any:
@@ -365,9 +365,11 @@ def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
     return JobFunction(spec.target.label, function, None if isinstance(config, dict) else type(config))
 
 
-def _write_result(folder: RunFolder, run: Run, returned: Any) -> None:
-    from mgpu_slurm.runtime.metrics import result_of
+def _write_result(rank: Rank, run: Run, returned: Any) -> None:
+    from mgpu_slurm.runtime.metrics import odd_result, result_of
 
+    folder, warning = rank.folder, odd_result(returned)
+    surroundings.warn([warning] if warning is not None else [], folder, rank.attempt, rank.facts)
     result = result_of(returned, run.last_metrics, run.has_trained)
     record = {"run": folder.run, "result": result, "step": run.step, "progress": run.progress, "ended": now()}
     waiting.for_the_disk(lambda: write_json(folder.result, record), folder.result)

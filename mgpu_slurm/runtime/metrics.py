@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -38,12 +39,35 @@ def result_of(returned: Any, last_metrics: dict[str, float], has_trained: bool =
         has_trained: False for an attempt that was restored at the end of its training. What its loop would have
             computed still has its first value there, so the metrics reported before count instead.
     """
-    if returned is None:
+    result, others = _told_apart(returned)
+    if not result and (returned is None or others):
         return last_metrics
-    result = as_numbers(returned if isinstance(returned, dict) else {"value": returned})
     if has_trained:
         return result
     return {name: last_metrics.get(name, value) for name, value in result.items()}
+
+
+def odd_result(returned: Any) -> str | None:
+    """Return a warning that names what a job function has returned and is not a number; None if there is nothing."""
+    _, others = _told_apart(returned)
+    if not others:
+        return None
+    shown = ", ".join(f"{name} = {reprlib.repr(value)} ({type(value).__name__})" for name, value in others.items())
+    return f"the job function returned what is not a number: {shown}: the result is without it"
+
+
+def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return what is a number in what a job function has returned, and what is not."""
+    if returned is None:
+        return {}, {}
+    numbers: dict[str, float] = {}
+    others: dict[str, Any] = {}
+    for name, value in (returned if isinstance(returned, dict) else {"value": returned}).items():
+        try:
+            numbers |= as_numbers({name: value})
+        except TypeError:
+            others[name] = value
+    return numbers, others
 
 
 def as_text(metrics: dict[str, float]) -> str:

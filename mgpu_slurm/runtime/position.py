@@ -52,6 +52,11 @@ class Position:
             "loaders": self.loaders.facts(),
         }
 
+    def leave_loop(self) -> None:
+        """Note that the job has left its loop: an epoch that it left by `break` is over."""
+        if self.epoch is not None:
+            self.next_epoch, self.epoch = self.epoch + 1, None
+
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Takes over what a checkpoint holds."""
         self.step, self.progress, self.metrics = facts["step"], facts["progress"], facts["metrics"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
@@ -308,7 +309,7 @@ class Run:
 
     def _step_done(self) -> None:
         self.step += 1
-        self._steering.has_gradients = False
+        self._steering.step_done()
         self.alive()
         if self._reporter is not None:
             self._reporter.step_done(self.step)
@@ -356,16 +357,21 @@ class Run:
         self._steering.meters[name] = Meter(self.device, self.mean, self._shares.samples)
         return self._steering.meters[name]
 
-    def report(self, progress: int, **metrics: Any) -> None:
+    def report(self, progress: SupportsIndex, **metrics: Any) -> None:
         """Reports metrics to TensorBoard, `metrics.jsonl`, the screen and `status`.
 
         Collective: every rank calls it; rank 0's values count. In a sweep it does not return where the study gives the
         trial up.
 
         Args:
-            progress: finished units of the job's own (epochs, mostly), from 1, strictly rising.
+            progress: finished units of the job's own (epochs, mostly), from 1, strictly rising; any integer, such as
+                NumPy's.
             metrics: numbers, or tensors of one element.
         """
+        try:
+            progress = operator.index(progress)
+        except TypeError:
+            raise UserError(f"run.report({progress!r}): progress is a whole number, such as the epoch") from None
         numbers = as_numbers(metrics)
         if self.is_main and self._steering.keeps and self._saver.hear_report(self.step, numbers):
             self._steering.save_wanted = True
@@ -507,15 +513,16 @@ class Run:
         self._saver.plan = plan
 
     def save(self) -> None:
-        """Asks for a checkpoint at the next boundary: the next batch of a restored loader, or the end of the epoch."""
+        """Ask for a checkpoint at the next boundary: the next batch of a restored loader, the end of the epoch, or the
+        end of the job function."""
         self._steering.save_wanted = True
 
     # -- the end
 
     def finish(self) -> None:
-        """Waits until every rank's job function has returned; a rank that still makes other calls is named."""
-        self._steering.together(Call.FINISH)
-        self._saver.finish()
+        """Wait until every rank's job function has returned, and write a checkpoint that is still wanted; a rank that
+        still makes other calls is named. A script that is attached calls it at its end, if it wants that."""
+        self._steering.finish()
 
     def await_save(self) -> None:
         """Wait until this rank's part of a checkpoint that is on its way is written, for a limited time."""
@@ -529,6 +536,8 @@ class Run:
         if self._watchdog is not None:
             self._watchdog.rest()
         self._steps.close()
+        if waits:
+            self._steering.warn_of_lost_save()
         if self._owns_agreement:
             # the others may wait for what this rank has to say
             self._agreement.close()

@@ -15,6 +15,7 @@ from mgpu_slurm.runtime.calls import Agreed, Call
 from mgpu_slurm.runtime.data import Loader
 from mgpu_slurm.runtime.keeping import Keeper
 from mgpu_slurm.runtime.meter import Meter
+from mgpu_slurm.runtime.overdue import Overdue
 from mgpu_slurm.runtime.position import Position
 from mgpu_slurm.runtime.saving import Saver
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
@@ -55,6 +56,7 @@ class Steering:
         """It is in the middle of a step."""
         self.random_to_restore: dict[str, Any] | None = None
         self.meters: dict[str, Meter] = {}
+        self._overdue = Overdue()
 
     # -- agreeing; every rank makes these calls
 
@@ -129,7 +131,52 @@ class Steering:
             if is_restored:
                 self._hold_at_last(loader)
         else:
+            if is_restored:
+                # a step that was not counted, or the middle of one
+                self._overdue.stepped(self._is_wanted(), self._why_no_boundary)
             self._leave_evaluation()
+
+    def step_done(self) -> None:
+        """Note a step of the optimizer."""
+        self.has_gradients = False
+        self._overdue.stepped(self._is_wanted(), self._why_no_boundary)
+
+    def finish(self) -> None:
+        """Wait until every rank's job function has returned, and write the checkpoint that is still wanted."""
+        self.together(Call.FINISH)
+        if self.keeps and (self._agreed.save or self.saver.is_due_at(self._position.step)):
+            self._position.leave_loop()
+            self.saver.save(*self._moment(in_pass=False))
+            self._agreed = replace(self._agreed, save=False)
+        self.saver.finish()
+
+    def warn_of_lost_save(self) -> None:
+        """Say that a checkpoint is wanted, and that there is no place for it any more."""
+        if self.keeps and (self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step)):
+            print(
+                "mgpu_slurm: WARNING: a checkpoint that was asked for has not been written: call run.finish() at the"
+                " end of the script, on all ranks",
+                flush=True,
+            )
+
+    def _is_wanted(self) -> bool:
+        """Whether a save or a stop is wanted at the next boundary."""
+        if self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step):
+            return True
+        return self.keeps and (self.stop.due is not Stop.NO or self.saver.is_due_now())
+
+    def _why_no_boundary(self) -> str:
+        if not self.keeps:
+            return "run.restore has not been called, so there is nothing to save"
+        if self.has_gradients:
+            return (
+                "each batch comes between run.backward and the optimizer's step, which counts if it is made by"
+                " run.update or by a torch optimizer"
+            )
+        return (
+            "the loop is over no run.loader that was given to run.restore, whose batches are such places, as the ends"
+            " of epochs of state.epochs are"
+        )
 
     def reported(self) -> None:
         """After each report, the only place in many a loop of one's own that keeps nothing."""
@@ -190,6 +237,7 @@ class Steering:
             wait: until it is written.
         """
         self.stop.is_heeded = self._agreed.stop is not Stop.NO
+        self._overdue.at_boundary()
         if self.keeps and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
             self.saver.save(*self._moment(in_pass))
         # asked again: a stop may have been agreed while the checkpoint before was waited for

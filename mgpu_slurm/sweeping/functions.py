@@ -11,10 +11,10 @@ from mgpu_slurm import waiting
 from mgpu_slurm.checkpoints import names as checkpoints
 from mgpu_slurm.errors import RunFailed, RunStopped, TrialPruned
 from mgpu_slurm.paths import RunFolder, write_whole
-from mgpu_slurm.runtime import entry, failing
+from mgpu_slurm.runtime import entry, failing, surroundings
 from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.entry import Rank
-from mgpu_slurm.runtime.metrics import result_of
+from mgpu_slurm.runtime.metrics import odd_result, result_of
 from mgpu_slurm.runtime.run import Judge, Run
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE
@@ -79,6 +79,8 @@ class FunctionTrainer:
             waiting.for_the_disk(lambda: write_whole(folder.config, text, sync=False), folder.config)
         returned = self._job.call(run, config)
         run.finish()
+        warning = odd_result(returned) if run.is_main else None
+        surroundings.warn([warning] if warning is not None else [], folder, run.attempt, self._rank.facts)
         return result_of(returned, run.last_metrics, run.has_trained)
 
     def _failed(self, order: Assignment, error: BaseException, run: Run) -> Ending:

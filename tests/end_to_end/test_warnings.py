@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 from tests.support import Project, log
@@ -31,3 +32,30 @@ def test_a_run_that_has_what_it_asked_for_is_not_warned(project: Project) -> Non
     assert "warning" not in done.stdout
     (folder,) = project.runs.iterdir()
     assert list((folder / "logs").glob("*.warnings.jsonl")) == []
+
+
+def test_a_result_that_is_not_a_number_fails_no_training_and_the_last_save_is_written(project: Project) -> None:
+    project.write(
+        "train.py",
+        """
+        import torch
+
+        def train(run, config):
+            model = run.wrap(torch.nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.restore(model=model, optimizer=optimizer)
+            for _ in range(8):
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+            run.report(1, loss=0.5)
+            run.save()
+            return {"model": "trained"}
+        """,
+    )
+    done = project.call("submit", "--executor", "local", "--nodes", "2", "--follow", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = project.runs.iterdir()
+    assert project.json("status", folder.name)[0]["state"] == "COMPLETED"
+    assert "the job function returned what is not a number: model = 'trained' (str)" in done.stdout
+    assert json.loads((folder / "result.json").read_text())["result"] == {"loss": 0.5}
+    assert (folder / "checkpoints" / "step-000000008").is_dir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_slurm.runtime.metrics import result_of
+from mgpu_slurm.runtime.metrics import odd_result, result_of
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,22 @@ from mgpu_slurm.runtime.metrics import result_of
         # restored at the end of its training: the loop has set nothing
         ({"loss": 0.0, "other": 1}, False, {"loss": 0.5, "other": 1.0}),
         (None, False, {"loss": 0.5}),
+        ("done", True, {"loss": 0.5}),
+        ({"loss": 0.25, "model": object()}, True, {"loss": 0.25}),
+        ({"model": object()}, True, {"loss": 0.5}),
+        ({}, True, {}),
     ],
 )
 def test_the_result_is_what_was_returned_or_else_reported(
     returned: object, has_trained: bool, result: dict[str, float]
 ) -> None:
     assert result_of(returned, {"loss": 0.5}, has_trained) == result
+
+
+def test_what_is_not_a_number_is_named() -> None:
+    assert odd_result({"loss": 1.0}) is odd_result(None) is odd_result(3) is None
+    assert odd_result("done") == (
+        "the job function returned what is not a number: value = 'done' (str): the result is without it"
+    )
+    assert "history = [1, 2] (list)" in (odd_result({"loss": 1.0, "history": [1, 2]}) or "")
+    assert len(odd_result("x" * 10**6) or "") < 200
