@@ -23,11 +23,15 @@ CONSTANTS = (str, bytes, Number, type(None), Enum, PurePath, np.generic, torch.d
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+
 
 def to_device(samples: Any, device: torch.device) -> Any:
     """Return the same nest with every tensor, and every object that has a method `to`, on the device."""
     if isinstance(samples, torch.Tensor):
         return samples.to(device, non_blocking=True)
+    if type(samples) in _PLAIN:
+        return samples
     if callable(move := getattr(samples, "to", None)) and not isinstance(samples, type):
         moved = move(device)
         # some move themselves
@@ -36,16 +40,36 @@ def to_device(samples: Any, device: torch.device) -> Any:
     return samples if children is None else rebuilt(samples, [to_device(child, device) for child in children])
 
 
-def tensors_of(samples: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of a nest."""
-    if isinstance(samples, torch.Tensor):
-        yield samples
+def leaves_of(samples: Any) -> list[Any]:
+    """Return every tensor and array of a nest, and every object with a method `to` that can be referred to weakly."""
+    if isinstance(samples, ARRAYS):
+        return [samples]
+    if type(samples) in _PLAIN:
+        return []
+    if callable(getattr(samples, "to", None)) and type(samples).__weakrefoffset__:
+        return [samples, *_leaves_of_children(samples)]
+    return _leaves_of_children(samples)
+
+
+def _leaves_of_children(samples: Any) -> list[Any]:
+    leaves = []
     for child in children_of(samples) or ():
-        yield from tensors_of(child)
+        # quicker than a call for each of hundreds
+        if isinstance(child, ARRAYS):
+            leaves.append(child)
+        elif type(child) not in _PLAIN:
+            leaves += leaves_of(child)
+    return leaves
 
 
 def children_of(samples: Any) -> list[Any] | None:
     """Return what a container holds, in order; None for anything else."""
+    kind = type(samples)
+    # the check for a Mapping takes long
+    if kind in _PLAIN or kind is torch.Tensor:
+        return None
+    if kind is list or kind is tuple:
+        return list(samples)
     if isinstance(samples, Mapping):
         return list(samples.values())
     if isinstance(samples, (tuple, list)):

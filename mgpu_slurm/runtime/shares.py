@@ -7,21 +7,26 @@ weights differ, the job has to name one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.runtime.nests import tensors_of
+from mgpu_slurm.runtime.nests import leaves_of
 
 Samples = TypeVar("Samples")
 
 MOST_PASSES = 16
 """That are over and remembered: a dataset may hand out the same tensors in each."""
+
+FIRST_TIDYING = 16
+"""So many batches of a pass are remembered before those that are gone are dropped."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 class Handed:
-    """A batch that was handed out. It is not kept alive; its tensors tell it from others."""
+    """A batch that was handed out. It is not kept alive; its tensors, arrays and objects tell it from others."""
+
+    __slots__ = ("_leaves", "is_used", "may_be_used", "number", "share", "trains")
 
     def __init__(self, number: int, share: Share | None, samples: Any) -> None:
         self.number = number
@@ -57,74 +64,119 @@ class Handed:
         """A loss or a meter was weighted while this was one of the batches that could be meant."""
         self.is_used = False
         """It was the only one."""
-        self._tensors = [TensorWeakRef(tensor) for tensor in tensors_of(samples)]
+        self._leaves = [*map(weakref.ref, leaves_of(samples))]
 
     def is_alive(self) -> bool:
-        """Return whether the job, a view or the graph of a loss still has any tensor of it."""
-        return any(reference() is not None for reference in self._tensors)
+        """Return whether the job, a view or the graph of a loss still has any part of it."""
+        return any(_found(reference) is not None for reference in self._leaves)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is one of the batch, or a part of one."""
-        begin, end = _memory(tensor)
-        own = (_memory(mine) for reference in self._tensors if (mine := reference()) is not None)
-        return any(low <= begin < end <= high for low, high in own)
+    def holds(self, part: Any) -> bool:
+        """Return whether this is a part of the batch, or a view of one."""
+        begin, end = _memory(part)
+        for reference in self._leaves:
+            if (own := _found(reference)) is not None:
+                low, high = _memory(own)
+                if own is part or low <= begin < end <= high:
+                    return True
+        return False
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory begins and ends; the same for one that has none."""
-    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+def _found(reference: weakref.ref[Any]) -> Any:
+    """Return what a weak reference refers to, or None."""
+    found = reference()
+    if isinstance(found, torch.Tensor):
+        # as torch.utils.weak.TensorWeakRef does, which takes long to make
+        found._fix_weakref()  # type: ignore[attr-defined]
+    return found
+
+
+def _memory(part: Any) -> tuple[int, int]:
+    """Return where the memory of a tensor or an array begins and ends; the same for anything that has none."""
+    if isinstance(part, np.ndarray):
+        return np.lib.array_utils.byte_bounds(part)
+    if not isinstance(part, torch.Tensor) or part.layout is not torch.strided or part.is_nested or not part.numel():
         return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    return part.data_ptr(), part.data_ptr() + (last + 1) * part.element_size()
 
 
 class Pass:
     """One pass over a loader."""
 
-    def __init__(self) -> None:
-        self.handed: list[Handed] = []
-        """The newest last; of older ones those that may still be used."""
+    def __init__(self, began_at: int) -> None:
+        self.began_at = began_at
+        """The number of the newest batch of any loader then."""
+        self.last: Handed | None = None
+        """The newest batch."""
+        self.earlier: list[Handed] = []
+        """Batches for training that the loop has left, as long as the job may still have them."""
+        self.unused: list[Handed] = []
+        """Those of them that were not used before."""
+        self.lost: set[Share | None] = set()
+        """Shares of batches that are gone and were not used: the job may have kept them in another form."""
         self.is_open = True
         self.ran_to_end = False
         """It was not left in the middle."""
-        self.shares: set[Share | None] = set()
-        """Of all batches for training."""
-        self.has_unused = False
-        """At least one of these was not used while the loop was there."""
         self.has_unweighted_stand_in = False
         """Neither a loss nor a meter has heard that a sample of this rank counts nothing."""
-        self._tidy_at = 16
+        self._tidy_at = FIRST_TIDYING
 
     @property
     def current(self) -> Handed | None:
         """The batch at which a loop over the loader is."""
-        return self.handed[-1] if self.is_open and self.handed else None
+        return self.last if self.is_open else None
 
     def hand_out(self, handed: Handed) -> None:
-        self.look_back()
-        if handed.trains:
-            self.shares.add(handed.share)
-        self.handed.append(handed)
-        # a job may keep all batches
-        if len(self.handed) >= self._tidy_at:
-            self.handed = [*self.alive(), *self.handed[-1:]]
-            self._tidy_at = 2 * len(self.handed) + 16
+        self._leave_last()
+        self.last = handed
 
-    def look_back(self) -> None:
-        """Note, when the batch at which the loop was is done, whether it was used."""
-        if not self.handed:
+    def close(self) -> None:
+        """Note that the pass is over."""
+        self._leave_last()
+        self.is_open = False
+
+    def _leave_last(self) -> None:
+        last = self.last
+        if last is None:
             return
-        last = self.handed[-1]
-        self.has_unused |= last.trains and not last.is_used
         self.has_unweighted_stand_in |= last.share is not None and not last.share.count and not last.may_be_used
+        if not last.trains:
+            return
+        self.earlier.append(last)
+        if not last.is_used:
+            self.unused.append(last)
+        # a job may keep all batches
+        if len(self.earlier) >= self._tidy_at:
+            self.tidy()
 
-    def earlier(self) -> list[Handed]:
-        """Return the batches for training before the current one."""
-        return [handed for handed in (self.handed[:-1] if self.is_open else self.handed) if handed.trains]
+    def tidy(self) -> None:
+        """Forget the batches that are gone."""
+        self.lost = self.all_lost()
+        self.unused = self.fetched_ahead()
+        self.earlier = [each for each in self.earlier if each.is_alive()]
+        self._tidy_at = 2 * len(self.earlier) + FIRST_TIDYING
 
-    def alive(self) -> list[Handed]:
-        """Return those of them that the job still has."""
-        return [handed for handed in self.earlier() if handed.is_alive()]
+    def all_lost(self) -> set[Share | None]:
+        """Return the shares of batches that are gone and were not used."""
+        return self.lost | {each.share for each in self.unused if not each.is_used and not each.is_alive()}
+
+    def fetched_ahead(self) -> list[Handed]:
+        """Return the batches that the job still has and has not used."""
+        return [each for each in self.unused if not each.is_used and each.is_alive()]
+
+    def is_kept(self) -> bool:
+        """Return whether the job has kept batches on purpose. The last one of a loop that is over may be there as its
+        variable only."""
+        alive = len([*islice((each for each in self.earlier if each.is_alive()), 2)])
+        return alive > 1 or (alive == 1 and not self.ran_to_end)
+
+    def shares_alive(self) -> set[Share | None]:
+        """Return the shares of the batches that the job still has."""
+        shares: set[Share | None] = set()
+        for each in self.earlier:
+            if each.share not in shares and each.is_alive():
+                shares.add(each.share)
+        return shares
 
 
 class Split:
@@ -147,6 +199,11 @@ class Shares:
         self._passes: list[Pass] = []
         self._splits: list[Split] = []
         self._newest = 0
+        self._lost: dict[Share | None, int] = {}
+        """Shares of passes that are forgotten, see `Pass.lost`, and where these began."""
+        self._trains_since = 0
+        """Where the first of the passes began in which a loss was weighted last. What was lost before is not used any
+        more."""
         self.has_warned = False
         """Of an evaluation that counts samples twice."""
 
@@ -155,15 +212,24 @@ class Shares:
     @contextmanager
     def passing(self) -> Iterator[Pass]:
         """Note a pass over a loader, as long as that lasts."""
-        over = [each for each in self._passes[:-1] if not each.is_open and each.alive()][-MOST_PASSES:]
-        self._passes = [each for each in self._passes if each.is_open or each in [*over, self._passes[-1]]]
-        begun = Pass()
+        self._forget_passes()
+        begun = Pass(self._newest)
         self._passes.append(begun)
         try:
             yield begun
         finally:
-            begun.look_back()
-            begun.is_open = False
+            begun.close()
+
+    def _forget_passes(self) -> None:
+        """Forget passes that are over and of which the job has no batch any more, and the oldest of all others."""
+        over = [each for each in self._passes if not each.is_open]
+        for each in over:
+            each.tidy()
+        kept = [each for each in over if each.earlier][-MOST_PASSES:]
+        for each in over:
+            if each not in kept:
+                self._lost |= dict.fromkeys(each.lost | {handed.share for handed in each.unused}, each.began_at)
+        self._passes = [each for each in self._passes if each.is_open or each in kept]
 
     def hand_out(self, passing: Pass, share: Share | None, samples: Samples) -> Samples:
         """Note a batch, and return it."""
@@ -210,6 +276,8 @@ class Shares:
             raise UserError(
                 f"run.backward: several batches may be meant ({_said(shares)}); name the one that the loss is the mean"
                 " of, as in run.backward(loss, images), and evaluate with run.shard or under torch.no_grad()"
+                + "; for data of your own, call loss.backward()"
+                * (None in shares)
             )
         return part * weights.pop()
 
@@ -229,7 +297,7 @@ class Shares:
         count = counts.pop() if counts else None
         return None if count is None else count * part
 
-    def _measured(self) -> tuple[list[Handed], float]:
+    def _measured(self) -> tuple[Collection[Handed], float]:
         """Return what a meter measures, in an evaluation within the training's loop too, and the part of each."""
         current = [each.current for each in self._passes if each.current is not None]
         evaluated = [each for each in current if not each.trains]
@@ -243,7 +311,7 @@ class Shares:
         meant, part = self._in_hand("meter.add")
         return meant or evaluated, part
 
-    def _named(self, batch: Any) -> tuple[list[Handed], float]:
+    def _named(self, batch: Any) -> tuple[Collection[Handed], float]:
         """
         Raises:
             UserError: it is not one of a loader.
@@ -252,13 +320,13 @@ class Shares:
         if not meant:
             raise UserError(
                 "run.backward(loss, batch): no tensor of this batch is as run.loader has given it: name the batch"
-                " before it is changed"
+                " before it is changed, or any tensor that came with it"
             )
         self._use(meant)
         is_split = bool(self._splits) and not {*self._splits[-1].handed}.isdisjoint(meant)
         return meant, self._splits[-1].part if is_split else 1.0
 
-    def _in_hand(self, call: str) -> tuple[list[Handed], float]:
+    def _in_hand(self, call: str) -> tuple[Collection[Handed], float]:
         """Return the batches that may be meant if none is named, and the part of each.
 
         Raises:
@@ -276,47 +344,54 @@ class Shares:
         self._use(meant)
         return meant, part
 
-    def _use(self, meant: list[Handed]) -> None:
+    def _use(self, meant: Collection[Handed]) -> None:
         for each in meant:
             each.may_be_used = True
             each.is_used |= len(meant) == 1
 
-    def _holding(self, batch: Any) -> list[Handed]:
-        """Return the batches that tensors belong to."""
-        tensors = list(tensors_of(batch))
-        handed = (each for passing in self._passes for each in passing.handed)
-        return [each for each in handed if any(map(each.holds, tensors))]
+    def _holding(self, batch: Any) -> set[Handed]:
+        """Return the batches that tensors belong to. A dataset may hand out the same one again and again: the loops are
+        at that batch then, or have handed it out last."""
+        current = [each.current for each in self._passes if each.current is not None]
+        holding = set()
+        for leaf in leaves_of(batch):
+            found = [each for each in current if each.holds(leaf)]
+            if not found:
+                earlier = [each for passing in self._passes for each in passing.earlier if each.holds(leaf)]
+                found = sorted(earlier, key=lambda each: each.number)[-1:]
+            holding.update(found)
+        return holding
 
     def _in_loops(self) -> list[Handed]:
         """Return the batches at which loops over loaders are, and others that the job has fetched and not used: ahead
         of their use, or into a list."""
-        found = [each.current for each in self._passes if each.current is not None and each.current.trains]
-        if found:
-            for passing in self._passes:
-                others = [each for each in passing.earlier() if not each.is_used and each.is_alive()]
-                if passing.is_open or len(others) > 1:
-                    found += others
+        loops = [each for each in self._passes if each.current is not None and each.current.trains]
+        if not loops:
+            return []
+        self._trains_since = min(each.began_at for each in loops)
+        found = [each.current for each in loops if each.current is not None]
+        for passing in self._passes:
+            if passing.unused and (passing.is_open or len(passing.fetched_ahead()) > 1):
+                found += passing.fetched_ahead()
         return found
 
     def _outside_of_loops(self) -> set[Share | None]:
         """Return the shares of the batches that the job has kept. If it has kept none, the loss may be that of data of
-        its own, of which all ranks have as many (None), or of batches that it has changed."""
+        its own, of which all ranks have as many (None), or of the variable of a loop. It may always be that of a batch
+        that was fetched and not used, in another form."""
         kept: set[Share | None] = set()
         others: set[Share | None] = {None}
+        lost = {share for share, began_at in self._lost.items() if began_at >= self._trains_since}
         for passing in self._passes:
+            if passing.began_at >= self._trains_since:
+                lost |= passing.all_lost()
             if passing.current is not None:
                 others.add(passing.current.share)
-                continue
-            alive = passing.alive()
-            if len(alive) > 1 or (alive and not passing.ran_to_end):
-                kept |= {each.share for each in alive}
+            elif passing.is_kept():
+                kept |= passing.shares_alive()
             else:
-                # the last one is still there as the variable of a loop that is over
-                others |= {each.share for each in alive if not each.is_used}
-            if passing is self._passes[-1] and passing.has_unused:
-                # any of them may be used after the pass, in another form
-                others |= passing.shares
-        return kept or others
+                others |= passing.shares_alive()
+        return (kept or others) | lost
 
 
 def _said(shares: Collection[Share | None]) -> str:

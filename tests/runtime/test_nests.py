@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.runtime.nests import Cutter, tensors_of, to_device
+from mgpu_slurm.runtime.nests import Cutter, leaves_of, to_device
 
 ROWS = 6
 DEVICE = torch.device("meta")
@@ -60,7 +60,7 @@ def all_tensors(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, PackedSequence):
         # the sizes stay where they are
         return [batch.data]
-    return [batch.nodes] if isinstance(batch, Graph) else list(tensors_of(batch))
+    return [batch.nodes] if isinstance(batch, Graph) else leaves_of(batch)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime.run import Run
+from mgpu_slurm.runtime.shares import Handed, Share, Shares
 from tests.runtime.ranks import run_ranks
 
 VALUES = torch.tensor([1.0, 2.0, 25.0, 8.0, 16.0], dtype=torch.float64).unsqueeze(1)
@@ -21,6 +23,16 @@ VALUES = torch.tensor([1.0, 2.0, 25.0, 8.0, 16.0], dtype=torch.float64).unsqueez
 
 MEANS = [28 / 3, 12.0]
 """Of the values of each batch, and so the gradients of the mean of `weight * value`."""
+
+
+class Graph:
+    """A batch without tensors that could be found in it."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.nodes.to(device))
 
 
 class Job:
@@ -167,6 +179,47 @@ def kept_in_a_list_and_changed(job: Job) -> None:
         job.step(batch)
 
 
+def preloaded_in_another_form(job: Job) -> None:
+    train = [batch * 2 for (batch,) in job.data()]
+    _test = [batch * 2 for (batch,) in job.run.shard(TensorDataset(VALUES), batch_size=2)]
+    _others = [batch * 2 for (batch,) in job.data(2, VALUES[:4])]
+    for batch in train:
+        job.step(batch)
+
+
+def used_after_the_loop(job: Job) -> None:
+    """An evenly shared batch is weighted alike; this is one of three samples."""
+    for (batch,) in job.data(values=VALUES[:3]):
+        job.step(batch)
+    job.step(batch)
+
+
+def owned_by_the_dataset(job: Job) -> None:
+    """The same tensors in each epoch, in the first and in the last batch in turn."""
+    own = [*VALUES]
+    data = job.run.loader(own, 3, shuffle=True, collate_fn=list)  # type: ignore[arg-type]
+    for _ in range(4):
+        for batch in data:
+            for micro in job.run.accumulate(batch, 2):
+                job.run.backward(job.model(torch.stack(micro)).mean())
+            job.update()
+            job.step(torch.stack(batch), of=batch)
+            # the weight is that of the same batch in both
+            job.found[-2:] = [job.found[-2] - job.found[-1]]
+
+
+def of_arrays_and_objects(job: Job) -> None:
+    data = TensorDataset(VALUES)
+    arrays = job.run.loader(data, 3, collate_fn=lambda rows: np.stack([row.numpy() for (row,) in rows]))
+    graphs = job.run.loader(data, 2, collate_fn=lambda rows: Graph(torch.stack([row for (row,) in rows])))
+    sparse = job.run.loader(data, 4, collate_fn=lambda rows: torch.stack([row for (row,) in rows]).to_sparse())
+    for a, b, c in zip(arrays, graphs, sparse, strict=False):
+        job.step(torch.as_tensor(a), of=a)
+        job.step(torch.as_tensor(a), of=torch.as_tensor(a)[:1])
+        job.step(b.nodes, of=b)
+        job.step(c.to_dense(), of=c)
+
+
 def kept_beside_the_loop(job: Job) -> None:
     kept = list(job.data(2))
     for (batch,) in job.data():
@@ -279,6 +332,10 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     fetched_ahead_and_changed: AMBIGUOUS,
     kept_in_a_list: AMBIGUOUS,
     kept_in_a_list_and_changed: AMBIGUOUS,
+    preloaded_in_another_form: AMBIGUOUS,
+    used_after_the_loop: AMBIGUOUS + r".* for data of your own, call loss.backward\(\)",
+    owned_by_the_dataset: [0.0] * 8,
+    of_arrays_and_objects: [MEANS[0], MEANS[0], 1.5, 9.0, MEANS[1], MEANS[1], 16.5, 16.0],
     kept_beside_the_loop: AMBIGUOUS,
     kept_alike: MEANS[:1] * 2,
     summed_over_batches: AMBIGUOUS,
@@ -321,3 +378,22 @@ def test_the_gradient_is_that_of_the_batch_or_an_error_names_the_fix() -> None:
             if not is_right:
                 wrong[loop.__name__] = found
         assert wrong == {}
+
+
+def test_batches_that_the_job_keeps_cost_nothing_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    is_alive = Handed.is_alive
+
+    def counted(handed: Handed) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_alive(handed)
+
+    monkeypatch.setattr(Handed, "is_alive", counted)
+    shares, kept = Shares(2), []
+    for _ in range(3):
+        with shares.passing() as passing:
+            for _ in range(1000):
+                kept.append(shares.hand_out(passing, Share(1, 2), torch.ones(1)))
+                assert shares.weight() == 1.0
+    assert looks < 5 * len(kept)
