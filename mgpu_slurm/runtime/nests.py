@@ -171,12 +171,16 @@ class Cutter:
 
     def _plan(self, samples: Any, rows: int) -> _Plan:
         plan = _plan(samples, rows)
-        return self._cleared(plan, (), rows, _holds_samples(plan))
+        are_images = type(samples) is list and all(map(_is_image, samples))
+        return self._cleared(plan, (), rows, _holds_samples(plan), holds_fields=not are_images)
 
-    def _cleared(self, plan: _Plan, place: tuple[int, ...], rows: int, is_transposed: bool) -> _Plan:
+    def _cleared(
+        self, plan: _Plan, place: tuple[int, ...], rows: int, is_transposed: bool, holds_fields: bool = False
+    ) -> _Plan:
         """
         Args:
             is_transposed: the batch has lists of samples; its collate function makes them of all fields then.
+            holds_fields: this is the whole batch, which is a list of fields rather than of samples if nothing tells.
         """
         if not isinstance(plan, _Fields):
             if plan is _Cut.SAMPLES:
@@ -186,7 +190,7 @@ class Cutter:
             self._holds_samples[place] = False
         elif self._holds_samples.get(place, is_transposed):
             return _Cut.SAMPLES
-        elif place and place not in self._holds_samples:
+        elif not holds_fields and place not in self._holds_samples:
             raise _Unfit(
                 f"a list in it has {rows} entries with {rows} rows each, which may be samples or fields: stack the"
                 " samples, or give the fields by name in a dictionary"

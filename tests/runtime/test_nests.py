@@ -145,6 +145,13 @@ def test_three_colour_images_are_told_from_three_fields() -> None:
     images, targets = pieces((three, [{"boxes": each} for each in BOXES[:3]]), parts=3)[0]
     assert equal(images, three[:1])
     assert len(targets) == 1
+    with pytest.raises(UserError, match=r"3 entries with 3 rows each, which may be samples or fields"):
+        pieces(three, parts=3, rows=3)
+    cutter = Cutter()
+    assert cutter.rows(IMAGES, ROWS) == ROWS
+    assert equal(cutter.cut(three, 3, 0, 1), three[:1])
+    # fields that are no images
+    assert len(pieces([torch.ones(3, 5)] * 3, parts=3, rows=3)[0]) == 3
     cutter = Cutter()
     assert cutter.rows((ROW, BOXES)) == ROWS
     ambiguous = (ROW[:2], [torch.ones(2, 4)] * 2)
