@@ -30,7 +30,7 @@ def to_device(samples: Any, device: torch.device) -> Any:
     """Return the same nest with every tensor, and every object that has a method `to`, on the device."""
     if isinstance(samples, torch.Tensor):
         return samples.to(device, non_blocking=True)
-    if type(samples) in _PLAIN:
+    if _is_plain(samples):
         return samples
     if callable(move := getattr(samples, "to", None)) and not isinstance(samples, type):
         moved = move(device)
@@ -44,7 +44,7 @@ def leaves_of(samples: Any) -> list[Any]:
     """Return every tensor and array of a nest, and every object with a method `to` that can be referred to weakly."""
     if isinstance(samples, ARRAYS):
         return [samples]
-    if type(samples) in _PLAIN:
+    if _is_plain(samples):
         return []
     if callable(getattr(samples, "to", None)) and type(samples).__weakrefoffset__:
         return [samples, *_leaves_of_children(samples)]
@@ -60,6 +60,12 @@ def _leaves_of_children(samples: Any) -> list[Any]:
         elif type(child) not in _PLAIN:
             leaves += leaves_of(child)
     return leaves
+
+
+def _is_plain(samples: Any) -> bool:
+    """Return whether this is no container and no tensor, or a list or tuple without any, such as of texts."""
+    kind = type(samples)
+    return kind in _PLAIN or ((kind is list or kind is tuple) and _PLAIN.issuperset(map(type, samples)))
 
 
 def children_of(samples: Any) -> list[Any] | None:
