@@ -55,10 +55,10 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def scontrol(tmp_path: Path) -> Path:
-    """A scontrol that notes how it was called; its path."""
+    """A scontrol that notes what it was asked to change; its path."""
     path = tmp_path / "bin" / "scontrol"
     path.parent.mkdir()
-    path.write_text(f'#!/bin/sh\necho "$@" >> {path}.calls\n')
+    path.write_text(f'#!/bin/sh\n[ "$1" = show ] || echo "$@" >> {path}.calls\n')
     path.chmod(0o755)
     # no step is left
     squeue = path.with_name("squeue")
@@ -253,7 +253,7 @@ def test_where_there_is_no_other_node_it_stays_and_fails_in_the_end(
         "#!/bin/sh\necho 'allocation failure: Requested node configuration is not available' >&2; exit 1\n"
     )
     sbatch.chmod(0o755)
-    assert start_batch(shell(NODE_2_KILLS), retries=2).wait() == 143
+    assert start_batch(shell(NODE_2_KILLS), retries=2).wait() == 137
     assert not Path(f"{scontrol}.calls").exists()
     state = records.read_state(folder)
     assert (state["state"], state["attempts"]) == ("FAILED", 3)
@@ -287,7 +287,7 @@ def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
     scontrol.with_name("squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Access denied' >&2; exit 1\n")
-    assert start_batch(shell(KILLED_ONCE)).wait() == 143
+    assert start_batch(shell(KILLED_ONCE)).wait() == 137
     state = records.read_state(folder)
     assert (state["state"], state["attempts"]) == ("FAILED", 1)
     assert "rank 1 on n2" in state["reason"]
