@@ -10,6 +10,7 @@ import ast
 import builtins
 import importlib.machinery
 import os
+import re
 import sys
 import types
 import typing
@@ -28,6 +29,9 @@ _MODULES = {"__future__", "collections.abc", "dataclasses", "enum", "pathlib", "
 _TYPES = {"bool", "bytes", "dict", "float", "frozenset", "int", "list", "object", "set", "str", "tuple"}
 _OWN_CONSTRUCTION = {"__init__", "__new__", "__setattr__", "__getattribute__", "__init_subclass__"}
 _REBINDING = {"delattr", "exec", "eval", "globals", "locals", "setattr", "vars"}
+_SPECIAL = re.compile(r"\b(?:ClassVar|InitVar|KW_ONLY)\b")
+"""Annotations of what is no field, or not like others."""
+
 _NAME = "_mgpu_slurm_source"
 _NO_FIELD = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.Expr, ast.Pass)
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -185,6 +189,8 @@ class _File:
             names = set(_bindings(ast.Module([each], [])))
             if _is_field(each):
                 kind, is_known = self._kind(each.annotation)
+                if not is_known and _SPECIAL.search(ast.unparse(each.annotation)):
+                    return []
                 value, is_written = self._default(each.value)
                 is_exact = is_exact and is_known and is_written
                 body.append(ast.AnnAssign(each.target, kind, value, 1))

@@ -127,13 +127,21 @@ class CommandTrainer:
         """Until the children of all ranks have ended; how, and what was asked for meanwhile."""
         descriptor = os.pidfd_open(child.pid)
         deadline: float | None = None
+        ended_by_sigterm: float | None = None
         # the children hear it too, and what they take to end is their own affair
         self._stop.is_heeded = True
         try:
             desk.watch(descriptor)
             while True:
                 desk.serve(LOOK_EVERY)
-                code = _poll(child, folder)
+                code = child.poll()
+                if code == -signal.SIGTERM:
+                    # of a stop this process may hear a little later than its child
+                    ended_by_sigterm = ended_by_sigterm or time.monotonic()
+                    is_new = time.monotonic() < ended_by_sigterm + PATIENCE_FOR_SIGTERM
+                    if (is_new or deadline is not None or self._stop.due is not Stop.NO) and _left(folder):
+                        # a stop that ends a shell or launcher leaves behind what may still save
+                        code = None
                 stop = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=bool(code)))
                 if not self._agreement.total([float(code is None)])[0]:
                     return self._first_failure(child), stop.stop
@@ -216,13 +224,6 @@ def _lines(folder: RunFolder, rank: int) -> list[str]:
     logs = sorted(folder.logs.glob(f"*-{rank}.log"), key=lambda path: int(path.name.partition("-")[0]))
     text = end_of(logs[-1]) if logs else ""
     return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _poll(child: subprocess.Popen[bytes], folder: RunFolder) -> int | None:
-    """Return how the command has ended, None while it has not."""
-    code = child.poll()
-    # a shell or launcher that the signal has ended leaves behind what may still save
-    return None if code == -signal.SIGTERM and _left(folder) else code
 
 
 def _kill(child: subprocess.Popen[bytes], folder: RunFolder) -> None:

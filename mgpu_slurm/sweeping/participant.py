@@ -296,16 +296,15 @@ class Participant:
     def judge(self, progress: int, metrics: dict[str, float]) -> str | None:
         """Tells the study; why the trial is to end, or None where it goes on."""
         own = self._running()
-        self._show(progress=progress, metrics=metrics)
+        value = metrics.get(self.sweep.metric)
+        shown: dict[str, Any] = {"progress": progress, "metrics": metrics}
+        if own.last_value is None:
+            shown["reason"] = f"the job has not reported {self._missing(metrics)} yet" if value is None else ""
+        self._show(**shown)
         if self._summary_is_due:
             self._write_summary(at_once=False)
-        value = metrics.get(self.sweep.metric)
-        if value is not None:
-            return own.judge(progress, value)
         # a report without the metric says nothing to the pruner; the job may report or return it later
-        if own.last_value is None:
-            self._show(reason=f"the job has not reported {self._missing(metrics)} yet")
-        return None
+        return None if value is None else own.judge(progress, value)
 
     def _missing(self, metrics: dict[str, float]) -> str:
         names = sorted(metrics)

@@ -38,7 +38,9 @@ SCRIPT = """
         sys.exit("no data on this node")
     elif given.kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif given.kind == "fails":
+    elif given.kind == "terminated" and rank == 0:
+        signal.raise_signal(signal.SIGTERM)
+    elif given.kind in ("fails", "terminated"):
         signal.pause()
     else:
         import mgpu_slurm
@@ -60,7 +62,7 @@ SWEEP = """
     resources: {nodes: 2}
     fixed: {x: 0.30000000000000004}
     space:
-      kind: {choice: [plain, reports, fails, killed, diverges]}
+      kind: {choice: [plain, reports, fails, killed, diverges, terminated]}
       more: {choice: [7], when: {kind: [plain]}}
 """
 
@@ -121,6 +123,11 @@ def test_a_trial_that_is_given_up_ends_on_all_ranks_past_except_exception(swept:
         assert "stopped at progress 2" in said
         assert "swallowed" not in said
         assert "done" not in said
+
+
+def test_a_rank_that_somebody_terminates_does_not_wait_for_the_other(swept: Project) -> None:
+    failure = json.loads((trial(swept, 5) / "failure.json").read_text())
+    assert failure["message"] == "its command was ended by SIGTERM (2 of 2 times)"
 
 
 def test_best_is_a_command_line(swept: Project) -> None:

@@ -200,6 +200,13 @@ def test_what_is_not_written_out_is_left_to_the_job(text: str, tmp_path: Path) -
     assert reading is None or (not reading.is_whole and outcome(reading.job, {"lr": "fast"}, tmp_path))
 
 
+@pytest.mark.parametrize("annotation", ["ClassVar[Model]", "'ClassVar[list[Model]]'", "InitVar[Model]"])
+def test_what_may_be_no_field_is_not_asked_for(annotation: str, tmp_path: Path) -> None:
+    text = config(f"models: {annotation}\nlr: float = 0.1")
+    imports = "import os\n    from dataclasses import InitVar\n    from typing import ClassVar"
+    assert read(tmp_path, text.replace("import os", imports)) is None
+
+
 @pytest.mark.parametrize(
     ("text", "name", "says"),
     [

@@ -174,6 +174,14 @@ class TestMetrics:
         begin(first)
         assert states(folder) == ["FAIL", "COMPLETE", "RUNNING"]
 
+    def test_a_trial_that_reports_it_late_is_not_said_to_lack_it(self, tmp_path: Path) -> None:
+        folder = make(tmp_path)
+        part = worker(folder, 0)
+        begin(part)
+        part.judge(1, {"loss": 0.5})
+        part.judge(2, {"loss": 0.5, "score": 0.5})
+        assert records.read_state(folder.of_task(0))["reason"] == ""
+
     def test_a_report_without_it_is_none_to_the_pruner(self, tmp_path: Path) -> None:
         folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1})
         part = worker(folder, 0)
