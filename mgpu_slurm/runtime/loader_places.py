@@ -23,6 +23,8 @@ class LoaderPlace:
     is_in_pass: bool = False
     is_new: bool = False
     """The pass has come to no batch yet."""
+    is_over: bool = False
+    """The last pass has ended, and none has begun since."""
     first_batch: int = 0
     """Where the next pass starts: not at 0 once, after a restore in the middle of a pass."""
     next_epoch: int | None = None
@@ -46,19 +48,26 @@ class LoaderPlace:
         self.epoch = self.next_epoch or epoch or self.passes
         self.batch, self.first_batch, self.next_epoch = self.first_batch, 0, None
         self.is_in_pass = self.is_new = True
+        self.is_over = False
         return self.batch
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a pass is to continue: one that goes on, or one in whose middle the loader was restored."""
+        return self.is_in_pass or self.next_epoch is not None
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint holds at a batch of the loader that drives the loop."""
-        return {
-            "size": self.size,
-            "batch_size": self.batch_size,
-            "active": self.is_in_pass,
-            "batch": self.batch + (not self.is_ahead) if self.is_in_pass else 0,
-            "epoch": self.epoch if self.is_in_pass else None,
+        if self.is_in_pass:
             # the pass that was begun is begun again
-            "passes": self.passes - self.is_in_pass,
-        }
+            begins: dict[str, Any] = {
+                "batch": self.batch + (not self.is_ahead),
+                "epoch": self.epoch,
+                "passes": self.passes - 1,
+            }
+        else:
+            begins = {"batch": self.first_batch, "epoch": self.next_epoch, "passes": self.passes}
+        return {"size": self.size, "batch_size": self.batch_size, "active": self.is_active, **begins}
 
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Continue from there with the next pass."""
@@ -80,7 +89,7 @@ class LoaderPlaces:
     def add(self, place: LoaderPlace) -> None:
         """Add the place of a new loader. One that is made in each pass of a loop replaces that of the pass before."""
         for i in range(self._lasting, len(self._places)):
-            if not self._places[i].is_in_pass and self._places[i].signature == place.signature:
+            if self._places[i].is_over and self._places[i].signature == place.signature:
                 self._places[i] = place
                 break
         else:
@@ -100,7 +109,7 @@ class LoaderPlaces:
 
     def end_pass(self, place: LoaderPlace) -> None:
         """Note that a pass is over."""
-        place.ended_in, place.is_in_pass = self._pass_of_driver, False
+        place.ended_in, place.is_in_pass, place.is_over = self._pass_of_driver, False, True
 
     @property
     def _pass_of_driver(self) -> int | None:
@@ -108,7 +117,7 @@ class LoaderPlaces:
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what a checkpoint holds: the places of loaders that last or are in the middle of a pass."""
-        return [place.facts() for i, place in enumerate(self._places) if i < self._lasting or place.is_in_pass]
+        return [place.facts() for i, place in enumerate(self._places) if i < self._lasting or place.is_active]
 
     def others(self) -> list[list[int]]:
         """Return how far the loaders are that do not drive the loop."""

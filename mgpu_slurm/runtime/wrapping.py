@@ -38,7 +38,6 @@ class Wrapped:
 
         An optimizer belongs to them if all of its parameters do, and a moving average if it is one of such a module.
         """
-        parts = {id(part) for module in self._modules for part in module.modules()}
         tensors = {id(each) for module in self._modules for each in (*module.parameters(), *module.buffers())}
         if isinstance(value, torch.optim.Optimizer):
             parameters = [parameter for group in value.param_groups for parameter in group["params"]]
@@ -50,14 +49,12 @@ class Wrapped:
             # one model that is sharded over the ranks
             return lambda name: True
 
-        def belongs(part: Any) -> bool:
-            return (
-                id(part) in parts | tensors
-                or isinstance(part, DistributedDataParallel)
-                or (isinstance(part, AveragedModel) and self._averages(part))
-            )
-
-        return lambda name: any(map(belongs, _along(value, name)))
+        # looked for once, and not at each name
+        inside = [part for module in self._modules for part in module.modules()]
+        inside += [part for part in value.modules() if isinstance(part, DistributedDataParallel)]
+        inside += [part for part in value.modules() if isinstance(part, AveragedModel) and self._averages(part)]
+        belonging = tensors | {id(part) for part in inside}
+        return lambda name: any(id(part) in belonging for part in _along(value, name))
 
     def _averages(self, average: AveragedModel) -> bool:
         """Whether it is a moving average of a wrapped module: a copy of one, so it has the same class and shapes."""

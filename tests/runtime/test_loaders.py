@@ -21,6 +21,7 @@ from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
 
 EPOCHS, STEPS = 3, 4
+AT_ONCE = 0
 
 Seen = tuple[int, int, list[int], list[int]]
 """Epoch, position in it, and the samples of the loader that drives the loop and of another one."""
@@ -98,6 +99,12 @@ def made_in_each_epoch(job: Job) -> Iterator[Seen]:
             list(job.loader(10, 5))
 
 
+def two_of_equal_sizes_made_in_each_epoch(job: Job) -> Iterator[Seen]:
+    for _ in job.restore().epochs(EPOCHS):
+        for a, (b,), (c,) in zip(job.data, job.loader(22, 4), job.loader(22, 4), strict=False):
+            yield job.step(a, [torch.cat([b, c])])
+
+
 def made_in_each_pass_without_epochs(job: Job) -> Iterator[Seen]:
     job.restore()
     while job.run.step < EPOCHS * STEPS:
@@ -122,6 +129,7 @@ LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     a_shorter_one_again_and_again,
     zipped_with_a_shorter_one_again_and_again,
     made_in_each_epoch,
+    two_of_equal_sizes_made_in_each_epoch,
     made_in_each_pass_without_epochs,
     around_the_driver,
 ]
@@ -129,6 +137,8 @@ LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
 
 def goes_through(run: Run, loop: int, stop_at: int | None) -> list[Seen]:
     seen = []
+    if stop_at == AT_ONCE:
+        run._steering.stop.asked = Stop.END
     try:
         for each in LOOPS[loop](Job(run)):
             seen.append(each)
@@ -145,6 +155,8 @@ def test_every_loader_continues_in_the_middle_of_an_epoch(loop: int, tmp_path: P
     (whole,) = run_ranks(goes_through, 1, loop, None, folder=tmp_path / "whole")
     assert len(whole) == EPOCHS * STEPS
     (begun,) = run_ranks(goes_through, 1, loop, 6, folder=tmp_path / "parts")
+    # stopped again at the first place for it, where a loader may not have begun to continue
+    assert run_ranks(goes_through, 1, loop, AT_ONCE, folder=tmp_path / "parts") == [[]]
     (rest,) = run_ranks(goes_through, 1, loop, None, folder=tmp_path / "parts")
     assert (len(begun), len(rest)) == (6, len(whole) - 6)
     # where `enumerate` would say 0

@@ -18,6 +18,7 @@ from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import StopFlag
+from mgpu_slurm.runtime.wrapping import Wrapped
 from tests.runtime.ranks import run_ranks
 
 KINDS = ("wrapped", "compiled", "compiled inside", "part compiled")
@@ -107,6 +108,26 @@ def test_any_wrapping_continues_from_any_other(tmp_path: Path) -> None:
 def expected(value: float) -> list[Any]:
     net = Net(value)
     return values_of({"model": net, "average": AveragedModel(net)})
+
+
+class Compared(Wrapped):
+    """Counts how often it compares a moving average."""
+
+    times = 0
+
+    def _averages(self, average: AveragedModel) -> bool:
+        self.times += 1
+        return super()._averages(average)
+
+
+def test_a_moving_average_is_compared_with_the_model_once_and_not_for_each_name() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
+    average, wrapped = AveragedModel(model), Compared()
+    wrapped.add(model)
+    reached = wrapped.reaches(average)
+    assert all(reached(name) for name in average.state_dict())
+    assert wrapped.times == 1
+    assert not any(map(wrapped.reaches(AveragedModel(nn.Linear(1, 1))), ("n_averaged", "module.weight")))
 
 
 OLD = Path(__file__).parent / "version_0_1"
