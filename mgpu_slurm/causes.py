@@ -121,7 +121,7 @@ IMPORT = Cause(
 TARGET = Cause(
     "target",
     "the job could not be called as it was submitted",
-    "put right what the error names, and submit it again; `submit --dry-run --check` checks it beforehand",
+    "fix what the error names, and submit it again; `submit --dry-run --check` checks it beforehand",
 )
 NOT_A_NUMBER = Cause(
     "nan",
@@ -190,7 +190,7 @@ NO_CHECKPOINT_IN_TIME = Cause(
     "no-checkpoint-in-time",
     "the time limit came twice before the run had a newer checkpoint",
     "give it a longer `--time`, or more places to save at: a run saves at each batch of a `run.loader` that is given to"
-    " `run.restore`, and in any other loop at the end of an epoch only; then `resume` goes on",
+    " `run.restore`, and in any other loop at the end of an epoch only; then `resume` continues",
 )
 PREEMPTED = Cause(
     "preempted",

@@ -46,6 +46,9 @@ ANSWERS_WITHOUT_IT = 3
 MOST_SHOWN = 20
 """Jobs for which the controller is asked one by one at a time."""
 
+SHOWING_TAKES = 10.0
+"""Seconds after which no further job is asked for, so that a busy controller does not hold up `status`."""
+
 CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], causes.DEPENDENCY.words)
 """By the reason for which a job pended that SLURM itself has cancelled."""
 
@@ -123,6 +126,7 @@ def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lo
         lost: what there is to say of one that it does not know.
     """
     found: dict[RunFolder, State] = dict.fromkeys(job_ids, UNLISTED)
+    give_up = time.monotonic() + SHOWING_TAKES
     for array in slurm.whole_jobs(job_ids.values())[:MOST_SHOWN]:
         shown = jobs.shown(array)
         if shown is not None:
@@ -131,6 +135,8 @@ def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lo
                 is_dropped = job_id != array and array in with_others and lost == LOST
                 found[folder] = DROPPED if is_dropped else lost
             found |= _listed(own, {job.job_id: job for job in shown})
+        if time.monotonic() > give_up:
+            break
     return found
 
 

@@ -112,6 +112,17 @@ def test_if_nobody_else_answers_the_last_state_counts_until_squeue_has_left_it_o
     assert [state_of(run) for _ in range(3)] == [unlisted, unlisted, ("FAILED", fates.LOST["reason"])]
 
 
+def test_a_controller_that_takes_long_is_not_asked_for_many_jobs(
+    runs: Path, answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers("scontrol", f"echo >> {tmp_path}/asked; {UNKNOWN_JOB}")
+    job_ids = {make_run(runs, f"digits-{job_id}"): job_id for job_id in ("42", "43", "44")}
+    assert list((fates.ask(job_ids, print) or {}).values()) == [fates.LOST] * 3
+    monkeypatch.setattr(fates, "SHOWING_TAKES", -1.0)
+    assert list((fates.ask(job_ids, print) or {}).values()) == [fates.LOST, fates.UNLISTED, fates.UNLISTED]
+    assert len((tmp_path / "asked").read_text().splitlines()) == 3 + 1
+
+
 def test_an_end_before_the_newest_attempt_is_not_its_end(run: RunFolder, answers: Answers) -> None:
     """Accounting is some seconds behind: of a requeued job it knows the start before."""
     answers("scontrol", SILENT)
