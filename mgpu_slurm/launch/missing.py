@@ -16,6 +16,8 @@ from mgpu_slurm.spec import SEED_PLACE, Spec, Target
 
 _WORDS = re.compile(r"""'([^']+)'|"([^"]+)"|([^\s'",;:()=]+)""")
 
+_BETWEEN_WORDS = re.compile(r"""[\s'"|;&<>()]+""")
+
 
 def advice(name: str) -> str:
     """Return what to do about a file or folder that the run's code lacks."""
@@ -63,7 +65,8 @@ def settled(spec: Spec, code: Path) -> tuple[Spec, list[str]]:
     program, *arguments = spec.target.command
     found, note = _program(program, spec, stand)
     notes = [] if note is None else [f"command   {note}"]
-    for name in dict.fromkeys(filter(None, (_argument_left_out(word, spec.original, stand) for word in arguments))):
+    words = _words(arguments)
+    for name in dict.fromkeys(filter(None, (_argument_left_out(word, spec.original, stand) for word in words))):
         notes.append(f"note      {advice(name)}")
     return replace(spec, target=Target(command=(found, *arguments))), notes
 
@@ -88,6 +91,12 @@ def _texts(given: Any, config: Any) -> Iterator[str]:
             yield from _texts(value, each)
     elif isinstance(given, str) and given == config:
         yield given
+
+
+def _words(arguments: list[str]) -> list[str]:
+    """Return arguments, and the words of the text that a shell gets by `-c`."""
+    texts = arguments[1:2] if arguments and re.fullmatch(r"-\w*c", arguments[0]) else []
+    return [*arguments, *(word for text in texts for word in _BETWEEN_WORDS.split(text))]
 
 
 def _argument_left_out(word: str, live: Path, stand: Path) -> str | None:

@@ -70,6 +70,14 @@ def test_a_program_that_git_ignores_is_started_by_its_path_and_data_is_named(pro
     assert known["why"]["mend"] == ADVICE
 
 
+def test_what_a_shell_is_told_is_looked_through(project: Project) -> None:
+    text = "cd . && .venv/bin/python reads.py --data='data/digits/train.txt' | tee reads.log"
+    done = project.call(*DRY_RUN, *PLAIN, "--", "bash", "-c", text)
+    assert done.returncode == 0, done.stderr
+    notes = [line for line in done.stdout.splitlines() if line.startswith("note ")]
+    assert notes == [f"note      {ADVICE.replace('data/', name)}" for name in (".venv/", "data/")]
+
+
 def test_data_is_named_where_a_config_names_it_as_text(project: Project) -> None:
     done = project.call("submit", "--executor", "local", "job.py", "text=data/digits/train.txt", "path=data/digits")
     assert done.returncode == 1
