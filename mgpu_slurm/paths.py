@@ -204,6 +204,10 @@ class RunFolder:
         """What the ranks of an attempt sign their messages with; there as long as it lasts, for its owner alone."""
         return self.path / f".secret-{attempt}"
 
+    def secrets(self) -> list[Path]:
+        """Return those that are there."""
+        return list(self.path.glob(".secret-*"))
+
     def requeue_wish(self, attempt: int) -> Path:
         """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"

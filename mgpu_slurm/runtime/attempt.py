@@ -100,6 +100,9 @@ def run_attempt(
     listener = rendezvous.bind("127.0.0.1" if address.startswith("127.") else "", ports)
     variables = rendezvous.exports(address, listener.getsockname()[1])
     variables |= {ATTEMPT_VARIABLE: str(attempt), RUN_VARIABLE: str(folder.path)}
+    for left in folder.secrets():
+        # of an attempt whose batch step was killed
+        left.unlink(missing_ok=True)
     secret_file = folder.secret(attempt)
     waiting.for_the_disk(lambda: secret.create(secret_file), secret_file)
     variables[secret.VARIABLE] = str(secret_file)

@@ -198,9 +198,10 @@ class Run:
             self._wrapped.add(model)
             return model
         model = model.to(self.device)
-        self._wrapped.add(model)
         if self.world_size == 1:
+            # nothing to keep in mind: a job may make model after model
             return model
+        self._wrapped.add(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # nothing for DDP to do, which does not take it
             bring([*model.parameters(), *model.buffers()])

@@ -37,6 +37,8 @@ def test_a_rendezvous_that_cannot_be_served_ends_the_attempt_with_the_traceback(
     records.update_state(folder, state="PENDING")
     spec = Spec("run", Target(command=("sleep", "3600")), "slurm", Resources(nodes=2))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, attempt.WATCHED)
+    # of an attempt that was killed
+    folder.secret(0).touch()
     try:
         ending = attempt.run_attempt(folder, spec, "1", ["n1", "n2"], "127.0.0.1", start_ranks)
     finally:
@@ -51,6 +53,7 @@ def test_a_rendezvous_that_cannot_be_served_ends_the_attempt_with_the_traceback(
     assert failure["traceback"].startswith("Traceback")
     assert causes.cause_of(failure) is causes.RENDEZVOUS
     assert records.line_of(failure) == message
+    assert folder.secrets() == []
 
 
 def test_a_rank_ends_with_the_thread_that_it_needs(project: Project) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,16 @@ def test_any_wrapping_continues_from_any_other(tmp_path: Path) -> None:
 def expected(value: float) -> list[Any]:
     net = Net(value)
     return values_of({"model": net, "average": AveragedModel(net)})
+
+
+def wraps_one_after_the_other(run: Run) -> int:
+    models = [weakref.ref(run.wrap(nn.Linear(1, 1))) for _ in range(3)]
+    gc.collect()
+    return sum(model() is not None for model in models)
+
+
+def test_a_run_of_one_rank_does_not_keep_the_models_of_earlier_folds() -> None:
+    assert run_ranks(wraps_one_after_the_other, 1) == [0]
 
 
 class Compared(Wrapped):
