@@ -147,15 +147,15 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def _shortened(name: str) -> str:
-    """`train-imagenet…-115015-eb8f`: with its beginning and its end a run is found by eye."""
+    """`train-imagene...-115015-eb8f`: with its beginning and its end a run is found by eye."""
     if len(name) <= _LONGEST_NAME:
         return name
     end = len("-hhmmss-xxxx")
-    return f"{name[: _LONGEST_NAME - end - 1]}…{name[-end:]}"
+    return f"{name[: _LONGEST_NAME - end - 3]}...{name[-end:]}"
 
 
 def _cut(line: str, columns: int) -> str:
-    return line if len(line) <= columns else f"{line[: columns - 1]}…"
+    return line if len(line) <= columns else f"{line[: columns - 3]}..."
 
 
 def _by_group(states: list[dict[str, Any]]) -> Iterator[tuple[str | None, list[dict[str, Any]]]]:
