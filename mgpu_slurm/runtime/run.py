@@ -273,7 +273,8 @@ class Run:
 
         Args:
             batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` gave it. None for the
-                one at which the loop over `run.loader` is; evaluations inside of the loop do not count.
+                one at which the loop over `run.loader` is; evaluations inside of the loop do not count. Name one that
+                you have kept and use again: its loss cannot be told from that of the loop.
 
         Raises:
             UserError: several batches may be meant, and their weights differ.
