@@ -71,6 +71,7 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] 
     """
     if not job_ids:
         return {}
+    asked_at = time.time()
     listed = jobs.queued(slurm.whole_jobs(job_ids.values()), note)
     if listed is None:
         return None
@@ -85,7 +86,10 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] 
     forgotten = {folder: job_id for folder, job_id in forgotten.items() if folder not in found}
     ended = [start.job_id for start in starts or [] if not states.is_alive(start.state)]
     with_others = {identity.whole(job_id) for job_id in [*listed, *ended]}
-    return found | _forgotten(forgotten, with_others, LOST if starts is not None else LOST_SO_FAR)
+    gone = _forgotten(forgotten, with_others, LOST if starts is not None else LOST_SO_FAR)
+    # whatever SLURM says, a job that has just written something is there
+    alive = dict.fromkeys((folder for folder in gone if _last_change(folder) > asked_at), UNLISTED)
+    return found | gone | alive
 
 
 def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -> dict[RunFolder, State]:

@@ -317,10 +317,13 @@ def _true(folder: RunFolder, state: State, known: dict[RunFolder, State] | None,
             return state
         facts = last_words.ending(folder, state["job_id"]) or facts
     facts = fates.settled(folder, state, facts)
-    if states.is_alive(facts["state"]):
+    is_listed = facts.get("reason") != fates.UNLISTED["reason"]
+    if states.is_alive(facts["state"]) and is_listed:
         return state | facts
     if (newer := _newer(folder, state)) is not None:
         return newer
+    if not is_listed:
+        return state | facts
     if facts == fates.DROPPED and records.attempts_started(folder):
         facts = fates.LOST
     if facts in (fates.LOST, fates.LOST_SO_FAR):

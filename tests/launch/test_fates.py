@@ -90,6 +90,13 @@ def test_and_is_lost_if_nobody_knows_it(run: RunFolder, answers: Answers) -> Non
     assert state_of(run) == ("RUNNING", "")
 
 
+def test_a_job_that_writes_while_slurm_is_asked_is_there(run: RunFolder, answers: Answers) -> None:
+    answers("scontrol", f"touch {run.rank_log(1, 0)}; {UNKNOWN_JOB}")
+    assert state_of(run) == ("RUNNING", fates.UNLISTED["reason"])
+    answers("scontrol", UNKNOWN_JOB)
+    assert state_of(run) == ("FAILED", fates.LOST["reason"])
+
+
 @pytest.mark.parametrize("scontrol", [SILENT, "true"], ids=["silent", "empty"])
 def test_if_nobody_else_answers_the_last_state_counts_until_squeue_has_left_it_out_for_long(
     run: RunFolder, answers: Answers, monkeypatch: pytest.MonkeyPatch, scontrol: str
