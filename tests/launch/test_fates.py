@@ -166,6 +166,7 @@ def test_a_run_that_has_moved_on_while_slurm_was_asked_counts_as_it_is_now(
     newer.write_text(run.state.read_text().replace('"42"', '"43"'))
     answers("scontrol", f"cp {newer} {run.state}; {UNKNOWN_JOB}")
     assert registry.state(run)["job_id"] == "43"
+    answers("scontrol", UNKNOWN_JOB)
     assert state_of(run)[0] != "RUNNING"
 
 
