@@ -48,7 +48,7 @@ def repair(folder: RunFolder) -> list[str]:
     """Write what can be kept of a sweep's damaged journal into a new file; return what was done, in lines for people.
 
     Raises:
-        UserError: it is no sweep, has no journal, or nothing in it is damaged.
+        UserError: it is no sweep, or has no journal.
     """
     if not sweeps.is_sweep(folder):
         raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
@@ -57,7 +57,7 @@ def repair(folder: RunFolder) -> list[str]:
     places = _places(folder.journal.read_bytes())
     damaged = [place for place in places if place.damage or len(place.records) > 1]
     if not damaged:
-        raise UserError(f"{str(folder.journal)!r} is not damaged: nothing was written")
+        return [f"{short_path(folder.journal)} is not damaged: nothing was written"]
     restored, left_out = _restore(places, files.load(folder.sweep))
     records = [record for place in places for record in place.records]
     repaired = folder.journal.with_name(f"{folder.journal.name}.repaired")
@@ -72,8 +72,8 @@ def repair(folder: RunFolder) -> list[str]:
     return [
         f"damaged   {counted(len(damaged), 'place')} in {journal}, at byte {where}",
         f"written   {copy}: {', '.join(kept)}",
-        f"next      when no worker runs: mv {journal} {journal}.damaged && mv {copy} {journal} &&"
-        f" {program()} resume {folder.run}",
+        f"next      when no worker runs: mv {journal} {journal}.damaged && mv {copy} {journal}",
+        f"resume    if trials are left: {program()} resume {folder.run}",
     ]
 
 

@@ -445,8 +445,8 @@ class TestOneThatHasEnded:
 
     def test_a_journal_that_is_whole_needs_no_repair(self, project: Project) -> None:
         done = project.call("repair", "study")
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "study.journal' is not damaged: nothing was written" in done.stderr
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("study.journal is not damaged: nothing was written\n")
 
     def test_a_run_is_no_study_and_its_name_is_taken(self, project: Project) -> None:
         run, _ = project.run("--", "true")
