@@ -28,6 +28,8 @@ watchdog.watch(lambda: 7)
 watchdog.alive()
 (folder / "ready").touch()
 {body}
+# as a run does at its end, which takes a while on a busy machine
+watchdog.rest()
 """
 
 
