@@ -30,7 +30,7 @@ LOST_SO_FAR: State = {
     "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
 }
 
-# SLURM keeps nothing of a task that was cancelled while it waited, beside others that are still there
+# SLURM keeps nothing of a task that was cancelled while it waited, if others of its array are still there
 DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it started"}
 
 UNLISTED: State = {"reason": "not listed by squeue: as it was last seen, since nothing else says that it is gone"}

@@ -1,4 +1,4 @@
-"""Threads that work beside the training: a rank does not outlive one that fails."""
+"""Threads that work next to the training: a rank does not outlive one that fails."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 class RandomNumbers:
-    """What Python, NumPy and torch draw on the CPU from a seed of its own, beside the numbers of the job."""
+    """What Python, NumPy and torch draw on the CPU from a seed of its own, apart from the numbers of the job."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,7 +1,7 @@
 """Streaming data: every rank and every worker reads the same stream, and keeps its samples of each global batch.
 
 So the batches are the same on any number of ranks and workers, each rank knows when the stream ends, and a position is
-a number of batches. What is expensive belongs into `collate_fn`, which sees a rank's own samples only.
+a number of batches. What is expensive belongs in `collate_fn`, which sees a rank's own samples only.
 """
 
 from __future__ import annotations
