@@ -88,8 +88,8 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] 
     with_others = {identity.whole(job_id) for job_id in [*listed, *ended]}
     gone = _forgotten(forgotten, with_others, LOST if starts is not None else LOST_SO_FAR)
     # whatever SLURM says, a job that has just written something is there
-    alive = dict.fromkeys((folder for folder in gone if _last_change(folder) > asked_at), UNLISTED)
-    return found | gone | alive
+    lost = (folder for folder, state in gone.items() if state in NO_WORD and _last_change(folder) > asked_at)
+    return found | gone | dict.fromkeys(lost, UNLISTED)
 
 
 def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -> dict[RunFolder, State]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -91,9 +92,11 @@ def test_and_is_lost_if_nobody_knows_it(run: RunFolder, answers: Answers) -> Non
 
 
 def test_a_job_that_writes_while_slurm_is_asked_is_there(run: RunFolder, answers: Answers) -> None:
-    answers("scontrol", f"touch {run.rank_log(1, 0)}; {UNKNOWN_JOB}")
+    # file times are coarse: without the second it may be one before the question
+    answers("scontrol", f"touch -d '+1 second' {run.rank_log(1, 0)}; {UNKNOWN_JOB}")
     assert state_of(run) == ("RUNNING", fates.UNLISTED["reason"])
     answers("scontrol", UNKNOWN_JOB)
+    os.utime(run.rank_log(1, 0), (0, 0))
     assert state_of(run) == ("FAILED", fates.LOST["reason"])
 
 
