@@ -210,27 +210,26 @@ def test_an_attempt_that_was_given_up_does_not_speak_for_the_next(
     assert not Path(f"{scontrol}.calls").exists()
 
 
-KILLED_ONCE = (
-    "if [ $MGPU_ATTEMPT$RANK = 11 ]; then kill -9 $$; fi; if [ $MGPU_ATTEMPT = 1 ]; then sleep 600; fi; echo on"
-)
+def rank_1_is_killed(folder: RunFolder, attempts: int) -> Target:
+    """A command whose rank 1 is killed in the first attempts, when rank 0 has started: before, the signal that ends
+    rank 0 then would be its end too."""
+    here = f"{folder.path}/here-$MGPU_ATTEMPT"
+    return shell(
+        f"if [ $MGPU_ATTEMPT -gt {attempts} ]; then echo on; exit; fi;"
+        f" if [ $RANK = 1 ]; then until [ -e {here} ]; do sleep 0.01; done; kill -9 $$; fi; touch {here}; sleep 600"
+    )
 
 
 def test_a_killed_rank_costs_an_attempt_and_not_the_job(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
-    assert start_batch(shell(KILLED_ONCE)).wait() == 0
+    assert start_batch(rank_1_is_killed(folder, attempts=1)).wait() == 0
     assert [event["event"] for event in records.events(folder)] == ["started", "ended", "retried", "started", "ended"]
     state = records.read_state(folder)
     assert (state["state"], state["reason"], state["attempts"], state["job_id"]) == ("COMPLETED", "", 2, "9")
     assert folder.rank_log(2, 1).read_text() == "on\n"
     assert not folder.failure.exists()
     assert not Path(f"{scontrol}.calls").exists()
-
-
-ENDED_BY_SIGNALS = (137, 143)
-"""Of a rank that was killed; and of another one that was terminated before it could hear that, while it started."""
-
-NODE_2_KILLS = "if [ $SLURMD_NODENAME = n2 ]; then kill -9 $$; fi; sleep 600"
 
 
 def test_a_node_that_kills_twice_is_left_for_others(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
@@ -240,7 +239,7 @@ def test_a_node_that_kills_twice_is_left_for_others(folder: RunFolder, start_bat
         "echo 'sbatch: Job 10 to start at 2030-01-01T00:00:00 using 2 processors on nodes n[3-4] in partition batch'\n"
     )
     sbatch.chmod(0o755)
-    assert start_batch(shell(NODE_2_KILLS)).wait() == 75
+    assert start_batch(rank_1_is_killed(folder, attempts=2)).wait() == 75
     assert Path(f"{scontrol}.calls").read_text().splitlines() == ["requeue 9", "update JobId=9 ExcNodeList=n2"]
     assert "--test-only --exclude=n2" in Path(f"{sbatch}.calls").read_text()
     state = records.read_state(folder)
@@ -256,7 +255,7 @@ def test_where_there_is_no_other_node_it_stays_and_fails_in_the_end(
         "#!/bin/sh\necho 'allocation failure: Requested node configuration is not available' >&2; exit 1\n"
     )
     sbatch.chmod(0o755)
-    assert start_batch(shell(NODE_2_KILLS), retries=2).wait() in ENDED_BY_SIGNALS
+    assert start_batch(rank_1_is_killed(folder, attempts=3), retries=2).wait() == 137
     assert not Path(f"{scontrol}.calls").exists()
     state = records.read_state(folder)
     assert (state["state"], state["attempts"]) == ("FAILED", 3)
@@ -281,7 +280,7 @@ def test_one_that_came_before_the_first_failure_too(folder: RunFolder, start_bat
 def test_near_its_time_limit_a_retry_is_a_requeue(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
     """New ranks would not hear of the limit."""
     scontrol.with_name("squeue").write_text("#!/bin/sh\necho 0:45\n")
-    assert start_batch(shell(KILLED_ONCE), lead=60).wait() == 75
+    assert start_batch(rank_1_is_killed(folder, attempts=1), lead=60).wait() == 75
     assert Path(f"{scontrol}.calls").read_text() == "requeue 9\n"
     assert [event["event"] for event in records.events(folder)] == ["started", "ended", "retried"]
 
@@ -290,7 +289,7 @@ def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
     scontrol.with_name("squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Access denied' >&2; exit 1\n")
-    assert start_batch(shell(KILLED_ONCE)).wait() in ENDED_BY_SIGNALS
+    assert start_batch(rank_1_is_killed(folder, attempts=1)).wait() == 137
     state = records.read_state(folder)
     assert (state["state"], state["attempts"]) == ("FAILED", 1)
     assert "rank 1 on n2" in state["reason"]
