@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime.nests import Cutter
-from mgpu_slurm.runtime.shares import Share, Shares
+from mgpu_slurm.runtime.passes import Share
+from mgpu_slurm.runtime.shares import Shares
 
 Batch = TypeVar("Batch")
 
@@ -35,8 +36,9 @@ class Accumulation:
             rows = self._rows(batch, shares)
             pieces = self._cutter.split(batch, rows, self._common(parts, rows, shares))
             for number, (piece, split.part) in enumerate(pieces, 1):
+                split.is_at_last = number == len(pieces)
                 with ExitStack() as stack:
-                    if number < len(pieces):
+                    if not split.is_at_last:
                         for model in self._models:
                             stack.enter_context(model.no_sync())
                     yield piece

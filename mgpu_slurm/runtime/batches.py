@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Sampler
 
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.runtime.passes import Share, share_of
 from mgpu_slurm.runtime.randomness import RandomNumbers
-from mgpu_slurm.runtime.shares import Share, share_of
 
 
 def mixed(seed: int, *parts: int) -> int:
@@ -25,6 +25,11 @@ def mixed(seed: int, *parts: int) -> int:
 def batches_of(samples: int, batch_size: int, drop_last: bool) -> int:
     """Return the number of batches; the last one may be smaller, unless it is left out."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
+def _part(total: int, rank: int, world_size: int) -> Share:
+    begin, end = share_of(total, rank, world_size)
+    return Share(end - begin, total)
 
 
 class GlobalBatches(Sampler[list[int]]):
@@ -53,9 +58,10 @@ class GlobalBatches(Sampler[list[int]]):
     def __len__(self) -> int:
         return -(-self.size // self.batch_size)
 
-    def share(self, batch: int) -> Share:
-        begin, end = share_of(self._batch_total(batch), self.rank, self.world_size)
-        return Share(end - begin, self._batch_total(batch))
+    def shares(self) -> Iterator[Share]:
+        """Return this rank's shares of the batches, from that on at which the epoch has begun."""
+        totals = map(self._batch_total, range(self.first_batch, len(self)))
+        return (_part(total, self.rank, self.world_size) for total in totals)
 
     def _batch_total(self, batch: int) -> int:
         return min(self.batch_size, self.size - batch * self.batch_size)
@@ -135,10 +141,9 @@ class ListedBatches(Sampler[list[int]]):
         """Return a number that tells other lists from these."""
         return zlib.crc32(str(self._lists).encode())
 
-    def share(self, batch: int) -> Share:
-        total = len(self._lists[batch])
-        begin, end = share_of(total, self.rank, self._world_size)
-        return Share(end - begin, total)
+    def shares(self) -> Iterator[Share]:
+        """Return this rank's shares of the batches, from that on at which the epoch has begun."""
+        return (_part(len(batch), self.rank, self._world_size) for batch in self._lists[self._first :])
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._lists[self._first :]:

@@ -18,7 +18,8 @@ from mgpu_slurm.runtime import workers
 from mgpu_slurm.runtime.batches import GlobalBatches, ListedBatches, batches_of, mixed
 from mgpu_slurm.runtime.loader_places import LoaderPlace, LoaderPlaces
 from mgpu_slurm.runtime.nests import to_device
-from mgpu_slurm.runtime.shares import Pass, Share, Shares
+from mgpu_slurm.runtime.passes import Pass, Share
+from mgpu_slurm.runtime.shares import Shares
 from mgpu_slurm.runtime.streams import Stream, StreamBatch, as_it_is
 
 
@@ -29,8 +30,8 @@ class RunOfLoader:
     rank: int
     world_size: int
     device: torch.device
-    at_boundary: Callable[[Loader], None]
-    """Is called before each batch."""
+    at_boundary: Callable[[Loader, LoaderPlace], None]
+    """Is called before each batch, with the place of the pass."""
     epoch: Callable[[], int | None]
     """That of `state.epochs`; None outside of it."""
     step: Callable[[], int]
@@ -49,7 +50,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def begin(self, epoch: int, first: int) -> Iterator[Any]:
-        """Begin an epoch at one of its batches."""
+        """Begin an epoch at one of its batches, and return what `take` takes."""
 
     def is_over(self, number: int) -> bool:
         """Return whether it is known before the batch is asked for that there is none of that number."""
@@ -64,6 +65,10 @@ class Source(Protocol):
     @property
     def last_place(self) -> int | None:
         """At which batch of a pass a run can stop last; None if that is not known yet."""
+
+    @property
+    def is_for_one_pass(self) -> bool:
+        """Whether a pass ends when another one begins."""
 
 
 class Over(Exception):
@@ -80,6 +85,8 @@ class Indexed:
         self._batches = batches
         self._run = run
         self._workers, self._loader = _with_own_numbers(dataset, run.device, batch_sampler=batches, **options)
+        # these have one iterator
+        self.is_for_one_pass = self._loader.persistent_workers
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -97,19 +104,21 @@ class Indexed:
             )
         # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
         self._workers.manual_seed(mixed(self._batches.seed, epoch, self._batches.rank, first))
-        return iter(self._loader)
+        return zip(self._batches.shares(), self._loader, strict=True)
 
     def is_over(self, number: int) -> bool:
         return number >= len(self)
 
     def take(self, batches: Iterator[Any], number: int) -> tuple[Share, Any]:
-        return self._batches.share(number), next(batches)
+        share_and_samples: tuple[Share, Any] = next(batches)
+        return share_and_samples
 
 
 class Streamed:
     """Batches of a dataset that can only be iterated."""
 
     size = 0
+    is_for_one_pass = True
 
     def __init__(self, stream: Stream, run: RunOfLoader, **options: Any) -> None:
         self.batch_size = stream.batch_size
@@ -211,6 +220,8 @@ class Loader:
         self._run = run
         self.place = LoaderPlace(source.size, source.batch_size)
         run.places.add(self.place)
+        self._begun = 0
+        """Passes, also those beside others."""
 
     def __len__(self) -> int:
         """Steps per epoch, the same on every rank."""
@@ -229,25 +240,30 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         run, place, step = self._run, self.place, self._run.step()
+        if place.is_in_pass and not torch.is_grad_enabled():
+            place = place.beside()
         first = place.begin_pass(run.epoch())
+        self._begun += 1
+        own, begun = place.passes, self._begun
         batches = self._source.begin(place.epoch, first)
         try:
             with run.shares.passing() as passing, suppress(Over):
                 for number in itertools.count(first):
+                    if own != place.passes or (begun != self._begun and self._source.is_for_one_pass):
+                        raise _overtaken()
                     # not kept here while the job has it
-                    yield self._next(batches, number, passing)
+                    yield self._next(batches, number, place, passing)
             passing.ran_to_end = True
         finally:
-            run.places.end_pass(place)
+            run.places.end_pass(place, own)
         if passing.has_unweighted_stand_in and run.step() == step:
             self._warn_of_evaluation()
 
-    def _next(self, batches: Iterator[Any], number: int, passing: Pass) -> Any:
+    def _next(self, batches: Iterator[Any], number: int, place: LoaderPlace, passing: Pass) -> Any:
         if self._source.is_over(number):
             raise Over
-        place, before = self.place, self.place.batch
-        place.batch = number
-        self._run.at_boundary(self)
+        before, place.batch = place.batch, number
+        self._run.at_boundary(self, place)
         try:
             share, samples = self._source.take(batches, number)
         except Over:
@@ -268,6 +284,13 @@ class Loader:
             " sample twice if there are fewer in a batch than ranks: use run.shard(dataset, batch_size) instead",
             flush=True,
         )
+
+
+def _overtaken() -> UserError:
+    return UserError(
+        "run.loader: a loop over it goes on after another one over the same has begun in its body: make a second"
+        " run.loader for that"
+    )
 
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 from mgpu_slurm.runtime.batches import batches_of
 from mgpu_slurm.runtime.data import data_loader, size_of
 from mgpu_slurm.runtime.nests import Cutter, to_device
-from mgpu_slurm.runtime.shares import Shares, share_of
+from mgpu_slurm.runtime.passes import share_of
+from mgpu_slurm.runtime.shares import Shares
 from mgpu_slurm.runtime.streams import Stream, StreamBatch, as_it_is
 
 

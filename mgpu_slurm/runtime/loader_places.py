@@ -51,6 +51,10 @@ class LoaderPlace:
         self.is_over = False
         return self.batch
 
+    def beside(self) -> LoaderPlace:
+        """Return a place for an evaluation of what a pass goes on over: it has none of its own to continue from."""
+        return LoaderPlace(self.size, self.batch_size, self.passes)
+
     @property
     def is_active(self) -> bool:
         """Whether a pass is to continue: one that goes on, or one in whose middle the loader was restored."""
@@ -107,8 +111,10 @@ class LoaderPlaces:
             place.is_ahead = self._pass_of_driver is None
         place.is_new = False
 
-    def end_pass(self, place: LoaderPlace) -> None:
-        """Note that a pass is over."""
+    def end_pass(self, place: LoaderPlace, number: int) -> None:
+        """Note that a pass is over, unless another one over its loader has begun since."""
+        if number != place.passes:
+            return
         place.ended_in, place.is_in_pass, place.is_over = self._pass_of_driver, False, True
 
     @property

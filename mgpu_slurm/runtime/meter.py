@@ -16,10 +16,11 @@ Mean = Callable[[torch.Tensor, float], float]
 class Meter:
     """One rank's part of it; checkpoints hold what was added so far."""
 
-    def __init__(self, device: torch.device, mean: Mean, samples: Callable[[], float | None]) -> None:
+    def __init__(self, device: torch.device, mean: Mean, samples: Callable[[Any], float | None]) -> None:
         """
         Args:
-            samples: how many of its own this rank has in the batch that it trains with now; None in no such batch.
+            samples: how many of its own this rank has in the batch that it trains with now; None in no such batch. It
+                is given what is added.
         """
         self._device = device
         self._mean = mean
@@ -40,7 +41,7 @@ class Meter:
         Raises:
             UserError: it is no single number, or nobody knows of how many.
         """
-        count = self._samples() if count is None else count
+        count = self._samples(value) if count is None else count
         if count is None:
             raise UserError("meter.add: not in a batch of run.loader: say of how many samples it is, as `count`")
         number = torch.as_tensor(value).detach()

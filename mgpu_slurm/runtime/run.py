@@ -35,7 +35,7 @@ from mgpu_slurm.runtime.steering import Steering
 from mgpu_slurm.runtime.stepping import StepCounter
 from mgpu_slurm.runtime.stopping import StopFlag
 from mgpu_slurm.runtime.watchdog import Watchdog
-from mgpu_slurm.runtime.wrapping import Wrapped, bring
+from mgpu_slurm.runtime.wrapping import TellInputs, Wrapped, bring
 
 Batch = TypeVar("Batch")
 
@@ -196,6 +196,7 @@ class Run:
         if is_sharded(model):
             self._sharded.append(model)
             self._wrapped.add(model)
+            self._note_inputs_of(model)
             return model
         model = model.to(self.device)
         if self.world_size == 1:
@@ -216,8 +217,12 @@ class Run:
             **_NO_BUFFER_SYNC,
         )
         self._models.append(wrapped)
+        self._note_inputs_of(wrapped)
         bring(model.buffers())
         return wrapped
+
+    def _note_inputs_of(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(TellInputs(self._shares.note_inputs), with_kwargs=True)
 
     def alive(self) -> None:
         """Says that this rank comes on, for what takes long without any other call of the run: an evaluation of one's
@@ -273,8 +278,9 @@ class Run:
 
         Args:
             batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` gave it. None for the
-                one at which the loop over `run.loader` is; evaluations inside of the loop do not count. Name one that
-                you have kept and use again: its loss cannot be told from that of the loop.
+                one that the model was given; if that was given something which you have made of a batch, for the one at
+                which the loop over `run.loader` is. Name one that you have changed, kept and use again: its loss cannot
+                be told from that of the loop.
 
         Raises:
             UserError: several batches may be meant, and their weights differ.
@@ -295,7 +301,11 @@ class Run:
 
         Args:
             optimizer: a torch optimizer, or any object with `step` and `zero_grad`, and with `param_groups` for `clip`.
+
+        Raises:
+            UserError: an optimizer that cannot be clipped, or the middle of a loop over `accumulate`.
         """
+        self._shares.check_exchanged()
         if clip is not None:
             if not hasattr(optimizer, "param_groups"):
                 raise UserError(

@@ -1,182 +1,31 @@
 """Which batch a loss is the mean of, and so what weight its gradient has.
 
-Every pass over a loader notes which batches it has handed out. A loss is that of the batch at which the training's
-loop is: batches of evaluations and of passes that are over do not count. If several batches may be meant, and their
-weights differ, the job has to name one.
+Every pass over a loader notes which batches it has handed out, and each model which of them it was given since the last
+loss. If it was given something else, which the job has made of a batch, the loss is that of the batch at which the
+training's loop is: batches of evaluations and of passes that are over do not count. If several batches may be meant,
+and their weights differ, the job has to name one.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
+from torch import nn
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime.nests import leaves_of
+from mgpu_slurm.runtime.passes import Handed, Pass, Share, place_of
 
 Samples = TypeVar("Samples")
 
 MOST_PASSES = 16
 """That are over and remembered: a dataset may hand out the same tensors in each."""
 
-FIRST_TIDYING = 16
-"""So many batches of a pass are remembered before those that are gone are dropped."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """How much of a global batch this rank holds."""
-
-    count: int
-    """Samples that count; 0 where the rank only keeps step with the others on a stand-in sample."""
-    total: int
-    """Samples of the global batch."""
-
-    def weight(self, world_size: int) -> float:
-        """Return the factor of this rank's gradient in the sum over the world, which is divided by the world size."""
-        return self.count * world_size / self.total
-
-
-def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the rank's share of `total` samples begins and ends: all are equal, plus or minus one."""
-    return total * rank // world_size, total * (rank + 1) // world_size
-
-
-class Handed:
-    """A batch that was handed out. It is not kept alive; its tensors, arrays and objects tell it from others."""
-
-    __slots__ = ("_leaves", "is_used", "may_be_used", "number", "share", "trains")
-
-    def __init__(self, number: int, share: Share | None, samples: Any) -> None:
-        self.number = number
-        """Of those that any loader has handed out."""
-        self.share = share
-        """None for a batch of `run.shard`."""
-        self.trains = share is not None and torch.is_grad_enabled()
-        """A batch that is fetched without gradients is evaluated."""
-        self.may_be_used = False
-        """A loss or a meter was weighted while this was one of the batches that could be meant."""
-        self.is_used = False
-        """It was the only one."""
-        self._leaves = [*map(weakref.ref, leaves_of(samples))]
-
-    def is_alive(self) -> bool:
-        """Return whether the job, a view or the graph of a loss still has any part of it."""
-        return any(_found(reference) is not None for reference in self._leaves)
-
-    def holds(self, part: Any) -> bool:
-        """Return whether this is a part of the batch, or a view of one."""
-        begin, end = _memory(part)
-        for reference in self._leaves:
-            if (own := _found(reference)) is not None:
-                low, high = _memory(own)
-                if own is part or low <= begin < end <= high:
-                    return True
-        return False
-
-
-def _found(reference: weakref.ref[Any]) -> Any:
-    """Return what a weak reference refers to, or None."""
-    found = reference()
-    if isinstance(found, torch.Tensor):
-        # as torch.utils.weak.TensorWeakRef does, which takes long to make
-        found._fix_weakref()  # type: ignore[attr-defined]
-    return found
-
-
-def _memory(part: Any) -> tuple[int, int]:
-    """Return where the memory of a tensor or an array begins and ends; the same for anything that has none."""
-    if isinstance(part, np.ndarray):
-        return np.lib.array_utils.byte_bounds(part)
-    if not isinstance(part, torch.Tensor) or part.layout is not torch.strided or part.is_nested or not part.numel():
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    return part.data_ptr(), part.data_ptr() + (last + 1) * part.element_size()
-
-
-class Pass:
-    """One pass over a loader."""
-
-    def __init__(self, began_at: int) -> None:
-        self.began_at = began_at
-        """The number of the newest batch of any loader then."""
-        self.last: Handed | None = None
-        """The newest batch."""
-        self.earlier: list[Handed] = []
-        """Batches for training that the loop has left, as long as the job may still have them."""
-        self.unused: list[Handed] = []
-        """Those of them that were not used before."""
-        self.lost: set[Share | None] = set()
-        """Shares of batches that are gone and were not used: the job may have kept them in another form."""
-        self.is_open = True
-        self.ran_to_end = False
-        """It was not left in the middle."""
-        self.has_unweighted_stand_in = False
-        """Neither a loss nor a meter has heard that a sample of this rank counts nothing."""
-        self._tidy_at = FIRST_TIDYING
-
-    @property
-    def current(self) -> Handed | None:
-        """The batch at which a loop over the loader is."""
-        return self.last if self.is_open else None
-
-    def hand_out(self, handed: Handed) -> None:
-        self._leave_last()
-        self.last = handed
-
-    def close(self) -> None:
-        """Note that the pass is over."""
-        self._leave_last()
-        self.is_open = False
-
-    def _leave_last(self) -> None:
-        last = self.last
-        if last is None:
-            return
-        self.has_unweighted_stand_in |= last.share is not None and not last.share.count and not last.may_be_used
-        if not last.trains:
-            return
-        self.earlier.append(last)
-        if not last.is_used:
-            self.unused.append(last)
-        # a job may keep all batches
-        if len(self.earlier) >= self._tidy_at:
-            self.tidy()
-
-    def tidy(self) -> None:
-        """Forget the batches that are gone."""
-        self.lost = self.all_lost()
-        self.unused = self.fetched_ahead()
-        self.earlier = [each for each in self.earlier if each.is_alive()]
-        self._tidy_at = 2 * len(self.earlier) + FIRST_TIDYING
-
-    def all_lost(self) -> set[Share | None]:
-        """Return the shares of batches that are gone and were not used."""
-        return self.lost | {each.share for each in self.unused if not each.is_used and not each.is_alive()}
-
-    def fetched_ahead(self) -> list[Handed]:
-        """Return the batches that the job still has and has not used."""
-        return [each for each in self.unused if not each.is_used and each.is_alive()]
-
-    def is_kept(self) -> bool:
-        """Return whether the job has kept batches on purpose. The last one of a loop that is over may be there as its
-        variable only."""
-        alive = len([*islice((each for each in self.earlier if each.is_alive()), 2)])
-        return alive > 1 or (alive == 1 and not self.ran_to_end)
-
-    def shares_alive(self) -> set[Share | None]:
-        """Return the shares of the batches that the job still has."""
-        shares: set[Share | None] = set()
-        for each in self.earlier:
-            if each.share not in shares and each.is_alive():
-                shares.add(each.share)
-        return shares
+MOST_INPUTS = 256
+"""Batches that models were given and of which there was no loss, as in a job that calls `loss.backward` itself."""
 
 
 class Split:
@@ -189,6 +38,8 @@ class Split:
         """The number of the newest batch when it began."""
         self.part = 1.0
         """The share of its samples in the present micro-batch."""
+        self.is_at_last = False
+        """Ranks exchange gradients with the last micro-batch only."""
 
 
 class Shares:
@@ -199,8 +50,16 @@ class Shares:
         self._passes: list[Pass] = []
         self._splits: list[Split] = []
         self._newest = 0
+        self._inputs: set[Handed] = set()
+        """What models were given since the last loss."""
+        self._has_other_inputs = False
+        """They were given something else, too."""
+        self._differentiated: set[Handed] = set()
+        """What they were given for the last loss, if that is known."""
+        self._preloaded: set[Share | None] = set()
+        """Shares of passes that are forgotten, none of whose batches was used: the job may have made others of them."""
         self._lost: dict[Share | None, int] = {}
-        """Shares of passes that are forgotten, see `Pass.lost`, and where these began."""
+        """Shares of passes that are forgotten, see `Pass.gone`, and where these began."""
         self._trains_since = 0
         """Where the first of the passes began in which a loss was weighted last. What was lost before is not used any
         more."""
@@ -217,6 +76,7 @@ class Shares:
         self._passes.append(begun)
         try:
             yield begun
+            self._hold_evaluations(begun)
         finally:
             begun.close()
 
@@ -225,17 +85,38 @@ class Shares:
         over = [each for each in self._passes if not each.is_open]
         for each in over:
             each.tidy()
-        kept = [each for each in over if each.earlier][-MOST_PASSES:]
+        kept = [each for each in over if each.has_batches()][-MOST_PASSES:]
         for each in over:
             if each not in kept:
-                self._lost |= dict.fromkeys(each.lost | {handed.share for handed in each.unused}, each.began_at)
+                lost = each.gone | {handed.share for handed in each.unused()}
+                self._lost |= dict.fromkeys(lost, each.began_at)
+                if _may_be_preloaded(each):
+                    self._preloaded |= lost
         self._passes = [each for each in self._passes if each.is_open or each in kept]
 
     def hand_out(self, passing: Pass, share: Share | None, samples: Samples) -> Samples:
         """Note a batch, and return it."""
+        self._hold_evaluations(passing)
         self._newest += 1
-        passing.hand_out(Handed(self._newest, share, samples))
+        passing.hand_out(Handed(self._newest, share, samples, passing))
         return samples
+
+    def _hold_evaluations(self, passing: Pass) -> None:
+        """Note that a loop goes on, or ends, in front of evaluations that have begun in its body.
+
+        Raises:
+            UserError: a meter may have taken the number of samples of such an evaluation for that of this loop's batch.
+        """
+        last = passing.trained
+        if last is None:
+            return
+        for each in self._passes:
+            evaluated = each.current
+            if evaluated is None or evaluated.trains or evaluated.number < last.number or each.is_held:
+                continue
+            each.is_held = True
+            if evaluated.may_be_used and _count(evaluated.share) != _count(last.share):
+                raise _unclear_count({evaluated.share, last.share})
 
     @contextmanager
     def splitting(self, batch: Any) -> Iterator[Split]:
@@ -258,19 +139,62 @@ class Shares:
                 " run.accumulate((a, b), parts)"
             )
 
+    def check_exchanged(self) -> None:
+        """
+        Raises:
+            UserError: ranks have not exchanged their gradients.
+        """
+        if not all(split.is_at_last for split in self._splits):
+            raise UserError(
+                "run.update: within a loop over run.accumulate, whose last micro-batch exchanges the gradients: call it"
+                " after that loop; if you have left that loop, close its iterator"
+            )
+
+    # -- models tell
+
+    def note_inputs(self, model: nn.Module, inputs: Any) -> None:
+        """Note what a model is given, unless its outputs cannot be differentiated."""
+        if not torch.is_grad_enabled():
+            return
+        if not model.training:
+            # an evaluation with gradients on
+            for each in self._passes:
+                if each.trained is not None:
+                    each.trained.use()
+        leaves = leaves_of(inputs)
+        # another model's outputs
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            return
+        try:
+            found = {owner for leaf in leaves for owner in self._owners(leaf)}
+        except RuntimeError:
+            # such as tensors within torch.func
+            found = set()
+        self._inputs |= found
+        self._has_other_inputs |= not found
+        if len(self._inputs) > MOST_INPUTS:
+            self._inputs, self._has_other_inputs = set(), True
+
     # -- what a loss is the mean of
 
     def weight(self, batch: Any = None) -> float:
         """Return by what the gradient of a loss is multiplied.
 
         Args:
-            batch: any of its tensors, or a nest of them; None for that of the loop.
+            batch: any of its tensors, or a nest of them; None for what the models were given, or the batch of the loop.
 
         Raises:
             UserError: it cannot be known, or this batch is not one of a loader.
         """
-        meant, part = self._in_hand("run.backward") if batch is None else self._named(batch)
-        shares = {each.share for each in meant} or self._outside_of_loops()
+        if loops := [each.began_at for each in self._passes if each.trained is not None]:
+            self._trains_since = min(loops)
+        shares, part = self._of_loss() if batch is None else self._of(self._holding(batch))
+        if not shares:
+            raise UserError(
+                "run.backward(loss, batch): no tensor of this batch is as run.loader has given it: name the batch"
+                " before it is changed, or any tensor that came with it"
+            )
+        self._inputs, self._has_other_inputs = set(), False
         weights = {1.0 if share is None else share.weight(self._world_size) for share in shares}
         if len(weights) > 1:
             raise UserError(
@@ -281,99 +205,129 @@ class Shares:
             )
         return part * weights.pop()
 
-    def samples(self) -> float | None:
+    def samples(self, value: Any = None) -> float | None:
         """Return how many of its own samples this rank has in the batch of the loop; None if there is no such loop.
+
+        Args:
+            value: their mean. If it can be differentiated, it is that of a batch for training.
 
         Raises:
             UserError: it cannot be known.
         """
-        meant, part = self._measured()
-        shares = {each.share for each in meant}
-        counts = {None if share is None else share.count for share in shares}
+        is_loss = isinstance(value, torch.Tensor) and value.requires_grad
+        shares, part = self._measured(is_loss)
+        counts = {*map(_count, shares)}
         if len(counts) > 1:
-            raise UserError(
-                f"meter.add: several batches may be meant ({_said(shares)}); specify the number of samples as `count`"
-            )
+            raise _unclear_count(shares)
         count = counts.pop() if counts else None
         return None if count is None else count * part
 
-    def _measured(self) -> tuple[Collection[Handed], float]:
-        """Return what a meter measures, in an evaluation within the training's loop too, and the part of each."""
+    def _measured(self, is_loss: bool) -> tuple[set[Share | None], float]:
+        """Return the shares of what a meter measures, in an evaluation within the training's loop too, and the part of
+        each."""
         current = [each.current for each in self._passes if each.current is not None]
-        evaluated = [each for each in current if not each.trains]
-        since = self._splits[-1].newest if self._splits else 0
         newest = max(current, key=lambda each: each.number, default=None)
         if newest is not None and newest.share is None:
-            return [newest], 1.0
-        if not torch.is_grad_enabled() and any(each.number > since for each in evaluated):
-            self._use(evaluated)
-            return evaluated, 1.0
-        meant, part = self._in_hand("meter.add")
-        return meant or evaluated, part
+            return {None}, 1.0
+        begun = [each.number for each in current if each.trains] + [each.newest for each in self._splits]
+        evaluated = [each for each in current if not each.trains and each.number > max(begun, default=0)]
+        is_held = any(each.of.is_held for each in evaluated)
+        if is_loss or is_held or not evaluated or torch.is_grad_enabled():
+            meant, gone, part = self._in_hand("meter.add")
+            if meant:
+                others = evaluated if is_held and not is_loss else []
+                return _shares_of([*meant, *others, *self._given()]) | gone, part
+        self._use(evaluated)
+        return _shares_of(evaluated), 1.0
 
-    def _named(self, batch: Any) -> tuple[Collection[Handed], float]:
-        """
+    def _given(self) -> list[Handed]:
+        """Return what the models were given last, unless it is there as the variable of a loop only."""
+        given = self._inputs or self._differentiated
+        return [each for each in given if each.is_in_hand() and (each.of.is_open or each.of.is_kept())]
+
+    def _of_loss(self) -> tuple[set[Share | None], float]:
+        """Return the shares of what a loss may be the mean of, and the part of each."""
+        inputs = {each for each in self._inputs if each.is_in_hand()}
+        if inputs and not self._has_other_inputs:
+            self._differentiated = inputs
+            return self._of(inputs)
+        self._differentiated = set()
+        meant, gone, part = self._in_hand("run.backward")
+        return _shares_of([*meant, *inputs]) | (gone if meant else self._outside_of_loops()), part
+
+    def _of(self, meant: Collection[Handed]) -> tuple[set[Share | None], float]:
+        """Return the shares of batches that are certain, and the part of each.
+
         Raises:
-            UserError: it is not one of a loader.
+            UserError: one of them is being split, and another one is not, or into other parts.
         """
-        meant = self._holding(batch)
-        if not meant:
-            raise UserError(
-                "run.backward(loss, batch): no tensor of this batch is as run.loader has given it: name the batch"
-                " before it is changed, or any tensor that came with it"
-            )
-        self._use(meant)
-        is_split = bool(self._splits) and not {*self._splits[-1].handed}.isdisjoint(meant)
-        return meant, self._splits[-1].part if is_split else 1.0
+        for each in meant:
+            each.use()
+        parts = {next((split.part for split in self._splits if each in split.handed), 1.0) for each in meant}
+        if len(parts) > 1:
+            raise _fetched_within("run.backward")
+        return _shares_of(meant), parts.pop() if parts else 1.0
 
-    def _in_hand(self, call: str) -> tuple[Collection[Handed], float]:
-        """Return the batches that may be meant if none is named, and the part of each.
+    def _in_hand(self, call: str) -> tuple[Collection[Handed], set[Share | None], float]:
+        """Return the batches of the loop if none is certain, shares of others that may be meant, and the part of each.
 
         Raises:
             UserError: it may be a micro-batch or another batch.
         """
         meant, part = self._in_loops(), 1.0
+        gone = self._gone(of_loss=call == "run.backward")
         if self._splits:
             split = self._splits[-1]
             if any(each.number > split.newest for each in meant):
-                raise UserError(
-                    f"{call}: a batch was fetched within a loop over run.accumulate, or that loop was left and its"
-                    " iterator kept: name the batch, as in run.backward(loss, images), or close the iterator"
-                )
-            meant, part = split.handed or meant, split.part
+                raise _fetched_within(call)
+            part = split.part
+            if split.handed:
+                meant, gone = split.handed, set()
         self._use(meant)
-        return meant, part
+        return meant, gone, part
 
     def _use(self, meant: Collection[Handed]) -> None:
         for each in meant:
             each.may_be_used = True
-            each.is_used |= len(meant) == 1
+            if len(meant) == 1:
+                each.use()
 
     def _holding(self, batch: Any) -> set[Handed]:
-        """Return the batches that tensors belong to. A dataset may hand out the same one again and again: the loops are
-        at that batch then, or have handed it out last."""
-        current = [each.current for each in self._passes if each.current is not None]
-        holding = set()
-        for leaf in leaves_of(batch):
-            found = [each for each in current if each.holds(leaf)]
-            if not found:
-                earlier = [each for passing in self._passes for each in passing.earlier if each.holds(leaf)]
-                found = sorted(earlier, key=lambda each: each.number)[-1:]
-            holding.update(found)
-        return holding
+        """Return the batches that tensors belong to."""
+        return {owner for leaf in leaves_of(batch) for owner in self._owners(leaf) or self._searched(leaf)}
+
+    def _owners(self, leaf: Any) -> list[Handed]:
+        """Return the batches that something is a part of. A dataset may hand out the same one again and again: the
+        loops are at that batch then, or have handed it out last."""
+        current = [each.current for each in self._passes if each.current is not None and each.current.holds(leaf)]
+        if current:
+            return current
+        place = place_of(leaf)
+        return _newest(each.find(leaf, place) for each in self._passes)
+
+    def _searched(self, leaf: Any) -> list[Handed]:
+        """Return the same, also for an array of which the leaf shares the end only."""
+        return _newest(each.search(leaf) for each in self._passes)
 
     def _in_loops(self) -> list[Handed]:
         """Return the batches at which loops over loaders are, and others that the job has fetched and not used: ahead
         of their use, or into a list."""
-        loops = [each for each in self._passes if each.current is not None and each.current.trains]
-        if not loops:
+        found = [each.trained for each in self._passes if each.trained is not None]
+        if not found:
             return []
-        self._trains_since = min(each.began_at for each in loops)
-        found = [each.current for each in loops if each.current is not None]
-        for passing in self._passes:
-            if passing.unused and (passing.is_open or len(passing.fetched_ahead()) > 1):
-                found += passing.fetched_ahead()
+        for each in self._passes:
+            if each.is_open or each.left_unused > 1:
+                found += each.unused()
         return found
+
+    def _gone(self, of_loss: bool) -> set[Share | None]:
+        """Return the shares of batches that the job has fetched and not used, and may have in another form: ahead of
+        their use, or into a list."""
+        gone = {share for each in self._passes if each.is_open and each.runs_ahead for share in each.gone}
+        if of_loss:
+            gone |= self._preloaded
+            gone |= {share for each in self._passes if _may_be_preloaded(each) for share in each.gone}
+        return gone
 
     def _outside_of_loops(self) -> set[Share | None]:
         """Return the shares of the batches that the job has kept. If it has kept none, the loss may be that of data of
@@ -384,7 +338,8 @@ class Shares:
         lost = {share for share, began_at in self._lost.items() if began_at >= self._trains_since}
         for passing in self._passes:
             if passing.began_at >= self._trains_since:
-                lost |= passing.all_lost()
+                passing.tidy()
+                lost |= passing.gone
             if passing.current is not None:
                 others.add(passing.current.share)
             elif passing.is_kept():
@@ -392,6 +347,36 @@ class Shares:
             else:
                 others |= passing.shares_alive()
         return (kept or others) | lost
+
+
+def _may_be_preloaded(passing: Pass) -> bool:
+    """Return whether all batches of a pass were fetched before any was used. A single one is looked at."""
+    return not passing.is_open and not passing.is_used and passing.left_unused > 1
+
+
+def _newest(found: Iterable[Handed | None]) -> list[Handed]:
+    return sorted((each for each in found if each is not None), key=lambda each: each.number)[-1:]
+
+
+def _shares_of(meant: Iterable[Handed]) -> set[Share | None]:
+    return {each.share for each in meant}
+
+
+def _count(share: Share | None) -> int | None:
+    return None if share is None else share.count
+
+
+def _fetched_within(call: str) -> UserError:
+    return UserError(
+        f"{call}: a batch was fetched within a loop over run.accumulate, or that loop was left and its iterator kept:"
+        " name the batch, as in run.backward(loss, images), or close the iterator"
+    )
+
+
+def _unclear_count(shares: Collection[Share | None]) -> UserError:
+    return UserError(
+        f"meter.add: several batches may be meant ({_said(shares)}); specify the number of samples as `count`"
+    )
 
 
 def _said(shares: Collection[Share | None]) -> str:

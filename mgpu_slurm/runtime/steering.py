@@ -14,6 +14,7 @@ from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.calls import Agreed, Call
 from mgpu_slurm.runtime.data import Loader
 from mgpu_slurm.runtime.keeping import Keeper
+from mgpu_slurm.runtime.loader_places import LoaderPlace
 from mgpu_slurm.runtime.meter import Meter
 from mgpu_slurm.runtime.overdue import Overdue
 from mgpu_slurm.runtime.position import Position
@@ -107,10 +108,14 @@ class Steering:
             self.together(Call.EPOCH)
             self._act(in_pass=False, save=True, wait=epoch == total)
 
-    def before_batch(self, loader: Loader) -> None:
-        """In a pass over any loader."""
-        is_restored = loader is self._position.loader
-        self._position.loaders.note_batch(loader.place)
+    def before_batch(self, loader: Loader, place: LoaderPlace) -> None:
+        """In a pass over any loader.
+
+        Args:
+            place: That of the pass, not of the loader if it is an evaluation within another pass over it.
+        """
+        is_restored = loader is self._position.loader and place is loader.place
+        self._position.loaders.note_batch(place)
         if is_restored:
             if self._position.goes_on_in_pass:
                 self._position.goes_on_in_pass = False

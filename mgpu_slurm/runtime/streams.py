@@ -20,8 +20,8 @@ from torch.utils.data._utils import worker as torch_worker
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime.batches import mixed
 from mgpu_slurm.runtime.nests import CONSTANTS, children_of
+from mgpu_slurm.runtime.passes import Share, share_of
 from mgpu_slurm.runtime.randomness import RandomNumbers
-from mgpu_slurm.runtime.shares import Share, share_of
 
 
 class StreamBatch(NamedTuple):

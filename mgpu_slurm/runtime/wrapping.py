@@ -61,6 +61,22 @@ class Wrapped:
         return any(_form(average.module) == _form(module) for module in self._modules)
 
 
+class TellInputs:
+    """A hook before the forward of a module that tells somebody what the module is given. Copies of the module, as for
+    a moving average, tell nobody."""
+
+    def __init__(self, tell: Callable[[nn.Module, Any], None] | None = None) -> None:
+        self._tell = tell
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # a compiler would trace it, and find what is no computation
+        if self._tell is not None and not torch.compiler.is_compiling():
+            self._tell(module, (*args, *kwargs.values()))
+
+    def __reduce__(self) -> tuple[type[TellInputs], tuple[()]]:
+        return TellInputs, ()
+
+
 def bring(tensors: Iterable[torch.Tensor]) -> None:
     """Give these tensors rank 0's values on all ranks, but for those that are spread over them; every rank calls it."""
     for tensor in tensors:

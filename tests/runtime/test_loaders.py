@@ -122,6 +122,15 @@ def around_the_driver(job: Job) -> Iterator[Seen]:
             yield job.step(a, b)
 
 
+def evaluated_on_its_own_batches(job: Job) -> Iterator[Seen]:
+    for _ in job.restore().epochs(EPOCHS):
+        for a in job.data:
+            seen = job.step(a, a)
+            with torch.no_grad():
+                assert len(list(job.data)) == STEPS
+            yield seen
+
+
 LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     zipped,
     zipped_the_other_way,
@@ -132,6 +141,7 @@ LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     two_of_equal_sizes_made_in_each_epoch,
     made_in_each_pass_without_epochs,
     around_the_driver,
+    evaluated_on_its_own_batches,
 ]
 
 
@@ -172,6 +182,25 @@ def test_two_ranks_continue_with_their_own_shares(tmp_path: Path) -> None:
         assert len(first) < len(one)
         assert first + second == one
     assert whole[0] != whole[1]
+
+
+def goes_on_after(run: Run, how: str) -> str:
+    workers = {"num_workers": 1, "persistent_workers": True} if how == "persistent workers" else {}
+    data = run.loader(TensorDataset(torch.arange(4)), batch_size=2, **workers)
+    with torch.set_grad_enabled(how == "gradients"):
+        for _ in data:
+            for _ in data:
+                break
+    return "went on"
+
+
+@pytest.mark.parametrize("how", ["gradients", "persistent workers", "evaluation"])
+def test_a_loop_within_a_loop_over_the_same_loader_is_refused_unless_it_evaluates(how: str) -> None:
+    (answer,) = run_ranks(goes_on_after, 1, how)
+    if how == "evaluation":
+        assert answer == "went on"
+    else:
+        assert answer.startswith("UserError: run.loader: a loop over it goes on after another one over the same")
 
 
 def as_v01_saved(run: Path) -> None:

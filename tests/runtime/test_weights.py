@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.runtime.passes import Handed, Share
 from mgpu_slurm.runtime.run import Run
-from mgpu_slurm.runtime.shares import Handed, Share, Shares
+from mgpu_slurm.runtime.shares import MOST_INPUTS, Shares
 from tests.runtime.ranks import run_ranks
 
 VALUES = torch.tensor([1.0, 2.0, 25.0, 8.0, 16.0], dtype=torch.float64).unsqueeze(1)
@@ -40,6 +41,8 @@ class Job:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        # those of the job before
+        vars(run._shares).update(vars(Shares(run.world_size)))
         self.model = run.wrap(nn.Linear(1, 1, bias=False, dtype=torch.float64))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.found: list[float] = []
@@ -194,6 +197,12 @@ def used_after_the_loop(job: Job) -> None:
     job.step(batch)
 
 
+def used_after_the_loop_and_changed(job: Job) -> None:
+    for (batch,) in job.data(values=VALUES[:3]):
+        job.step(batch)
+    job.step(batch * 2)
+
+
 def owned_by_the_dataset(job: Job) -> None:
     """The same tensors in each epoch, in the first and in the last batch in turn."""
     own = [*VALUES]
@@ -278,6 +287,21 @@ def fetched_among_micro_batches(job: Job) -> None:
             (other,) = next(others)
             job.run.backward(job.model(micro).mean(), micro)
             job.run.backward(job.model(other).mean())
+        job.update()
+
+
+def fetched_among_changed_micro_batches(job: Job) -> None:
+    others = iter(job.data(2))
+    for (batch,) in job.data():
+        for micro in job.run.accumulate(batch, 2):
+            next(others)
+            job.run.backward(job.model(micro * 2).mean())
+
+
+def updated_among_micro_batches(job: Job) -> None:
+    for (batch,) in job.data():
+        for micro in job.run.accumulate(batch, 2):
+            job.step(micro)
 
 
 def alternating_micro_batches(job: Job) -> None:
@@ -312,6 +336,154 @@ def metered_over_two(job: Job) -> None:
         meter.add(a.mean())
 
 
+# -- loops whose batches the model is not given as they are
+
+
+def changed(job: Job) -> None:
+    for (batch,) in job.data():
+        job.step(batch * 1)
+
+
+def changed_after_a_look(job: Job) -> None:
+    _sample = next(iter(job.data()))
+    changed(job)
+
+
+def changed_after_evaluations_with_gradients(job: Job) -> None:
+    for _ in range(2):
+        changed(job)
+        job.model.eval()
+        for (batch,) in job.data(4):
+            job.model(batch * 2)
+        job.model.train()
+
+
+def changed_and_skipped(job: Job) -> None:
+    for number, (batch,) in enumerate(job.data(3, torch.cat([VALUES[:3], VALUES]))):
+        if number != 1:
+            job.step(batch * 1)
+
+
+def changed_after_statistics(job: Job) -> None:
+    """Nobody sees whether the job has kept the batches of the first loop in another form."""
+    total = sum(batch.sum() for (batch,) in job.data())
+    for (batch,) in job.data():
+        job.step(batch / total)
+
+
+def prefetched(batches: Iterator[Any], form: Callable[[Any], Any]) -> Iterator[Any]:
+    following = form(next(batches))
+    for batch in batches:
+        ready, following = following, form(batch)
+        yield ready
+    yield following
+
+
+def fetched_ahead(job: Job) -> None:
+    for (batch,) in prefetched(iter(job.data()), lambda batch: batch):
+        job.step(batch)
+
+
+def fetched_ahead_and_left_early(job: Job) -> None:
+    values = torch.cat([VALUES[:3], VALUES])
+    for batch in itertools.islice(prefetched(iter(job.data(values=values)), lambda batch: batch[0] * 1), 2):
+        job.step(batch)
+
+
+def texts_fetched_ahead(job: Job) -> None:
+    data = job.run.loader(range(5), 3, collate_fn=lambda numbers: [f"{VALUES[each].item()}" for each in numbers])  # type: ignore[arg-type]
+    for texts in prefetched(iter(data), lambda texts: texts):
+        job.step(torch.tensor([[float(text)] for text in texts], dtype=torch.float64))
+
+
+def fetched_while_differentiated(job: Job) -> None:
+    """As jobs do that load a batch while the GPU computes."""
+    batches = iter(job.data())
+    (batch,) = next(batches)
+    while batch is not None:
+        loss = job.model(batch).mean()
+        (following,) = next(batches, (None,))
+        job.run.backward(loss)
+        job.update()
+        batch = following
+
+
+def metered_when_fetched_ahead(job: Job) -> None:
+    meter = job.run.meter("ahead")
+    for (batch,) in prefetched(iter(job.data(4)), lambda batch: batch):
+        job.step(batch)
+        meter.add(batch.mean())
+
+
+def kept_and_used_in_another_loop(job: Job) -> None:
+    kept = next(iter(job.data()))
+    job.step(*kept)
+    for _ in job.data(4, VALUES[:4]):
+        job.step(*kept)
+
+
+def kept_and_used_in_another_loop_with_it(job: Job) -> None:
+    kept = next(iter(job.data()))
+    job.step(*kept)
+    for (batch,) in job.data(2, VALUES[:4]):
+        job.step(*kept, batch)
+
+
+def kept_and_metered_in_another_loop(job: Job) -> None:
+    meter, kept = job.run.meter("kept"), next(iter(job.data(4)))
+    job.step(*kept)
+    for _ in job.data(2):
+        job.step(*kept)
+        meter.add(kept[0].mean())
+
+
+def kept_labels(job: Job) -> None:
+    meter, labels = job.run.meter("labels"), []
+    for batch, label in job.run.loader(TensorDataset(VALUES, VALUES), 3):
+        job.step(batch)
+        labels.append(label)
+        meter.add(batch.mean())
+    job.found.append(meter.mean())
+
+
+def changed_into_a_list_for_another_loop(job: Job) -> None:
+    kept = [batch * 2 for (batch,) in job.data()]
+    for (_other,), batch in zip(job.data(4, torch.cat([VALUES[:4]] * 2)), kept, strict=True):
+        job.step(batch)
+
+
+def a_loss_is_that_of_the_batch_for_training(job: Job) -> None:
+    """Whatever else is open."""
+    meter = job.run.meter("a loss")
+    for (batch,) in job.data():
+        held = iter(job.data(4))
+        _evaluates(held)
+        loss = (job.model(batch) * 0).mean() + batch.mean()
+        with torch.no_grad():
+            meter.add(loss)
+        job.run.backward(loss)
+        job.run.update(job.optimizer)
+    job.found.append(meter.mean())
+
+
+def metered_beside_an_evaluation_of_before(job: Job) -> None:
+    meter, held = job.run.meter("beside one of before"), iter(job.data(2))
+    with torch.no_grad():
+        next(held)
+    for (batch,) in job.data():
+        with torch.no_grad():
+            meter.add(batch.mean())
+    job.found.append(meter.mean())
+
+
+def metered_beside_a_held_evaluation(job: Job) -> None:
+    meter, held = job.run.meter("beside a held one"), iter(job.data(2))
+    for (batch,) in job.data(4):
+        _evaluates(held)
+        with torch.no_grad():
+            meter.add(batch.mean())
+
+
 AMBIGUOUS = r"UserError: run.backward: several batches may be meant .*name the one .* run.backward\(loss, images\)"
 
 LOOPS: dict[Callable[[Job], None], list[float] | str] = {
@@ -330,10 +502,11 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     sample_for_a_picture: MEANS,
     fetched_ahead_and_named: MEANS,
     fetched_ahead_and_changed: AMBIGUOUS,
-    kept_in_a_list: AMBIGUOUS,
+    kept_in_a_list: MEANS,
     kept_in_a_list_and_changed: AMBIGUOUS,
     preloaded_in_another_form: AMBIGUOUS,
-    used_after_the_loop: AMBIGUOUS + r".* for data of your own, call loss.backward\(\)",
+    used_after_the_loop: MEANS[:1] * 2,
+    used_after_the_loop_and_changed: AMBIGUOUS + r".* for data of your own, call loss.backward\(\)",
     owned_by_the_dataset: [0.0] * 8,
     of_arrays_and_objects: [MEANS[0], MEANS[0], 1.5, 9.0, MEANS[1], MEANS[1], 16.5, 16.0],
     kept_beside_the_loop: AMBIGUOUS,
@@ -343,11 +516,31 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     own_data: [*MEANS, (1 + 2 + 25 + 8) / 4],
     named_after_a_change: "UserError: run.backward.loss, batch.: no tensor of this batch is as run.loader has",
     micro_batches: MEANS,
-    micro_batches_left: "UserError: run.backward: a batch was fetched .* or that loop was left .*close the iterator",
-    fetched_among_micro_batches: "UserError: run.backward: a batch was fetched within a loop over run.accumulate",
+    micro_batches_left: "UserError: run.update: within a loop .*if you have left that loop, close its iterator",
+    fetched_among_micro_batches: [MEANS[0] + 1.5 + 16.5, MEANS[1] + 16.0],
+    fetched_among_changed_micro_batches: "UserError: run.backward: a batch was fetched within .* run.accumulate",
+    updated_among_micro_batches: "UserError: run.update: within a loop over run.accumulate, .*: call it after",
     alternating_micro_batches: "UserError: run.accumulate: two loops over it alternate",
     metered: [VALUES.mean().item()] * 2,
     metered_over_a_shard: "UserError: meter.add: not in a batch of run.loader: say of how many samples",
+    changed: MEANS,
+    changed_after_a_look: MEANS,
+    changed_after_evaluations_with_gradients: MEANS * 2,
+    changed_and_skipped: MEANS,
+    changed_after_statistics: AMBIGUOUS,
+    fetched_ahead: MEANS,
+    fetched_ahead_and_left_early: AMBIGUOUS,
+    texts_fetched_ahead: AMBIGUOUS,
+    fetched_while_differentiated: MEANS,
+    metered_when_fetched_ahead: "UserError: meter.add: several batches may be meant",
+    kept_and_used_in_another_loop: MEANS[:1] * 2,
+    kept_and_used_in_another_loop_with_it: AMBIGUOUS,
+    kept_and_metered_in_another_loop: "UserError: meter.add: several batches may be meant",
+    kept_labels: [*MEANS, VALUES.mean().item()],
+    changed_into_a_list_for_another_loop: AMBIGUOUS,
+    metered_beside_an_evaluation_of_before: [VALUES.mean().item()],
+    metered_beside_a_held_evaluation: "UserError: meter.add: several batches may be meant",
+    a_loss_is_that_of_the_batch_for_training: [VALUES.mean().item()],
     metered_over_two: "UserError: meter.add: several batches may be meant .* specify the number of samples as `count`",
 }
 
@@ -377,23 +570,101 @@ def test_the_gradient_is_that_of_the_batch_or_an_error_names_the_fix() -> None:
                 is_right = found == pytest.approx(expected)
             if not is_right:
                 wrong[loop.__name__] = found
-        assert wrong == {}
+        assert not wrong, wrong
 
 
-def test_batches_that_the_job_keeps_cost_nothing_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = 0
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Handed]:
+    """The batches of which it was asked whether the job has them."""
+    looks: list[Handed] = []
     is_alive = Handed.is_alive
+    monkeypatch.setattr(Handed, "is_alive", lambda handed: looks.append(handed) or is_alive(handed))
+    return looks
 
-    def counted(handed: Handed) -> bool:
-        nonlocal looks
-        looks += 1
-        return is_alive(handed)
 
-    monkeypatch.setattr(Handed, "is_alive", counted)
+def test_batches_that_the_job_keeps_cost_nothing_in_each_step(looks: list[Handed]) -> None:
     shares, kept = Shares(2), []
     for _ in range(3):
         with shares.passing() as passing:
             for _ in range(1000):
                 kept.append(shares.hand_out(passing, Share(1, 2), torch.ones(1)))
                 assert shares.weight() == 1.0
-    assert looks < 5 * len(kept)
+    assert len(looks) < 5 * len(kept)
+
+
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_evaluations_with_gradients_on_cost_nothing_in_each_step(looks: list[Handed], are_kept: bool) -> None:
+    """Their batches are never used."""
+    shares = Shares(2)
+    own = [torch.ones(1) for _ in range(1000)]
+    for _ in range(3):
+        with shares.passing() as evaluating:
+            for each in own:
+                shares.hand_out(evaluating, Share(1, 2), each if are_kept else each.clone())
+        with shares.passing() as passing:
+            for _ in range(1000):
+                shares.hand_out(passing, Share(1, 2), torch.ones(1))
+                assert shares.weight() == 1.0
+    assert len(looks) < 10 * 6000
+
+
+def test_a_job_that_differentiates_by_itself_leaves_nothing_behind() -> None:
+    shares, model, kept = Shares(2), nn.Linear(1, 1), []
+    with shares.passing() as passing:
+        for _ in range(1000):
+            kept.append(shares.hand_out(passing, Share(1, 2), torch.ones(1)))
+            shares.note_inputs(model, kept[-1])
+            assert len(shares._inputs) <= MOST_INPUTS
+
+
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(batch)  # type: ignore[no-any-return]
+
+
+def compiled(run: Run) -> list[list[float]]:
+    found = []
+    for make in (
+        lambda model: run.wrap(torch.compile(model, backend="eager")),
+        lambda model: torch.compile(run.wrap(model), backend="eager"),
+    ):
+        torch.manual_seed(0)
+        model = make(Doubles())
+        loader = run.loader(TensorDataset(VALUES), batch_size=3)
+        gradients = []
+        for (batch,) in list(loader) if not found else loader:
+            run.backward(model(batch).mean())
+            (weight,) = model.parameters()
+            gradients.append(weight.grad.item())
+            weight.grad = None
+        found.append(gradients)
+    return found
+
+
+def test_compiled_models_have_the_same_gradients() -> None:
+    for answers in run_ranks(compiled, 2):
+        assert answers == [pytest.approx([2 * mean for mean in MEANS])] * 2
+
+
+def copied(run: Run) -> list[float]:
+    model = run.wrap(nn.Linear(1, 1, bias=False, dtype=torch.float64))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    found = []
+    for (batch,) in list(run.loader(TensorDataset(VALUES), batch_size=3)):
+        loss = model(batch).mean()
+        # it does not say what it was given
+        average(VALUES)
+        run.backward(loss)
+        (weight,) = model.parameters()
+        assert weight.grad is not None
+        found.append(weight.grad.item())
+        weight.grad = None
+    return found
+
+
+def test_a_copy_of_a_wrapped_model_is_one_of_its_own() -> None:
+    assert run_ranks(copied, 2) == [pytest.approx(MEANS)] * 2

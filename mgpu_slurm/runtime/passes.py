@@ -1,0 +1,235 @@
+"""Passes over loaders: which batches they have handed out, and what became of these."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from mgpu_slurm.runtime.nests import leaves_of
+
+FIRST_TIDYING = 16
+"""So many batches of a pass are remembered before those that are gone are dropped."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a global batch this rank holds."""
+
+    count: int
+    """Samples that count; 0 where the rank only keeps step with the others on a stand-in sample."""
+    total: int
+    """Samples of the global batch."""
+
+    def weight(self, world_size: int) -> float:
+        """Return the factor of this rank's gradient in the sum over the world, which is divided by the world size."""
+        return self.count * world_size / self.total
+
+
+def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return where the rank's share of `total` samples begins and ends: all are equal, plus or minus one."""
+    return total * rank // world_size, total * (rank + 1) // world_size
+
+
+class Handed:
+    """A batch that was handed out. It is not kept alive; its tensors, arrays and objects tell it from others."""
+
+    __slots__ = ("_leaves", "is_used", "may_be_used", "number", "of", "share", "trains")
+
+    def __init__(self, number: int, share: Share | None, samples: Any, of: Pass) -> None:
+        self.number = number
+        """Of those that any loader has handed out."""
+        self.share = share
+        """None for a batch of `run.shard`."""
+        self.of = of
+        self.trains = share is not None and torch.is_grad_enabled()
+        """A batch that is fetched without gradients is evaluated."""
+        self.may_be_used = False
+        """A loss or a meter was weighted while this was one of the batches that could be meant."""
+        self.is_used = False
+        """It was the only one."""
+        self._leaves = [*map(weakref.ref, leaves_of(samples))]
+
+    def use(self) -> None:
+        self.may_be_used = self.is_used = self.of.is_used = True
+
+    def is_in_hand(self) -> bool:
+        """Return whether a loop is at it, or the job, a view or the graph of a loss still has any part of it."""
+        return self.of.current is self or self.is_alive()
+
+    def is_alive(self) -> bool:
+        """Return whether the job, a view or the graph of a loss still has any part of it."""
+        return any(_found(reference) is not None for reference in self._leaves)
+
+    def holds(self, part: Any) -> bool:
+        """Return whether this is a part of the batch, or a view of one."""
+        own = [each for each in map(_found, self._leaves) if each is not None]
+        if any(each is part for each in own):
+            return True
+        begin, end = _memory(part)
+        return begin < end and any(low <= begin and end <= high for low, high in map(_memory, own))
+
+    def places(self) -> set[int]:
+        """Return where its parts are, see `place_of`."""
+        return {place_of(each) for each in map(_found, self._leaves) if each is not None}
+
+
+def _found(reference: weakref.ref[Any]) -> Any:
+    """Return what a weak reference refers to, or None."""
+    found = reference()
+    if isinstance(found, torch.Tensor):
+        # as torch.utils.weak.TensorWeakRef does, which takes long to make
+        found._fix_weakref()  # type: ignore[attr-defined]
+    return found
+
+
+def _has_memory(part: torch.Tensor) -> bool:
+    return part.layout is torch.strided and not part.is_nested and part.numel() > 0
+
+
+def _memory(part: Any) -> tuple[int, int]:
+    """Return where the memory of a tensor or an array begins and ends; the same for anything that has none."""
+    if isinstance(part, np.ndarray):
+        return np.lib.array_utils.byte_bounds(part)
+    if not isinstance(part, torch.Tensor) or not _has_memory(part):
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    return part.data_ptr(), part.data_ptr() + (last + 1) * part.element_size()
+
+
+def place_of(part: Any) -> int:
+    """Return a number that is the same for a tensor and its views, and for an array and tensors that are made of it."""
+    if isinstance(part, np.ndarray):
+        return part.ctypes.data
+    if isinstance(part, torch.Tensor) and _has_memory(part):
+        return part.untyped_storage().data_ptr()
+    return id(part)
+
+
+class Pass:
+    """One pass over a loader."""
+
+    def __init__(self, began_at: int) -> None:
+        self.began_at = began_at
+        """The number of the newest batch of any loader then."""
+        self.last: Handed | None = None
+        """The newest batch."""
+        self.is_open = True
+        self.ran_to_end = False
+        """It was not left in the middle."""
+        self.is_used = False
+        """A loss was that of one of its batches."""
+        self.runs_ahead = False
+        """The job had not used the first batch when it fetched the second one."""
+        self.is_held = False
+        """It is an evaluation, and a loop around it has gone on without its end."""
+        self.has_unweighted_stand_in = False
+        """Neither a loss nor a meter has heard that a sample of this rank counts nothing."""
+        self.gone: set[Share | None] = set()
+        """Shares of batches that the job has not used and does not have any more: it may have them in another form."""
+        self._unused: dict[Share | None, list[Handed]] = {}
+        """Batches that the loop has left before they were used."""
+        self.left_unused = 0
+        """How many these were."""
+        self._earlier: list[Handed] = []
+        """Batches that the loop has left, as long as the job may still have them."""
+        self._index: dict[int, list[Handed]] = {}
+        """The first of them by their places: made when something is looked for."""
+        self._indexed = 0
+        self._tidy_at = FIRST_TIDYING
+
+    @property
+    def current(self) -> Handed | None:
+        """The batch at which a loop over the loader is."""
+        return self.last if self.is_open else None
+
+    @property
+    def trained(self) -> Handed | None:
+        """The same, unless it is evaluated."""
+        return self.last if self.is_open and self.last is not None and self.last.trains else None
+
+    def hand_out(self, handed: Handed) -> None:
+        self._leave_last()
+        self.last = handed
+
+    def close(self) -> None:
+        """Note that the pass is over."""
+        self._leave_last()
+        self.is_open = False
+
+    def _leave_last(self) -> None:
+        last = self.last
+        if last is None:
+            return
+        self.has_unweighted_stand_in |= last.share is not None and not last.share.count and not last.may_be_used
+        if last.trains and not last.is_used:
+            self.runs_ahead |= not self._earlier and not self.left_unused and not last.may_be_used
+            self.left_unused += 1
+            self._unused.setdefault(last.share, []).append(last)
+        self._earlier.append(last)
+        # a job may keep all batches
+        if len(self._earlier) >= self._tidy_at:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Forget the batches that are gone."""
+        for share, batches in self._unused.items():
+            kept = [each for each in batches if not each.is_used and each.is_alive()]
+            if any(not each.is_used for each in {*batches}.difference(kept)):
+                self.gone.add(share)
+            self._unused[share] = kept
+        self._earlier = [each for each in self._earlier if each.is_alive()]
+        self._index, self._indexed = {}, 0
+        self._tidy_at = 2 * len(self._earlier) + FIRST_TIDYING
+
+    def has_batches(self) -> bool:
+        """Return whether the job may still have any of those that the loop has left."""
+        return bool(self._earlier)
+
+    def unused(self) -> list[Handed]:
+        """Return, for each share, the newest batch that the loop has left and the job still has, and has not used."""
+        found = []
+        for share, batches in self._unused.items():
+            while batches and (batches[-1].is_used or not batches[-1].is_alive()):
+                if not batches.pop().is_used:
+                    self.gone.add(share)
+            found += batches[-1:]
+        return found
+
+    def is_kept(self) -> bool:
+        """Return whether the job has kept batches on purpose. The last one of a loop that is over may be there as its
+        variable only."""
+        alive = len([*islice(self._kept(), 2)])
+        return alive > 1 or (alive == 1 and not self.ran_to_end)
+
+    def shares_alive(self) -> set[Share | None]:
+        """Return the shares of the batches that the job still has."""
+        shares: set[Share | None] = set()
+        for each in self._earlier:
+            if each.trains and each.share not in shares and each.is_alive():
+                shares.add(each.share)
+        return shares
+
+    def _kept(self) -> Iterator[Handed]:
+        return (each for each in self._earlier if each.trains and each.is_alive())
+
+    def find(self, part: Any, place: int) -> Handed | None:
+        """Return the newest of the batches left that something is a part of, and is at a place of.
+
+        Args:
+            place: that of the part, see `place_of`.
+        """
+        for each in self._earlier[self._indexed :]:
+            for its in each.places():
+                self._index.setdefault(its, []).append(each)
+        self._indexed = len(self._earlier)
+        return next((each for each in reversed(self._index.get(place, ())) if each.holds(part)), None)
+
+    def search(self, part: Any) -> Handed | None:
+        """Return the newest of the batches left that something is a part of, wherever it is."""
+        return next((each for each in reversed(self._earlier) if each.holds(part)), None)
