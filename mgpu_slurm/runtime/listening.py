@@ -52,7 +52,11 @@ class Offer:
         with asking:
             if user_of(asking) != os.getuid():
                 return False
-            socket.send_fds(asking, [b"."], [self._listener.fileno()])
+            try:
+                socket.send_fds(asking, [b"."], [self._listener.fileno()])
+            except OSError:
+                # it has ended meanwhile, and its end says more than this
+                return False
             return True
 
 

@@ -62,6 +62,24 @@ def test_a_rank_that_connects_before_is_served_by_the_batch_step(
     assert listener.fileno() != -1
 
 
+def test_a_rank_that_is_gone_before_it_has_the_socket_leaves_it_to_others(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = Offer(listener)
+    ((_, name),) = offer.variables().items()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.connect(f"\0{name}")
+    said: list[bool] = []
+    thread = threading.Thread(target=lambda: said.append(offer.is_taken()))
+    thread.start()
+    monkeypatch.setenv(listening.VARIABLE, name)
+    descriptor = listening.take(0)
+    thread.join()
+    assert said == [True]
+    assert descriptor is not None
+    os.close(descriptor)
+
+
 def test_other_ranks_take_nothing(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     thread, said = offered(listener, monkeypatch)
     assert listening.take(1) is None

@@ -217,7 +217,11 @@ class Chaos:
 
     def _waits(self, trial: int) -> bool:
         # what a worker that was ended has last said of itself is not true any more
-        return trial not in self.disturbed and epochs(self._folder.of_trial(trial).path) == {1: [1, 2]}
+        if trial in self.disturbed:
+            return False
+        own = self._folder.of_trial(trial)
+        # there is something to go on from
+        return epochs(own.path) == {1: [1, 2]} and bool(checkpoints.complete(own))
 
     def _start_what_waits(self) -> None:
         """SLURM holds back what it has requeued."""
