@@ -54,6 +54,8 @@ class Shares:
         """What models were given since the last loss."""
         self._has_other_inputs = False
         """They were given something else, too."""
+        self._has_trained = False
+        """One of them was in training mode: what others are given is evaluated."""
         self._differentiated: set[Handed] = set()
         """What they were given for the last loss, if that is known."""
         self._preloaded: set[Share | None] = set()
@@ -156,24 +158,35 @@ class Shares:
         """Note what a model is given, unless its outputs cannot be differentiated."""
         if not torch.is_grad_enabled():
             return
-        if not model.training:
-            # an evaluation with gradients on
-            for each in self._passes:
-                if each.trained is not None:
-                    each.trained.use()
         leaves = leaves_of(inputs)
-        # another model's outputs
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            return
         try:
             found = {owner for leaf in leaves for owner in self._owners(leaf)}
         except RuntimeError:
             # such as tensors within torch.func
             found = set()
+        # another model's outputs tell nothing
+        are_others = not found and not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        if not model.training:
+            self._note_evaluation()
+            if self._has_trained:
+                return
+        elif not self._has_trained:
+            # what there is comes from an evaluation
+            self._forget_inputs()
+            self._has_trained = True
         self._inputs |= found
-        self._has_other_inputs |= not found
+        self._has_other_inputs |= are_others
         if len(self._inputs) > MOST_INPUTS:
             self._inputs, self._has_other_inputs = set(), True
+
+    def _note_evaluation(self) -> None:
+        """Note that the batches at which loops are may be evaluated, with gradients on."""
+        for each in self._passes:
+            if each.trained is not None:
+                each.trained.use()
+
+    def _forget_inputs(self) -> None:
+        self._inputs, self._has_other_inputs, self._has_trained = set(), False, False
 
     # -- what a loss is the mean of
 
@@ -194,7 +207,7 @@ class Shares:
                 "run.backward(loss, batch): no tensor of this batch is as run.loader has given it: name the batch"
                 " before it is changed, or any tensor that came with it"
             )
-        self._inputs, self._has_other_inputs = set(), False
+        self._forget_inputs()
         weights = {1.0 if share is None else share.weight(self._world_size) for share in shares}
         if len(weights) > 1:
             raise UserError(

@@ -358,6 +358,31 @@ def changed_after_evaluations_with_gradients(job: Job) -> None:
         job.model.train()
 
 
+def evaluated_with_gradients(job: Job) -> None:
+    """The last batch of the evaluation is still in a variable."""
+    for (batch,) in job.data():
+        job.model.eval()
+        for (other,) in job.data(4):
+            job.model(other)
+        job.model.train()
+        job.step(batch)
+
+
+def trained_in_evaluation_mode(job: Job) -> None:
+    """As with frozen statistics of batch norm."""
+    job.model.eval()
+    kept_in_a_list(job)
+
+
+def changed_by_another_model(job: Job) -> None:
+    first = job.run.wrap(nn.Linear(1, 1, bias=False, dtype=torch.float64))
+    with torch.no_grad():
+        next(first.parameters()).fill_(1.0)
+    for (batch,) in list(job.data()):
+        # an attack on the model: the batch itself has a gradient
+        job.step(first(batch.requires_grad_()))
+
+
 def changed_and_skipped(job: Job) -> None:
     for number, (batch,) in enumerate(job.data(3, torch.cat([VALUES[:3], VALUES]))):
         if number != 1:
@@ -526,6 +551,9 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     changed: MEANS,
     changed_after_a_look: MEANS,
     changed_after_evaluations_with_gradients: MEANS * 2,
+    evaluated_with_gradients: MEANS,
+    trained_in_evaluation_mode: MEANS,
+    changed_by_another_model: MEANS,
     changed_and_skipped: MEANS,
     changed_after_statistics: AMBIGUOUS,
     fetched_ahead: MEANS,
