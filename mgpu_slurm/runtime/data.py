@@ -242,27 +242,28 @@ class Loader:
         run, place, step = self._run, self.place, self._run.step()
         if place.is_in_pass and not torch.is_grad_enabled():
             place = place.beside()
-        first = place.begin_pass(run.epoch())
+        first = place.begin_pass(run.epoch(), step)
         self._begun += 1
-        own, begun = place.passes, self._begun
-        batches = self._source.begin(place.epoch, first)
+        own, begun = place.current, self._begun
+        batches, ran_to_end = self._source.begin(place.epoch, first), False
         try:
             with run.shares.passing() as passing, suppress(Over):
                 for number in itertools.count(first):
-                    if own != place.passes or (begun != self._begun and self._source.is_for_one_pass):
+                    if own is not place.current or (begun != self._begun and self._source.is_for_one_pass):
                         raise _overtaken()
                     # not kept here while the job has it
                     yield self._next(batches, number, place, passing)
-            passing.ran_to_end = True
+            passing.ran_to_end = ran_to_end = True
         finally:
-            run.places.end_pass(place, own)
+            run.places.end_pass(place, own, ran_to_end)
         if passing.has_unweighted_stand_in and run.step() == step:
             self._warn_of_evaluation()
 
     def _next(self, batches: Iterator[Any], number: int, place: LoaderPlace, passing: Pass) -> Any:
         if self._source.is_over(number):
             raise Over
-        before, place.batch = place.batch, number
+        before = place.batch
+        place.come_to(number)
         self._run.at_boundary(self, place)
         try:
             share, samples = self._source.take(batches, number)

@@ -33,23 +33,44 @@ class LoaderPlace:
     """The last batch waits for one of the loader that drives the loop, which is fetched after it."""
     ended_in: int | None = None
     """The pass of the loader that drives the loop in which this one's last pass ended; None if in none."""
+    current: object = None
+    """Tells the pass that began last from others."""
+    restored: tuple[int, int | None] | None = None
+    """Where that pass continues, by its first batch and epoch, if it does."""
+    batches: int = 0
+    """Of that pass so far."""
+    begun_at: int = 0
+    """The step of the run then."""
 
     @property
     def signature(self) -> tuple[int, int]:
         return self.size, self.batch_size
 
-    def begin_pass(self, epoch: int | None) -> int:
+    def begin_pass(self, epoch: int | None, step: int = 0) -> int:
         """Begin a pass, or continue the one in whose middle it was restored, and return where.
 
         Args:
             epoch: None outside of `state.epochs`: each pass is an epoch there.
+            step: That of the run.
         """
+        if self.restored is not None and self.batches <= 1 and self.begun_at == step:
+            # the job has looked at one batch: what it continues is this pass
+            self.first_batch, self.next_epoch = self.restored
+            self.passes -= 1
+        goes_on = self.first_batch > 0 or self.next_epoch is not None
+        self.restored = (self.first_batch, self.next_epoch) if goes_on else None
+        self.batches, self.begun_at, self.current = 0, step, object()
         self.passes += 1
         self.epoch = self.next_epoch or epoch or self.passes
         self.batch, self.first_batch, self.next_epoch = self.first_batch, 0, None
         self.is_in_pass = self.is_new = True
         self.is_over = False
         return self.batch
+
+    def come_to(self, batch: int) -> None:
+        """Note that the pass comes to a batch."""
+        self.batch = batch
+        self.batches += 1
 
     def beside(self) -> LoaderPlace:
         """Return a place for an evaluation of what a pass goes on over: it has none of its own to continue from."""
@@ -76,6 +97,7 @@ class LoaderPlace:
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Continue from there with the next pass."""
         self.first_batch, self.next_epoch, self.passes = facts["batch"], facts["epoch"], facts["passes"]
+        self.restored = None
 
 
 class LoaderPlaces:
@@ -111,10 +133,12 @@ class LoaderPlaces:
             place.is_ahead = self._pass_of_driver is None
         place.is_new = False
 
-    def end_pass(self, place: LoaderPlace, number: int) -> None:
+    def end_pass(self, place: LoaderPlace, which: object, ran_to_end: bool) -> None:
         """Note that a pass is over, unless another one over its loader has begun since."""
-        if number != place.passes:
+        if which is not place.current:
             return
+        if ran_to_end:
+            place.restored = None
         place.ended_in, place.is_in_pass, place.is_over = self._pass_of_driver, False, True
 
     @property

@@ -131,6 +131,25 @@ def evaluated_on_its_own_batches(job: Job) -> Iterator[Seen]:
             yield seen
 
 
+def looked_at(job: Job) -> Iterator[Seen]:
+    """In each pass, and one batch is still held in the middle of it."""
+    job.restore()
+    while job.run.step < EPOCHS * STEPS:
+        held = iter(job.data)
+        assert next(held)[0].shape == (4,)
+        for a in job.data:
+            yield job.step(a, a)
+            held = iter(())
+        assert list(held) == []
+
+
+def looked_at_in_each_epoch(job: Job) -> Iterator[Seen]:
+    for _ in job.restore().epochs(EPOCHS):
+        next(iter(job.data))
+        for a in job.data:
+            yield job.step(a, a)
+
+
 LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     zipped,
     zipped_the_other_way,
@@ -142,6 +161,8 @@ LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     made_in_each_pass_without_epochs,
     around_the_driver,
     evaluated_on_its_own_batches,
+    looked_at,
+    looked_at_in_each_epoch,
 ]
 
 
