@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm.errors import UserError
@@ -41,8 +42,14 @@ class Accumulation:
                     if not split.is_at_last:
                         for model in self._models:
                             stack.enter_context(model.no_sync())
+                    uses = self._shares.uses
                     yield piece
                     self._shares.check_innermost(split)
+                    if uses == self._shares.uses and torch.is_grad_enabled() and not split.is_at_last:
+                        raise UserError(
+                            "run.accumulate: a micro-batch was fetched before the one before it was used: iterate over"
+                            " it directly, not over a list of it"
+                        )
 
     def _rows(self, batch: object, shares: set[Share]) -> int:
         counts = {max(share.count, 1) for share in shares}

@@ -220,8 +220,8 @@ class Loader:
         self._run = run
         self.place = LoaderPlace(source.size, source.batch_size)
         run.places.add(self.place)
-        self._begun = 0
-        """Passes, also those beside others."""
+        self._newest: object = None
+        """The pass that began last, also beside another one."""
 
     def __len__(self) -> int:
         """Steps per epoch, the same on every rank."""
@@ -240,16 +240,19 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         run, place, step = self._run, self.place, self._run.step()
-        if place.is_in_pass and not torch.is_grad_enabled():
+        is_beside = place.is_in_pass and not torch.is_grad_enabled()
+        if is_beside:
             place = place.beside()
         first = place.begin_pass(run.epoch(), step)
-        self._begun += 1
-        own, begun = place.current, self._begun
+        own = self._newest = place.current
         batches, ran_to_end = self._source.begin(place.epoch, first), False
         try:
-            with run.shares.passing() as passing, suppress(Over):
+            with (
+                run.shares.passing(place.signature, None if is_beside else self) as passing,
+                suppress(Over),
+            ):
                 for number in itertools.count(first):
-                    if own is not place.current or (begun != self._begun and self._source.is_for_one_pass):
+                    if own is not (self._newest if self._source.is_for_one_pass else place.current):
                         raise _overtaken()
                     # not kept here while the job has it
                     yield self._next(batches, number, place, passing)

@@ -39,27 +39,30 @@ class LoaderPlace:
     """Where that pass continues, by its first batch and epoch, if it does."""
     batches: int = 0
     """Of that pass so far."""
-    begun_at: int = 0
-    """The step of the run then."""
+    begun_at: tuple[int, int | None] = (0, None)
+    """The step and the epoch of the run then."""
 
     @property
     def signature(self) -> tuple[int, int]:
         return self.size, self.batch_size
 
-    def begin_pass(self, epoch: int | None, step: int = 0) -> int:
+    def begin_pass(self, epoch: int | None, step: int) -> int:
         """Begin a pass, or continue the one in whose middle it was restored, and return where.
 
         Args:
             epoch: None outside of `state.epochs`: each pass is an epoch there.
             step: That of the run.
         """
-        if self.restored is not None and self.batches <= 1 and self.begun_at == step:
+        was_looked_at = self.batches <= 1 and self.begun_at == (step, epoch)
+        if self.restored is not None and was_looked_at:
             # the job has looked at one batch: what it continues is this pass
-            self.first_batch, self.next_epoch = self.restored
+            (self.first_batch, self.next_epoch), self.restored = self.restored, None
             self.passes -= 1
-        goes_on = self.first_batch > 0 or self.next_epoch is not None
-        self.restored = (self.first_batch, self.next_epoch) if goes_on else None
-        self.batches, self.begun_at, self.current = 0, step, object()
+        elif self.first_batch or self.next_epoch is not None:
+            self.restored = self.first_batch, self.next_epoch
+        else:
+            self.restored = None
+        self.batches, self.begun_at, self.current = 0, (step, epoch), object()
         self.passes += 1
         self.epoch = self.next_epoch or epoch or self.passes
         self.batch, self.first_batch, self.next_epoch = self.first_batch, 0, None

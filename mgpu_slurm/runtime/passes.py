@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -39,7 +39,7 @@ def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
 class Handed:
     """A batch that was handed out. It is not kept alive; its tensors, arrays and objects tell it from others."""
 
-    __slots__ = ("_leaves", "is_used", "may_be_used", "number", "of", "share", "trains")
+    __slots__ = ("_leaves", "_places", "is_used", "may_be_used", "number", "of", "share", "trains")
 
     def __init__(self, number: int, share: Share | None, samples: Any, of: Pass) -> None:
         self.number = number
@@ -53,7 +53,9 @@ class Handed:
         """A loss or a meter was weighted while this was one of the batches that could be meant."""
         self.is_used = False
         """It was the only one."""
-        self._leaves = [*map(weakref.ref, leaves_of(samples))]
+        self._leaves = {id(leaf): weakref.ref(leaf) for leaf in leaves_of(samples)}
+        self._places: dict[int, list[weakref.ref[Any]]] | None = None
+        """Made when something is looked for."""
 
     def use(self) -> None:
         self.may_be_used = self.is_used = self.of.is_used = True
@@ -64,19 +66,31 @@ class Handed:
 
     def is_alive(self) -> bool:
         """Return whether the job, a view or the graph of a loss still has any part of it."""
-        return any(_found(reference) is not None for reference in self._leaves)
+        return any(_found(reference) is not None for reference in self._leaves.values())
 
-    def holds(self, part: Any) -> bool:
-        """Return whether this is a part of the batch, or a view of one."""
-        own = [each for each in map(_found, self._leaves) if each is not None]
-        if any(each is part for each in own):
+    def holds(self, part: Any, place: int) -> bool:
+        """Return whether this is a part of the batch, or a view of one.
+
+        Args:
+            place: That of the part, see `place_of`.
+        """
+        own = self._leaves.get(id(part))
+        if own is not None and _found(own) is part:
             return True
-        begin, end = _memory(part)
-        return begin < end and any(low <= begin and end <= high for low, high in map(_memory, own))
+        return any(map(_Memory(part).is_in, self.places().get(place, ())))
 
-    def places(self) -> set[int]:
-        """Return where its parts are, see `place_of`."""
-        return {place_of(each) for each in map(_found, self._leaves) if each is not None}
+    def has_within(self, part: Any) -> bool:
+        """Return whether this is a view of a part of the batch, wherever that is."""
+        return any(map(_Memory(part).is_in, self._leaves.values()))
+
+    def places(self) -> Mapping[int, list[weakref.ref[Any]]]:
+        """Return its parts by their places, see `place_of`."""
+        if self._places is None:
+            self._places = {}
+            for reference in self._leaves.values():
+                if (leaf := _found(reference)) is not None:
+                    self._places.setdefault(place_of(leaf), []).append(reference)
+        return self._places
 
 
 def _found(reference: weakref.ref[Any]) -> Any:
@@ -92,7 +106,19 @@ def _has_memory(part: torch.Tensor) -> bool:
     return part.layout is torch.strided and not part.is_nested and part.numel() > 0
 
 
-def _memory(part: Any) -> tuple[int, int]:
+class _Memory:
+    """Where a tensor or an array is."""
+
+    def __init__(self, part: Any) -> None:
+        self._begin, self._end = _bounds(part)
+
+    def is_in(self, reference: weakref.ref[Any]) -> bool:
+        """Return whether that is within what a weak reference refers to."""
+        begin, end = _bounds(_found(reference))
+        return begin <= self._begin < self._end <= end
+
+
+def _bounds(part: Any) -> tuple[int, int]:
     """Return where the memory of a tensor or an array begins and ends; the same for anything that has none."""
     if isinstance(part, np.ndarray):
         return np.lib.array_utils.byte_bounds(part)
@@ -114,18 +140,28 @@ def place_of(part: Any) -> int:
 class Pass:
     """One pass over a loader."""
 
-    def __init__(self, began_at: int) -> None:
+    def __init__(self, began_at: int, batches: object = None, loader: object = None) -> None:
         self.began_at = began_at
         """The number of the newest batch of any loader then."""
+        self.batches = batches
+        """Equal for passes over the same batches."""
+        self.loader = loader
+        """Of whose passes only the newest goes on."""
         self.last: Handed | None = None
         """The newest batch."""
+        self._before: Handed | None = None
+        """The one before."""
         self.is_open = True
         self.ran_to_end = False
         """It was not left in the middle."""
         self.is_used = False
-        """A loss was that of one of its batches."""
+        """A model or a loss was given one of its batches."""
         self.runs_ahead = False
-        """The job had not used the first batch when it fetched the second one."""
+        """No model had been given the first batch when the job fetched the second one."""
+        self.uses = 0
+        """What `Shares.uses` was when the pass ended."""
+        self.was_measured = False
+        """It is an evaluation, and a meter took the number of samples from it."""
         self.is_held = False
         """It is an evaluation, and a loop around it has gone on without its end."""
         self.has_unweighted_stand_in = False
@@ -155,12 +191,36 @@ class Pass:
 
     def hand_out(self, handed: Handed) -> None:
         self._leave_last()
-        self.last = handed
+        self._before, self.last = self.last, handed
+
+    def follow(self, before: Pass, at_once: bool) -> None:
+        """Note that a pass over the same batches came before this one, and was no pass to keep them all.
+
+        Args:
+            at_once: No model was given anything since its end: its last batch is used in this pass.
+        """
+        if at_once and before.is_used and before.runs_ahead and before.last is not None:
+            self.runs_ahead = True
+            self.gone |= {*before.gone, before.last.share}
+        before.is_used = True
+
+    def had_before(self, part: Any, place: int) -> bool:
+        """Return whether the batch before the current one has this, too, as all may: it identifies none.
+
+        Args:
+            place: That of the part, see `place_of`.
+        """
+        return self._before is not None and self._before.holds(part, place)
+
+    def may_be_preloaded(self) -> bool:
+        """Return whether all batches were fetched before any was used. A single one is looked at."""
+        return not self.is_open and not self.is_used and self.left_unused > 1
 
     def close(self) -> None:
         """Note that the pass is over."""
-        self._leave_last()
-        self.is_open = False
+        if self.is_open:
+            self._leave_last()
+            self.is_open = False
 
     def _leave_last(self) -> None:
         last = self.last
@@ -178,14 +238,17 @@ class Pass:
 
     def tidy(self) -> None:
         """Forget the batches that are gone."""
-        for share, batches in self._unused.items():
-            kept = [each for each in batches if not each.is_used and each.is_alive()]
-            if any(not each.is_used for each in {*batches}.difference(kept)):
-                self.gone.add(share)
-            self._unused[share] = kept
+        self._tidy_unused()
         self._earlier = [each for each in self._earlier if each.is_alive()]
         self._index, self._indexed = {}, 0
         self._tidy_at = 2 * len(self._earlier) + FIRST_TIDYING
+
+    def _tidy_unused(self) -> None:
+        for share, batches in self._unused.items():
+            unused = [each for each in batches if not each.is_used]
+            self._unused[share] = [each for each in unused if each.is_alive()]
+            if len(self._unused[share]) < len(unused):
+                self.gone.add(share)
 
     def has_batches(self) -> bool:
         """Return whether the job may still have any of those that the loop has left."""
@@ -200,6 +263,15 @@ class Pass:
                     self.gone.add(share)
             found += batches[-1:]
         return found
+
+    def keeps_unused(self) -> bool:
+        """Return whether the job has several that it has not used."""
+        unused = (each for batches in self._unused.values() for each in reversed(batches) if not each.is_used)
+        if len([*islice((each for each in unused if each.is_alive()), 2)]) > 1:
+            return True
+        # few are left to look at the next time
+        self._tidy_unused()
+        return False
 
     def is_kept(self) -> bool:
         """Return whether the job has kept batches on purpose. The last one of a loop that is over may be there as its
@@ -222,14 +294,14 @@ class Pass:
         """Return the newest of the batches left that something is a part of, and is at a place of.
 
         Args:
-            place: that of the part, see `place_of`.
+            place: That of the part, see `place_of`.
         """
         for each in self._earlier[self._indexed :]:
             for its in each.places():
                 self._index.setdefault(its, []).append(each)
         self._indexed = len(self._earlier)
-        return next((each for each in reversed(self._index.get(place, ())) if each.holds(part)), None)
+        return next((each for each in reversed(self._index.get(place, ())) if each.holds(part, place)), None)
 
     def search(self, part: Any) -> Handed | None:
-        """Return the newest of the batches left that something is a part of, wherever it is."""
-        return next((each for each in reversed(self._earlier) if each.holds(part)), None)
+        """Return the newest of all its batches that something is within, wherever it is."""
+        return next((each for each in [self.last, *reversed(self._earlier)] if each and each.has_within(part)), None)

@@ -188,7 +188,8 @@ class Run:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model on this rank's device, in DistributedDataParallel where there are other ranks. One that is sharded
-        already, by `fully_shard` or otherwise, is returned as it is.
+        already, by `fully_shard` or otherwise, is returned as it is. Compile a model before: `backward` does not see
+        what one is given that is compiled around.
 
         All ranks start from rank 0's parameters and buffers. Buffers (batch norm statistics) are not broadcast at each
         forward, which costs time and hangs uneven evaluation; iterating `run.shard` brings rank 0's to all.
@@ -199,6 +200,7 @@ class Run:
             self._note_inputs_of(model)
             return model
         model = model.to(self.device)
+        self._note_inputs_of(model)
         if self.world_size == 1:
             # nothing to keep in mind: a job may make model after model
             return model
@@ -217,12 +219,12 @@ class Run:
             **_NO_BUFFER_SYNC,
         )
         self._models.append(wrapped)
-        self._note_inputs_of(wrapped)
         bring(model.buffers())
         return wrapped
 
     def _note_inputs_of(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(TellInputs(self._shares.note_inputs), with_kwargs=True)
+        # before hooks that change the inputs, such as those of a sharded model
+        model.register_forward_pre_hook(TellInputs(self._shares.note_inputs), prepend=True, with_kwargs=True)
 
     def alive(self) -> None:
         """Says that this rank comes on, for what takes long without any other call of the run: an evaluation of one's
@@ -278,7 +280,7 @@ class Run:
 
         Args:
             batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` gave it. None for the
-                one that the model was given; if that was given something which you have made of a batch, for the one at
+                one that the model was given; if that was given something which you have made of a batch, the one at
                 which the loop over `run.loader` is. Name one that you have changed, kept and use again: its loss cannot
                 be told from that of the loop.
 
@@ -320,6 +322,7 @@ class Run:
         self._steering.has_gradients = False
 
     def _step_done(self) -> None:
+        self._shares.check_exchanged()
         self.step += 1
         self._steering.step_done()
         self.alive()

@@ -50,16 +50,21 @@ class Shares:
         self._passes: list[Pass] = []
         self._splits: list[Split] = []
         self._newest = 0
-        self._inputs: set[Handed] = set()
-        """What models were given since the last loss."""
+        self.uses = 0
+        """How often a model, a loss or a meter was given anything."""
+        self._inputs: dict[Handed, bool] = {}
+        """What models were given since the last loss, and whether one of them was in training mode."""
         self._has_other_inputs = False
         """They were given something else, too."""
-        self._has_trained = False
-        """One of them was in training mode: what others are given is evaluated."""
+        self._loops_at: dict[Share | None, Handed] = {}
+        """The batches at which loops were then, the newest of each share."""
         self._differentiated: set[Handed] = set()
         """What they were given for the last loss, if that is known."""
-        self._preloaded: set[Share | None] = set()
-        """Shares of passes that are forgotten, none of whose batches was used: the job may have made others of them."""
+        self._differentiated_at = 0
+        """The newest batch then."""
+        self._preloaded: dict[object, set[Share | None]] = {}
+        """Shares of passes that are forgotten, none of whose batches was used: the job may have made others of them. By
+        `Pass.batches`."""
         self._lost: dict[Share | None, int] = {}
         """Shares of passes that are forgotten, see `Pass.gone`, and where these began."""
         self._trains_since = 0
@@ -71,15 +76,28 @@ class Shares:
     # -- loaders and run.accumulate tell
 
     @contextmanager
-    def passing(self) -> Iterator[Pass]:
-        """Note a pass over a loader, as long as that lasts."""
+    def passing(self, batches: object = None, loader: object = None) -> Iterator[Pass]:
+        """Note a pass over a loader, as long as that lasts.
+
+        Args:
+            batches: equal for passes over the same batches, also if another loader has made them.
+            loader: of whose passes only the newest goes on; None for a pass beside others.
+        """
         self._forget_passes()
-        begun = Pass(self._newest)
+        begun = Pass(self._newest, batches, loader)
+        for each in self._passes:
+            if loader is not None and each.loader is loader:
+                each.close()
+            if not each.is_open and batches is not None and each.batches == batches:
+                begun.follow(each, at_once=each.uses == self.uses)
+        # what comes again was only looked at
+        self._preloaded.pop(batches, None)
         self._passes.append(begun)
         try:
             yield begun
             self._hold_evaluations(begun)
         finally:
+            begun.uses = self.uses
             begun.close()
 
     def _forget_passes(self) -> None:
@@ -87,13 +105,13 @@ class Shares:
         over = [each for each in self._passes if not each.is_open]
         for each in over:
             each.tidy()
-        kept = [each for each in over if each.has_batches()][-MOST_PASSES:]
+        kept = [each for each in over if each.has_batches() or each is over[-1]][-MOST_PASSES:]
         for each in over:
             if each not in kept:
-                lost = each.gone | {handed.share for handed in each.unused()}
+                lost = each.gone | _shares_of(each.unused())
                 self._lost |= dict.fromkeys(lost, each.began_at)
-                if _may_be_preloaded(each):
-                    self._preloaded |= lost
+                if each.may_be_preloaded():
+                    self._preloaded.setdefault(each.batches, set()).update(lost)
         self._passes = [each for each in self._passes if each.is_open or each in kept]
 
     def hand_out(self, passing: Pass, share: Share | None, samples: Samples) -> Samples:
@@ -117,7 +135,7 @@ class Shares:
             if evaluated is None or evaluated.trains or evaluated.number < last.number or each.is_held:
                 continue
             each.is_held = True
-            if evaluated.may_be_used and _count(evaluated.share) != _count(last.share):
+            if each.was_measured and _count(evaluated.share) != _count(last.share):
                 raise _unclear_count({evaluated.share, last.share})
 
     @contextmanager
@@ -148,45 +166,46 @@ class Shares:
         """
         if not all(split.is_at_last for split in self._splits):
             raise UserError(
-                "run.update: within a loop over run.accumulate, whose last micro-batch exchanges the gradients: call it"
-                " after that loop; if you have left that loop, close its iterator"
+                "run.accumulate: a step of the optimizer before the last micro-batch, with which ranks exchange their"
+                " gradients: call run.update after the loop; if you have left the loop, close its iterator"
             )
 
     # -- models tell
 
     def note_inputs(self, model: nn.Module, inputs: Any) -> None:
-        """Note what a model is given, unless its outputs cannot be differentiated."""
-        if not torch.is_grad_enabled():
-            return
+        """Note what a model is given."""
+        self.uses += 1
         leaves = leaves_of(inputs)
         try:
             found = {owner for leaf in leaves for owner in self._owners(leaf)}
         except RuntimeError:
             # such as tensors within torch.func
             found = set()
+        at = found or self._at()
+        for each in at:
+            each.use()
+        if not torch.is_grad_enabled():
+            return
+        for each in found:
+            self._inputs[each] = model.training or self._inputs.get(each, False)
         # another model's outputs tell nothing
-        are_others = not found and not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        if not model.training:
-            self._note_evaluation()
-            if self._has_trained:
-                return
-        elif not self._has_trained:
-            # what there is comes from an evaluation
-            self._forget_inputs()
-            self._has_trained = True
-        self._inputs |= found
-        self._has_other_inputs |= are_others
+        if not found and not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            self._has_other_inputs = True
+            if model.training:
+                self._loops_at |= {each.share: each for each in at}
         if len(self._inputs) > MOST_INPUTS:
-            self._inputs, self._has_other_inputs = set(), True
+            self._inputs, self._has_other_inputs = {}, True
 
-    def _note_evaluation(self) -> None:
-        """Note that the batches at which loops are may be evaluated, with gradients on."""
-        for each in self._passes:
-            if each.trained is not None:
-                each.trained.use()
+    def _at(self) -> set[Handed]:
+        """Return the batches at which the loops are: of an evaluation, or of the training."""
+        current = [each.current for each in self._passes if each.current is not None]
+        newest = max(current, key=lambda each: each.number, default=None)
+        if newest is None or not newest.trains:
+            return {newest} if newest is not None else set()
+        return {each for each in current if each.trains}
 
     def _forget_inputs(self) -> None:
-        self._inputs, self._has_other_inputs, self._has_trained = set(), False, False
+        self._inputs, self._has_other_inputs, self._loops_at = {}, False, {}
 
     # -- what a loss is the mean of
 
@@ -201,13 +220,12 @@ class Shares:
         """
         if loops := [each.began_at for each in self._passes if each.trained is not None]:
             self._trains_since = min(loops)
-        shares, part = self._of_loss() if batch is None else self._of(self._holding(batch))
-        if not shares:
-            raise UserError(
-                "run.backward(loss, batch): no tensor of this batch is as run.loader has given it: name the batch"
-                " before it is changed, or any tensor that came with it"
-            )
-        self._forget_inputs()
+        self.uses += 1
+        if batch is None:
+            shares, part = self._of_loss()
+            self._forget_inputs()
+        else:
+            shares, part = self._of_named(batch)
         weights = {1.0 if share is None else share.weight(self._world_size) for share in shares}
         if len(weights) > 1:
             raise UserError(
@@ -227,6 +245,7 @@ class Shares:
         Raises:
             UserError: it cannot be known.
         """
+        self.uses += 1
         is_loss = isinstance(value, torch.Tensor) and value.requires_grad
         shares, part = self._measured(is_loss)
         counts = {*map(_count, shares)}
@@ -246,11 +265,16 @@ class Shares:
         evaluated = [each for each in current if not each.trains and each.number > max(begun, default=0)]
         is_held = any(each.of.is_held for each in evaluated)
         if is_loss or is_held or not evaluated or torch.is_grad_enabled():
+            if self._differentiated and self._differentiated_at == self._newest and not self._inputs:
+                # of the loss just before
+                return self._of(self._differentiated)
             meant, gone, part = self._in_hand("meter.add")
             if meant:
                 others = evaluated if is_held and not is_loss else []
                 return _shares_of([*meant, *others, *self._given()]) | gone, part
         self._use(evaluated)
+        for each in evaluated:
+            each.of.was_measured = True
         return _shares_of(evaluated), 1.0
 
     def _given(self) -> list[Handed]:
@@ -260,13 +284,37 @@ class Shares:
 
     def _of_loss(self) -> tuple[set[Share | None], float]:
         """Return the shares of what a loss may be the mean of, and the part of each."""
-        inputs = {each for each in self._inputs if each.is_in_hand()}
+        inputs = {each for each, has_trained in self._inputs.items() if self._may_be_in_loss(each, has_trained)}
+        self._differentiated, self._differentiated_at = set(), self._newest
         if inputs and not self._has_other_inputs:
             self._differentiated = inputs
             return self._of(inputs)
-        self._differentiated = set()
         meant, gone, part = self._in_hand("run.backward")
-        return _shares_of([*meant, *inputs]) | (gone if meant else self._outside_of_loops()), part
+        others = gone if meant else self._outside_of_loops()
+        return _shares_of([*meant, *inputs, *self._loops_at.values()]) | others, part
+
+    @staticmethod
+    def _may_be_in_loss(handed: Handed, has_trained: bool) -> bool:
+        """Return whether a batch that a model was given is still there, and not only as the variable of a loop that has
+        evaluated a model."""
+        return handed.is_in_hand() and (has_trained or handed.of.is_open or handed.of.is_kept())
+
+    def _of_named(self, batch: Any) -> tuple[set[Share | None], float]:
+        """
+        Raises:
+            UserError: it is not one of a loader.
+        """
+        meant = self._holding(batch)
+        if not meant:
+            raise UserError(
+                "run.backward(loss, batch): no tensor of this batch is as run.loader has given it: name the batch"
+                " before it is changed, or any tensor that came with it"
+            )
+        rest = {each: has_trained for each, has_trained in self._inputs.items() if each not in meant}
+        self._forget_inputs()
+        self._inputs = rest
+        self._differentiated, self._differentiated_at = meant, self._newest
+        return self._of(meant)
 
     def _of(self, meant: Collection[Handed]) -> tuple[set[Share | None], float]:
         """Return the shares of batches that are certain, and the part of each.
@@ -279,7 +327,7 @@ class Shares:
         parts = {next((split.part for split in self._splits if each in split.handed), 1.0) for each in meant}
         if len(parts) > 1:
             raise _fetched_within("run.backward")
-        return _shares_of(meant), parts.pop() if parts else 1.0
+        return _shares_of(meant), parts.pop()
 
     def _in_hand(self, call: str) -> tuple[Collection[Handed], set[Share | None], float]:
         """Return the batches of the loop if none is certain, shares of others that may be meant, and the part of each.
@@ -287,8 +335,9 @@ class Shares:
         Raises:
             UserError: it may be a micro-batch or another batch.
         """
-        meant, part = self._in_loops(), 1.0
-        gone = self._gone(of_loss=call == "run.backward")
+        is_loss, part = call == "run.backward", 1.0
+        meant = self._in_loops([*self._loops_at.values()] if is_loss else [])
+        gone = self._gone(is_loss)
         if self._splits:
             split = self._splits[-1]
             if any(each.number > split.newest for each in meant):
@@ -310,26 +359,32 @@ class Shares:
         return {owner for leaf in leaves_of(batch) for owner in self._owners(leaf) or self._searched(leaf)}
 
     def _owners(self, leaf: Any) -> list[Handed]:
-        """Return the batches that something is a part of. A dataset may hand out the same one again and again: the
-        loops are at that batch then, or have handed it out last."""
-        current = [each.current for each in self._passes if each.current is not None and each.current.holds(leaf)]
-        if current:
-            return current
+        """Return the batches that something is a part of, unless it is a part of all. A dataset may hand out the same
+        one again and again: the loops are at that batch then, or have handed it out last."""
         place = place_of(leaf)
+        current = [each for each in self._passes if each.current is not None and each.current.holds(leaf, place)]
+        if current:
+            return [each.last for each in current if each.last is not None and not each.had_before(leaf, place)]
         return _newest(each.find(leaf, place) for each in self._passes)
 
     def _searched(self, leaf: Any) -> list[Handed]:
-        """Return the same, also for an array of which the leaf shares the end only."""
-        return _newest(each.search(leaf) for each in self._passes)
+        """Return the same, also of what is a part of all, and of an array of which the leaf shares the end only."""
+        current = [each.current for each in self._passes if each.current is not None and each.current.has_within(leaf)]
+        return current or _newest(each.search(leaf) for each in self._passes)
 
-    def _in_loops(self) -> list[Handed]:
+    def _in_loops(self, loops_at: Collection[Handed] = ()) -> list[Handed]:
         """Return the batches at which loops over loaders are, and others that the job has fetched and not used: ahead
-        of their use, or into a list."""
+        of their use, or into a list.
+
+        Args:
+            loops_at: where the loops were when the models were given something.
+        """
         found = [each.trained for each in self._passes if each.trained is not None]
         if not found:
             return []
+        found = [*loops_at] or found
         for each in self._passes:
-            if each.is_open or each.left_unused > 1:
+            if each.is_open or each.keeps_unused():
                 found += each.unused()
         return found
 
@@ -338,8 +393,8 @@ class Shares:
         their use, or into a list."""
         gone = {share for each in self._passes if each.is_open and each.runs_ahead for share in each.gone}
         if of_loss:
-            gone |= self._preloaded
-            gone |= {share for each in self._passes if _may_be_preloaded(each) for share in each.gone}
+            gone.update(*self._preloaded.values())
+            gone.update(*(each.gone for each in self._passes if each.may_be_preloaded()))
         return gone
 
     def _outside_of_loops(self) -> set[Share | None]:
@@ -360,11 +415,6 @@ class Shares:
             else:
                 others |= passing.shares_alive()
         return (kept or others) | lost
-
-
-def _may_be_preloaded(passing: Pass) -> bool:
-    """Return whether all batches of a pass were fetched before any was used. A single one is looked at."""
-    return not passing.is_open and not passing.is_used and passing.left_unused > 1
 
 
 def _newest(found: Iterable[Handed | None]) -> list[Handed]:

@@ -390,10 +390,74 @@ def changed_and_skipped(job: Job) -> None:
 
 
 def changed_after_statistics(job: Job) -> None:
-    """Nobody sees whether the job has kept the batches of the first loop in another form."""
     total = sum(batch.sum() for (batch,) in job.data())
     for (batch,) in job.data():
-        job.step(batch / total)
+        job.step(batch * total / total)
+
+
+def changed_after_a_short_look(job: Job) -> None:
+    values = torch.cat([VALUES[:3]] * 2)
+    for number, _ in enumerate(job.data(values=torch.cat([values, VALUES]))):
+        if number == 3:
+            break
+    for (batch,) in job.data(values=torch.cat([values, VALUES])):
+        job.step(batch * 1)
+
+
+def evaluated_in_each_epoch(job: Job, evaluated: nn.Module, with_gradients: bool) -> None:
+    """With gradients off for the model only."""
+    for _ in range(2):
+        changed(job)
+        job.model.eval()
+        for (batch,) in job.data(4):
+            with torch.set_grad_enabled(with_gradients):
+                evaluated(batch * 1)
+        job.model.train()
+
+
+def changed_and_evaluated(job: Job) -> None:
+    evaluated_in_each_epoch(job, job.model, False)
+
+
+def changed_and_evaluated_without_wrapper(job: Job) -> None:
+    evaluated_in_each_epoch(job, job.model.module, True)
+
+
+def changed_beside_a_held_sample(job: Job) -> None:
+    meter, data = job.run.meter("beside a sample"), job.data()
+    held = iter(data)
+    next(held)
+    for (batch,) in data:
+        job.step(batch * 1)
+        meter.add(batch.mean())
+    job.found.append(meter.mean())
+
+
+def first_one_is_no_number(job: Job) -> None:
+    for number, (batch,) in enumerate(job.data(3, torch.cat([VALUES[:3], VALUES]))):
+        loss = job.model(batch * 1).mean()
+        if number > 0:
+            job.run.backward(loss)
+            job.update()
+
+
+def encoder(job: Job) -> nn.Module:
+    model: nn.Module = job.run.wrap(nn.Linear(1, 1, bias=False, dtype=torch.float64)).eval()
+    with torch.no_grad():
+        next(model.parameters()).fill_(1.0)
+    return model
+
+
+def by_a_model_in_each_mode(job: Job) -> None:
+    frozen, kept = encoder(job), next(iter(job.data()))
+    for _ in job.data(2, VALUES[:4]):
+        job.step(frozen(*kept))
+
+
+def by_a_model_in_each_mode_beside_a_loop(job: Job) -> None:
+    frozen = encoder(job)
+    for (a,), (b,) in zip(job.data(2, VALUES[:4]), job.data(), strict=True):
+        job.run.backward(job.model(a).mean() + frozen(b).mean())
 
 
 def prefetched(batches: Iterator[Any], form: Callable[[Any], Any]) -> Iterator[Any]:
@@ -413,6 +477,43 @@ def fetched_ahead_and_left_early(job: Job) -> None:
     values = torch.cat([VALUES[:3], VALUES])
     for batch in itertools.islice(prefetched(iter(job.data(values=values)), lambda batch: batch[0] * 1), 2):
         job.step(batch)
+
+
+def fetched_ahead_over_passes(job: Job) -> None:
+    """From the second pass on the first batch of a pass is used among those of that pass."""
+    passes = itertools.chain.from_iterable(job.data(3, torch.cat([VALUES[:3], VALUES])) for _ in range(2))
+    for number, batch in enumerate(prefetched(passes, lambda batch: batch[0] * 1)):
+        # what was ambiguous before is skipped
+        if number > 2:
+            job.step(batch)
+
+
+def one_of_two_named(job: Job) -> None:
+    other, kept = encoder(job).train(), next(iter(job.data()))
+    for (batch,) in job.data(2, VALUES[:2]):
+        first, second = other(batch).mean(), job.model(*kept).mean()
+        job.run.backward(first, batch)
+        job.run.backward(second)
+        job.update()
+
+
+def with_a_part_of_all(job: Job) -> None:
+    """Such as the edges of a graph whose nodes are the samples."""
+    values = torch.cat([VALUES[:3], VALUES])
+    every = torch.ones(1, dtype=torch.float64)
+    data = job.run.loader(range(8), 3, collate_fn=lambda rows: (values[rows] * 1, every))  # type: ignore[arg-type]
+    changed = lambda batch: (batch[0] * 1, batch[1])  # noqa: E731
+    for batch, edges in prefetched(iter(data), changed):
+        tell = job.model.register_forward_pre_hook(lambda _, inputs: inputs[:1])
+        job.run.backward(job.model(batch, edges).mean())
+        tell.remove()
+        job.update()
+
+
+def micro_batches_in_a_list(job: Job) -> None:
+    for (batch,) in job.data(4):
+        for micro in list(job.run.accumulate(batch, 2)):
+            job.run.backward(job.model(micro).mean())
 
 
 def texts_fetched_ahead(job: Job) -> None:
@@ -438,6 +539,14 @@ def metered_when_fetched_ahead(job: Job) -> None:
     for (batch,) in prefetched(iter(job.data(4)), lambda batch: batch):
         job.step(batch)
         meter.add(batch.mean())
+    job.found.append(meter.mean())
+
+
+def metered_before_it_is_differentiated(job: Job) -> None:
+    meter = job.run.meter("before")
+    for (batch,) in prefetched(iter(job.data(4)), lambda batch: batch):
+        meter.add(batch.mean())
+        job.step(batch)
 
 
 def kept_and_used_in_another_loop(job: Job) -> None:
@@ -460,6 +569,7 @@ def kept_and_metered_in_another_loop(job: Job) -> None:
     for _ in job.data(2):
         job.step(*kept)
         meter.add(kept[0].mean())
+    job.found.append(meter.mean())
 
 
 def kept_labels(job: Job) -> None:
@@ -541,10 +651,10 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     own_data: [*MEANS, (1 + 2 + 25 + 8) / 4],
     named_after_a_change: "UserError: run.backward.loss, batch.: no tensor of this batch is as run.loader has",
     micro_batches: MEANS,
-    micro_batches_left: "UserError: run.update: within a loop .*if you have left that loop, close its iterator",
+    micro_batches_left: "UserError: run.accumulate: a step .*; if you have left the loop, close its iterator",
     fetched_among_micro_batches: [MEANS[0] + 1.5 + 16.5, MEANS[1] + 16.0],
     fetched_among_changed_micro_batches: "UserError: run.backward: a batch was fetched within .* run.accumulate",
-    updated_among_micro_batches: "UserError: run.update: within a loop over run.accumulate, .*: call it after",
+    updated_among_micro_batches: "UserError: run.accumulate: a step of the optimizer .*: call run.update after",
     alternating_micro_batches: "UserError: run.accumulate: two loops over it alternate",
     metered: [VALUES.mean().item()] * 2,
     metered_over_a_shard: "UserError: meter.add: not in a batch of run.loader: say of how many samples",
@@ -555,15 +665,27 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     trained_in_evaluation_mode: MEANS,
     changed_by_another_model: MEANS,
     changed_and_skipped: MEANS,
-    changed_after_statistics: AMBIGUOUS,
+    changed_after_statistics: MEANS,
+    changed_after_a_short_look: MEANS[:1] * 3 + MEANS[1:],
+    changed_and_evaluated: MEANS * 2,
+    changed_and_evaluated_without_wrapper: MEANS * 2,
+    changed_beside_a_held_sample: [*MEANS, VALUES.mean().item()],
+    first_one_is_no_number: MEANS,
+    by_a_model_in_each_mode: MEANS[:1] * 2,
+    by_a_model_in_each_mode_beside_a_loop: AMBIGUOUS,
+    fetched_ahead_over_passes: AMBIGUOUS,
+    one_of_two_named: [MEANS[0]],
+    with_a_part_of_all: AMBIGUOUS,
+    micro_batches_in_a_list: "UserError: run.accumulate: a micro-batch was fetched before the one before it was used",
     fetched_ahead: MEANS,
     fetched_ahead_and_left_early: AMBIGUOUS,
     texts_fetched_ahead: AMBIGUOUS,
     fetched_while_differentiated: MEANS,
-    metered_when_fetched_ahead: "UserError: meter.add: several batches may be meant",
+    metered_when_fetched_ahead: [9.0, 16.0, VALUES.mean().item()],
+    metered_before_it_is_differentiated: "UserError: meter.add: several batches may be meant",
     kept_and_used_in_another_loop: MEANS[:1] * 2,
     kept_and_used_in_another_loop_with_it: AMBIGUOUS,
-    kept_and_metered_in_another_loop: "UserError: meter.add: several batches may be meant",
+    kept_and_metered_in_another_loop: [9.0] * 5,
     kept_labels: [*MEANS, VALUES.mean().item()],
     changed_into_a_list_for_another_loop: AMBIGUOUS,
     metered_beside_an_evaluation_of_before: [VALUES.mean().item()],
