@@ -52,13 +52,19 @@ class Handed:
         self.may_be_used = False
         """A loss or a meter was weighted while this was one of the batches that could be meant."""
         self.is_used = False
-        """It was the only one."""
+        """It was the only one, or a model was given it."""
         self._leaves = {id(leaf): weakref.ref(leaf) for leaf in leaves_of(samples)}
         self._places: dict[int, list[weakref.ref[Any]]] | None = None
         """Made when something is looked for."""
 
+    def give(self) -> None:
+        """Note that a model is given it."""
+        self.is_used = self.of.is_used = True
+
     def use(self) -> None:
-        self.may_be_used = self.is_used = self.of.is_used = True
+        """Note that a loss or a meter is weighted by it."""
+        self.may_be_used = True
+        self.give()
 
     def is_in_hand(self) -> bool:
         """Return whether a loop is at it, or the job, a view or the graph of a loss still has any part of it."""
@@ -228,7 +234,7 @@ class Pass:
             return
         self.has_unweighted_stand_in |= last.share is not None and not last.share.count and not last.may_be_used
         if last.trains and not last.is_used:
-            self.runs_ahead |= not self._earlier and not self.left_unused and not last.may_be_used
+            self.runs_ahead |= self._before is None and not last.may_be_used
             self.left_unused += 1
             self._unused.setdefault(last.share, []).append(last)
         self._earlier.append(last)

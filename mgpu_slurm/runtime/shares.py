@@ -183,7 +183,7 @@ class Shares:
             found = set()
         at = found or self._at()
         for each in at:
-            each.use()
+            each.give()
         if not torch.is_grad_enabled():
             return
         for each in found:

@@ -266,7 +266,9 @@ def evaluates(run: Run, how: str) -> tuple[str, float]:
         for _ in range(2):
             for (batch,) in run.loader(TensorDataset(values), batch_size=2):
                 total, count = total + batch.sum().item(), count + len(batch)
-                if how == "trains":
+                if how == "evaluates":
+                    model(batch)
+                elif how == "trains":
                     run.backward(model(batch).mean())
                 elif how == "trains by hand":
                     model(batch).mean().backward()
