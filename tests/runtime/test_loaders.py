@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder, names
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.runtime.loader_places import LoaderPlace
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
@@ -203,6 +204,24 @@ def test_two_ranks_continue_with_their_own_shares(tmp_path: Path) -> None:
         assert len(first) < len(one)
         assert first + second == one
     assert whole[0] != whole[1]
+
+
+def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> None:
+    place = LoaderPlace(8, 2)
+    place.go_to({"batch": 3, "epoch": 2, "passes": 1})
+    assert (place.begin_pass(2, step=7), place.epoch) == (3, 2)
+    place.come_to(3)
+    assert (place.begin_pass(3, step=7), place.epoch) == (0, 3)
+
+
+def test_a_loader_is_looked_at_once() -> None:
+    place = LoaderPlace(8, 2)
+    place.go_to({"batch": 3, "epoch": 2, "passes": 1})
+    assert [(place.begin_pass(None, step=7), place.epoch, place.passes) for _ in range(3)] == [
+        (3, 2, 2),
+        (3, 2, 2),
+        (0, 3, 3),
+    ]
 
 
 def goes_on_after(run: Run, how: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.runtime.run import Run
@@ -71,3 +71,22 @@ def test_ranks_with_fewer_samples_keep_step(how: str) -> None:
         assert answer["mean"] == pytest.approx(alone["mean"])
     assert first["sizes"] == {5: [1, 1, 0], 1: [0]}
     assert second["sizes"] == {5: [1, 1, 1], 1: [1]}
+
+
+def trained_in_half_precision(run: Run) -> list[float]:
+    """From a list of batches, which the model casts before it computes."""
+    model = nn.Linear(1, 1, bias=False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    run.wrap(model)
+    found = []
+    values = torch.tensor([1.0, 2.0, 25.0, 8.0, 16.0]).unsqueeze(1)
+    for (batch,) in list(run.loader(TensorDataset(values), batch_size=3)):
+        run.backward(model(batch).mean())
+        (weight,) = model.parameters()
+        found.append(weight.grad.full_tensor().item())  # type: ignore[union-attr]
+        weight.grad = None
+    return found
+
+
+def test_a_model_that_casts_its_batches_tells_which_they_were() -> None:
+    assert run_ranks(trained_in_half_precision, 2) == [pytest.approx([28 / 3, 12.0], rel=1e-2)] * 2

@@ -304,6 +304,13 @@ def updated_among_micro_batches(job: Job) -> None:
             job.step(micro)
 
 
+def stepped_among_micro_batches(job: Job) -> None:
+    for (batch,) in job.data(4):
+        for micro in job.run.accumulate(batch, 2):
+            job.run.backward(job.model(micro).mean())
+            job.optimizer.step()
+
+
 def alternating_micro_batches(job: Job) -> None:
     for (a,), (b,) in zip(job.data(), job.data(), strict=True):
         for of_a, of_b in zip(job.run.accumulate(a, 2), job.run.accumulate(b, 2), strict=True):
@@ -655,6 +662,7 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     fetched_among_micro_batches: [MEANS[0] + 1.5 + 16.5, MEANS[1] + 16.0],
     fetched_among_changed_micro_batches: "UserError: run.backward: a batch was fetched within .* run.accumulate",
     updated_among_micro_batches: "UserError: run.accumulate: a step of the optimizer .*: call run.update after",
+    stepped_among_micro_batches: "UserError: run.accumulate: a step of the optimizer before the last micro-batch",
     alternating_micro_batches: "UserError: run.accumulate: two loops over it alternate",
     metered: [VALUES.mean().item()] * 2,
     metered_over_a_shard: "UserError: meter.add: not in a batch of run.loader: say of how many samples",
