@@ -200,7 +200,6 @@ class Run:
             self._note_inputs_of(model)
             return model
         model = model.to(self.device)
-        self._note_inputs_of(model)
         if self.world_size == 1:
             # nothing to keep in mind: a job may make model after model
             return model
@@ -219,6 +218,8 @@ class Run:
             **_NO_BUFFER_SYNC,
         )
         self._models.append(wrapped)
+        # not one of the model itself: torch.jit.script refuses it
+        self._note_inputs_of(wrapped)
         bring(model.buffers())
         return wrapped
 
