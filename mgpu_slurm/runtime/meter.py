@@ -36,7 +36,7 @@ class Meter:
         Args:
             value: the mean over this rank's samples; a tensor stays on its device, which is not waited for.
             count: of how many; None for those of the batch that `run.loader` has given, of which a rank may have none
-                and get another one's.
+                and get another one's. The value of an earlier batch needs it.
 
         Raises:
             UserError: it is no single number, or nobody knows of how many.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -39,7 +39,7 @@ def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
 class Handed:
     """A batch that was handed out. It is not kept alive; its tensors, arrays and objects tell it from others."""
 
-    __slots__ = ("_leaves", "_places", "is_used", "may_be_used", "number", "of", "share", "trains")
+    __slots__ = ("_places", "is_used", "may_be_used", "number", "of", "parts", "share", "trains")
 
     def __init__(self, number: int, share: Share | None, samples: Any, of: Pass) -> None:
         self.number = number
@@ -53,7 +53,8 @@ class Handed:
         """A loss or a meter was weighted while this was one of the batches that could be meant."""
         self.is_used = False
         """It was the only one, or a model was given it."""
-        self._leaves = {id(leaf): weakref.ref(leaf) for leaf in leaves_of(samples)}
+        self.parts = {id(leaf): weakref.ref(leaf) for leaf in leaves_of(samples)}
+        """By their `id`."""
         self._places: dict[int, list[weakref.ref[Any]]] | None = None
         """Made when something is looked for."""
 
@@ -66,13 +67,19 @@ class Handed:
         self.may_be_used = True
         self.give()
 
+    def forget(self, shared: Set[int]) -> None:
+        """Forget parts that another batch has too: they do not tell one from the other."""
+        if not shared.isdisjoint(self.parts):
+            self.parts = {key: part for key, part in self.parts.items() if key not in shared}
+            self._places = None
+
     def is_in_hand(self) -> bool:
         """Return whether a loop is at it, or the job, a view or the graph of a loss still has any part of it."""
         return self.of.current is self or self.is_alive()
 
     def is_alive(self) -> bool:
         """Return whether the job, a view or the graph of a loss still has any part of it."""
-        return any(_found(reference) is not None for reference in self._leaves.values())
+        return any(_found(reference) is not None for reference in self.parts.values())
 
     def holds(self, part: Any, place: int) -> bool:
         """Return whether this is a part of the batch, or a view of one.
@@ -80,20 +87,20 @@ class Handed:
         Args:
             place: That of the part, see `place_of`.
         """
-        own = self._leaves.get(id(part))
+        own = self.parts.get(id(part))
         if own is not None and _found(own) is part:
             return True
         return any(map(_Memory(part).is_in, self.places().get(place, ())))
 
     def has_within(self, part: Any) -> bool:
         """Return whether this is a view of a part of the batch, wherever that is."""
-        return any(map(_Memory(part).is_in, self._leaves.values()))
+        return any(map(_Memory(part).is_in, self.parts.values()))
 
     def places(self) -> Mapping[int, list[weakref.ref[Any]]]:
         """Return its parts by their places, see `place_of`."""
         if self._places is None:
             self._places = {}
-            for reference in self._leaves.values():
+            for reference in self.parts.values():
                 if (leaf := _found(reference)) is not None:
                     self._places.setdefault(place_of(leaf), []).append(reference)
         return self._places
@@ -146,17 +153,21 @@ def place_of(part: Any) -> int:
 class Pass:
     """One pass over a loader."""
 
-    def __init__(self, began_at: int, batches: object = None, loader: object = None) -> None:
+    def __init__(self, began_at: int, is_early: bool, batches: object = None, loader: object = None) -> None:
         self.began_at = began_at
         """The number of the newest batch of any loader then."""
+        self.is_early = is_early
+        """It began before the first loss."""
         self.batches = batches
         """Equal for passes over the same batches."""
         self.loader = loader
         """Of whose passes only the newest goes on."""
         self.last: Handed | None = None
         """The newest batch."""
-        self._before: Handed | None = None
-        """The one before."""
+        self._parts: Mapping[int, weakref.ref[Any]] = {}
+        """All of its parts, also those that others have too."""
+        self._handed = 0
+        """How many."""
         self.is_open = True
         self.ran_to_end = False
         """It was not left in the middle."""
@@ -197,30 +208,33 @@ class Pass:
 
     def hand_out(self, handed: Handed) -> None:
         self._leave_last()
-        self._before, self.last = self.last, handed
+        shared = {
+            key for key, part in handed.parts.items() if key in self._parts and _found(self._parts[key]) is part()
+        }
+        self._parts = handed.parts
+        for each in (handed, self.last):
+            if each is not None:
+                each.forget(shared)
+        self.last = handed
+        self._handed += 1
 
-    def follow(self, before: Pass, at_once: bool) -> None:
-        """Note that a pass over the same batches came before this one, and was no pass to keep them all.
+    def is_at(self, part: Any) -> bool:
+        """Return whether something is a part of the current batch, or within one, also of what others have too."""
+        if not self.is_open:
+            return False
+        own = self._parts.get(id(part))
+        return (own is not None and _found(own) is part) or any(map(_Memory(part).is_in, self._parts.values()))
 
-        Args:
-            at_once: No model was given anything since its end: its last batch is used in this pass.
-        """
-        if at_once and before.is_used and before.runs_ahead and before.last is not None:
+    def follow(self, before: Pass) -> None:
+        """Note that this pass began when another one had ended, and no model was given anything since: its last batch
+        is used in this pass."""
+        if before.is_used and before.runs_ahead and before.last is not None:
             self.runs_ahead = True
             self.gone |= {*before.gone, before.last.share}
-        before.is_used = True
-
-    def had_before(self, part: Any, place: int) -> bool:
-        """Return whether the batch before the current one has this, too, as all may: it identifies none.
-
-        Args:
-            place: That of the part, see `place_of`.
-        """
-        return self._before is not None and self._before.holds(part, place)
 
     def may_be_preloaded(self) -> bool:
-        """Return whether all batches were fetched before any was used. A single one is looked at."""
-        return not self.is_open and not self.is_used and self.left_unused > 1
+        """Return whether several batches were fetched, and none was used, before the first loss."""
+        return self.is_early and not self.is_open and not self.is_used and self.left_unused > 1
 
     def close(self) -> None:
         """Note that the pass is over."""
@@ -234,7 +248,7 @@ class Pass:
             return
         self.has_unweighted_stand_in |= last.share is not None and not last.share.count and not last.may_be_used
         if last.trains and not last.is_used:
-            self.runs_ahead |= self._before is None and not last.may_be_used
+            self.runs_ahead |= self._handed == 1 and not last.may_be_used
             self.left_unused += 1
             self._unused.setdefault(last.share, []).append(last)
         self._earlier.append(last)
@@ -243,18 +257,28 @@ class Pass:
             self.tidy()
 
     def tidy(self) -> None:
-        """Forget the batches that are gone."""
+        """Forget the batches that are gone, or whose parts have all been handed out again."""
         self._tidy_unused()
-        self._earlier = [each for each in self._earlier if each.is_alive()]
+        kept: list[Handed] = []
+        seen: set[int] = set()
+        for each in reversed(self._earlier):
+            if each.is_alive() and not seen.issuperset(each.parts):
+                kept.append(each)
+                seen.update(each.parts)
+        self._earlier = kept[::-1]
         self._index, self._indexed = {}, 0
         self._tidy_at = 2 * len(self._earlier) + FIRST_TIDYING
 
     def _tidy_unused(self) -> None:
+        left: dict[Share | None, list[Handed]] = {}
         for share, batches in self._unused.items():
-            unused = [each for each in batches if not each.is_used]
-            self._unused[share] = [each for each in unused if each.is_alive()]
-            if len(self._unused[share]) < len(unused):
+            unused = {frozenset(each.parts): each for each in batches if not each.is_used}
+            alive = [each for each in unused.values() if each.is_alive()]
+            if len(alive) < len(unused):
                 self.gone.add(share)
+            if alive:
+                left[share] = alive
+        self._unused = left
 
     def has_batches(self) -> bool:
         """Return whether the job may still have any of those that the loop has left."""

@@ -62,11 +62,15 @@ class Shares:
         """What they were given for the last loss, if that is known."""
         self._differentiated_at = 0
         """The newest batch then."""
+        self._is_named = False
+        """The job said so."""
         self._preloaded: dict[object, set[Share | None]] = {}
         """Shares of passes that are forgotten, none of whose batches was used: the job may have made others of them. By
         `Pass.batches`."""
         self._lost: dict[Share | None, int] = {}
         """Shares of passes that are forgotten, see `Pass.gone`, and where these began."""
+        self._has_weighted = False
+        """There was a loss."""
         self._trains_since = 0
         """Where the first of the passes began in which a loss was weighted last. What was lost before is not used any
         more."""
@@ -84,13 +88,15 @@ class Shares:
             loader: of whose passes only the newest goes on; None for a pass beside others.
         """
         self._forget_passes()
-        begun = Pass(self._newest, batches, loader)
+        begun = Pass(self._newest, not self._has_weighted, batches, loader)
         for each in self._passes:
             if loader is not None and each.loader is loader:
                 each.close()
-            if not each.is_open and batches is not None and each.batches == batches:
-                begun.follow(each, at_once=each.uses == self.uses)
-        # what comes again was only looked at
+            if not each.is_open and each.uses == self.uses:
+                begun.follow(each)
+            if batches is not None and each.batches == batches:
+                # these come again: they were only looked at
+                each.is_used = True
         self._preloaded.pop(batches, None)
         self._passes.append(begun)
         try:
@@ -135,7 +141,7 @@ class Shares:
             if evaluated is None or evaluated.trains or evaluated.number < last.number or each.is_held:
                 continue
             each.is_held = True
-            if each.was_measured and _count(evaluated.share) != _count(last.share):
+            if each.was_measured and _total(evaluated.share) != _total(last.share):
                 raise _unclear_count({evaluated.share, last.share})
 
     @contextmanager
@@ -221,20 +227,26 @@ class Shares:
         if loops := [each.began_at for each in self._passes if each.trained is not None]:
             self._trains_since = min(loops)
         self.uses += 1
+        self._has_weighted = True
         if batch is None:
             shares, part = self._of_loss()
             self._forget_inputs()
         else:
             shares, part = self._of_named(batch)
-        weights = {1.0 if share is None else share.weight(self._world_size) for share in shares}
-        if len(weights) > 1:
+        if len({*map(self._kind, shares)}) > 1:
             raise UserError(
                 f"run.backward: several batches may be meant ({_said(shares)}); name the one that the loss is the mean"
                 " of, as in run.backward(loss, images), and evaluate with run.shard or under torch.no_grad()"
                 + "; for data of your own, call loss.backward()"
                 * (None in shares)
             )
-        return part * weights.pop()
+        share = shares.pop()
+        return part if share is None else part * share.weight(self._world_size)
+
+    def _kind(self, share: Share | None) -> int:
+        """Return a number that is the same for shares whose weights are the same on all ranks: if several batches may be
+        meant, all ranks say so."""
+        return 0 if share is None or share.total % self._world_size == 0 else share.total
 
     def samples(self, value: Any = None) -> float | None:
         """Return how many of its own samples this rank has in the batch of the loop; None if there is no such loop.
@@ -248,11 +260,10 @@ class Shares:
         self.uses += 1
         is_loss = isinstance(value, torch.Tensor) and value.requires_grad
         shares, part = self._measured(is_loss)
-        counts = {*map(_count, shares)}
-        if len(counts) > 1:
+        if len({*map(_total, shares)}) > 1:
             raise _unclear_count(shares)
-        count = counts.pop() if counts else None
-        return None if count is None else count * part
+        share = shares.pop() if shares else None
+        return None if share is None else share.count * part
 
     def _measured(self, is_loss: bool) -> tuple[set[Share | None], float]:
         """Return the shares of what a meter measures, in an evaluation within the training's loop too, and the part of
@@ -265,8 +276,7 @@ class Shares:
         evaluated = [each for each in current if not each.trains and each.number > max(begun, default=0)]
         is_held = any(each.of.is_held for each in evaluated)
         if is_loss or is_held or not evaluated or torch.is_grad_enabled():
-            if self._differentiated and self._differentiated_at == self._newest and not self._inputs:
-                # of the loss just before
+            if self._has_just_differentiated() and not self._inputs:
                 return self._of(self._differentiated)
             meant, gone, part = self._in_hand("meter.add")
             if meant:
@@ -285,13 +295,22 @@ class Shares:
     def _of_loss(self) -> tuple[set[Share | None], float]:
         """Return the shares of what a loss may be the mean of, and the part of each."""
         inputs = {each for each, has_trained in self._inputs.items() if self._may_be_in_loss(each, has_trained)}
-        self._differentiated, self._differentiated_at = set(), self._newest
         if inputs and not self._has_other_inputs:
-            self._differentiated = inputs
-            return self._of(inputs)
+            self._differentiated, self._differentiated_at, self._is_named = inputs, self._newest, False
+        is_another = not self._inputs and not self._has_other_inputs and not self._is_named
+        if (inputs and not self._has_other_inputs) or (is_another and self._has_just_differentiated()):
+            return self._of(self._differentiated)
         meant, gone, part = self._in_hand("run.backward")
         others = gone if meant else self._outside_of_loops()
+        if any(each.is_open and each.runs_ahead for each in self._passes):
+            # a model was given one that a loop has left, and another model something else
+            inputs |= {each for each in self._differentiated if each.is_in_hand()}
+        self._differentiated = set()
         return _shares_of([*meant, *inputs, *self._loops_at.values()]) | others, part
+
+    def _has_just_differentiated(self) -> bool:
+        """Return whether the batch of the last loss is known, and none was fetched since."""
+        return bool(self._differentiated) and self._differentiated_at == self._newest
 
     @staticmethod
     def _may_be_in_loss(handed: Handed, has_trained: bool) -> bool:
@@ -313,7 +332,7 @@ class Shares:
         rest = {each: has_trained for each, has_trained in self._inputs.items() if each not in meant}
         self._forget_inputs()
         self._inputs = rest
-        self._differentiated, self._differentiated_at = meant, self._newest
+        self._differentiated, self._differentiated_at, self._is_named = meant, self._newest, True
         return self._of(meant)
 
     def _of(self, meant: Collection[Handed]) -> tuple[set[Share | None], float]:
@@ -362,14 +381,14 @@ class Shares:
         """Return the batches that something is a part of, unless it is a part of all. A dataset may hand out the same
         one again and again: the loops are at that batch then, or have handed it out last."""
         place = place_of(leaf)
-        current = [each for each in self._passes if each.current is not None and each.current.holds(leaf, place)]
-        if current:
-            return [each.last for each in current if each.last is not None and not each.had_before(leaf, place)]
-        return _newest(each.find(leaf, place) for each in self._passes)
+        current = [each.current for each in self._passes if each.current is not None]
+        return [each for each in current if each.holds(leaf, place)] or _newest(
+            each.find(leaf, place) for each in self._passes
+        )
 
     def _searched(self, leaf: Any) -> list[Handed]:
         """Return the same, also of what is a part of all, and of an array of which the leaf shares the end only."""
-        current = [each.current for each in self._passes if each.current is not None and each.current.has_within(leaf)]
+        current = [each.last for each in self._passes if each.last is not None and each.is_at(leaf)]
         return current or _newest(each.search(leaf) for each in self._passes)
 
     def _in_loops(self, loops_at: Collection[Handed] = ()) -> list[Handed]:
@@ -425,8 +444,8 @@ def _shares_of(meant: Iterable[Handed]) -> set[Share | None]:
     return {each.share for each in meant}
 
 
-def _count(share: Share | None) -> int | None:
-    return None if share is None else share.count
+def _total(share: Share | None) -> int | None:
+    return None if share is None else share.total
 
 
 def _fetched_within(call: str) -> UserError:

@@ -428,7 +428,6 @@ def changed_and_evaluated(job: Job) -> None:
 
 
 def changed_and_evaluated_without_wrapper(job: Job) -> None:
-    """Which tells nothing."""
     evaluated_in_each_epoch(job, job.model.module, True)
 
 
@@ -495,6 +494,48 @@ def fetched_ahead_over_passes(job: Job) -> None:
         # what was ambiguous before is skipped
         if number > 2:
             job.step(batch)
+
+
+def fetched_ahead_over_loaders(job: Job) -> None:
+    """From the second loader on the first batch of each is used among those of the next."""
+    batches = itertools.chain(job.data(4, torch.cat([VALUES[:4]] * 2)), job.data(3, torch.cat([VALUES[:3], VALUES])))
+    for number, batch in enumerate(prefetched(batches, lambda batch: batch[0] * 1)):
+        # what was ambiguous before is skipped
+        if number > 2:
+            job.step(batch)
+
+
+def two_losses(job: Job) -> None:
+    other, kept = encoder(job).train(), next(iter(job.data()))
+    for _ in job.data(2, VALUES[:2]):
+        first, second = other(*kept).mean(), job.model(*kept).mean()
+        job.run.backward(first)
+        job.run.backward(second)
+        job.update()
+
+
+def two_models_of_which_one_has_other_data(job: Job) -> None:
+    other = encoder(job).train()
+    for (batch,) in prefetched(iter(job.data()), lambda batch: batch):
+        job.step(batch)
+        job.run.backward(other(torch.ones(1, 1, dtype=torch.float64)).mean())
+
+
+def always_the_same(job: Job) -> None:
+    """As in a measurement of speed."""
+    same = VALUES[:4][2 * job.run.rank :][:2]
+    for batch in job.run.loader(range(8), 4, collate_fn=lambda rows: same):  # type: ignore[arg-type]
+        job.step(batch)
+        job.step(batch, of=batch[:1])
+
+
+def changed_and_skipped_with_a_part_of_all(job: Job) -> None:
+    """Nothing of a batch is there when the loop has left it, but for what all have."""
+    values, every = torch.cat([VALUES[:3], VALUES]), torch.ones(1, dtype=torch.float64)
+    data = job.run.loader(range(8), 3, collate_fn=lambda rows: (values[rows] * 1, every))  # type: ignore[arg-type]
+    for number, (batch, _) in enumerate(data):
+        if number != 1:
+            job.step(batch * 1)
 
 
 def one_of_two_named(job: Job) -> None:
@@ -678,12 +719,17 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     changed_after_statistics: MEANS,
     changed_after_a_short_look: MEANS[:1] * 3 + MEANS[1:],
     changed_and_evaluated: MEANS * 2,
-    changed_and_evaluated_without_wrapper: AMBIGUOUS,
+    changed_and_evaluated_without_wrapper: MEANS * 2,
     changed_beside_a_held_sample: [*MEANS, VALUES.mean().item()],
     first_one_is_no_number: MEANS,
     by_a_model_in_each_mode: MEANS[:1] * 2,
     by_a_model_in_each_mode_beside_a_loop: AMBIGUOUS,
     fetched_ahead_over_passes: AMBIGUOUS,
+    fetched_ahead_over_loaders: AMBIGUOUS,
+    two_losses: MEANS[:1],
+    two_models_of_which_one_has_other_data: AMBIGUOUS,
+    always_the_same: [9.0] * 4,
+    changed_and_skipped_with_a_part_of_all: MEANS,
     one_of_two_named: [MEANS[0]],
     with_a_part_of_all: AMBIGUOUS,
     micro_batches_in_a_list: "UserError: run.accumulate: a micro-batch was fetched before the one before it was used",
@@ -766,6 +812,19 @@ def test_evaluations_with_gradients_on_cost_nothing_in_each_step(looks: list[Han
                 shares.hand_out(passing, Share(1, 2), torch.ones(1))
                 assert shares.weight() == 1.0
     assert len(looks) < 10 * 6000
+
+
+@pytest.mark.parametrize("has_parts", [True, False])
+def test_an_endless_pass_over_the_same_tensors_does_not_grow(has_parts: bool) -> None:
+    shares, same = Shares(2), torch.ones(1)
+    own = [torch.ones(1) for _ in range(10)]
+    with shares.passing() as passing:
+        for step in range(3000):
+            shares.hand_out(passing, Share(1, 2), (torch.ones(1), same) if has_parts else own[step % 10])
+            if step % 3:
+                assert shares.weight() == 1.0
+    assert len(passing._earlier) < 50
+    assert sum(map(len, passing._unused.values())) < 50
 
 
 def test_a_job_that_differentiates_by_itself_leaves_nothing_behind() -> None:
