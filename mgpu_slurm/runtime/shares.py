@@ -244,8 +244,8 @@ class Shares:
         return part if share is None else part * share.weight(self._world_size)
 
     def _kind(self, share: Share | None) -> int:
-        """Return a number that is the same for shares whose weights are the same on all ranks: if several batches may be
-        meant, all ranks say so."""
+        """Return a number that is the same for shares whose weights are the same on all ranks: if several batches may
+        be meant, all ranks say so."""
         return 0 if share is None or share.total % self._world_size == 0 else share.total
 
     def samples(self, value: Any = None) -> float | None:
