@@ -129,12 +129,12 @@ class Supervisor:
         nodes.clear()
         self._retried.append(retry.write_down(self._folder, job_id=nodes.job_id))
         nodes.avoid(retry.avoid)
-        if self._is_limit_near():
-            # new ranks would not know of it: like one that asked to be started again, it gets all of its time anew
-            self._limit_ends = None
         for _ in retry.wait():
             if self._is_cancelled_already():
                 break
+        if self._is_limit_near():
+            # new ranks would not know of it: like one that asked to be started again, it gets all of its time anew
+            self._limit_ends = None
         return True
 
     def _is_limit_near(self) -> bool:

@@ -126,7 +126,7 @@ def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Seq
     """
     retry.write_down(folder, job_id=job.id, token=job.token)
     moves = set(retry.avoid) & set(nodes) and can_start_without(folder, spec, job, retry.avoid)
-    if moves or retry.leaves_job or (spec.max_requeues and _is_limit_near(spec, job)):
+    if moves or retry.leaves_job or (spec.max_requeues and _is_limit_near(spec, job, retry.pause)):
         return start_again(folder, spec, job, retry.avoid)
     steps.end(job.id, folder.group.run)
     for _ in retry.wait():
@@ -139,10 +139,10 @@ def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Seq
     return None
 
 
-def _is_limit_near(spec: Spec, job: Job) -> bool:
-    """Whether SLURM has sent the lead signal already, of which new ranks would not know."""
+def _is_limit_near(spec: Spec, job: Job, pause: float) -> bool:
+    """Whether SLURM will have sent the lead signal after a pause of so many seconds: new ranks would not know of it."""
     left = None if spec.lead is None else wait_out(lambda: slurm.seconds_left(job.id))
-    return left is not None and left <= (spec.lead or 0)
+    return left is not None and left <= (spec.lead or 0) + pause
 
 
 def _was_limit_near(spec: Spec, job: Job) -> bool:

@@ -246,6 +246,14 @@ def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing:
     wait_until(lambda: processes_of(folder) == [], seconds=20)
 
 
+def test_an_attempt_that_starts_near_the_time_limit_has_all_of_its_time(project: Project) -> None:
+    """The lead signal was due in the five seconds before it."""
+    script = "[ $MGPU_ATTEMPT -ge 3 ] || kill -9 $$; sleep 2; echo through"
+    folder, facts = project.run("--time", "0:06", "--signal", "USR2@2", "--", "sh", "-c", script)
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 3)
+    assert log(folder, 0, 3) == "through\n"
+
+
 def test_a_command_asks_for_another_start_with_exit_code_75(project: Project) -> None:
     folder, facts = project.run("--", "sh", "-c", "echo try $MGPU_ATTEMPT; test $SLURM_RESTART_COUNT -ge 2 || exit 75")
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 3)

@@ -277,12 +277,18 @@ def test_one_that_came_before_the_first_failure_too(folder: RunFolder, start_bat
     assert (state["state"], state["reason"], state["attempts"]) == ("CANCELLED", "cancelled", 1)
 
 
-def test_near_its_time_limit_a_retry_is_a_requeue(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
-    """New ranks would not hear of the limit."""
-    scontrol.with_name("squeue").write_text("#!/bin/sh\necho 0:45\n")
-    assert start_batch(rank_1_is_killed(folder, attempts=1), lead=60).wait() == 75
-    assert Path(f"{scontrol}.calls").read_text() == "requeue 9\n"
-    assert [event["event"] for event in records.events(folder)] == ["started", "ended", "retried"]
+@pytest.mark.parametrize(("left", "attempts"), [("0:45", 1), ("1:03", 2)])
+def test_near_its_time_limit_a_retry_is_a_requeue(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path, left: str, attempts: int
+) -> None:
+    """New ranks would not hear of the limit. There is a pause before the second attempt that starts where the first one
+    did."""
+    scontrol.with_name("squeue").write_text(f"#!/bin/sh\necho {left}\n")
+    assert start_batch(rank_1_is_killed(folder, attempts=2), lead=60).wait() == 75
+    # the node that has killed twice is left for others
+    calls = ["requeue 9", "update JobId=9 ExcNodeList=n2"]
+    assert Path(f"{scontrol}.calls").read_text().splitlines() == calls[:attempts]
+    assert [event["event"] for event in records.events(folder)] == ["started", "ended", "retried"] * attempts
 
 
 def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
