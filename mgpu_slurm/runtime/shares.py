@@ -295,11 +295,13 @@ class Shares:
     def _of_loss(self) -> tuple[set[Share | None], float]:
         """Return the shares of what a loss may be the mean of, and the part of each."""
         inputs = {each for each, has_trained in self._inputs.items() if self._may_be_in_loss(each, has_trained)}
-        if inputs and not self._has_other_inputs:
-            self._differentiated, self._differentiated_at, self._is_named = inputs, self._newest, False
-        is_another = not self._inputs and not self._has_other_inputs and not self._is_named
-        if (inputs and not self._has_other_inputs) or (is_another and self._has_just_differentiated()):
-            return self._of(self._differentiated)
+        if not self._has_other_inputs:
+            if inputs:
+                self._differentiated, self._differentiated_at, self._is_named = inputs, self._newest, False
+                return self._of(inputs)
+            if not self._inputs and not self._is_named and self._has_just_differentiated():
+                # another loss of the same outputs
+                return self._of(self._differentiated)
         meant, gone, part = self._in_hand("run.backward")
         others = gone if meant else self._outside_of_loops()
         if any(each.is_open and each.runs_ahead for each in self._passes):
