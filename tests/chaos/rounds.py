@@ -176,6 +176,8 @@ class Strikes(threading.Thread):
     def __init__(self, faults: Sequence[Fault], training: Training, seed: str) -> None:
         super().__init__(name="strikes", daemon=True)
         self.hit: list[Fault] = []
+        self._ended_before: dict[Fault, int] = {}
+        """Attempts that had ended when a fault struck last."""
         self.problems: list[str] = []
         self._faults = faults
         self._training = training
@@ -185,20 +187,16 @@ class Strikes(threading.Thread):
         to_strike = list(self._faults)
         for turn in range(MOST_STRIKES):
             at = somewhere(random.Random(f"{self._seed} strike"))
-            ended = self._ended()
             striking = [threading.Thread(target=self._strike, args=(fault, at, turn)) for fault in to_strike]
             for thread in striking:
                 thread.start()
             for thread in striking:
                 thread.join()
-            to_strike = [fault for fault in to_strike if fault in self.hit and self._is_hidden(fault, ended)]
+            to_strike = [fault for fault in to_strike if fault in self.hit and self._is_hidden(fault)]
 
-    def _is_hidden(self, fault: Fault, ended: int) -> bool:
-        """Wait until the record tells of a fault, or cannot any more; return whether it does not, and may yet.
-
-        Args:
-            ended: attempts that had ended before it struck.
-        """
+    def _is_hidden(self, fault: Fault) -> bool:
+        """Wait until the record tells of a fault, or cannot any more; return whether it does not, and may yet."""
+        ended = self._ended_before[fault]
         give_up = time.monotonic() + (math.inf if fault.ends_attempt else TOLD_WITHIN)
         try:
             self._training.until(lambda: self._is_told(fault) or self._ended() > ended or time.monotonic() >= give_up)
@@ -214,8 +212,11 @@ class Strikes(threading.Thread):
     def _strike(self, fault: Fault, at: int, turn: int) -> None:
         try:
             draw = random.Random(f"{self._seed} {fault.name}{turn or ''}")
-            if fault.strike(self._training, at, draw) and fault not in self.hit:
-                self.hit.append(fault)
+            if fault.strike(self._training, at, draw):
+                # not before: it may have waited for its step in a later attempt
+                self._ended_before[fault] = self._ended()
+                if fault not in self.hit:
+                    self.hit.append(fault)
         except Over:
             pass
         except Exception as error:

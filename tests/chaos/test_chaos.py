@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mgpu_slurm import records
 from mgpu_slurm.checkpoints import names
+from mgpu_slurm.paths import RunFolder
 from tests.chaos import checks, faults, rounds
 from tests.chaos.checks import Result
 from tests.chaos.rounds import Here
 from tests.chaos.training import Training
 from tests.slurm.cluster import PREPARED
-from tests.support import make_project, require
+from tests.support import make_project, require, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -37,6 +42,42 @@ def expected(trained: Training) -> dict[str, Result]:
 
 NEEDS_ROOT = ("connections break", "the disk is full")
 NEEDS_PACKAGES = ("the clock jumps",)
+
+
+class Written:
+    """What a training writes down, without one."""
+
+    def __init__(self, path: Path) -> None:
+        self.worker = RunFolder(path)
+        self.worker.create()
+
+    def parts(self) -> dict[str, Any]:
+        return {}
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition)
+
+
+def test_what_strikes_in_a_later_attempt_is_not_hidden_by_the_end_of_the_one_before(tmp_path: Path) -> None:
+    """A rank that hangs has not said so yet when the other one would be stopped, too, and nobody is left to say it."""
+    struck = []
+
+    def kills(training: Any, at: int, draw: random.Random) -> bool:
+        records.record_event(training.worker, "ended", attempt=1)
+        return True
+
+    def hangs(training: Any, at: int, draw: random.Random) -> bool:
+        training.until(lambda: len(records.events(training.worker)) == 1)
+        struck.append(at)
+        says = training.worker.logs / "rank-0.log"
+        threading.Timer(3 * rounds.TOLD_WITHIN, says.write_text, ["no progress"]).start()
+        return True
+
+    both = [faults.Fault("kills", kills, "ended"), faults.Fault("hangs", hangs, "no progress")]
+    strikes = rounds.Strikes(both, Written(tmp_path / "run"), "seed")  # type: ignore[arg-type]
+    strikes.start()
+    strikes.join()
+    assert (len(struck), strikes.hit, strikes.problems) == (1, both, [])
 
 
 @pytest.mark.parametrize(
