@@ -248,7 +248,7 @@ class Loader:
         batches, ran_to_end = self._source.begin(place.epoch, first), False
         try:
             with (
-                run.shares.passing(place.signature, None if is_beside else self) as passing,
+                run.shares.passing(place.signature, None if is_beside else place) as passing,
                 suppress(Over),
             ):
                 for number in itertools.count(first):

@@ -153,15 +153,15 @@ def place_of(part: Any) -> int:
 class Pass:
     """One pass over a loader."""
 
-    def __init__(self, began_at: int, is_early: bool, batches: object = None, loader: object = None) -> None:
+    def __init__(self, began_at: int, is_early: bool, batches: object = None, place: object = None) -> None:
         self.began_at = began_at
         """The number of the newest batch of any loader then."""
         self.is_early = is_early
         """It began before the first loss."""
         self.batches = batches
         """Equal for passes over the same batches."""
-        self.loader = loader
-        """Of whose passes only the newest goes on."""
+        self.place = place
+        """That of the loader, of whose passes only the newest goes on; not the loader, which may have workers."""
         self.last: Handed | None = None
         """The newest batch."""
         self._parts: Mapping[int, weakref.ref[Any]] = {}

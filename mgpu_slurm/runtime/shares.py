@@ -80,17 +80,17 @@ class Shares:
     # -- loaders and run.accumulate tell
 
     @contextmanager
-    def passing(self, batches: object = None, loader: object = None) -> Iterator[Pass]:
+    def passing(self, batches: object = None, place: object = None) -> Iterator[Pass]:
         """Note a pass over a loader, as long as that lasts.
 
         Args:
             batches: equal for passes over the same batches, also if another loader has made them.
-            loader: of whose passes only the newest goes on; None for a pass beside others.
+            place: of a loader: of its passes only the newest goes on; None for a pass beside others.
         """
         self._forget_passes()
-        begun = Pass(self._newest, not self._has_weighted, batches, loader)
+        begun = Pass(self._newest, not self._has_weighted, batches, place)
         for each in self._passes:
-            if loader is not None and each.loader is loader:
+            if place is not None and each.place is place:
                 each.close()
             if not each.is_open and each.uses == self.uses:
                 begun.follow(each)

@@ -296,6 +296,7 @@ def test_a_failed_training_goes_on_with_new_code_and_other_resources(project: Pr
 # -- the time limit
 
 
+@pytest.mark.timeout(300)
 def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_ignores_it_ends(
     project: Project, cluster: Cluster, undisturbed: bytes
 ) -> None:
