@@ -21,7 +21,7 @@ demo-sweep: $(READY)
 test: $(READY)
 	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || [ "$$CI" = true ] \
 	    || echo 'The tests of SLURM and of database servers are skipped.'
-	.venv/bin/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder
+	.venv/bin/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
 
 # what was done for this commit is not done again; as root, for its SLURM, its small disks and its cut connections
 chaos: $(READY) cluster-deps
