@@ -292,7 +292,7 @@ class Loader:
 
 def _overtaken() -> UserError:
     return UserError(
-        "run.loader: a loop over it goes on after another one over the same has begun in its body: make a second"
+        "run.loader: a loop over it continues after another one over the same has begun in its body: make a second"
         " run.loader for that"
     )
 

@@ -76,7 +76,7 @@ class LoaderPlace:
         self.batches += 1
 
     def beside(self) -> LoaderPlace:
-        """Return a place for an evaluation of what a pass goes on over: it has none of its own to continue from."""
+        """Return a place for an evaluation in the middle of a pass over the same batches, which is not saved."""
         return LoaderPlace(self.size, self.batch_size, self.passes)
 
     @property

@@ -77,6 +77,10 @@ class Handed:
         """Return whether a loop is at it, or the job, a view or the graph of a loss still has any part of it."""
         return self.of.current is self or self.is_alive()
 
+    def is_kept(self) -> bool:
+        """Return whether it is in hand, and not only as the variable of a loop that is over."""
+        return self.is_in_hand() and (self.of.is_open or self.of.is_kept())
+
     def is_alive(self) -> bool:
         """Return whether the job, a view or the graph of a loss still has any part of it."""
         return any(_found(reference) is not None for reference in self.parts.values())
@@ -161,7 +165,7 @@ class Pass:
         self.batches = batches
         """Equal for passes over the same batches."""
         self.place = place
-        """That of the loader, of whose passes only the newest goes on; not the loader, which may have workers."""
+        """That of the loader, of whose passes only the newest continues; not the loader, which may have workers."""
         self.last: Handed | None = None
         """The newest batch."""
         self._parts: Mapping[int, weakref.ref[Any]] = {}

@@ -85,7 +85,7 @@ class Shares:
 
         Args:
             batches: equal for passes over the same batches, also if another loader has made them.
-            place: of a loader: of its passes only the newest goes on; None for a pass beside others.
+            place: of a loader: of its passes only the newest continues; None for a pass beside others.
         """
         self._forget_passes()
         begun = Pass(self._newest, not self._has_weighted, batches, place)
@@ -128,7 +128,7 @@ class Shares:
         return samples
 
     def _hold_evaluations(self, passing: Pass) -> None:
-        """Note that a loop goes on, or ends, in front of evaluations that have begun in its body.
+        """Note that a loop continues, or ends, in front of evaluations that have begun in its body.
 
         Raises:
             UserError: a meter may have taken the number of samples of such an evaluation for that of this loop's batch.
@@ -290,11 +290,13 @@ class Shares:
     def _given(self) -> list[Handed]:
         """Return what the models were given last, unless it is there as the variable of a loop only."""
         given = self._inputs or self._differentiated
-        return [each for each in given if each.is_in_hand() and (each.of.is_open or each.of.is_kept())]
+        return [each for each in given if each.is_kept()]
 
     def _of_loss(self) -> tuple[set[Share | None], float]:
         """Return the shares of what a loss may be the mean of, and the part of each."""
-        inputs = {each for each, has_trained in self._inputs.items() if self._may_be_in_loss(each, has_trained)}
+        inputs = {each for each, has_trained in self._inputs.items() if has_trained and each.is_in_hand()}
+        # what a model evaluated may be there as the variable of that loop
+        inputs |= {each for each in self._inputs if each.is_kept()}
         if not self._has_other_inputs:
             if inputs:
                 self._differentiated, self._differentiated_at, self._is_named = inputs, self._newest, False
@@ -313,12 +315,6 @@ class Shares:
     def _has_just_differentiated(self) -> bool:
         """Return whether the batch of the last loss is known, and none was fetched since."""
         return bool(self._differentiated) and self._differentiated_at == self._newest
-
-    @staticmethod
-    def _may_be_in_loss(handed: Handed, has_trained: bool) -> bool:
-        """Return whether a batch that a model was given is still there, and not only as the variable of a loop that has
-        evaluated a model."""
-        return handed.is_in_hand() and (has_trained or handed.of.is_open or handed.of.is_kept())
 
     def _of_named(self, batch: Any) -> tuple[set[Share | None], float]:
         """

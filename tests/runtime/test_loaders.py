@@ -240,7 +240,7 @@ def test_a_loop_within_a_loop_over_the_same_loader_is_refused_unless_it_evaluate
     if how == "evaluation":
         assert answer == "went on"
     else:
-        assert answer.startswith("UserError: run.loader: a loop over it goes on after another one over the same")
+        assert answer.startswith("UserError: run.loader: a loop over it continues after another one over the same")
 
 
 def as_v01_saved(run: Path) -> None:
