@@ -14,7 +14,7 @@ TAKEN_WITHIN = timedelta(seconds=60)
 """After nodes were taken, for the job that they were taken for to begin."""
 
 # the name is last, since it may hold a bar
-_FIELDS = ("JobID", "State", "Submit", "Start", "End", "Reason", "JobName")
+_FIELDS = ("JobID", "State", "Submit", "Start", "End", "JobName")
 _OWNER_FIELDS = ("JobID", "User", "Partition", "Start")
 
 
@@ -28,8 +28,8 @@ class AccountedStart:
     name: str = ""
     submit: str | None = None
     """When it was submitted, or requeued for this start."""
-    reason: str = ""
-    """Why it had waited when SLURM ended it by itself; empty when a user did, or it is not known."""
+    is_by_user: bool = False
+    """Whether a user cancelled it."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,10 @@ def parse_sacct(output: str) -> list[AccountedStart]:
 
 
 def _accounted_starts(row: list[str]) -> list[AccountedStart]:
-    job_ids, word, submit, _, end, reason, name = row
+    job_ids, word, submit, _, end, name = row
     state, times = states.from_slurm(word), [slurm.time_of(end), slurm.time_of(submit)]
-    # `CANCELLED by 1000` is a user's doing
-    why = "" if " by " in word else slurm.value_of(reason) or ""
-    return [AccountedStart(job_id, state, times[0], name, times[1], why) for job_id in ids_in(job_ids)]
+    is_by_user = " by " in word  # as in `CANCELLED by 1000`
+    return [AccountedStart(job_id, state, times[0], name, times[1], is_by_user) for job_id in ids_in(job_ids)]
 
 
 def began_command(nodes: Sequence[str], since: datetime, until: datetime) -> list[str]:

@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,9 @@ from hypothesis import HealthCheck, settings
 from tests import mariadb as mariadb_server
 from tests import postgresql as databases
 from tests.support import LACKING, Project, make_project, require
+
+if TYPE_CHECKING:
+    from mgpu_slurm.runtime.run import Run
 
 LONGEST = ("tests/slurm/", "tests/end_to_end/", "tests/jobs/")
 """They train, on real SLURMs and supervisors."""
@@ -48,6 +52,21 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         (tmp_path / command).chmod(0o755)
 
     return make
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """A run of one rank, in this process."""
+    import torch
+
+    from mgpu_slurm.runtime.facts import RankFacts
+    from mgpu_slurm.runtime.run import Run
+    from mgpu_slurm.runtime.stopping import StopFlag
+
+    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+    yield run
+    # one that is open counts the optimizer steps of the tests after it, too
+    run.close()
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ BANNERS = ("|   Maintenance on Monday   |", "| a | b | c | d | e | f | g |", "Yo
     ("parse", "line"),
     [
         (jobs.parse_squeue, "44_1|RUNNING|N/A|0|2024-05-01T11:00:00|NONE||None|"),
-        (accounting.parse_sacct, "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|None|a"),
+        (accounting.parse_sacct, "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|a"),
         (slurm.parse_sinfo, "gpu*|4|gpu:a100:8(S:0-1)"),
         (lambda output: slurm.parse_marked(output, "mgpu-1"), "42|mgpu-1"),
     ],

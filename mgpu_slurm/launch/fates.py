@@ -12,12 +12,14 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from mgpu_slurm import accounting, causes, identity, jobs, slurm, states
+from mgpu_slurm import accounting, causes, identity, jobs, records, slurm, states
 from mgpu_slurm.accounting import AccountedStart
+from mgpu_slurm.errors import UserError
 from mgpu_slurm.jobs import QueuedJob
 from mgpu_slurm.launch import last_words
 from mgpu_slurm.paths import RunFolder, read_json, write_json
 from mgpu_slurm.patience import Note
+from mgpu_slurm.spec import read_spec
 
 State = dict[str, Any]
 
@@ -50,7 +52,7 @@ SHOWING_TAKES = 10.0
 """Seconds after which no further job is asked for, so that a busy controller does not hold up `status`."""
 
 CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], causes.DEPENDENCY.words)
-"""By the reason for which a job pended that SLURM itself has cancelled."""
+"""What to say of a cancelled job, by the reason for which squeue says that it waited."""
 
 _NEVER = {
     "PartitionConfig": "it never starts, for it asks for more than its partition gives",
@@ -108,7 +110,7 @@ def _accounted(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart
         own = [start for start in by_id.get(job_id, []) if identity.is_of(folder, start)]
         # accounting may have missed the end of a job that the controller does not have any more
         if own and not states.is_alive(own[-1].state) and not _is_older(folder, own[-1]):
-            found[folder] = _accounted_facts(own[-1])
+            found[folder] = _accounted_facts(folder, own[-1])
     return found
 
 
@@ -117,9 +119,21 @@ def _is_older(folder: RunFolder, start: AccountedStart) -> bool:
     return start.end is not None and last_words.is_before_last_start(folder, datetime.fromisoformat(start.end))
 
 
-def _accounted_facts(start: AccountedStart) -> State:
-    reason = CANCELLED_FOR.get(start.reason, "") if start.state == states.CANCELLED else ""
+def _accounted_facts(folder: RunFolder, start: AccountedStart) -> State:
+    is_by_slurm = start.state == states.CANCELLED and not start.is_by_user
+    reason = causes.DEPENDENCY.words if is_by_slurm and _has_waited_in_vain(folder) else ""
     return {"state": start.state, "reason": reason, **_ended(start.end)}
+
+
+def _has_waited_in_vain(folder: RunFolder) -> bool:
+    """Return whether a run that SLURM cancelled by itself had to wait for others to complete.
+
+    Accounting's own word for why a job waited is from some time before its end, and may be another one.
+    """
+    with suppress(UserError):
+        after = read_spec(folder.group).after
+        return not records.attempts_started(folder) and any(entry.startswith("afterok:") for entry in after)
+    return False
 
 
 def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lost: State) -> dict[RunFolder, State]:

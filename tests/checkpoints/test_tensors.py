@@ -19,9 +19,7 @@ from mgpu_slurm.checkpoints.host import HostCopies
 from mgpu_slurm.checkpoints.stored import StoredTensors
 from mgpu_slurm.checkpoints.tensors import _TYPES, Part, summed, write
 from mgpu_slurm.errors import UserError
-from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
-from mgpu_slurm.runtime.stopping import StopFlag
 from tests.runtime.ranks import run_ranks
 
 
@@ -113,8 +111,7 @@ class Holds:
         (lambda: np.ones(2, ">f4"), "is a NumPy >f4, which torch does not have: convert it"),
     ],
 )
-def test_a_tensor_that_files_cannot_hold_is_refused_before_training(make: Any, words: str, tmp_path: Path) -> None:
-    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+def test_a_tensor_that_files_cannot_hold_is_refused_before_training(make: Any, words: str, run: Run) -> None:
     with pytest.raises(UserError) as caught:
         run.restore(model=nn.Linear(1, 1), other=Holds(make()))
     assert str(caught.value).startswith(f"run.restore(other=...): other.a.0 {words}")

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm import handles, identity, records
+from mgpu_slurm import causes, handles, identity, records
 from mgpu_slurm.accounting import AccountedStart
 from mgpu_slurm.errors import ClusterError, UserError
 from mgpu_slurm.jobs import QueuedJob
 from mgpu_slurm.launch import fates, registry
 from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.spec import Resources, Spec, Target
 from tests.support import UNKNOWN_JOB, shows
 
 Answers = Callable[[str, str], None]
@@ -133,19 +134,41 @@ def test_a_controller_that_takes_long_is_not_asked_for_many_jobs(
     assert len((tmp_path / "asked").read_text().splitlines()) == 3 + 1
 
 
+@pytest.mark.parametrize(
+    ("after", "word", "reason"),
+    [
+        ("afterok", "CANCELLED", causes.DEPENDENCY.words),
+        # a user's doing, or that of a limit of the site
+        ("afterok", "CANCELLED by 1000", ""),
+        ("afterany", "CANCELLED", ""),
+        (None, "CANCELLED", ""),
+    ],
+)
+def test_of_one_that_never_started_accounting_tells_who_cancelled_it(
+    runs: Path, answers: Answers, after: str | None, word: str, reason: str
+) -> None:
+    folder = RunFolder(runs / "second")
+    folder.create()
+    waits = (f"{after}:first",) if after else ()
+    Spec("second", Target(command=("true",)), "slurm", Resources(), after=waits).write(folder)
+    records.update_state(folder, executor="slurm", job_id="42", state="PENDING", submitted=BEGUN.isoformat())
+    answers("sacct", shows(f"42|{word}|2026-05-01T12:00:00|None|2026-05-01T12:01:00|second\n"))
+    assert state_of(folder) == ("CANCELLED", reason)
+
+
 def test_an_end_before_the_newest_attempt_is_not_its_end(run: RunFolder, answers: Answers) -> None:
     """Accounting is some seconds behind: of a requeued job it knows the start before."""
     answers("scontrol", SILENT)
-    answers("sacct", shows("42|PREEMPTED|2026-05-01T11:58:00|2026-05-01T11:58:01|2026-05-01T11:59:00|None|digits\n"))
+    answers("sacct", shows("42|PREEMPTED|2026-05-01T11:58:00|2026-05-01T11:58:01|2026-05-01T11:59:00|digits\n"))
     assert state_of(run) == ("RUNNING", fates.UNLISTED["reason"])
-    answers("sacct", shows("42|PREEMPTED|2026-05-01T11:58:00|2026-05-01T11:58:01|2026-05-01T12:01:00|None|digits\n"))
+    answers("sacct", shows("42|PREEMPTED|2026-05-01T11:58:00|2026-05-01T11:58:01|2026-05-01T12:01:00|digits\n"))
     assert state_of(run)[0] == "PREEMPTED"
 
 
 def test_an_end_before_a_start_that_accounting_knows_is_not_its_end(run: RunFolder, answers: Answers) -> None:
     answers("scontrol", SILENT)
-    preempted = "42|PREEMPTED|2026-05-01T12:00:00|2026-05-01T12:00:01|2026-05-01T12:30:00|None|digits"
-    answers("sacct", shows(f"{preempted}\n42|RUNNING|2026-05-01T12:30:00|2026-05-01T12:31:00|Unknown|None|digits\n"))
+    preempted = "42|PREEMPTED|2026-05-01T12:00:00|2026-05-01T12:00:01|2026-05-01T12:30:00|digits"
+    answers("sacct", shows(f"{preempted}\n42|RUNNING|2026-05-01T12:30:00|2026-05-01T12:31:00|Unknown|digits\n"))
     assert state_of(run) == ("RUNNING", fates.UNLISTED["reason"])
 
 
@@ -209,7 +232,7 @@ def test_a_run_without_a_record_of_its_submission_is_taken_by_its_id(run: RunFol
 def test_of_two_runs_with_one_id_each_has_its_own_end(runs: Path, run: RunFolder, answers: Answers) -> None:
     new = make_run(runs, "new", BEGUN + HOUR)
     answers("squeue", shows(job("new", after=HOUR)))
-    answers("sacct", shows("42|COMPLETED|2026-05-01T12:00:00|2026-05-01T12:00:00|2026-05-01T12:30:00|None|digits\n"))
+    answers("sacct", shows("42|COMPLETED|2026-05-01T12:00:00|2026-05-01T12:00:00|2026-05-01T12:30:00|digits\n"))
     found = {folder.run: state["state"] for folder, state in registry.current([run, new])}
     assert found == {"digits": "COMPLETED", "new": "RUNNING"}
 
@@ -256,7 +279,7 @@ def test_a_submission_that_nobody_saw_arrive_may_be_in_the_queue_all_the_same(
     folder.create()
     records.update_state(folder, executor="slurm", state="PENDING", submitted=BEGUN.isoformat())
     records.record_event(folder, "submitting", token="mgpu-1", time=BEGUN.isoformat())
-    answers("sacct", shows("42|PENDING|2026-05-01T12:00:00|Unknown|Unknown|Priority|sent\n"))
+    answers("sacct", shows("42|PENDING|2026-05-01T12:00:00|Unknown|Unknown|sent\n"))
     assert state_of(folder)[0] == "PENDING"
     answers("sacct", "exit 1")
     assert state_of(folder)[0] == "PENDING"

@@ -57,7 +57,7 @@ def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
 ) -> None:
     running, ended = make_run("running", "42"), make_run("ended", "41")
     answers("squeue", "42|PENDING|N/A|0|N/A|N/A||Priority|\n")
-    answers("sacct", "41|TIMEOUT|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|None|\n")
+    answers("sacct", "41|TIMEOUT|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|\n")
     states = {folder.run: state for folder, state in registry.current([running, ended])}
     assert (states["running"]["state"], states["running"]["reason"]) == ("PENDING", "Priority")
     assert states["ended"]["state"] == "TIMEOUT"

@@ -53,6 +53,7 @@ def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
         run.backward(model(batch).mean())
     for (batch,) in run.shard(TensorDataset(torch.ones(4, 2))):
         assert batch.device == device
+    run.close()
 
 
 @pytest.mark.gpu
@@ -88,6 +89,7 @@ def trained(folder: Path, device: torch.device, stop_at: int | None) -> tuple[in
             run.backward(model(batch).square().mean())
             run.update(optimizer)
     run.finish()
+    run.close()
     return began, [parameter.detach().cpu() for parameter in model.parameters()]
 
 

@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mgpu_slurm.checkpoints import names
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
-from mgpu_slurm.runtime.stopping import StopFlag
 from tests.runtime.ranks import run_ranks
 
 
@@ -59,10 +57,9 @@ def test_a_save_that_is_wanted_at_the_end_is_written(how: str, saved: int, tmp_p
     assert again == [(saved, 2 if how == "left" else 1)] * 2
 
 
-def alone(folder: Path) -> tuple[Run, nn.Module, torch.optim.Optimizer]:
-    run = Run(RankFacts(), folder, torch.device("cpu"), 1, StopFlag())
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(1, 1)
-    return run, model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 REASONS = {
@@ -73,8 +70,8 @@ REASONS = {
 
 
 @pytest.mark.parametrize("how", REASONS)
-def test_why_there_is_no_boundary_is_told_once(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, model, optimizer = alone(tmp_path)
+def test_why_there_is_no_boundary_is_told_once(how: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = trained()
     dataset = TensorDataset(torch.ones(260, 1))
     data: Any = run.loader(dataset, batch_size=1) if how == "uncounted" else DataLoader(dataset)
     if how != "no restore":
@@ -89,15 +86,14 @@ def test_why_there_is_no_boundary_is_told_once(how: str, tmp_path: Path, capsys:
         said = capsys.readouterr().out
         if "WARNING" in said:
             told[number] = said
-    run.close()
     ((number, said),) = told.items()
     # it is asked for at the second batch, before or after its own boundary
     assert number in (100, 101)
     assert REASONS[how] in said
 
 
-def test_nobody_is_told_where_there_are_boundaries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, model, optimizer = alone(tmp_path)
+def test_nobody_is_told_where_there_are_boundaries(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = trained()
     data = run.loader(TensorDataset(torch.ones(120, 1)), batch_size=1)
     run.restore(model=model, data=data)
     for (batch,) in data:
@@ -108,10 +104,8 @@ def test_nobody_is_told_where_there_are_boundaries(tmp_path: Path, capsys: pytes
     assert "WARNING" not in capsys.readouterr().out
 
 
-def test_a_script_that_ends_without_the_save_it_asked_for_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, model, _ = alone(tmp_path)
+def test_a_script_that_ends_without_the_save_it_asked_for_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = trained()
     run.restore(model=model)
     run.save()
     run.close(waits=True)
@@ -119,17 +113,13 @@ def test_a_script_that_ends_without_the_save_it_asked_for_is_told(
 
 
 @pytest.mark.parametrize("progress", [np.int64(3), torch.tensor(3), True])
-def test_progress_is_any_integer(progress: Any, tmp_path: Path) -> None:
-    run, *_ = alone(tmp_path)
+def test_progress_is_any_integer(progress: Any, run: Run) -> None:
     run.report(progress, loss=1.0)
-    run.close()
     assert type(run.progress) is int
     assert run.progress == int(progress)
 
 
 @pytest.mark.parametrize("progress", [3.0, "3", None, torch.tensor(3.0)])
-def test_progress_that_is_no_integer_is_named(progress: Any, tmp_path: Path) -> None:
-    run, *_ = alone(tmp_path)
+def test_progress_that_is_no_integer_is_named(progress: Any, run: Run) -> None:
     with pytest.raises(UserError, match=r"run.report\(.*\): progress is a whole number, such as the epoch"):
         run.report(progress, loss=1.0)
-    run.close()

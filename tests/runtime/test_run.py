@@ -179,11 +179,7 @@ def _loader(run: Run) -> Any:
         (lambda run: next(run.accumulate({"mode": "text"}, parts=1)), "run.accumulate: .* nothing in it has an entry"),
     ],
 )
-def test_wrong_arguments_are_named(use: Any, words: str, tmp_path: Path) -> None:
-    from mgpu_slurm.runtime.facts import RankFacts
-    from mgpu_slurm.runtime.stopping import StopFlag
-
-    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+def test_wrong_arguments_are_named(use: Any, words: str, run: Run) -> None:
     with pytest.raises((UserError, TypeError), match=words):
         use(run)
 

@@ -25,9 +25,8 @@ from mgpu_slurm.checkpoints import names
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime import saving
-from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run, State
-from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
 
 
@@ -401,15 +400,13 @@ def test_the_best_is_the_least_where_that_is_better(tmp_path: Path) -> None:
         ({"direction": "up"}, "best=None, direction='up'): expected direction 'minimize' or 'maximize'"),
     ],
 )
-def test_a_plan_that_is_none_is_refused(plan: dict[str, Any], words: str, tmp_path: Path) -> None:
-    run = Run(RankFacts(0, 1, 0, 1), tmp_path, torch.device("cpu"), 1, StopFlag())
+def test_a_plan_that_is_none_is_refused(plan: dict[str, Any], words: str, run: Run) -> None:
     with pytest.raises(UserError) as caught:
         run.checkpoints(**plan)
     assert words in str(caught.value)
 
 
-def test_a_metric_that_nobody_reports_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(RankFacts(0, 1, 0, 1), tmp_path, torch.device("cpu"), 1, StopFlag())
+def test_a_metric_that_nobody_reports_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.checkpoints(best="acuracy", direction="maximize")
     run.restore(model=nn.Linear(1, 1))
     run.report(1, accuracy=0.5)

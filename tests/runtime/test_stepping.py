@@ -14,9 +14,8 @@ from torch.utils.data import TensorDataset
 from mgpu_slurm.checkpoints import names
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
-from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
 
 
@@ -123,8 +122,7 @@ def made(kind: str, model: nn.Module) -> tuple[Any, torch.amp.GradScaler]:
         ("scaled pair", 2),
     ],
 )
-def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, restored: bool, tmp_path: Path) -> None:
-    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, restored: bool, run: Run) -> None:
     model = nn.Linear(1, 1)
     optimizer, scaler = made(kind, model)
     if restored:
@@ -134,7 +132,6 @@ def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, resto
         run.update(optimizer)
         assert not run._steering.has_gradients
     assert run.step == steps
-    run.close()
 
 
 def with_a_closure(optimizer: torch.optim.Optimizer, model: nn.Module, run: Run) -> None:
@@ -169,10 +166,7 @@ def scaled_by_hand(optimizer: torch.optim.Optimizer, model: nn.Module, run: Run)
     ],
     ids=["sgd", "closure", "scaled", "scaled adam", "scaled fused", "nested", "two"],
 )
-def test_a_torch_optimizer_that_is_stepped_by_hand_counts_each_step(
-    kind: Any, step: Any, steps: int, tmp_path: Path
-) -> None:
-    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+def test_a_torch_optimizer_that_is_stepped_by_hand_counts_each_step(kind: Any, step: Any, steps: int, run: Run) -> None:
     model = nn.Linear(1, 1)
     optimizer = kind(model.parameters())
     run.restore(model=model)
@@ -184,19 +178,16 @@ def test_a_torch_optimizer_that_is_stepped_by_hand_counts_each_step(
     assert run.step == 2 * steps
 
 
-def test_a_step_that_fails_does_not_hide_the_next(tmp_path: Path) -> None:
-    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+def test_a_step_that_fails_does_not_hide_the_next(run: Run) -> None:
     optimizer = torch.optim.LBFGS(nn.Linear(1, 1).parameters())
     for attempt in (optimizer.step, lambda: run.update(optimizer)):
         with pytest.raises(TypeError):
             attempt()
     with_a_closure(optimizer, nn.Linear(1, 1), run)
     assert run.step == 1
-    run.close()
 
 
-def test_an_object_without_parameter_groups_cannot_be_clipped(tmp_path: Path) -> None:
-    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+def test_an_object_without_parameter_groups_cannot_be_clipped(run: Run) -> None:
     with pytest.raises(UserError, match=r"run.update\(clip=1.0\): a Several has no param_groups"):
         run.update(Several(), clip=1.0)
 
