@@ -7,7 +7,8 @@ classes, since a user's attribute may have the same name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class Wrapped:
         inside += [part for part in value.modules() if isinstance(part, DistributedDataParallel)]
         inside += [part for part in value.modules() if isinstance(part, AveragedModel) and self._averages(part)]
         belonging = tensors | {id(part) for part in inside}
+        is_inside = id(value) in belonging
+        if is_inside or not belonging:
+            return lambda name: is_inside
         return lambda name: any(id(part) in belonging for part in _along(value, name))
 
     def _averages(self, average: AveragedModel) -> bool:
@@ -120,20 +124,20 @@ def _along(module: nn.Module, name: str) -> Iterator[Any]:
     yield current
 
 
-def _canonical(module: nn.Module, name: str) -> str:
-    """Return a name of a module's state without the parts that come from wrapping."""
-    parts = name.split(".")
-    ways = zip(_along(module, name), parts, strict=False)
-    wrappers = [isinstance(current, nn.Module) and _wraps(current) == part for current, part in ways]
-    kept = [part for part, is_wrapper in zip(parts, wrappers, strict=False) if not is_wrapper]
-    return ".".join([*kept, *parts[len(wrappers) :]])
-
-
 def _canonical_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name that does not depend on wrapping for each name in a module's state."""
-    names = {name: _canonical(module, name) for name in state}
+    """Return the name without the parts that come from wrapping for each name in a module's state."""
+    modules = module.named_modules(remove_duplicate=False)
+    wrapped = {f"{path}.{child}".lstrip(".") for path, each in modules if (child := _wraps(each)) is not None}
+    names = {name: _without(wrapped, name) if wrapped else name for name in state}
     # two of one name would lose one: with wrappers that hold tensors of their own
     return names if len(set(names.values())) == len(names) else {name: name for name in state}
+
+
+def _without(wrapped: Container[str], name: str) -> str:
+    """Return a name without the last part of each of its beginnings that is the name of a wrapped module."""
+    parts = name.split(".")
+    beginnings = accumulate(parts, "{}.{}".format)
+    return ".".join(part for part, beginning in zip(parts, beginnings, strict=True) if beginning not in wrapped)
 
 
 def state_of(value: Any) -> tuple[Any, dict[str, str]]:
