@@ -199,7 +199,7 @@ def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_atte
     wait_until(lambda: (folder / "waits-1").exists())
     assert project.call("cancel", folder.name).returncode == 0
     assert project.finish(folder)["state"] == "CANCELLED"
-    project.call("resume", folder.name, "--no-follow", "--time", "0:10", "--signal", "USR2@6")
+    project.call("resume", folder.name, "--no-follow", "--time", "0:22", "--signal", "USR2@6")
     facts = project.finish(folder)
     reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000000"
     assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
@@ -282,7 +282,7 @@ def test_the_lead_signal_does_not_kill_a_script_that_is_about_to_be_over(project
 def test_without_a_checkpoint_they_stay(project: Project) -> None:
     project.write("train.py", JOB)
     project.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}")
-    folder = project.submit("train", "--nodes", "2", "block_at=3", "--time", "0:12", "--signal", "USR2@9")
+    folder = project.submit("train", "--nodes", "2", "block_at=3", *LIMIT)
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 1)
 

@@ -192,13 +192,22 @@ class Cluster:
         return facts
 
     def start_now(self, job_id: str | int) -> None:
-        """Starts a requeued job that SLURM holds back (reason BeginTime): for 11 s here, 121 s by default."""
-        self.until_job(job_id, "PENDING")
+        """Starts a requeued job that SLURM holds back (reason BeginTime): for 21 s here, 121 s by default.
+
+        On a busy machine it may have started by itself before.
+        """
+
+        def requeued() -> bool:
+            facts = self.job(job_id)
+            return facts.get("Restarts", "0") != "0" and facts["JobState"] != "COMPLETING"
+
+        until(f"job {job_id} is requeued", requeued)
         # Nodes refuse a credential from the second in which the last one was revoked, and the job would fail.
         revoked = int(time.time())
         until("the next second has come", lambda: int(time.time()) > revoked)
-        self._inside("scontrol", "update", f"JobId={job_id}", "StartTime=now")
-        until(f"job {job_id} is no longer held back", lambda: self.job(job_id).get("Reason") != "BeginTime")
+        if self.job(job_id).get("Reason") == "BeginTime":
+            self._inside("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+            until(f"job {job_id} is no longer held back", lambda: self.job(job_id).get("Reason") != "BeginTime")
 
     # -- nodes
 
