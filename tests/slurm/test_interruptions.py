@@ -489,7 +489,7 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     job = facts_of(run)["job_id"]
     with seen(run) as states_seen:
         taker = cluster.preempt(["n1", "n2", "n3", "n4"])
-        wait_until(lambda: standing(run)[::2] == ("PENDING", 1), pause=LOOK_EVERY)
+        wait_until(lambda: standing(run) == HELD_BACK, pause=LOOK_EVERY)
         step = kept(run)
         cluster.start_now(job)
         assert facts_of(run)["state"] == "PENDING"
@@ -509,8 +509,7 @@ def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: P
     done, failed = (running(project, script.format(code)) for code in (0, 1))
     with seen(done) as states_of_done, seen(failed) as states_of_failed:
         taker = cluster.preempt(["n1", "n2", "n3", "n4"])
-        # for want of nodes where they are held back no longer
-        wait_until(lambda: standing(done)[::2] == standing(failed)[::2] == ("PENDING", 1), pause=LOOK_EVERY)
+        wait_until(lambda: standing(done) == standing(failed) == HELD_BACK, pause=LOOK_EVERY)
         cluster.release(taker)
         for run in (done, failed):
             cluster.start_now(facts_of(run)["job_id"])
