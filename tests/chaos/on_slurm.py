@@ -114,8 +114,11 @@ class Slurm:
     def controller_away(self, training: Training, at: int, draw: random.Random) -> bool:
         """A rank dies meanwhile."""
         training.until_step(at)
+        rank = draw.randrange(RANKS)
+        # the other fault of a round may have ended this attempt; without a controller there is no next one
+        training.rank(rank)
         self._cluster.stop_controller()
-        killed = list(training.ranks().values())[draw.randrange(RANKS) :][:1]
+        killed = [pid for number, pid in training.ranks().items() if number == rank]
         send(killed, signal.SIGKILL)
         time.sleep(draw.uniform(*BACK_AFTER))
         self._cluster.start_controller()
@@ -123,9 +126,15 @@ class Slurm:
 
     def batch_step_killed(self, training: Training, at: int, draw: random.Random) -> bool:
         training.until_step(at)
-        found = [pid for pid in training.processes() if "mgpu_slurm.runtime.batch" in words_of(pid)]
+        found: list[int] = []
+
+        def is_there() -> bool:
+            found[:] = [pid for pid in training.processes() if "mgpu_slurm.runtime.batch" in words_of(pid)]
+            return bool(found)
+
+        training.until(is_there)
         send(found, signal.SIGKILL)
-        return bool(found)
+        return True
 
     def time_up(self, training: Training, at: int, draw: random.Random) -> bool:
         """SLURM looks at limits every 30 s."""

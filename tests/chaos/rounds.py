@@ -167,15 +167,18 @@ def begin(training: Training, faults: Sequence[Fault], pace: float, draw: random
 
 
 class Strikes(threading.Thread):
-    """All faults of a round at once, and again those that another one has hidden.
+    """All faults of a round at once, and again those that another one has hidden or come before.
 
     A rank that hangs next to one that is killed ends with it, and nobody hears that it hung. So what the record does
-    not tell of strikes once more, while the training recovers from the other.
+    not tell of strikes once more, while the training recovers from the other; and so does what found no process any
+    more, as the other had ended them all.
     """
 
     def __init__(self, faults: Sequence[Fault], training: Training, seed: str) -> None:
         super().__init__(name="strikes", daemon=True)
         self.hit: list[Fault] = []
+        self._missed: list[Fault] = []
+        """What found nothing to hit in this turn."""
         self._ended_before: dict[Fault, int] = {}
         """Attempts that had ended when a fault struck last."""
         self.problems: list[str] = []
@@ -187,12 +190,14 @@ class Strikes(threading.Thread):
         to_strike = list(self._faults)
         for turn in range(MOST_STRIKES):
             at = somewhere(random.Random(f"{self._seed} strike"))
+            self._missed = []
             striking = [threading.Thread(target=self._strike, args=(fault, at, turn)) for fault in to_strike]
             for thread in striking:
                 thread.start()
             for thread in striking:
                 thread.join()
-            to_strike = [fault for fault in to_strike if fault in self.hit and self._is_hidden(fault)]
+            hidden = [fault for fault in to_strike if fault in self.hit and self._is_hidden(fault)]
+            to_strike = [*self._missed, *(fault for fault in hidden if fault not in self._missed)]
 
     def _is_hidden(self, fault: Fault) -> bool:
         """Wait until the record tells of a fault, or cannot any more; return whether it does not, and may yet."""
@@ -217,6 +222,8 @@ class Strikes(threading.Thread):
                 self._ended_before[fault] = self._ended()
                 if fault not in self.hit:
                     self.hit.append(fault)
+            else:
+                self._missed.append(fault)
         except Over:
             pass
         except Exception as error:

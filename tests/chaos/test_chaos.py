@@ -80,6 +80,21 @@ def test_what_strikes_in_a_later_attempt_is_not_hidden_by_the_end_of_the_one_bef
     assert (len(struck), strikes.hit, strikes.problems) == (1, both, [])
 
 
+def test_what_finds_nothing_to_hit_strikes_again(tmp_path: Path) -> None:
+    """The batch step was killed, and its ranks with it, before one of them could be killed."""
+    struck = []
+
+    def finds_one_later(training: Any, at: int, draw: random.Random) -> bool:
+        struck.append(at)
+        return len(struck) == 2
+
+    fault = faults.Fault("kills", finds_one_later, "")
+    strikes = rounds.Strikes([fault], Written(tmp_path / "run"), "seed")  # type: ignore[arg-type]
+    strikes.start()
+    strikes.join()
+    assert (len(struck), strikes.hit, strikes.problems) == (2, [fault], [])
+
+
 @pytest.mark.parametrize(
     "names",
     [
