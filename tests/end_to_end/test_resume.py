@@ -76,7 +76,7 @@ JOB = '''
 '''
 
 
-LIMIT = ("--time", "0:32", "--signal", "USR2@12")
+LIMIT = ("--time", "0:50", "--signal", "USR2@12")
 """What ranks are stopped by that are blocked; on a busy machine they take long to come so far."""
 
 
@@ -222,6 +222,8 @@ def test_ranks_that_reach_no_boundary_say_where_they_are_when_they_are_cancelled
 
 
 SCRIPT = """
+import os
+import signal
 import threading
 
 import torch
@@ -238,7 +240,8 @@ state = run.restore(model=model, optimizer=optimizer, data=data)
 for epoch in state.epochs(2):
     for (batch,) in data:
         if (run.attempt, run.step) == (1, 8):
-            # on one rank; the other waits for its gradients
+            # as before the time limit; one rank is blocked, and the other waits for its gradients
+            os.kill(os.getpid(), signal.SIGUSR2)
             run.rank and threading.Event().wait()
         run.backward(model(batch).mean())
         run.update(optimizer)
@@ -247,7 +250,7 @@ for epoch in state.epochs(2):
 
 def test_a_script_that_reaches_no_boundary_leaves_too(project: Project) -> None:
     project.write("script.py", SCRIPT)
-    folder = project.submit("--nodes", "2", *LIMIT, "--", "python", "script.py")
+    folder = project.submit("--nodes", "2", "--time", "1:00:00", "--signal", "USR2@12", "--", "python", "script.py")
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     assert "this rank leaves, and could not save from here:" in log(folder, 1)

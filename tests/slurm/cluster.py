@@ -192,7 +192,7 @@ class Cluster:
         return facts
 
     def start_now(self, job_id: str | int) -> None:
-        """Starts a requeued job that SLURM holds back (reason BeginTime): for 21 s here, 121 s by default.
+        """Starts a requeued job that SLURM holds back (reason BeginTime): for 46 s here, 121 s by default.
 
         On a busy machine it may have started by itself before.
         """
