@@ -14,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 
 from mgpu_slurm.sweeping import leftovers
 from mgpu_slurm.sweeping.leftovers import Held, Reset, growth
+from tests.forks import FORKS
 
 
 @pytest.fixture
@@ -108,28 +110,36 @@ def test_freed_memory_is_there_again_without_asking_the_system() -> None:
     assert int(done.stdout) < 128
 
 
+def leave_files() -> list[int]:
+    return [os.open(os.devnull, os.O_RDONLY) for _ in range(leftovers.GROWTH_OF_FILES + 1)]
+
+
+def leave_threads() -> None:
+    for _ in range(leftovers.GROWTH_OF_THREADS + 1):
+        threading.Thread(target=signal.pause, daemon=True).start()
+
+
+def send_growth(leave: Callable[[], object], there: Connection) -> None:
+    before = Held.now()
+    leave()
+    there.send(growth(before, Held.now()))
+
+
 class TestGrowth:
     def test_nothing_is_nothing(self) -> None:
-        assert growth(Held.now(), Held.now()) is None
+        held = Held.now()
+        assert growth(held, held) is None
 
-    def test_open_files(self) -> None:
-        before = Held.now()
-        left = [os.open(os.devnull, os.O_RDONLY) for _ in range(leftovers.GROWTH_OF_FILES + 1)]
-        found = growth(before, Held.now())
-        for descriptor in left:
-            os.close(descriptor)
-        assert found == "65 open files"
-
-    def test_threads(self) -> None:
-        before, enough = Held.now(), threading.Event()
-        left = [threading.Thread(target=enough.wait) for _ in range(leftovers.GROWTH_OF_THREADS + 1)]
-        for thread in left:
-            thread.start()
-        found = growth(before, Held.now())
-        enough.set()
-        for thread in left:
-            thread.join()
-        assert found == "17 threads"
+    @pytest.mark.parametrize(("leave", "found"), [(leave_files, "65 open files"), (leave_threads, "17 threads")])
+    def test_files_and_threads(self, leave: Callable[[], object], found: str) -> None:
+        """In a process of its own: threads and files that earlier tests have left may end at any time."""
+        here, there = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=send_growth, args=(leave, there))
+        process.start()
+        there.close()
+        assert here.recv() == found
+        process.join()
+        assert process.exitcode == 0
 
     def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(leftovers, "GROWTH_OF_MEMORY", 1 << 20)
@@ -177,6 +187,10 @@ class TestCollecting:
         assert ring() is None
 
     def test_trials_of_a_moment_share_one(self, used: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
+        # threads and files that earlier tests have left may end at any time, and a change of them does not wait
+        held = Held.now()
+        monkeypatch.setattr(Held, "now", lambda: held)
+        used.apply()
         ring = weakref.ref(Ring())
         used.apply()
         assert ring() is not None
