@@ -150,7 +150,8 @@ def run_attempt(
 def goes_on_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
     """Whether the ranks of a sweep's worker are to start again where they are: they failed in a trial, or want to.
 
-    It is so once: an attempt that comes to no trial starts no other one.
+    It is so once: an attempt that comes to no trial starts no other one. Nor does one into whose rendezvous a stranger
+    has written: who did so may do it again.
 
     Args:
         code: with which the newest attempt has ended.
@@ -161,7 +162,7 @@ def goes_on_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
         folder.unfinished(records.attempts_started(folder)).unlink()
     except FileNotFoundError:
         return False
-    return True
+    return causes.cause_of(read_json(folder.failure) or {}) is not causes.FORGERY
 
 
 def _rank_0_serves(spec: Spec) -> bool:

@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm import processes
+from mgpu_slurm import causes, processes
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.paths import RunFolder, end_of, read_jsonl
 from mgpu_slurm.processes import TRIAL_VARIABLE
@@ -194,8 +194,12 @@ def _tell(own: Participant, folder: RunFolder, heard: _Heard, exited: _Exit) -> 
         signum = -exited.code if exited.code < 0 else signal.SIGTERM
         own.lose(f"its command was ended by {signal.Signals(signum).name}")
     elif exited.code:
-        last_words = "".join(f": {line[:200]}" for line in _lines(folder, exited.rank)[-1:])
-        own.fail(f"its command ended with exit code {exited.code}{last_words}")
+        lines = _lines(folder, exited.rank)
+        reason = f"its command ended with exit code {exited.code}" + "".join(f": {line[:200]}" for line in lines[-1:])
+        if causes.cause_of({"message": reason}, "\n".join(lines)) is causes.FORGERY:
+            own.lose(reason)
+        else:
+            own.fail(reason)
     else:
         reported = _reported(folder)
         has_trained = heard.progress > 0

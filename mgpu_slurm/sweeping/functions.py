@@ -9,7 +9,7 @@ import torch
 from mgpu_slurm import config as configs
 from mgpu_slurm import waiting
 from mgpu_slurm.checkpoints import names as checkpoints
-from mgpu_slurm.errors import RunFailed, RunStopped, TrialPruned
+from mgpu_slurm.errors import ForgeryError, RunFailed, RunStopped, TrialPruned
 from mgpu_slurm.paths import RunFolder, write_whole
 from mgpu_slurm.runtime import entry, failing, surroundings
 from mgpu_slurm.runtime.agreement import Agreement
@@ -45,6 +45,7 @@ class FunctionTrainer:
         Raises:
             RunStopped: the ranks have to be started again.
             SweepFailed: there is no sense in going on.
+            ForgeryError: a stranger has written to the rendezvous, which is no fault of the trial.
         """
         facts = self._rank.facts
         before = checkpoints.newest(folder) if facts.rank == 0 else None
@@ -63,7 +64,7 @@ class FunctionTrainer:
                 lambda own: own.give_back(is_late, has_saved=checkpoints.newest(folder) != before),
                 Leave(stopped.exit_code, stopped.reason),
             )
-        except NoMoreHere:
+        except (NoMoreHere, ForgeryError):
             raise
         except BaseException as error:
             return self._failed(order, error, run)

@@ -17,13 +17,27 @@ JOB = """
 
 
     def train(run, config):
-        for _ in range(100_000):
-            for batch in run.loader(TensorDataset(torch.zeros(4, 1)), batch_size=2):
+        data = run.loader(TensorDataset(torch.zeros(4, 1)), batch_size=2)
+        for _ in run.restore(data=data).epochs(100_000):
+            for batch in data:
                 time.sleep(0.01)
                 if run.is_main and not Path(run.folder, "port").exists():
                     Path(run.folder, ".port").write_text(os.environ["MASTER_PORT"])
                     Path(run.folder, ".port").rename(Path(run.folder, "port"))
 """
+
+
+def forge(port: Path, *names: str) -> str:
+    """Write to a run's rendezvous as a process does that knows its port, and nothing else.
+
+    Returns:
+        What names there begin with.
+    """
+    stranger = TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    prefix = "mgpu/default/0//mgpu_slurm 1/"
+    for name in names:
+        stranger.set(prefix + name, "ring")
+    return prefix
 
 
 def secret_is_in(folder: Path, secret: bytes) -> list[str]:
@@ -43,10 +57,7 @@ def test_forgery_ends_the_attempt_and_is_told_by_why(project: Project) -> None:
     assert secret.stat().st_mode & 0o777 == 0o600
     assert (folder / "spec.yaml").stat().st_mode & 0o040
     assert secret_is_in(folder, secret.read_bytes()) == [str(secret)]
-    # a process that knows the port, and nothing else
-    stranger = TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
-    prefix = "mgpu/default/0//mgpu_slurm 1/"
-    stranger.set(f"{prefix}bell/0/1", "ring")
+    prefix = forge(folder / "port", "bell/0/1")
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("FAILED", 1)
     forged = f"the rendezvous has a value of '{prefix}bell/0/1' that no rank of this attempt has written"
@@ -56,3 +67,26 @@ def test_forgery_ends_the_attempt_and_is_told_by_why(project: Project) -> None:
     assert "a process that is no rank of the run wrote to its rendezvous" in told
     assert "docs/security.md" in told
     assert not secret.exists()
+
+
+def test_forgery_is_no_fault_of_a_trial(project: Project) -> None:
+    """Its worker ends and does not start again, and the sampler learns nothing from it."""
+    project.write("job.py", JOB)
+    sweep = "{study: s, job: job.py, metric: score, trials: 1, workers: 1, resources: {nodes: 2},"
+    project.write("sweep.yaml", f"{sweep} space: {{lr: {{float: [0.0, 1.0]}}}}}}")
+    assert project.call("sweep", "sweep.yaml", "--executor", "local", "--no-follow").returncode == 0
+    trial = project.runs / "s" / "trials" / "0"
+    wait_until(lambda: (trial / "port").exists())
+    # what rank 0 reads itself in the job function, when a checkpoint is written
+    forge(trial / "port", *(f"saves 1/{number}/{rank}" for number in range(1, 1000) for rank in range(2)))
+    assert project.call("wait", "s", "--timeout", "90").returncode == 1
+    (worker,) = project.json("status", "s/0")
+    assert (worker["state"], worker["attempts"]) == ("FAILED", 1)
+    assert "that no rank of this attempt has written" in worker["reason"]
+    assert "a process that is no rank of the run wrote to its rendezvous" in project.call("why", "s").stdout
+    # it can be trained again
+    assert project.call("resume", "s", "--no-follow").returncode == 0
+    wait_until(lambda: (trial / "logs" / "2-0.log").exists())
+    project.call("cancel", "s")
+    project.call("wait", "s", "--timeout", "90")
+    assert "mgpu:own_fault" not in (project.runs / "s" / "study.journal").read_text()

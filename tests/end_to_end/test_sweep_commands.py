@@ -40,7 +40,11 @@ SCRIPT = """
         os.kill(os.getpid(), signal.SIGKILL)
     elif given.kind == "terminated" and rank == 0:
         signal.raise_signal(signal.SIGTERM)
-    elif given.kind in ("fails", "terminated"):
+    elif given.kind == "forged" and rank == 1:
+        from mgpu_slurm.errors import ForgeryError
+
+        raise ForgeryError("not of a rank")
+    elif given.kind in ("fails", "terminated", "forged"):
         signal.pause()
     else:
         import mgpu_slurm
@@ -62,7 +66,7 @@ SWEEP = """
     resources: {nodes: 2}
     fixed: {x: 0.30000000000000004}
     space:
-      kind: {choice: [plain, reports, fails, killed, diverges, terminated]}
+      kind: {choice: [plain, reports, fails, killed, diverges, terminated, forged]}
       more: {choice: [7], when: {kind: [plain]}}
 """
 
@@ -128,6 +132,12 @@ def test_a_trial_that_is_given_up_ends_on_all_ranks_past_except_exception(swept:
 def test_a_rank_that_somebody_terminates_does_not_wait_for_the_other(swept: Project) -> None:
     failure = json.loads((trial(swept, 5) / "failure.json").read_text())
     assert failure["message"] == "its command was ended by SIGTERM (2 of 2 times)"
+
+
+def test_a_stranger_in_its_rendezvous_is_no_fault_of_a_trial(swept: Project) -> None:
+    failure = json.loads((trial(swept, 6) / "failure.json").read_text())
+    error = "mgpu_slurm.errors.ForgeryError: not of a rank"
+    assert failure["message"] == f"its command ended with exit code 1: {error} (2 of 2 times)"
 
 
 def test_best_is_a_command_line(swept: Project) -> None:
