@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, TypeAlias, overload
 from mgpu_slurm import config as configs
 from mgpu_slurm import identity, paths, records, slurm, states
 from mgpu_slurm.errors import ClusterError, RunFailed, UserError
-from mgpu_slurm.launch import cleaning, local, logs, plan, registry, sweeps
+from mgpu_slurm.launch import cleaning, local, logs, owners, plan, registry, sweeps
 from mgpu_slurm.launch import submit as submitting
 from mgpu_slurm.launch.changing import NO_CHANGE, Change
 from mgpu_slurm.launch.plan import Request
@@ -196,11 +195,7 @@ class _Submitted:
 
     @property
     def _owner(self) -> str:
-        number = self.files.group.path.stat().st_uid
-        try:
-            return pwd.getpwuid(number).pw_name
-        except KeyError:
-            return f"user {number}"
+        return owners.name_of_owner(self.files.group.path)
 
 
 class Handle(_Submitted):

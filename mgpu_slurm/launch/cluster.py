@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_slurm import config as configs
 from mgpu_slurm.errors import UserError, nearest
+from mgpu_slurm.launch import owners
 from mgpu_slurm.launch.sizes import parse_size
 from mgpu_slurm.spec import Readers, parse_signal, resources_from
 
@@ -105,10 +106,13 @@ def load(cwd: Path) -> ClusterFile:
     """What the cluster files say; an empty `ClusterFile` where there are none.
 
     Raises:
-        UserError: unknown key or wrong value, with the file.
+        UserError: unknown key or wrong value, with the file; or the project's file is a stranger's.
     """
     merged: dict[str, Any] = {}
-    for path in (user_file(), cwd / FILE_NAME):
+    project_file = cwd / FILE_NAME
+    if project_file.exists():
+        owners.refuse_strangers(project_file, "who could run commands as you by it: use a copy of your own")
+    for path in (user_file(), project_file):
         if path.exists():
             # each file is checked by itself, so that an error names the one to mend
             merged = configs.merge(merged, _plain(configs.read_yaml(path), str(path)))

@@ -28,6 +28,7 @@ from mgpu_slurm.launch import (
     environment,
     local,
     missing,
+    owners,
     plan,
     queueing,
     registry,
@@ -74,6 +75,9 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
     cwd, runs = Path.cwd(), paths.runs_root()
     made = plan.make(request, cwd, runs, note)
     paths.make_writable(runs)
+    if not os.environ.get(paths.RUNS_VARIABLE):
+        why = "who could replace your runs in it: set MGPU_RUNS to a folder of yours, or to this one if you trust them"
+        owners.refuse_strangers(runs, why)
     _remove_stale_staging(runs)
     dependency = dependencies.sbatch_option(made.spec.after) if made.spec.executor == "slurm" else ""
     with _staged(made, runs) as staging, local.supervisor(made.spec, made.folder, staging) as supervisor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import Project, log, make_hostile, make_project
+from tests.support import Project, log, make_hostile, make_project, require
 
 PROGRAM = str(Path(sys.executable).with_name("mgpu-slurm"))
 
@@ -90,3 +90,27 @@ def test_a_sweep_submitted_from_there(project: Project, strangers: Path, mark: P
     )
     called(project, strangers, "sweep", str(sweep), "--executor", "local")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(("name", "advice"), [("mgpu.yaml", "use a copy of your own"), ("runs", "set MGPU_RUNS")])
+def test_what_a_stranger_has_left_where_it_is_looked_for_is_refused(
+    project: Project, tmp_path: Path, name: str, advice: str
+) -> None:
+    require(None if os.geteuid() == 0 else "it is not root, who can give files to others")
+    if name == "runs":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text(f"clusters: {{local: {{setup: ['touch {tmp_path}/was-run']}}}}")
+    os.chown(tmp_path / name, 65534, 65534)
+    words = ("submit", "--executor", "local", "--", "true")
+    environ = os.environ | project.environ
+    done = subprocess.run([PROGRAM, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"'{tmp_path / name}' belongs to nobody, who could" in line
+    assert advice in line
+    assert not (tmp_path / "was-run").exists()
+    # a folder that is named is trusted
+    if name == "runs":
+        named = environ | {"MGPU_RUNS": str(tmp_path / name)}
+        subprocess.run([PROGRAM, *words], cwd=tmp_path, env=named, check=True, capture_output=True)
