@@ -132,7 +132,7 @@ def queued(job_ids: Sequence[str], note: Note = quiet) -> dict[str, QueuedJob] |
         return None
     for line in unread_lines(output):
         form = re.sub(r"\d+", "0", line)
-        if form not in _told:
+        if form not in _told and note is not quiet:
             _told.add(form)
             note(f"squeue printed a line that cannot be read: {line.strip()[:200]!r}")
     return {job.job_id: job for job in parse_squeue(output)}

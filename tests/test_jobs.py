@@ -101,6 +101,8 @@ def test_a_line_that_looks_like_a_job_and_cannot_be_read_is_told_once(answers: A
     banners = ["|   Maintenance on Monday   |", "Your job 500 has ended.", "5 new messages"]
     answers("squeue", shows("\n".join([*banners, *strange, f"44|{row}", ""])))
     notes: list[str] = []
+    # whom nobody hears has not told it
+    jobs.queued(["44"])
     for _ in range(2):
         assert list(jobs.queued(["44"], notes.append) or []) == ["44"]
     prefix = "squeue printed a line that cannot be read: "

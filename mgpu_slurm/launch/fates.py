@@ -38,7 +38,10 @@ DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it star
 UNLISTED: State = {"reason": "not listed by squeue: as it was last seen, since nothing else says that it is gone"}
 """Of a job of which nobody knows; see `settled`."""
 
-NO_WORD = (LOST, LOST_SO_FAR, DROPPED, UNLISTED)
+ACCOUNTED_ALIVE: State = {"reason": "not listed by squeue, and alive as far as accounting knows"}
+"""Of a job of which the controller says nothing. It is not counted as missing; see `settled`."""
+
+NO_WORD = (LOST, LOST_SO_FAR, DROPPED, UNLISTED, ACCOUNTED_ALIVE)
 
 GONE_AFTER = 120.0
 """Seconds between the first and the last of so many answers of squeue without a job that it counts as gone."""
@@ -89,6 +92,9 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] 
     ended = [start.job_id for start in starts or [] if not states.is_alive(start.state)]
     with_others = {identity.whole(job_id) for job_id in [*listed, *ended]}
     gone = _forgotten(forgotten, with_others, LOST if starts is not None else LOST_SO_FAR)
+    newest = _newest(forgotten, starts or [])
+    alive = (folder for folder, start in newest.items() if gone[folder] == UNLISTED and states.is_alive(start.state))
+    gone |= dict.fromkeys(alive, ACCOUNTED_ALIVE)
     # whatever SLURM says, a job that has just written something is there
     lost = (folder for folder, state in gone.items() if state in NO_WORD and _last_change(folder) > asked_at)
     return found | gone | dict.fromkeys(lost, UNLISTED)
@@ -102,20 +108,32 @@ def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -
 
 def _accounted(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, State]:
     """Return how accounting says that these jobs have ended: by the last start of each."""
+    return {
+        folder: _accounted_facts(folder, start)
+        for folder, start in _newest(job_ids, starts).items()
+        # accounting may have missed the end of a job that the controller does not have any more
+        if not states.is_alive(start.state) and not _is_older(folder, start)
+    }
+
+
+def _newest(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, AccountedStart]:
+    """Return the last start of each of these jobs that accounting knows."""
     by_id: dict[str, list[AccountedStart]] = {}
     for start in starts:
         by_id.setdefault(start.job_id, []).append(start)
     found = {}
     for folder, job_id in job_ids.items():
         own = [start for start in by_id.get(job_id, []) if identity.is_of(folder, start)]
-        # accounting may have missed the end of a job that the controller does not have any more
-        if own and not states.is_alive(own[-1].state) and not _is_older(folder, own[-1]):
-            found[folder] = _accounted_facts(folder, own[-1])
+        if own:
+            found[folder] = own[-1]
     return found
 
 
 def _is_older(folder: RunFolder, start: AccountedStart) -> bool:
-    """Return whether a run has started again since: accounting is some seconds behind."""
+    """Return whether a run has started, or was put back into the queue, since: accounting is some seconds behind."""
+    events = [event for event in records.events(folder) if event["event"] in ("started", "requeued")]
+    if start.submit is not None and events and events[-1]["event"] == "requeued":
+        return datetime.fromisoformat(start.submit).astimezone() < datetime.fromisoformat(events[-1]["time"])
     return start.end is not None and last_words.is_before_last_start(folder, datetime.fromisoformat(start.end))
 
 
@@ -163,11 +181,11 @@ def settled(folder: RunFolder, state: State, facts: State) -> State:
 
     To be called once for each answer, which it counts.
     """
-    if facts != UNLISTED:
-        with suppress(OSError):
-            folder.unlisted.unlink(missing_ok=True)
-        return facts
-    return LOST if is_missing_for_long(folder, state["job_id"]) else state | UNLISTED
+    if facts == UNLISTED:
+        return LOST if is_missing_for_long(folder, state["job_id"]) else state | UNLISTED
+    with suppress(OSError):
+        folder.unlisted.unlink(missing_ok=True)
+    return state | UNLISTED if facts == ACCOUNTED_ALIVE else facts
 
 
 def is_missing_for_long(folder: RunFolder, name: str) -> bool:

@@ -165,6 +165,32 @@ def test_an_end_before_the_newest_attempt_is_not_its_end(run: RunFolder, answers
     assert state_of(run)[0] == "PREEMPTED"
 
 
+def test_an_end_before_a_requeue_is_not_its_end(run: RunFolder, answers: Answers) -> None:
+    """As of a preempted job, of whose return to the queue accounting has not heard yet."""
+    requeued = (BEGUN + timedelta(minutes=31)).isoformat()
+    records.record_event(run, "requeued", job_id="42", time=requeued)
+    records.update_state(run, state="REQUEUED")
+    answers("scontrol", SILENT)
+    preempted = "42|PREEMPTED|2026-05-01T12:00:00|2026-05-01T12:00:01|2026-05-01T12:31:01|digits"
+    answers("sacct", shows(f"{preempted}\n"))
+    assert state_of(run) == ("REQUEUED", fates.UNLISTED["reason"])
+    # cancelled while it waited again
+    answers("sacct", shows(f"{preempted}\n42|CANCELLED|2026-05-01T12:31:02|None|2026-05-01T12:40:00|digits\n"))
+    assert state_of(run)[0] == "CANCELLED"
+
+
+def test_what_accounting_knows_as_alive_is_not_counted_as_missing(
+    run: RunFolder, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fates, "GONE_AFTER", 0.0)
+    answers("scontrol", SILENT)
+    answers("sacct", shows("42|RUNNING|2026-05-01T12:00:00|2026-05-01T12:00:01|Unknown|digits\n"))
+    assert [state_of(run) for _ in range(4)] == [("RUNNING", fates.UNLISTED["reason"])] * 4
+    # the controller knows better
+    answers("scontrol", UNKNOWN_JOB)
+    assert state_of(run) == ("FAILED", fates.LOST["reason"])
+
+
 def test_an_end_before_a_start_that_accounting_knows_is_not_its_end(run: RunFolder, answers: Answers) -> None:
     answers("scontrol", SILENT)
     preempted = "42|PREEMPTED|2026-05-01T12:00:00|2026-05-01T12:00:01|2026-05-01T12:30:00|digits"
