@@ -77,6 +77,9 @@ def best(folder: RunFolder) -> Best:
 def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str, Any]) -> str:
     spec = read_spec(folder)
     resources = configs.read_yaml(folder.sweep).get("resources") or {}
+    # this machine's is taken without being named
+    if spec.cluster not in (None, "local"):
+        resources = {"cluster": spec.cluster} | resources
     if spec.target.pickled is not None:
         given = {str(name).replace("-", "_"): value for name, value in resources.items() if value is not None}
         return f"submit({', '.join([spec.target.pickled, str(config), *(f'{k}={v!r}' for k, v in given.items())])})"

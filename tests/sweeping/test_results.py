@@ -20,9 +20,9 @@ RESOURCES = {"nodes": 2, "cpus-per-task": 4, "time": None, "sbatch": {"comment":
 FLAGS = ["--nodes", "2", "--cpus-per-task", "4", "--sbatch", "comment=it's mine", "--sbatch", "qos=high"]
 
 
-def command_of(tmp_path: Path, target: Target, **values: Any) -> str:
+def command_of(tmp_path: Path, target: Target, cluster: str | None = None, **values: Any) -> str:
     folder = make(tmp_path, resources=RESOURCES, sampler="grid", trials=1, **values)
-    replace(read_spec(folder), target=target, project=str(tmp_path)).write(folder)
+    replace(read_spec(folder), target=target, project=str(tmp_path), cluster=cluster).write(folder)
     part = worker(folder, 0)
     values = begin(part).values
     # as who trains it does
@@ -71,3 +71,15 @@ def test_a_function_that_was_given_as_an_object(tmp_path: Path) -> None:
         ("the function", {"y": "it's", "x": 0.5}),
         {"nodes": 2, "cpus_per_task": 4, "sbatch": RESOURCES["sbatch"]},
     )
+
+
+def test_it_runs_on_the_cluster_of_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = command_of(tmp_path, Target(function="job.py:train"), "hpc", space={"x": {"choice": [0.5]}})
+    assert shlex.split(found)[-len(FLAGS) - 4 : -2] == ["--cluster", "hpc", *FLAGS]
+
+
+def test_a_function_that_was_given_as_an_object_runs_there_too(tmp_path: Path) -> None:
+    found = command_of(tmp_path, Target(pickled="train"), "hpc", space={"x": {"choice": [0.5]}})
+    told = eval(found, {"train": "the function", "submit": lambda *given, **resources: resources})
+    assert told["cluster"] == "hpc"
