@@ -86,7 +86,7 @@ def do(asked: argparse.Namespace) -> None:
             if kind not in expected:
                 (scratch / kind.what).mkdir()
                 expected[kind] = rounds.undisturbed(kind, scratch / kind.what)
-            one = rounds.run(site, kind, faults, seed, expected[kind])
+            one = rounds.run_until_hit(site, kind, faults, seed, expected[kind])
             (asked.folder / f"{number:04d}.json").write_text(json.dumps(asdict(one)) + "\n")
             print(line(number, one), flush=True)
 
@@ -103,7 +103,7 @@ def known(folder: Path) -> dict[int, Round]:
 
 
 def line(number: int, one: Round) -> str:
-    end = "; ".join(one.problems) or ("exact" if one.hit else "exact, and nothing was hit")
+    end = "; ".join(one.problems) or "exact"
     resumed = f", {one.resumed} by hand" if one.resumed else ""
     figures = f"{one.attempts} attempts{resumed}, {one.seconds} s"
     return f"{number:4} {one.where:5} {one.what:8} seed {one.seed:7} {one.words}: {figures}: {end}"

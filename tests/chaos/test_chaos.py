@@ -58,6 +58,21 @@ class Written:
         wait_until(condition)
 
 
+@pytest.mark.parametrize(("hit_at", "turns", "problems"), [(0, 1, 0), (2, 3, 0), (9, 3, 1)])
+def test_a_round_that_nothing_hit_is_repeated_with_another_seed_and_fails_after_three(
+    hit_at: int, turns: int, problems: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[str] = []
+
+    def run(site: Any, kind: Any, faults: Any, seed: str, expected: Any) -> rounds.Round:
+        seeds.append(seed)
+        return rounds.Round(["one"], seed, "here", "training", hit=len(seeds) > hit_at)
+
+    monkeypatch.setattr(rounds, "run", run)
+    done = rounds.run_until_hit(Here(), Training, [], "5", {})
+    assert (len(set(seeds)), seeds[0], len(done.problems)) == (turns, "5", problems)
+
+
 def test_what_strikes_in_a_later_attempt_is_not_hidden_by_the_end_of_the_one_before(tmp_path: Path) -> None:
     """A rank that hangs has not said so yet when the other one would be stopped, too, and nobody is left to say it."""
     struck = []
