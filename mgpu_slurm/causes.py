@@ -203,6 +203,9 @@ DEPENDENCY = Cause(
     "the run it waited for did not complete",
     "`resume` that run first, then this one; or submit again with `--after-any`",
 )
+DEPENDENCY_GONE = Cause(
+    "dependency-gone", "the run it waited for is gone", "submit again without `--after` and `--after-any`"
+)
 CANCELLED = Cause("cancelled", "somebody cancelled it", "`resume` goes on")
 
 # numbers of errno.h on Linux: EIO, ENOTCONN, ESHUTDOWN, EHOSTDOWN, ESTALE, EREMOTEIO
@@ -283,6 +286,7 @@ _OF_A_REASON = (
     (r"its supervisor process (?:is gone|was killed)", SUPERVISOR),
     (r"^two attempts in a row ended by the time limit", NO_CHECKPOINT_IN_TIME),
     (r"^waited for run .*, which is |^the run it waited for ", DEPENDENCY),
+    ("^what it waited for is not to be found ", DEPENDENCY_GONE),
 )
 
 LAST_LINES = 20

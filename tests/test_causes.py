@@ -11,7 +11,7 @@ import click
 import pytest
 
 from mgpu_slurm import causes, cli
-from mgpu_slurm.causes import cause_of, first_stuck, node_of
+from mgpu_slurm.causes import cause_of, cause_of_reason, first_stuck, node_of
 
 
 def of_rank(error: str, message: str, consequence: bool = False) -> dict[str, Any]:
@@ -36,6 +36,21 @@ def of_rank(error: str, message: str, consequence: bool = False) -> dict[str, An
 def test_what_the_cluster_did(failure: dict[str, Any], name: str) -> None:
     cause = cause_of(failure)
     assert (cause.name, cause.is_clusters, cause.spoils_node) == (name, True, name in ("gpu", "launch"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [
+        ("its supervisor process was killed", "supervisor"),
+        ("the run it waited for did not complete", "dependency"),
+        ("waited for run first, which is FAILED", "dependency"),
+        ("what it waited for is not to be found (there is no run 'first'): submit it anew", "dependency-gone"),
+    ],
+)
+def test_why_a_run_that_no_rank_ended_has_ended(reason: str, name: str) -> None:
+    cause = cause_of_reason(reason)
+    assert cause is not None
+    assert cause.name == name
 
 
 @pytest.mark.parametrize(

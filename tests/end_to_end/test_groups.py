@@ -241,6 +241,8 @@ class TestAfter:
                 assert (facts["state"], facts["attempts"]) == ("CANCELLED", 0)
                 assert f"there is no run '{first.name}'" in facts["reason"]
                 assert facts["reason"].endswith("submit it anew without that")
+            told = project.json("why", folder.name)[0]["why"]
+            assert (told["cause"], told["words"]) == ("dependency-gone", "the run it waited for is gone")
 
     def test_a_group_whose_runs_have_started_does_not_wait_again(self, project: Project) -> None:
         first, _ = project.run("--", "true")
