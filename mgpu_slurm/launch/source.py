@@ -117,7 +117,8 @@ class _File:
         self._types: set[str] = set()
         """Names that stand for types, or for modules with types."""
         self._modules: set[str] = set()
-        self._classes: set[str] = set()
+        self._classes: dict[str, set[str]] = {}
+        """Dataclasses, with the names of their fields."""
         self._values: set[str] = set()
         """Names that stand for a value that cannot be changed."""
         self._inexact: set[str] = set()
@@ -180,9 +181,12 @@ class _File:
     def _dataclass(self, node: ast.ClassDef) -> list[ast.stmt]:
         is_known = len(node.decorator_list) == 1 and self._is_dataclass_decorator(node.decorator_list[0])
         bases = [base.id if isinstance(base, ast.Name) else "" for base in node.bases]
-        if not is_known or node.keywords or getattr(node, "type_params", None) or set(bases) - self._classes:
+        if not is_known or node.keywords or getattr(node, "type_params", None) or set(bases) - set(self._classes):
             return []
         fields = {each.target.id for each in node.body if _is_field(each)}
+        fields = fields.union(*(self._classes[base] for base in bases))
+        # what the class binds itself is what its fields see
+        taken = fields | _OWN_CONSTRUCTION | self._values | self._types | self._modules | _TYPES
         body: list[ast.stmt] = [ast.Pass()]
         is_exact = not set(bases) & self._inexact
         for each in node.body:
@@ -194,12 +198,12 @@ class _File:
                 value, is_written = self._default(each.value)
                 is_exact = is_exact and is_known and is_written
                 body.append(ast.AnnAssign(each.target, kind, value, 1))
-            elif names & (fields | _OWN_CONSTRUCTION) or not isinstance(each, _NO_FIELD):
+            elif names & taken or not isinstance(each, _NO_FIELD):
                 return []
             elif "__post_init__" in names:
                 is_exact = False
         self._types.add(node.name)
-        self._classes.add(node.name)
+        self._classes[node.name] = fields
         if not is_exact:
             self._inexact.add(node.name)
         return [_class(node, body, node.decorator_list)]
@@ -366,10 +370,12 @@ def _bindings(tree: ast.Module) -> Iterator[str]:
             yield node.name
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, (ast.Name, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
-            # a new attribute changes what the name stands for
-            name = node if isinstance(node, ast.Name) else node.value
-            yield from [name.id] if isinstance(name, ast.Name) else []
+        elif isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            # a new attribute or item, however deep, changes what the name stands for
+            root: ast.expr = node
+            while isinstance(root, (ast.Attribute, ast.Subscript)):
+                root = root.value
+            yield from [root.id] if isinstance(root, ast.Name) else []
         elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name is not None:
             yield node.name
         elif isinstance(node, ast.MatchMapping) and node.rest is not None:

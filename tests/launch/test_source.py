@@ -176,6 +176,14 @@ def test_what_is_known_is_checked_where_something_is_not(text: str, tmp_path: Pa
     assert isinstance(outcome(reading.job, {"lr": 1, "optimizer": [1]} if "optimizer" in text else {}, tmp_path), dict)
 
 
+INHERITING = """@dataclass
+    class Base:
+        lr: float = 0.1
+
+    @dataclass
+    class Config(Base):"""
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -191,6 +199,11 @@ def test_what_is_known_is_checked_where_something_is_not(text: str, tmp_path: Pa
         config("lr: float = 0.1\ndef __init__(self, rate): self.lr = rate"),
         config("if os.environ:\n    lr: float = 0.1"),
         config("lr: float = 0.1") + "\n    Config.lr = 3",
+        config("lr: float = 0.1") + "\n    Config.__dataclass_fields__['lr'].default = 3",
+        config("BASE = 3\nlr: float = BASE").replace("import os", "import os\n    BASE = 0.1"),
+        config("def Path(self): pass\nlr: Path = 'x'").replace("import os", "import os\n    from pathlib import Path"),
+        config("@property\ndef lr(self): return 3").replace("@dataclass\n    class Config:", INHERITING),
+        f"{HEAD}\n    def train(run, *, lr: float = 0.1): pass\n    train.__kwdefaults__['lr'] = 3",
         config("lr: float = 0.1") + "\n    def other():\n        global Config\n        Config = make()",
         config("lr: 'float' = 0.1").replace("import os", "import os\n    float = os.name"),
     ],
