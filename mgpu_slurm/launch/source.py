@@ -7,7 +7,6 @@ a module of their own, without any code that does more, so that Python itself sa
 from __future__ import annotations
 
 import ast
-import builtins
 import importlib.machinery
 import os
 import re
@@ -74,6 +73,8 @@ def read(target: str, workdir: Path) -> Reading | None:
     if file.is_uncertain:
         return None
     if function not in file.bound:
+        if _may_make(tree, function):
+            return None
         raise targets.no_function(target, file.functions())
     return file.reading(target, function)
 
@@ -389,11 +390,29 @@ def _bindings(tree: ast.Module) -> Iterator[str]:
 
 def _rebinds(tree: ast.Module) -> bool:
     """Whether the module's own statements use what may bind any name."""
+    return any(isinstance(node, ast.Name) and node.id in _REBINDING for node in _own_nodes(tree))
+
+
+def _may_make(tree: ast.Module, name: str) -> bool:
+    """Whether the file may bind a module-level name that no statement of it binds."""
+    # in functions too, which the module may call; the name as a text there is mostly something else, such as a split
+    return any(map(_reaches_a_module, ast.walk(tree))) or any(
+        isinstance(node, ast.Constant) and node.value == name for node in _own_nodes(tree)
+    )
+
+
+def _reaches_a_module(node: ast.AST) -> bool:
+    """Whether this is `globals`, `exec` or `sys.modules`."""
+    if isinstance(node, ast.Name):
+        return node.id in ("globals", "exec")
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.modules"
+
+
+def _own_nodes(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield what the module's own statements consist of, without the functions in them."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.Name) and node.id in _REBINDING and hasattr(builtins, node.id):
-            return True
+        yield node
         if not isinstance(node, _FUNCTION):
             pending += ast.iter_child_nodes(node)
-    return False

@@ -204,6 +204,9 @@ INHERITING = """@dataclass
         config("def Path(self): pass\nlr: Path = 'x'").replace("import os", "import os\n    from pathlib import Path"),
         config("@property\ndef lr(self): return 3").replace("@dataclass\n    class Config:", INHERITING),
         f"{HEAD}\n    def train(run, *, lr: float = 0.1): pass\n    train.__kwdefaults__['lr'] = 3",
+        "def make(name):\n    globals()[name] = lambda run, lr=0.1: None\n\nmake('tr' + 'ain')",
+        "import sys\ndef other(run, lr=0.1): pass\nsys.modules[__name__].train = other",
+        "from elsewhere import make\nmake(__name__, 'train')",
         config("lr: float = 0.1") + "\n    def other():\n        global Config\n        Config = make()",
         config("lr: 'float' = 0.1").replace("import os", "import os\n    float = os.name"),
     ],
@@ -224,6 +227,7 @@ def test_what_may_be_no_field_is_not_asked_for(annotation: str, tmp_path: Path) 
     ("text", "name", "says"),
     [
         (BY_NAME, "job:trian", r"target 'job:trian': job has no 'trian' \(did you mean 'train'\?\)"),
+        ("def trian(run, lr=0.1):\n    load('train')", "job:train", r"job has no 'train' \(did you mean 'trian'\?\)"),
         (BY_NAME, "job.py:other", r"job.py has no 'other' \(known: train\); a script runs as a command"),
         (BY_NAME, "jop:train", r"target 'jop': there is no such module or file here \(did you mean 'job'\?\)"),
         (BY_NAME, "none.py:train", "there is no file 'none.py'; files that git ignores are not in the run's code"),
