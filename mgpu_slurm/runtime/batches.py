@@ -126,8 +126,15 @@ class ListedBatches(Sampler[list[int]]):
                 each.set_epoch(epoch)
             if isinstance(generator := getattr(each, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
+        # that of the epoch
+        self.size = len(self._sampler)
         with RandomNumbers(seed).drawn():
             drawn = list(itertools.islice(self._sampler, self.size))
+        if len(self._sampler) != self.size:
+            raise UserError(
+                f"run.loader: {type(self._sampler).__name__} had a length of {self.size}, and has one of"
+                f" {len(self._sampler)} since it was iterated: have it decide its length in set_epoch(epoch)"
+            )
         if self.batch_size:
             drawn = [drawn[begin : begin + self.batch_size] for begin in range(0, len(drawn), self.batch_size)]
         self._lists = [[int(index) for index in batch] for batch in drawn[: len(self)]]

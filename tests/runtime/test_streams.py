@@ -20,7 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mgpu_slurm.errors import UserError
+from mgpu_slurm.errors import RunStopped, UserError
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
@@ -211,3 +211,60 @@ def test_what_differs_between_ranks_is_named() -> None:
         assert "the sampler lists other samples on other ranks" in of_sampler
         assert "DistributedSampler gives one rank's part" in of_distributed
         assert of_weighted == "2"
+
+
+class Growing:
+    """A batch sampler that has a batch more in each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 1 + self.epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([2 * number, 2 * number + 1] for number in range(len(self)))
+
+
+class GrowingAsItGoes(Growing):
+    """One that decides on its length only when it is iterated."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch += 1
+        return super().__iter__()
+
+
+def grows(run: Run, stop_at: int | None = None) -> list[tuple[int, int, list[int]]]:
+    data = run.loader(DATA, batch_sampler=Growing())
+    seen: list[tuple[int, int, list[int]]] = []
+    try:
+        for epoch in run.restore(data=data).epochs(4):
+            for (numbers,) in data:
+                seen.append((epoch, len(data), numbers.tolist()))
+                if len(seen) == stop_at:
+                    run._steering.stop.asked = Stop.END
+    except RunStopped:
+        pass
+    return seen
+
+
+def test_a_sampler_that_has_another_length_in_each_epoch_loses_no_batch(tmp_path: Path) -> None:
+    (whole,) = run_ranks(grows, 1, folder=tmp_path / "whole")
+    assert whole == [
+        (epoch, 1 + epoch, [2 * number, 2 * number + 1]) for epoch in range(1, 5) for number in range(1 + epoch)
+    ]
+    (begun,) = run_ranks(grows, 1, 7, folder=tmp_path / "parts")
+    (rest,) = run_ranks(grows, 1, folder=tmp_path / "parts")
+    assert len(begun) == 7
+    assert begun + rest == whole
+
+
+def test_a_sampler_that_changes_its_length_as_it_goes_is_refused(run: Run) -> None:
+    with pytest.raises(UserError, match="GrowingAsItGoes had a length of 1, and has one of 2 since it was iterated"):
+        list(run.loader(DATA, batch_sampler=GrowingAsItGoes()))
