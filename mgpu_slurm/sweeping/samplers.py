@@ -18,6 +18,8 @@ from optuna.samplers._tpe.sampler import default_gamma
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from mgpu_slurm.sweeping import optimizers
+
 OWN_FAULT = "mgpu:own_fault"
 """Of a trial that failed, or was pruned: its own code raised the error, or its value was no number."""
 
@@ -124,7 +126,31 @@ class _Gp(_ByValue, GPSampler):
 
 
 class _Cmaes(_ByValue, CmaEsSampler):
-    pass
+    """It keeps its optimizer as JSON, where Optuna's own unpickles what a trial's attributes have.
+
+    Whoever can write to the study's storage would run code in all workers. The methods are private ones of Optuna 5.0.
+    """
+
+    _optimizer: Any = None
+    """Of the proposal that is being made."""
+
+    def _restore_optimizer(self, completed_trials: list[FrozenTrial]) -> Any:
+        self._optimizer = next(filter(None, map(self._kept, reversed(completed_trials))), None)
+        return self._optimizer
+
+    def _kept(self, trial: FrozenTrial) -> Any:
+        key = self._attr_key_optimizer
+        parts = {name: part for name, part in trial.system_attrs.items() if name.startswith(key)}
+        text = "".join(str(parts.get(f"{key}:{place}", "")) for place in range(len(parts)))
+        return optimizers.from_text(text) if parts else None
+
+    def _init_optimizer(self, *given: Any) -> Any:
+        self._optimizer = super()._init_optimizer(*given)
+        return self._optimizer
+
+    def _split_optimizer_str(self, optimizer_str: str) -> dict[str, str]:
+        # it is given the pickle of that optimizer
+        return super()._split_optimizer_str(optimizers.to_text(self._optimizer))
 
 
 _LEARNING: dict[type, type] = {TPESampler: _Tpe, GPSampler: _Gp, CmaEsSampler: _Cmaes}

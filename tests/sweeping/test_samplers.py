@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import pickle
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import optuna
 import pytest
-from optuna.samplers import TPESampler
+from optuna.samplers import BaseSampler, CmaEsSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import Trial, TrialState
 
@@ -223,3 +226,103 @@ class TestWhoIsToBlame:
         (folder.code / "choices.py").write_text(f"def choose(trial):\n{body}")
         assert begin(worker(folder, 0)).number == 1
         assert (states(folder), self.own_faults(folder)) == (["FAIL", "RUNNING"], [False, False])
+
+
+class Touches:
+    """Makes a file as it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+class TestWhatCmaesKeeps:
+    """In the study, where others may write too."""
+
+    def told(self, sampler: BaseSampler, storage: str | None = None, trials: int = 25) -> Study:
+        study = optuna.create_study(storage=storage, study_name="s", sampler=sampler)
+        for _ in range(trials):
+            self.train(study)
+        return study
+
+    def train(self, study: Study) -> dict[str, Any]:
+        trial = study.ask()
+        x, y, n = (
+            trial.suggest_float("x", -2, 2),
+            trial.suggest_float("y", 0.1, 1, log=True),
+            trial.suggest_int("n", 1, 9),
+        )
+        study.tell(trial, (x - 1) ** 2 + y + 0.1 * (n - 4) ** 2)
+        return trial.params
+
+    def ours(self, **options: Any) -> BaseSampler:
+        return studies.sampler_of(Sampler("cmaes", None, {"seed": 5} | options), worker=0)
+
+    def kept(self, study: Study) -> list[dict[str, Any]]:
+        """What trials keep of the optimizer, by trial."""
+        attributes = (trial.system_attrs.items() for trial in study.trials)
+        found = ({name: value for name, value in each if ":optimizer:" in name} for each in attributes)
+        return [parts for parts in found if parts]
+
+    @pytest.mark.parametrize("name", ["_restore_optimizer", "_init_optimizer", "_split_optimizer_str"])
+    def test_the_installed_optuna_has_the_methods_that_ours_replaces(self, name: str) -> None:
+        assert name in vars(CmaEsSampler), f"Optuna {optuna.__version__} may unpickle what is in the study: see _Cmaes"
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"lr_adapt": True}, {"use_separable_cma": True}, {"with_margin": True}], ids=str
+    )
+    def test_its_proposals_are_those_of_optunas_own_sampler(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        kept = self.told(self.ours(**options), f"sqlite:///{tmp_path}/study.db")
+        own = self.told(CmaEsSampler(seed=5, **options))
+        assert [trial.params for trial in kept.trials] == [trial.params for trial in own.trials]
+        assert len(self.kept(kept)) == len(self.kept(own)) >= 3
+
+    def test_it_fits_into_every_database(self) -> None:
+        study = self.told(self.ours(popsize=20), trials=50)
+        (first, *_) = self.kept(study)
+        assert len(first) > 1
+        assert all(len(json.dumps(part)) <= 2048 for part in first.values())
+
+    def next_proposal(self, tmp_path: Path, attributes: dict[str, Any]) -> dict[str, Any]:
+        """After a trial that somebody has put into the database."""
+        study = self.told(self.ours(), f"sqlite:///{tmp_path}/{len(attributes)}.db")
+        last = study.trials[-1]
+        space = {"params": last.params, "distributions": last.distributions}
+        study.add_trial(optuna.trial.create_trial(value=9.0, system_attrs=attributes, **space))
+        return self.train(study)
+
+    def test_a_pickle_is_not_run_and_the_state_before_it_counts(self, tmp_path: Path) -> None:
+        forged = pickle.dumps(Touches(tmp_path / "ran")).hex()
+        assert self.next_proposal(tmp_path, {"cma:optimizer:0": forged}) == self.next_proposal(tmp_path, {})
+        assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize("kind", ["a part", "other attributes", "another class", "a number", "a wrong shape"])
+    def test_so_does_it_before_anything_else_that_is_none_of_ours(self, tmp_path: Path, kind: str) -> None:
+        genuine = "".join(self.kept(self.told(self.ours()))[-1].values())
+        content = json.loads(base64.b64decode(genuine))
+        forged: Any = {
+            "a part": genuine[:400],
+            "other attributes": as_text(content | {"state": content["state"] | {"ask": 1}}),
+            "another class": as_text(content | {"class": "Popen"}),
+            "a number": 5,
+            "a wrong shape": as_text(content | {"state": content["state"] | {"_c_1d": 0.5}}),
+        }[kind]
+        assert self.next_proposal(tmp_path, {"cma:optimizer:0": forged}) == self.next_proposal(tmp_path, {})
+
+    def test_a_study_that_optuna_itself_has_begun_continues_with_a_new_optimizer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        study = self.told(CmaEsSampler(seed=5))
+        before = len(self.kept(study))
+        study.sampler = self.ours()
+        monkeypatch.setattr(pickle, "loads", None)
+        for _ in range(20):
+            self.train(study)
+        assert len(self.kept(study)) >= before + 2
+
+
+def as_text(content: dict[str, Any]) -> str:
+    return base64.b64encode(json.dumps(content).encode()).decode()
