@@ -9,6 +9,7 @@ from datetime import datetime
 
 from optuna.trial import FrozenTrial, TrialState
 
+from mgpu_slurm.sweeping import samplers
 from mgpu_slurm.sweeping import study as studies
 
 FIRST_FAILURES = 5
@@ -82,7 +83,7 @@ def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial,
     streak = _streak(trials, place)
     is_alike = not streak or _kind_of(streak[-1]) == _kind(reason)
     before = len(streak) if is_alike else 0
-    return studies.DOUBT not in trial.system_attrs and before + 1 >= LATER_FAILURES << cleared and goes_well(trials)
+    return samplers.DOUBT not in trial.system_attrs and before + 1 >= LATER_FAILURES << cleared and goes_well(trials)
 
 
 def is_in_doubt(trials: Sequence[FrozenTrial], place: Place) -> bool:
@@ -95,20 +96,20 @@ def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:
     """Return what is wrong with a worker on whose node a trial failed that does well on another; None if nothing is."""
     for trial in trials:
         if _verdict(trial, place):
-            reason = trial.system_attrs[studies.DOUBT]["reason"]
+            reason = trial.system_attrs[samplers.DOUBT]["reason"]
             return f"trial {trial.number} failed here, and does well elsewhere: {reason}"
     return None
 
 
 def innocent(trials: Sequence[FrozenTrial], place: Place) -> list[int]:
     """Return the numbers of the trials that a broken worker has failed for the reason that its node gave."""
-    kinds = {_kind(trial.system_attrs[studies.DOUBT]["reason"]) for trial in trials if _verdict(trial, place)}
+    kinds = {_kind(trial.system_attrs[samplers.DOUBT]["reason"]) for trial in trials if _verdict(trial, place)}
     failed = [trial for trial in _ended_at(trials, place) if trial.state == TrialState.FAIL]
     return [trial.number for trial in failed if _kind_of(trial) in kinds]
 
 
 def _is_doubted(trial: FrozenTrial, place: Place) -> bool:
-    doubt = trial.system_attrs.get(studies.DOUBT)
+    doubt = trial.system_attrs.get(samplers.DOUBT)
     return (
         doubt is not None and doubt["worker"] == place.worker and datetime.fromisoformat(doubt["time"]) >= place.since
     )
@@ -118,10 +119,10 @@ def _verdict(trial: FrozenTrial, place: Place) -> bool | None:
     """Return whether a trial that has failed there does well elsewhere; None while nothing tells."""
     if not _is_doubted(trial, place) or place.worker in studies.claims(trial):
         return None
-    if trial.state == TrialState.FAIL:
+    if samplers.has_failed(trial):
         return False
     # what it had reported where it failed says nothing
-    is_further = len(trial.intermediate_values) > trial.system_attrs[studies.DOUBT]["reports"]
+    is_further = len(trial.intermediate_values) > trial.system_attrs[samplers.DOUBT]["reports"]
     return True if is_further or trial.state in (TrialState.COMPLETE, TrialState.PRUNED) else None
 
 

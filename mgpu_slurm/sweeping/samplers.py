@@ -26,6 +26,9 @@ OWN_FAULT = "mgpu:own_fault"
 INNOCENT = "mgpu:innocent:"
 """Of a study, followed by the number of a worker: trials that failed because its node is broken."""
 
+DOUBT = "mgpu:doubt"
+"""Of a trial that failed on a worker whose node may be broken: which worker, when, why and after how many reports."""
+
 SAFETY = 0.3
 """Power of the probability that a trial does not fail, by which TPE's gain is weighed.
 
@@ -178,10 +181,30 @@ class _View:
         bad = {trial.number for trial in trials if OWN_FAULT in trial.system_attrs and trial.state.is_finished()}
         if bad:
             notes = self._study._storage.get_study_system_attrs(self._study._study_id)
-            bad.difference_update(*(numbers for key, numbers in notes.items() if key.startswith(INNOCENT)))
+            bad -= _innocent(trials, notes)
             trials = self._as_worst(trials, bad, self._study.direction)
         found = [trial for trial in trials if states is None or trial.state in states]
         return copy.deepcopy(found) if deepcopy else found
+
+
+def has_failed(trial: FrozenTrial) -> bool:
+    """Return whether a trial failed, or was pruned because its value is no number."""
+    return trial.state == TrialState.FAIL or (trial.state == TrialState.PRUNED and OWN_FAULT in trial.system_attrs)
+
+
+def _innocent(trials: Sequence[FrozenTrial], notes: dict[str, Any]) -> set[int]:
+    """Return the numbers of the trials that failed because a worker's node is broken.
+
+    A worker leaves as soon as another one brings a trial further. If that trial fails there after all, it has shown
+    nothing, and the worker's failures are the trials' own again.
+    """
+    tried_elsewhere: dict[str, list[FrozenTrial]] = {}
+    for trial in trials:
+        if DOUBT in trial.system_attrs:
+            tried_elsewhere.setdefault(f"{INNOCENT}{trial.system_attrs[DOUBT]['worker']}", []).append(trial)
+    refuted = {key for key, tried in tried_elsewhere.items() if all(map(has_failed, tried))}
+    kept = [numbers for key, numbers in notes.items() if key.startswith(INNOCENT) and key not in refuted]
+    return set().union(*kept)
 
 
 def _copied(trial: FrozenTrial, state: TrialState, value: float | None = None) -> FrozenTrial:

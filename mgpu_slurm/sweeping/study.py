@@ -43,9 +43,6 @@ LOSSES = "mgpu:losses"
 SECONDS = "mgpu:seconds"
 """Of a trial that was given back: how long workers had it before."""
 
-DOUBT = "mgpu:doubt"
-"""Of a trial that failed on a worker whose node may be broken: which worker, when, why and after how many reports."""
-
 OVER = "mgpu:over"
 """Of a study: why no trial starts any more."""
 
@@ -312,7 +309,7 @@ def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None
         "reason": reason,
         "reports": len(trial.intermediate_values),
     }
-    study._storage.set_trial_system_attr(trial._trial_id, DOUBT, facts)
+    study._storage.set_trial_system_attr(trial._trial_id, samplers.DOUBT, facts)
     give_back(study, trial)
 
 

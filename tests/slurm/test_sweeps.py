@@ -24,6 +24,7 @@ from mgpu_slurm.checkpoints.stored import StoredTensors
 from mgpu_slurm.launch import registry
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.sweeping import file as files
+from mgpu_slurm.sweeping import samplers
 from mgpu_slurm.sweeping import study as studies
 from tests.slurm.cluster import Cluster
 from tests.support import Project, wait_until
@@ -151,7 +152,7 @@ def test_a_worker_on_a_broken_node_leaves_the_trials_to_the_others(project: Proj
     # a node for each of them
     folder = start(project, trials=12, workers=4, fixed=fixed, resources={"cpus-per-task": 4})
     # whether its node is broken shows when another worker tries one of its trials
-    wait_until(lambda: any(studies.DOUBT in trial.system_attrs for trial in trials_of(folder)), pause=LOOK_EVERY)
+    wait_until(lambda: any(samplers.DOUBT in trial.system_attrs for trial in trials_of(folder)), pause=LOOK_EVERY)
     (project.folder / "gate").touch()
     assert finish(project) == 0
     (broken,) = [state for state in workers(folder) if state["state"] == "FAILED"]

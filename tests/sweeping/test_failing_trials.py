@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from mgpu_slurm.sweeping import study as studies
 from mgpu_slurm.sweeping.orders import Assignment, BrokenWorker, Leave, SweepFailed
 from mgpu_slurm.sweeping.own_trial import HOPELESS
 from mgpu_slurm.sweeping.participant import Participant
-from tests.sweeping.sweeps import begin, finish, kill, leave, make, states, study_of, worker
+from tests.sweeping.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 
 
 class TestCommonFailures:
@@ -113,6 +114,13 @@ def do_well(*parts: Participant) -> None:
     for part in parts:
         begin(part)
         finish(part, 0.5)
+
+
+def shown(folder: RunFolder) -> list[str]:
+    """States of trials as a sampler that learns from failures has them."""
+    study = study_of(folder)
+    sampler: Any = studies.sampler_of(sweep_of(folder).sampler, worker=0)
+    return [trial.state.name for trial in sampler._shown(study).get_trials()]
 
 
 @pytest.mark.usefixtures("no_pause")
@@ -243,6 +251,30 @@ class TestABrokenNode:
         with pytest.raises(BrokenWorker):
             broken.next(Stop.NO)
 
+    def test_one_whose_trial_comes_to_no_number_elsewhere_stays(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=2)
+        other, unlucky = worker(folder, 0), worker(folder, 1)
+        do_well(other)
+        fail(unlucky, 3)
+        assert begin(other).number == 3
+        other.judge(1, {"score": float("nan")})
+        other.prune("score is nan", 1)
+        assert begin(unlucky).number == 4
+
+    def test_what_failed_on_it_teaches_nothing_unless_the_trial_fails_elsewhere_after_all(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=2, sampler={"name": "tpe"})
+        well, broken = worker(folder, 0), worker(folder, 1)
+        do_well(well)
+        fail(broken, 3)
+        begin(well)
+        well.judge(1, {"score": 0.5})
+        with pytest.raises(BrokenWorker):
+            broken.next(Stop.NO)
+        # TPE learns from failed trials that it sees as pruned
+        assert shown(folder) == ["COMPLETE", "FAIL", "FAIL", "RUNNING"]
+        well.fail("OSError: no GPU")
+        assert shown(folder) == ["COMPLETE", "PRUNED", "PRUNED", "PRUNED"]
+
     def test_each_time_that_a_trial_has_failed_elsewhere_too_it_takes_twice_as_many(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=30, workers=2)
         other, unlucky = worker(folder, 0), worker(folder, 1)
@@ -280,7 +312,7 @@ class TestABrokenNode:
                     finish(part, 0.5)
         trials = study_of(folder).trials
         assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
-        assert any(studies.DOUBT in trial.system_attrs for trial in trials)
+        assert any(samplers.DOUBT in trial.system_attrs for trial in trials)
 
     def test_nobody_leaves_or_waits_where_no_other_is_there(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=30)
