@@ -16,15 +16,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from optuna.exceptions import OptunaError
+from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 
 from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.paths import cut_torn_tail
+from mgpu_slurm.sweeping import journal_lines
 from mgpu_slurm.sweeping.locks import locked
 from mgpu_slurm.wording import program
 
 T = TypeVar("T")
+
+
+class Journal(JournalStorage):
+    """Optuna's storage in such a file. If Optuna fails over a record, the error says where that is.
+
+    To try each record before Optuna reads it would take twice as long as to read it.
+    """
+
+    def __init__(self, file: JournalFile) -> None:
+        self._file = file
+        super().__init__(file)
+
+    def _sync_with_backend(self) -> None:
+        # a private name of Optuna's, by which it reads what is new: without it, its own errors would be seen
+        try:
+            super()._sync_with_backend()
+        except (MgpuError, OptunaError, OSError):
+            raise
+        except Exception:
+            self._file.check()
+            raise
 
 
 class JournalFile(BaseJournalBackend):
@@ -45,6 +69,7 @@ class JournalFile(BaseJournalBackend):
         self._lines_read = 0
         self._unsynced: list[tuple[int, bytes]] | None = None
         """What was appended since the disk was last waited for, and where, while that is left to the end."""
+        self._is_damaged = False
         if is_new:
             os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o640))
 
@@ -58,6 +83,9 @@ class JournalFile(BaseJournalBackend):
         yield from self._patiently(lambda: self._read(log_number_from))
 
     def _read(self, log_number_from: int) -> list[dict[str, Any]]:
+        if self._is_damaged:
+            # Optuna would read on behind the record at which it failed, and number trials differently
+            self.check()
         if log_number_from < self._lines_read:
             self._read_up_to = self._lines_read = 0
         place, number = self._read_up_to, self._lines_read
@@ -77,15 +105,32 @@ class JournalFile(BaseJournalBackend):
 
     def _record(self, line: bytes, place: int) -> dict[str, Any]:
         try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise MgpuError(
-                f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is no record: leave the file as it is,"
-                f" `{program()} repair {self._path.parent.name}` writes a new one of what can be kept"
-            )
-        return record
+            return journal_lines.record_of(line)
+        except ValueError as error:
+            raise self._damaged(line, place, str(error)) from None
+
+    def check(self) -> None:
+        """Check that Optuna can read each record; if it cannot, nothing is read from here any more.
+
+        Raises:
+            MgpuError: the file is damaged, and where.
+        """
+        place = 0
+        with open(self._path, "rb") as file:
+            for line in file:
+                try:
+                    journal_lines.records_of(line)
+                except ValueError as error:
+                    if line.endswith(b"\n"):
+                        self._is_damaged = True
+                        raise self._damaged(line, place, str(error)) from None
+                place += len(line)
+
+    def _damaged(self, line: bytes, place: int, why: str) -> MgpuError:
+        return MgpuError(
+            f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is no record ({why}): leave the file as it"
+            f" is, `{program()} repair {self._path.parent.name}` writes a new one of what can be kept"
+        )
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Appends all of these records or none.

@@ -21,11 +21,11 @@ from mgpu_slurm.errors import UserError
 from mgpu_slurm.launch import sweeps
 from mgpu_slurm.paths import RunFolder, write_whole
 from mgpu_slurm.sweeping import file as files
+from mgpu_slurm.sweeping import journal_lines
 from mgpu_slurm.sweeping.file import Sweep
+from mgpu_slurm.sweeping.journal_lines import CREATE_STUDY, CREATE_TRIAL
 from mgpu_slurm.wording import counted, program, short_path
 
-# of Optuna's journals
-_CREATE_STUDY, _CREATE_TRIAL = 0, 4
 _OPERATION = re.compile(rb'"op_code": ?(\d+)')
 
 
@@ -35,13 +35,13 @@ class _Place:
 
     byte: int
     records: list[dict[str, Any]] = field(default_factory=list)
-    damage: bytes = b""
+    damage: list[bytes] = field(default_factory=list)
 
     @property
     def created(self) -> int | None:
         """Return how many trials the damaged lines created; None if they do not say what they were."""
-        operations = _OPERATION.findall(self.damage)
-        return operations.count(b"%d" % _CREATE_TRIAL) if operations else None
+        known = [created for created in map(_created, self.damage) if created is not None]
+        return sum(known) if known else None
 
 
 def repair(folder: RunFolder) -> list[str]:
@@ -81,28 +81,26 @@ def _places(content: bytes) -> list[_Place]:
     places: list[_Place] = []
     byte = 0
     for line in content.split(b"\n")[:-1]:
-        records = _records(line)
-        if records is not None:
-            places.append(_Place(byte, records))
-        elif places and places[-1].damage:
-            places[-1].damage += line
-        else:
-            places.append(_Place(byte, damage=line or b"\n"))
+        try:
+            places.append(_Place(byte, journal_lines.records_of(line)))
+        except ValueError:
+            if not (places and places[-1].damage):
+                places.append(_Place(byte))
+            places[-1].damage.append(line)
         byte += len(line) + 1
     return places
 
 
-def _records(line: bytes) -> list[dict[str, Any]] | None:
-    """Return the records of a line, which are two if the end of the first was lost; None if anything else is there."""
-    found: list[dict[str, Any]] = []
-    try:
-        text, decoder, at = line.decode(), json.JSONDecoder(), 0
-        while at < len(text):
-            record, at = decoder.raw_decode(text, at)
-            found.append(record)
-    except ValueError:
-        return None
-    return found if found and all(isinstance(record, dict) for record in found) else None
+def _created(line: bytes) -> int | None:
+    """Return how many trials a damaged line created; None if it does not say what it was."""
+    operations = _OPERATION.findall(line)
+    if len(operations) < 2:
+        # the names tell it better than the operation, which may be what is damaged
+        if b'"study_id":' in line and b'"datetime_start":' in line:
+            return 1
+        if b'"trial_id":' in line or b'"study_name":' in line:
+            return 0
+    return operations.count(b"%d" % CREATE_TRIAL) if operations else None
 
 
 def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
@@ -113,7 +111,7 @@ def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
     """
     damaged = [place for place in places if place.damage]
     records = [record for place in places for record in place.records]
-    created = [record for record in records if record.get("op_code") == _CREATE_TRIAL]
+    created = [record for record in records if record.get("op_code") == CREATE_TRIAL]
     missing = 1 + max((record["trial_id"] for record in records if "trial_id" in record), default=-1) - len(created)
     lost = {place.byte: place.created or 0 for place in damaged}
     silent = [place for place in damaged if place.created is None]
@@ -129,7 +127,7 @@ def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
             place.records = []
         lost = {}
     study = created[0]["study_id"] if created else 0
-    if not any(record.get("op_code") == _CREATE_STUDY for record in records):
+    if not any(record.get("op_code") == CREATE_STUDY for record in records):
         places[0].records.insert(0, _study(sweep))
     for place in damaged:
         place.records += [_trial(study, places, place) for _ in range(lost.get(place.byte, 0))]
@@ -139,7 +137,7 @@ def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
 def _study(sweep: Sweep) -> dict[str, Any]:
     direction = StudyDirection.MAXIMIZE if sweep.direction == "maximize" else StudyDirection.MINIMIZE
     return {
-        "op_code": _CREATE_STUDY,
+        "op_code": CREATE_STUDY,
         "worker_id": "repair",
         "study_name": sweep.study,
         "directions": [direction],
@@ -151,7 +149,7 @@ def _trial(study: int, places: Sequence[_Place], place: _Place) -> dict[str, Any
     before = [record for other in places if other.byte < place.byte for record in other.records]
     starts = [record["datetime_start"] for record in before if record.get("datetime_start")]
     return {
-        "op_code": _CREATE_TRIAL,
+        "op_code": CREATE_TRIAL,
         "worker_id": "repair",
         "study_id": study,
         "state": TrialState.RUNNING,

@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages import BaseStorage
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.sweeping.database import Database, no_study
 from mgpu_slurm.sweeping.file import Sweep
-from mgpu_slurm.sweeping.journal import JournalFile
+from mgpu_slurm.sweeping.journal import Journal, JournalFile
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -37,7 +37,7 @@ def storage_of(sweep: Sweep, journal: Path, is_new: bool = False) -> BaseStorage
     if sweep.storage is None:
         if not is_new and not journal.exists():
             raise no_study(str(journal), sweep.study)
-        made: BaseStorage = JournalStorage(JournalFile(journal, is_new))
+        made: BaseStorage = Journal(JournalFile(journal, is_new))
     else:
         made = Database(_url(sweep.storage), sweep.storage, is_new)
     if not is_new:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import threading
@@ -24,7 +25,7 @@ from optuna.trial import TrialState
 from mgpu_slurm import waiting
 from mgpu_slurm.errors import MgpuError
 from mgpu_slurm.sweeping import locks
-from mgpu_slurm.sweeping.journal import JournalFile
+from mgpu_slurm.sweeping.journal import Journal, JournalFile
 from mgpu_slurm.sweeping.locks import locked
 from tests.support import wait_until
 
@@ -211,6 +212,48 @@ def test_a_damaged_line_in_the_middle_is_named_each_time(path: Path, line: bytes
     for _ in range(2):
         with pytest.raises(MgpuError, match="is damaged at byte 8"):
             list(own.read_logs(0))
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ('{"op_code":4,"worker_id":"w","study_id":0}', "Optuna cannot read it: KeyError: 'datetime_start'"),
+        ('{"op_code":4,"op_code":8,"worker_id":"w","trial_id":0,"user_attr":{"a":1}}', "a name is in it twice"),
+    ],
+    ids=["without a name", "made of two"],
+)
+def test_a_record_that_optuna_cannot_read_is_named_each_time_and_nothing_behind_it_is_read(
+    path: Path, record: str, why: str
+) -> None:
+    reader, writer = Journal(JournalFile(path)), Journal(JournalFile(path))
+    study = optuna.create_study(storage=reader, study_name="digits")
+    place = path.stat().st_size
+    with path.open("a") as file:
+        file.write(f"{record}\n")
+    # Optuna would give this one the number of the damaged one
+    JournalFile(path).append_logs([{"op_code": 4, "worker_id": "w", "study_id": 0, "datetime_start": None}])
+    pattern = rf"is damaged at byte {place}: .* is no record \({re.escape(why)}\): leave the file as it is"
+    for _ in range(2):
+        with pytest.raises(MgpuError, match=pattern):
+            study.get_trials()
+        with pytest.raises(MgpuError, match=pattern):
+            writer.get_all_studies()
+
+
+def test_errors_of_a_whole_journal_are_optunas_own(path: Path) -> None:
+    storage = Journal(JournalFile(path))
+    optuna.create_study(storage=storage, study_name="digits")
+    with pytest.raises(optuna.exceptions.DuplicatedStudyError):
+        optuna.create_study(storage=storage, study_name="digits")
+    for _ in range(2):
+        with pytest.raises(KeyError, match="Record does not exist"):
+            storage.set_trial_user_attr(7, "a", 1)
+
+
+def test_names_that_json_cannot_tell_apart_are_no_damage(path: Path) -> None:
+    study = optuna.create_study(storage=Journal(JournalFile(path)), study_name="digits")
+    study.set_user_attr("a", {1: "x", "1": "y"})
+    assert optuna.load_study(storage=Journal(JournalFile(path)), study_name="digits").user_attrs == {"a": {"1": "y"}}
 
 
 def test_who_waits_long_for_the_lock_says_so(

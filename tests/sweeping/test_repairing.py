@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -77,6 +78,80 @@ def test_one_damaged_line_anywhere_costs_no_more_than_its_record(folder: RunFold
         lost = [trial for trial, own in zip(found, before, strict=True) if trial.value != own.value]
         # it has no end only if that is what was lost
         assert bool(lost) == (b'"op_code":6' in lines[place])
+
+
+def with_one_name_less(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name in record:
+        yield {other: value for other, value in record.items() if other != name}
+
+
+def with_another_operation(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    # not 1, by which Optuna would delete the study, and 10, which it passes over: that is no damage to it
+    for operation in (0, *range(2, 10), 64, -1, "4", None, []):
+        if operation != record["op_code"]:
+            yield record | {"op_code": operation}
+
+
+def with_another_value(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    # by another name it is another study
+    for name in record.keys() - {"op_code", "worker_id", "study_name"}:
+        for value in ("2026-13-01", {"name": "x"}, [], 77, None):
+            yield record | {name: value}
+
+
+Changes = Callable[[dict[str, Any]], Iterator[dict[str, Any]]]
+
+
+@pytest.mark.parametrize("changes", [with_one_name_less, with_another_operation, with_another_value])
+def test_one_record_that_optuna_cannot_read_costs_no_more_than_itself(
+    folder: RunFolder, content: bytes, changes: Changes
+) -> None:
+    before = trials_of(folder.journal)
+    lines = content.split(b"\n")[:-1]
+    named = 0
+    for place, line in enumerate(lines):
+        for changed in changes(json.loads(line)):
+            damaged = b"\n".join([*lines[:place], json.dumps(changed).encode(), *lines[place + 1 :], b""])
+            folder.journal.write_bytes(damaged)
+            try:
+                study_of(folder)
+            except MgpuError as error:
+                # what is read without an error, Optuna can read
+                named += 1
+                (told,) = str(error).splitlines()
+                assert f"is damaged at byte {sum(len(each) + 1 for each in lines[:place])}: " in told
+                assert told.endswith(" repair s` writes a new one of what can be kept")
+                found = repaired(folder, damaged)
+                assert len(found) == len(before), changed
+                check_each_has_its_own(found, before)
+                lost = [trial for trial, own in zip(found, before, strict=True) if trial.value != own.value]
+                assert bool(lost) == (b'"op_code":6' in line)
+    assert named >= len(lines)
+
+
+def test_two_records_that_became_one_cost_no_more_than_themselves(folder: RunFolder, content: bytes) -> None:
+    before = trials_of(folder.journal)
+    places = [place for place in range(len(content)) if content.startswith(b"}\n{", place)]
+    for place in places:
+        damaged = content[:place] + b"," + content[place + 3 :]
+        folder.journal.write_bytes(damaged)
+        with pytest.raises(MgpuError, match=r"is damaged at byte \d+: .* \(a name is in it twice\): "):
+            study_of(folder)
+        found = repaired(folder, damaged)
+        assert len(found) == len(before)
+        check_each_has_its_own(found, before)
+    assert len(places) == content.count(b"\n") - 1
+
+
+def test_a_repaired_journal_is_not_damaged(folder: RunFolder, content: bytes) -> None:
+    lines = content.split(b"\n")[:-1]
+    created = [place for place, line in enumerate(lines) if json.loads(line)["op_code"] == 4]
+    lines[0] = lines[created[1]] = b""
+    repaired(folder, b"\n".join([*lines, b""]))
+    copy = folder.journal.with_name("study.journal.repaired")
+    folder.journal.write_bytes(copy.read_bytes())
+    copy.unlink()
+    assert repair(folder)[0].endswith("study.journal is not damaged: nothing was written")
 
 
 def test_two_places_keep_what_is_certain(folder: RunFolder, content: bytes) -> None:
