@@ -92,6 +92,33 @@ class TestCommonFailures:
         with pytest.raises(SweepFailed, match="all of the first 6 trials failed alike: OSError: no GPU"):
             silent.fail("OSError: no GPU")
 
+    @pytest.mark.parametrize("max_retries", [0, 1])
+    def test_so_do_the_first_trials_when_each_was_lost_too_often(self, tmp_path: Path, max_retries: int) -> None:
+        folder = make(tmp_path, trials=2, max_retries=max_retries)
+        part = worker(folder, 0)
+        ended = []
+        for _ in range(2 * max_retries + 1):
+            begin(part)
+            part.lose("its command was ended by SIGKILL")
+            ended.append(part.ended)
+        # one that is tried again has not ended
+        assert ended == [[1], [0, 1, 1]][max_retries]
+        begin(part)
+        with pytest.raises(SweepFailed, match=r"all of the first 2 trials failed alike: its command was ended by SIG"):
+            part.lose("its command was ended by SIGKILL")
+        assert (states(folder), part.ended) == (["FAIL", "FAIL"], 2)
+
+    @pytest.mark.parametrize("max_retries", [0, 1])
+    def test_so_does_a_trial_that_costs_the_worker_each_attempt(self, tmp_path: Path, max_retries: int) -> None:
+        folder = make(tmp_path, trials=1, max_retries=max_retries)
+        for attempt in range(1, max_retries + 1):
+            begin(worker(folder, 0, attempt))
+            worker(folder, 0, attempt + 1).settle()
+            assert states(folder) == ["WAITING"]
+        begin(worker(folder, 0, max_retries + 1))
+        with pytest.raises(SweepFailed, match="the only trial failed alike: its worker died"):
+            worker(folder, 0, max_retries + 2).settle()
+
     def test_the_only_trial_is_enough(self, tmp_path: Path) -> None:
         part = worker(make(tmp_path, trials=1, workers=1), 0)
         begin(part)
