@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed import TCPStore
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
@@ -28,6 +29,7 @@ from mgpu_slurm.runtime import saving
 from mgpu_slurm.runtime.run import Run, State
 from mgpu_slurm.runtime.stopping import Stop
 from tests.runtime.ranks import run_ranks
+from tests.support import wait_until
 
 
 def start(run: Run, batches: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, State]:
@@ -107,6 +109,35 @@ def saves_at_every_step(run: Run) -> list[str]:
 def test_one_waits_for_the_one_before(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(saves_at_every_step, ranks, folder=tmp_path):
         assert set(found) == {str(step) for step in range(1, 11)}
+
+
+def leaves_nothing_in_the_store(run: Run) -> set[str]:
+    """What the store has of the saves when the last one is finished."""
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def told() -> set[str]:
+        return {key for key in store.list_keys() if "/saves " in key}
+
+    write_part = checkpoints.write_part
+
+    def after_the_other(*arguments: Any) -> None:
+        wait_until(lambda: bool(told()))
+        write_part(*arguments)
+
+    if run.rank == 1:
+        checkpoints.write_part = after_the_other
+    model, optimizer, data, state = start(run, 3)
+    run.checkpoints(every_steps=1, keep=20)
+    for _ in state.epochs(1):
+        for _ in steps_of(run, model, optimizer, data):
+            pass
+    run._steering.saver.finish()
+    return told()
+
+
+def test_what_ranks_tell_of_a_save_is_gone_when_it_is_finished(tmp_path: Path) -> None:
+    assert run_ranks(leaves_nothing_in_the_store, 2, folder=tmp_path) == [set(), set()]
+    assert len(names.complete(RunFolder(tmp_path))) == 3
 
 
 def cannot_write(run: Run) -> list[str]:
