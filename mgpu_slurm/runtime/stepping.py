@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mgpu_slurm.checkpoints.host import is_spread
+
 _DEPTH = 3
 """How far `_inside` looks into an object: a wrapper holds its optimizers in an attribute, a list or a dict."""
 
@@ -26,25 +28,28 @@ class StepCounter:
         self._done = done
         self._outermost: torch.optim.Optimizer | None = None
         """The optimizer that is stepping now; its `step()` may call that of others, or its base class's."""
-        self._in_step = False
+        self._updated: Any = None
+        """What `step` is stepping."""
         self._has_stepped = False
-        """Whether a torch optimizer has changed parameters in this `step`."""
+        """Whether a torch optimizer inside of that has changed parameters."""
         self._is_paused = False
         self.close = _listen(self)
 
     def step(self, optimizer: Any) -> None:
         """Call `optimizer.step()`, and count it as one step, unless it was skipped for infinite gradients."""
-        is_torch = _steps_visibly(optimizer)
-        scalers = [] if is_torch else list(_inside(optimizer, torch.amp.GradScaler))
-        scales = [scaler.get_scale() for scaler in scalers]
-        self._in_step, self._has_stepped = True, False
+        self._updated, self._has_stepped = optimizer, False
         try:
-            optimizer.step()
+            with _heard_scalers() as skips:
+                optimizer.step()
         finally:
-            self._in_step, self._outermost = False, None
-        # a scaler halves its scale when it has skipped a step
-        has_skipped = any(scaler.get_scale() < scale for scaler, scale in zip(scalers, scales, strict=True))
-        if self._has_stepped or not (is_torch or has_skipped or any(_inside(optimizer, torch.optim.Optimizer))):
+            self._updated = self._outermost = None
+        if self._has_stepped:
+            is_skipped = False
+        elif skips:
+            is_skipped = all(skips)
+        else:
+            is_skipped = _has_skipped_by_itself(optimizer)
+        if not is_skipped:
             self._done()
 
     @contextmanager
@@ -61,16 +66,17 @@ class StepCounter:
             self._outermost = optimizer
 
     def _ends(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._outermost is not optimizer:
-            return
-        self._outermost = None
+        is_outermost = self._outermost is optimizer
+        if is_outermost:
+            self._outermost = None
         # set by torch's GradScaler for fused optimizers, which skip the step themselves
         if self._is_paused or getattr(optimizer, "found_inf", None):
             return
-        if self._in_step:
+        if self._updated is None:
+            if is_outermost:
+                self._done()
+        elif optimizer is not self._updated:
             self._has_stepped = True
-        else:
-            self._done()
 
 
 def _listen(counter: StepCounter) -> Callable[[], object]:
@@ -96,8 +102,44 @@ def _steps_visibly(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
     return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
 
 
-def _inside(value: Any, kind: type, depth: int = _DEPTH) -> Iterator[Any]:
-    """The instances of a class that an object holds."""
+@contextmanager
+def _heard_scalers() -> Iterator[list[bool]]:
+    """Collect of each step through a GradScaler in this block whether it was skipped: an object may have its scaler
+    anywhere."""
+    skips: list[bool] = []
+    original = torch.amp.GradScaler.step
+
+    def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        result = original(scaler, optimizer, *args, **kwargs)
+        # before `update` forgets it
+        skips.append(any(found.item() for found in scaler._found_inf_per_device(optimizer).values()))
+        return result
+
+    torch.amp.GradScaler.step = step  # type: ignore[assignment,method-assign]
+    try:
+        yield skips
+    finally:
+        torch.amp.GradScaler.step = original  # type: ignore[method-assign]
+
+
+def _has_skipped_by_itself(optimizer: Any) -> bool:
+    """Whether an object of which no torch optimizer has stepped has skipped infinite gradients without a GradScaler."""
+    if _steps_visibly(optimizer):
+        return False
+    groups = [group for each in _inside(optimizer) for group in each.param_groups]
+    gradients = [each.grad for group in groups for each in group["params"] if each.grad is not None]
+    return bool(gradients) and not _are_finite(gradients)
+
+
+def _are_finite(gradients: list[torch.Tensor]) -> bool:
+    """Whether gradients are finite, on all ranks if they are spread over these."""
+    norms = [gradient.norm() for gradient in gradients]
+    whole = [norm.full_tensor() if is_spread(norm) else norm for norm in norms]
+    return bool(torch.stack([norm.to(whole[0].device, torch.float32) for norm in whole]).isfinite().all())
+
+
+def _inside(value: Any, depth: int = _DEPTH) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers that an object holds."""
     if isinstance(value, dict):
         items = list(value.values())
     elif isinstance(value, (list, tuple)):
@@ -105,7 +147,7 @@ def _inside(value: Any, kind: type, depth: int = _DEPTH) -> Iterator[Any]:
     else:
         items = list(getattr(value, "__dict__", {}).values())
     for item in items:
-        if isinstance(item, kind):
+        if isinstance(item, torch.optim.Optimizer):
             yield item
         elif depth > 1 and not isinstance(item, (torch.Tensor, torch.nn.Module)):
-            yield from _inside(item, kind, depth - 1)
+            yield from _inside(item, depth - 1)

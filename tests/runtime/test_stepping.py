@@ -84,6 +84,36 @@ class Nested(torch.optim.SGD):
         return super().step(closure)
 
 
+class Alternates(Plain):
+    """Muon, say, at each update, and AdamW at every second one, and an SGD that is never used."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.by_hand = ByHand(parameters)
+        self.adam = torch.optim.AdamW(self.by_hand.param_groups[0]["params"])
+        self.unused = torch.optim.SGD(self.by_hand.param_groups[0]["params"])
+        self.updates = 0
+
+    def step(self) -> None:
+        self.by_hand.step()
+        self.updates += 1
+        if self.updates % 2 == 0:
+            self.adam.step()
+
+    def zero_grad(self) -> None:
+        self.by_hand.zero_grad()
+
+
+class ScalesInside(torch.optim.SGD):
+    """An optimizer of torch's that leaves the step to another one, and that to a scaler."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], scaler: torch.amp.GradScaler) -> None:
+        super().__init__(list(parameters), lr=0.1)
+        self.several = Several(ByHand(self.param_groups[0]["params"]), scaler=scaler)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.several.step()
+
+
 def made(kind: str, model: nn.Module) -> tuple[Any, torch.amp.GradScaler]:
     """An optimizer, and the scaler of its gradients."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled="scaled" in kind)
@@ -91,6 +121,9 @@ def made(kind: str, model: nn.Module) -> tuple[Any, torch.amp.GradScaler]:
     # the fused one gets the scaler's findings, and skips by itself
     fused = torch.optim.AdamW(model.parameters(), fused=True)
     by_hand = ByHand(model.parameters())
+    hides_its_scaler = Several(by_hand)
+    scaled = Several(by_hand, scaler=scaler)
+    hides_its_scaler.step = lambda: scaled.step()  # type: ignore[method-assign]
     kinds: dict[str, Any] = {
         "torch": sgd,
         "plain": by_hand,
@@ -102,6 +135,8 @@ def made(kind: str, model: nn.Module) -> tuple[Any, torch.amp.GradScaler]:
         "scaled fused": Several(fused, scaler=scaler),
         "scaled plain": Several(by_hand, scaler=scaler),
         "scaled pair": Several(sgd, fused, scaler=scaler),
+        "scaled in a closure": hides_its_scaler,
+        "scaled in a torch one": ScalesInside(model.parameters(), scaler),
     }
     return kinds[kind], scaler
 
@@ -120,6 +155,8 @@ def made(kind: str, model: nn.Module) -> tuple[Any, torch.amp.GradScaler]:
         ("scaled fused", 2),
         ("scaled plain", 2),
         ("scaled pair", 2),
+        ("scaled in a closure", 2),
+        ("scaled in a torch one", 2),
     ],
 )
 def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, restored: bool, run: Run) -> None:
@@ -132,6 +169,18 @@ def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, resto
         run.update(optimizer)
         assert not run._steering.has_gradients
     assert run.step == steps
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_an_update_counts_whichever_of_the_optimizers_step_in_it(is_sparse: bool, run: Run) -> None:
+    model = nn.Embedding(2, 1, sparse=is_sparse)
+    optimizer = Alternates(model.parameters())
+    if is_sparse:
+        optimizer.adam = torch.optim.SparseAdam(model.parameters())  # type: ignore[assignment]
+    for number in (1, 2, 3, 4):
+        run.backward(model(torch.tensor([1])).mean())
+        run.update(optimizer)
+        assert run.step == number
 
 
 def with_a_closure(optimizer: torch.optim.Optimizer, model: nn.Module, run: Run) -> None:
