@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mgpu_slurm.errors import RunStopped
 from mgpu_slurm.runtime import rendezvous, secret
 from mgpu_slurm.runtime.facts import RankFacts
 from mgpu_slurm.runtime.run import Run
@@ -25,12 +26,27 @@ Work = Callable[..., Any]
 KILLED = "killed"
 
 
-def run_ranks(work: Work, world_size: int, *arguments: Any, folder: Path | None = None) -> list[Any]:
-    """Calls `work(run, *arguments)` on each rank; what each returned, or the error it raised as text, or that it was
-    killed."""
+class Failed(str):
+    """The error that a rank raised, as text."""
+
+
+def run_ranks(
+    work: Work, world_size: int, *arguments: Any, folder: Path | None = None, may_fail: bool = False
+) -> list[Any]:
+    """Call `work(run, *arguments)` on each rank; return what each returned, or that it was stopped or killed, as text.
+
+    Args:
+        may_fail: return the error of a rank that raises one as text too.
+
+    Raises:
+        AssertionError: a rank has failed, and none may.
+    """
     folder = folder or Path(tempfile.mkdtemp())
-    return join_ranks(_with_run, [RankFacts(rank, world_size, rank, world_size) for rank in range(world_size)], work,
-                      folder, arguments)  # fmt: skip
+    facts = [RankFacts(rank, world_size, rank, world_size) for rank in range(world_size)]
+    answers = join_ranks(_with_run, facts, work, folder, arguments)
+    failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failed)}
+    assert may_fail or not failed, f"failed, by rank: {failed}"
+    return answers
 
 
 def join_ranks(body: Work, facts: list[RankFacts], *arguments: Any) -> list[Any]:
@@ -81,8 +97,10 @@ def _process(there: Connection, body: Work, facts: RankFacts, variables: dict[st
     os.environ.update(variables)
     try:
         there.send(body(facts, *arguments))
+    except RunStopped as stopped:
+        there.send(f"RunStopped: {stopped}")
     except BaseException as error:
-        there.send(f"{type(error).__name__}: {error}")
+        there.send(Failed(f"{type(error).__name__}: {error}"))
 
 
 def _with_run(facts: RankFacts, work: Work, folder: Path, arguments: tuple[Any, ...]) -> Any:

@@ -113,7 +113,7 @@ def evaluates_alone(run: Run) -> None:
 
 
 def test_a_loader_that_one_rank_alone_goes_over_is_told() -> None:
-    for answer in run_ranks(evaluates_alone, 2):
+    for answer in run_ranks(evaluates_alone, 2, may_fail=True):
         assert answer.startswith("CollectiveMismatch: rank 1 has taken 4 batches of run.loader more than rank 0")
 
 
@@ -127,7 +127,7 @@ def goes_past(run: Run) -> None:
 
 
 def test_who_goes_past_a_call_of_another_is_told_so() -> None:
-    for answer in run_ranks(goes_past, 2):
+    for answer in run_ranks(goes_past, 2, may_fail=True):
         assert answer.startswith(
             "CollectiveMismatch: the ranks make different calls: rank 0 at run.mean(), rank 1 at the next batch"
         )

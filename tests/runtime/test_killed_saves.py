@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("phase", "killed"), [(phase, rank) for phase in PHASES for rank in (0, 1) if rank == 0 or phase not in OF_RANK_0]
 )
 def test_who_goes_on_ends_with_equal_weights(phase: str, killed: int, undisturbed: Any, tmp_path: Path) -> None:
-    answers = run_ranks(trains, 2, phase, killed, folder=tmp_path)
+    answers = run_ranks(trains, 2, phase, killed, folder=tmp_path, may_fail=True)
     assert answers[killed] == KILLED
     assert answers[1 - killed] != undisturbed[0]
     assert run_ranks(trains, 2, None, 0, folder=tmp_path) == undisturbed

@@ -255,7 +255,7 @@ def fails_while_it_saves(run: Run) -> int:
 
 
 def test_a_job_that_fails_in_the_middle_of_a_save_keeps_it(tmp_path: Path) -> None:
-    assert run_ranks(fails_while_it_saves, 1, folder=tmp_path) == ["ValueError: a mistake"]
+    assert run_ranks(fails_while_it_saves, 1, folder=tmp_path, may_fail=True) == ["ValueError: a mistake"]
     assert run_ranks(fails_while_it_saves, 1, folder=tmp_path) == [3]
 
 
@@ -263,7 +263,7 @@ def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for attempt in (1, 2):
         records.record_event(folder, "started", attempt=attempt)
-    (answer,) = run_ranks(saves_at_every_step, 1, folder=tmp_path)
+    (answer,) = run_ranks(saves_at_every_step, 1, folder=tmp_path, may_fail=True)
     assert answer == "MgpuError: attempt 1 of this run was given up, and a later one goes on: this one ends"
     assert names.complete(folder) == []
 
