@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,13 +40,6 @@ Batch = TypeVar("Batch")
 
 Judge = Callable[[int, dict[str, float]], str | None]
 """Hears the progress and its metrics on rank 0; answers why the training is to end, or None where it goes on."""
-
-# torch 2.13 renamed the option and warns about the old name
-_NO_BUFFER_SYNC: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else {"broadcast_buffers": False}
-)
 
 
 class State:
@@ -215,12 +207,12 @@ class Run:
             # else it shares the gradients out anew after its first step, and after the first of each restart: of three
             # numbers and more the sum depends on where in the exchange they stand
             find_unused_parameters=self._is_deterministic and self.world_size > 2,
-            **_NO_BUFFER_SYNC,
+            # DDP gives all ranks rank 0's buffers here, and not again at each forward
+            forward_sync_buffers=False,
         )
         self._models.append(wrapped)
         # not one of the model itself: torch.jit.script refuses it
         self._note_inputs_of(wrapped)
-        bring(model.buffers())
         return wrapped
 
     def _note_inputs_of(self, model: nn.Module) -> None:
