@@ -37,6 +37,8 @@ class JobFunction:
     """Whether the fields of `config_class` are parameters of the function."""
     beside: tuple[str, ...] = ()
     """Parameters next to the one that takes the whole config; they keep their defaults."""
+    untyped: str | None = None
+    """The one that takes the whole config, if neither an annotation nor a default says that it does."""
 
     def fill(self, values: dict[str, Any], base: Path) -> Any:
         """Return the whole config; see `mgpu_slurm.config.fill` for what is refused.
@@ -45,6 +47,11 @@ class JobFunction:
             base: the folder that relative paths start from.
         """
         what = f"config of {self.name}"
+        if self.untyped in values and not isinstance(value := values[self.untyped], (dict, type(None))):
+            raise UserError(
+                f"{what}: {self.untyped!r} is a parameter without an annotation, which takes all values as one mapping:"
+                f" annotate it, {self.untyped}: {type(value).__name__}, to be given {value!r}"
+            )
         for key in values:
             if key in self.beside and key not in (configs.field_types(self.config_class) or ()):
                 raise UserError(
@@ -101,7 +108,9 @@ def from_callable(function: Any, name: str) -> JobFunction:
     if _takes_all(others, types_of):
         kind = _without_none(types_of[others[0].name])
         beside = tuple(other.name for other in others[1:] if other.kind not in _VARIADIC)
-        return JobFunction(name, function, kind if configs.field_types(kind) is not None else None, beside=beside)
+        untyped = others[0].name if others[0].annotation is others[0].default is Parameter.empty else None
+        config_class = kind if configs.field_types(kind) is not None else None
+        return JobFunction(name, function, config_class, beside=beside, untyped=untyped)
     _check_can_be_named(function, name, others)
     return JobFunction(name, function, _class_of(others, types_of, name), by_name=True)
 

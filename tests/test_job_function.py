@@ -150,6 +150,17 @@ def test_a_key_that_names_a_parameter_next_to_the_mapping_is_refused() -> None:
         called(mapped, {"verbose": True})
 
 
+@pytest.mark.parametrize("values", [{"lr": 0.5}, {"epochs": 4, "lr": 0.5}])
+def test_a_value_for_a_parameter_that_would_take_them_all_is_refused(values: dict[str, Any]) -> None:
+    def train(run, lr, epochs=3):  # type: ignore[no-untyped-def]
+        return lr
+
+    with pytest.raises(UserError, match=r"'lr' is a parameter without .*: annotate it, lr: float, to be given 0.5"):
+        called(train, values)
+    # one that is said to take them all may have a key of its own name
+    assert called(mapped, {"values": 1}) == {"values": 1}
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
