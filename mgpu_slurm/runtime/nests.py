@@ -23,6 +23,8 @@ CONSTANTS = (str, bytes, Number, type(None), Enum, PurePath, np.generic, torch.d
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
+_FIX = "stack the samples, or give the fields by name in a dictionary"
+
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 
 
@@ -155,10 +157,15 @@ class Cutter:
         problem = "nothing in it has an entry for each sample"
         for rows in [expected or 0, *_possible_rows(samples)]:
             try:
-                if rows and self._plan(samples, rows) is not _Cut.NOT:
-                    return rows
+                plan = self._plan(samples, rows) if rows else _Cut.NOT
             except _Unfit as error:
                 problem = str(error)
+                continue
+            if isinstance(plan, _Fields) and rows != expected and _may_be_samples(samples):
+                problem = f"a list in it has {len(samples)} entries, which may be samples or fields: {_FIX}"
+                break
+            if plan is not _Cut.NOT:
+                return rows
         raise UserError(f"a batch of type {type(samples).__name__} cannot be cut between samples: {problem}")
 
     def cut(self, samples: Any, rows: int, begin: int, end: int) -> Any:
@@ -177,8 +184,7 @@ class Cutter:
 
     def _plan(self, samples: Any, rows: int) -> _Plan:
         plan = _plan(samples, rows)
-        are_images = type(samples) is list and all(map(_is_image, samples))
-        return self._cleared(plan, (), rows, _holds_samples(plan), holds_fields=not are_images)
+        return self._cleared(plan, (), rows, _holds_samples(plan), holds_fields=not _may_be_samples(samples))
 
     def _cleared(
         self, plan: _Plan, place: tuple[int, ...], rows: int, is_transposed: bool, holds_fields: bool = False
@@ -198,8 +204,7 @@ class Cutter:
             return _Cut.SAMPLES
         elif not holds_fields and place not in self._holds_samples:
             raise _Unfit(
-                f"a list in it has {rows} entries with {rows} rows each, which may be samples or fields: stack the"
-                " samples, or give the fields by name in a dictionary"
+                f"a list in it has {rows} entries with {rows} rows each, which may be samples or fields: {_FIX}"
             )
         children = [self._cleared(child, (*place, i), rows, is_transposed) for i, child in enumerate(plan.children)]
         return _Fields(children, is_unclear=False)
@@ -212,6 +217,8 @@ def _plan(part: Any, rows: int) -> _Plan:
     """
     if isinstance(part, CONSTANTS):
         return _Cut.NOT
+    if isinstance(part, torch.Tensor) and (part.is_nested or part.layout is not torch.strided):
+        raise _Unfit(f"a {'nested' if part.is_nested else 'sparse'} tensor has no rows to cut: make a dense one of it")
     if isinstance(part, ARRAYS):
         if part.ndim and part.shape[0] != rows:
             raise _Unfit(f"{type(part).__name__} of shape {[*part.shape]} in a batch of {rows} samples")
@@ -243,18 +250,40 @@ def _holds_samples(plan: _Plan) -> bool:
 
 def _possible_rows(samples: Any) -> Iterator[int]:
     """Yield the numbers of samples that a batch may have, the likelier first."""
-    if isinstance(samples, ARRAYS):
-        yield from samples.shape[:1]
+    if isinstance(samples, ARRAYS) and samples.ndim:
+        # a nested tensor has a size, but no shape
+        yield samples.size(0) if isinstance(samples, torch.Tensor) else len(samples)
     children = children_of(samples)
     if type(samples) is list and children and all(map(_is_image, children)):
         yield len(samples)
     for child in children or ():
+        if type(child) is tuple and child and all(map(_is_image, child)):
+            yield len(child)
         yield from _possible_rows(child)
         if type(child) in (tuple, list):
             yield len(child)
     # a tuple is one of fields, unless it is a field
     if type(samples) is list:
         yield len(samples)
+
+
+def _may_be_samples(batch: Any) -> bool:
+    """Whether a batch is a list that may be one of samples as well as one of fields: of images, or of tuples, mappings
+    or dataclasses of one form that have tensors in them."""
+    if type(batch) is not list or not batch:
+        return False
+    if all(map(_is_image, batch)):
+        return True
+    has_rows = any(isinstance(leaf, ARRAYS) and leaf.ndim for leaf in leaves_of(batch))
+    return has_rows and len(forms := {*map(_form, batch)}) == 1 and None not in forms
+
+
+def _form(part: Any) -> tuple[object, ...] | None:
+    """Return what containers have in common if each may be a sample; None for a tensor, a list or anything else."""
+    children = children_of(part)
+    if children is None or type(part) is list:
+        return None
+    return type(part), *(part if isinstance(part, Mapping) else (len(children),))
 
 
 def _is_image(part: Any) -> bool:

@@ -128,6 +128,8 @@ TEXTS = list("abcdef")
         (Example(ROW, TEXTS), Example(ROW[:3], TEXTS[:3])),
         ((ROW.numpy(), ROW), (ROW.numpy()[:3], ROW[:3])),
         ((ROW, (224, 224)), (ROW[:3], (224, 224))),
+        # as `zip(*samples)` makes them
+        (((torch.ones(3, 5, 5),) * ROWS, tuple(range(ROWS))), ((torch.ones(3, 5, 5),) * 3, (0, 1, 2))),
         # of as many fields as samples
         ([ROW] * ROWS, [ROW[:3]] * ROWS),
     ],
@@ -160,6 +162,29 @@ def test_three_colour_images_are_told_from_three_fields() -> None:
         pieces(ambiguous)
 
 
+PAIRS = [(torch.full((3, 5, 5), float(i)), i) for i in range(ROWS)]
+DICTS = [{"ids": torch.full((3,), i), "label": torch.tensor(i)} for i in range(ROWS)]
+
+
+@pytest.mark.parametrize("batch", [PAIRS, DICTS], ids=["pairs", "dicts"])
+def test_a_list_of_samples_is_cut_between_them_or_refused(batch: list[Any]) -> None:
+    assert equal(pieces(batch, rows=ROWS)[0], batch[:3])
+    # nobody says how many samples there are, or there are as many as each of them has rows
+    for samples, expected in ((batch, None), (batch[:3], None), (batch[:3], 3)):
+        with pytest.raises(UserError, match=r"a list in it has [36] .* may be samples or fields: stack the samples"):
+            pieces(samples, rows=expected)
+    cutter = Cutter()
+    assert cutter.rows(batch, ROWS) == ROWS
+    assert equal(cutter.cut(batch[:3], 3, 0, 1), batch[:1])
+
+
+def test_a_list_of_dicts_of_fields_is_cut_within_them() -> None:
+    views = [{"x": ROW}, {"x": ROW}]
+    assert equal(pieces(views, rows=ROWS)[0], [{"x": ROW[:3]}] * 2)
+    # no samples: they are not alike
+    assert equal(pieces([{"x": ROW}, {"y": ROW}])[0], [{"x": ROW[:3]}, {"y": ROW[:3]}])
+
+
 def test_a_rank_with_fewer_samples_makes_as_many_parts() -> None:
     cutter = Cutter()
     parts = cutter.split((ROW[:2], TEXTS[:2]), 2, 3)
@@ -175,6 +200,9 @@ def test_a_rank_with_fewer_samples_makes_as_many_parts() -> None:
         ((ROW, torch.ones(4)), r"tuple cannot be cut between samples: Tensor of shape \[6\] in a batch of 4 samples"),
         ({"scale": torch.tensor(1.0), "name": "a"}, "dict cannot .*: nothing in it has an entry for each sample"),
         (np.ones(()), "ndarray cannot be cut"),
+        (torch.eye(ROWS).to_sparse(), "a sparse tensor has no rows to cut: make a dense one of it"),
+        ((torch.eye(ROWS).to_sparse(), ROW), "a sparse tensor has no rows to cut"),
+        (torch.nested.nested_tensor([ROW, ROW[:3]], layout=torch.jagged), "a nested tensor has no rows to cut"),
     ],
 )
 def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
