@@ -36,19 +36,27 @@ class Accumulation:
             shares = {each.share for each in split.handed if each.share is not None}
             rows = self._rows(batch, shares)
             pieces = self._cutter.split(batch, rows, self._common(parts, rows, shares))
+            have_losses = set()
             for number, (piece, split.part) in enumerate(pieces, 1):
                 split.is_at_last = number == len(pieces)
                 with ExitStack() as stack:
                     if not split.is_at_last:
                         for model in self._models:
                             stack.enter_context(model.no_sync())
-                    uses = self._shares.uses
+                    uses, losses = self._shares.uses, self._shares.losses
                     yield piece
                     self._shares.check_innermost(split)
                     if uses == self._shares.uses and torch.is_grad_enabled() and not split.is_at_last:
                         raise UserError(
                             "run.accumulate: a micro-batch was fetched before the one before it was used: iterate over"
-                            " it directly, not over a list of it"
+                            " it directly, not over a list of it, and multiply the loss of one that you leave out by 0"
+                        )
+                    have_losses.add(self._shares.losses > losses)
+                    if len(have_losses) > 1:
+                        raise UserError(
+                            "run.accumulate: a micro-batch without run.backward among others: ranks exchange their"
+                            " gradients with the last one, and each has samples of its own: to leave one out, multiply"
+                            " its loss by 0"
                         )
 
     def _rows(self, batch: object, shares: set[Share]) -> int:

@@ -327,13 +327,14 @@ class Run:
 
         Call `run.backward` on each micro-batch's mean loss and `run.update` once after the loop: the gradient is that
         of the whole batch. Ranks exchange gradients with the last micro-batch only, and make the same number of them: a
-        rank with fewer samples fills up with one that has no weight.
+        rank with fewer samples fills up with one that has no weight. To leave one out, multiply its loss by 0; which
+        samples are in it depends on the number of ranks.
 
         Args:
             batch: tensors, arrays, lists of samples, and tuples, lists, mappings and dataclasses of them.
 
         Raises:
-            UserError: the batch cannot be cut between samples.
+            UserError: the batch cannot be cut between samples, or some micro-batches have no `run.backward`.
         """
         if parts < 1:
             raise UserError(f"run.accumulate: parts={parts}: expected at least 1")

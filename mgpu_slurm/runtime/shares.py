@@ -52,6 +52,8 @@ class Shares:
         self._newest = 0
         self.uses = 0
         """How often a model, a loss or a meter was given anything."""
+        self.losses = 0
+        """How often a loss was weighted."""
         self._inputs: dict[Handed, bool] = {}
         """What models were given since the last loss, and whether one of them was in training mode."""
         self._has_other_inputs = False
@@ -69,8 +71,6 @@ class Shares:
         `Pass.batches`."""
         self._lost: dict[Share | None, int] = {}
         """Shares of passes that are forgotten, see `Pass.gone`, and where these began."""
-        self._has_weighted = False
-        """There was a loss."""
         self._trains_since = 0
         """Where the first of the passes began in which a loss was weighted last. What was lost before is not used any
         more."""
@@ -88,7 +88,7 @@ class Shares:
             place: of a loader: of its passes only the newest continues; None for a pass beside others.
         """
         self._forget_passes()
-        begun = Pass(self._newest, not self._has_weighted, batches, place)
+        begun = Pass(self._newest, self.losses == 0, batches, place)
         for each in self._passes:
             if place is not None and each.place is place:
                 each.close()
@@ -227,7 +227,7 @@ class Shares:
         if loops := [each.began_at for each in self._passes if each.trained is not None]:
             self._trains_since = min(loops)
         self.uses += 1
-        self._has_weighted = True
+        self.losses += 1
         if batch is None:
             shares, part = self._of_loss()
             self._forget_inputs()

@@ -312,6 +312,23 @@ def stepped_among_micro_batches(job: Job) -> None:
             job.optimizer.step()
 
 
+def without_the_first_micro_batch(job: Job) -> None:
+    for (batch,) in job.data(4):
+        for number, micro in enumerate(job.run.accumulate(batch, 2)):
+            loss = job.model(micro).mean()
+            if number > 0:
+                job.run.backward(loss)
+
+
+def without_the_last_micro_batch(job: Job) -> None:
+    """With which ranks exchange their gradients: each would go on with its own."""
+    for (batch,) in job.data(4):
+        for number, micro in enumerate(job.run.accumulate(batch, 2)):
+            if number < 1:
+                job.run.backward(job.model(micro).mean())
+        job.update()
+
+
 def alternating_micro_batches(job: Job) -> None:
     for (a,), (b,) in zip(job.data(), job.data(), strict=True):
         for of_a, of_b in zip(job.run.accumulate(a, 2), job.run.accumulate(b, 2), strict=True):
@@ -706,6 +723,8 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     fetched_among_changed_micro_batches: "UserError: run.backward: a batch was fetched within .* run.accumulate",
     updated_among_micro_batches: "UserError: run.accumulate: a step of the optimizer .*: call run.update after",
     stepped_among_micro_batches: "UserError: run.accumulate: a step of the optimizer before the last micro-batch",
+    without_the_first_micro_batch: "UserError: run.accumulate: a micro-batch without run.backward among others",
+    without_the_last_micro_batch: "UserError: run.accumulate: a micro-batch without .* multiply its loss by 0",
     alternating_micro_batches: "UserError: run.accumulate: two loops over it alternate",
     metered: [VALUES.mean().item()] * 2,
     metered_over_a_shard: "UserError: meter.add: not in a batch of run.loader: say of how many samples",
