@@ -78,11 +78,11 @@ class Keeper:
         state, actual = state_of(value)
         shape, tensors = plain.split(state, name)
         refuse_unwritable(tensors)
-        reached = self._wrapped.reaches(value)
+        reached, is_held = self._wrapped.reaches(value), self._wrapped.holds()
         own = {
             key: tensor
             for key, tensor in tensors.items()
-            if not is_spread(tensor) and not reached(actual.get(key.removeprefix(f"{name}."), ""))
+            if not (is_spread(tensor) or reached(actual.get(key.removeprefix(f"{name}."), "")) or is_held(tensor))
         }
         return _State(shape, tensors, own, is_rank_0s=reached(""))
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from mgpu_slurm.checkpoints.host import is_sharded, is_spread
+from mgpu_slurm.runtime.passes import place_of
 
 _OF_VERSION_0_1 = ("module", "_orig_mod")
 """Parts of the names in its checkpoints that may come from wrapping."""
@@ -59,6 +60,12 @@ class Wrapped:
         if is_inside or not belonging:
             return lambda name: is_inside
         return lambda name: any(id(part) in belonging for part in _along(value, name))
+
+    def holds(self) -> Callable[[torch.Tensor], bool]:
+        """Return a function that tells whether a tensor is one of wrapped modules, whoever has it in its state."""
+        held = (each for module in self._modules for each in (*module.parameters(), *module.buffers()))
+        places = {place_of(each) for each in held if not is_spread(each)}
+        return lambda tensor: place_of(tensor) in places
 
     def _averages(self, average: AveragedModel) -> bool:
         """Whether it is a moving average of a wrapped module: a copy of one, so it has the same class and shapes."""

@@ -34,6 +34,20 @@ class Kept:
         self.state = state
 
 
+class Helper(Kept):
+    """An object of the user's around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(updates=0)
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.state, "tensors": [*self.model.parameters(), *self.model.buffers()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["own"]
+
+
 def trains(run: Run, stop_at: int | None, leaves_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """Every rank has an expert, a buffer of samples and a stream of its own, beside a model of all."""
     torch.manual_seed(0)
@@ -46,7 +60,7 @@ def trains(run: Run, stop_at: int | None, leaves_out: tuple[str, ...] = ()) -> d
     buffer, stream, seen = Kept(samples=torch.zeros(0, 3)), Kept(place=0), Kept(steps=0, kinds={"a", "b", "c", "d"})
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "seen": seen, "average": AveragedModel(net)}
     objects |= {"expert": expert, "expert_optimizer": expert_optimizer, "buffer": buffer, "stream": stream}
-    objects |= {"holder": holder}
+    objects |= {"holder": holder, "helper": Helper(net)}
     features = torch.randn(36, 3, generator=torch.Generator().manual_seed(1))
     data = run.loader(TensorDataset(features), batch_size=8)
     state = run.restore(data=data, **{name: value for name, value in objects.items() if name not in leaves_out})
