@@ -34,6 +34,8 @@ class RunOfLoader:
     """Is called before each batch, with the place of the pass."""
     epoch: Callable[[], int | None]
     """That of `state.epochs`; None outside of it."""
+    awaits_epochs: Callable[[], bool]
+    """Whether the run was restored in a loop over that, and has not come to the loop yet."""
     step: Callable[[], int]
     is_same: Callable[[int], bool]
     """Whether a number is the same on all ranks, each of which makes the call."""
@@ -240,15 +242,17 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         run, place, step = self._run, self.place, self._run.step()
-        is_beside = place.is_in_pass and not torch.is_grad_enabled()
-        if is_beside:
+        is_evaluation = place.is_in_pass and not torch.is_grad_enabled()
+        # the loop in which it was saved continues it, and not a look before that
+        is_look = run.awaits_epochs() and not place.is_outside
+        if is_evaluation or is_look:
             place = place.beside()
         first = place.begin_pass(run.epoch(), step)
         own = self._newest = place.current
         batches, ran_to_end = self._source.begin(place.epoch, first), False
         try:
             with (
-                run.shares.passing(place.signature, None if is_beside else place) as passing,
+                run.shares.passing(place.signature, None if is_evaluation else self.place) as passing,
                 suppress(Over),
             ):
                 for number in itertools.count(first):
@@ -258,7 +262,7 @@ class Loader:
                     yield self._next(batches, number, place, passing)
             passing.ran_to_end = ran_to_end = True
         finally:
-            run.places.end_pass(place, own, ran_to_end)
+            run.places.end_pass(place, own, ran_to_end, run.epoch())
         if passing.has_unweighted_stand_in and run.step() == step:
             self._warn_of_evaluation()
 

@@ -31,6 +31,9 @@ class LoaderPlace:
     """That of the next pass, if it continues one."""
     is_ahead: bool = False
     """The last batch waits for one of the loader that drives the loop, which is fetched after it."""
+    is_outside: bool = False
+    """This pass, or the first of those that follow one another, began outside of `state.epochs`: a new attempt
+    continues it there."""
     ended_in: int | None = None
     """The pass of the loader that drives the loop in which this one's last pass ended; None if in none."""
     current: object = None
@@ -62,6 +65,8 @@ class LoaderPlace:
             self.restored = self.first_batch, self.next_epoch
         else:
             self.restored = None
+        # what a job that looked at a batch still holds does not continue
+        self.is_outside &= not self.is_in_pass
         self.batches, self.begun_at, self.current = 0, (step, epoch), object()
         self.passes += 1
         self.epoch = self.next_epoch or epoch or self.passes
@@ -76,7 +81,7 @@ class LoaderPlace:
         self.batches += 1
 
     def beside(self) -> LoaderPlace:
-        """Return a place for an evaluation in the middle of a pass over the same batches, which is not saved."""
+        """Return a place for a pass that leaves this one as it is, and is not saved."""
         return LoaderPlace(self.size, self.batch_size, self.passes)
 
     @property
@@ -95,12 +100,13 @@ class LoaderPlace:
             }
         else:
             begins = {"batch": self.first_batch, "epoch": self.next_epoch, "passes": self.passes}
-        return {"size": self.size, "batch_size": self.batch_size, "active": self.is_active, **begins}
+        known = {"size": self.size, "batch_size": self.batch_size, "outside": self.is_outside}
+        return {**known, "active": self.is_active, **begins}
 
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Continue from there with the next pass."""
         self.first_batch, self.next_epoch, self.passes = facts["batch"], facts["epoch"], facts["passes"]
-        self.restored = None
+        self.is_outside, self.restored = facts["outside"], None
 
 
 class LoaderPlaces:
@@ -134,14 +140,20 @@ class LoaderPlaces:
         # one that begins anew among the driver's batches keeps its turn
         if place.is_new and (self._pass_of_driver is None or place.ended_in != self._pass_of_driver):
             place.is_ahead = self._pass_of_driver is None
+            place.is_outside |= place.begun_at[1] is None
         place.is_new = False
 
-    def end_pass(self, place: LoaderPlace, which: object, ran_to_end: bool) -> None:
-        """Note that a pass is over, unless another one over its loader has begun since."""
+    def end_pass(self, place: LoaderPlace, which: object, ran_to_end: bool, epoch: int | None) -> None:
+        """Note that a pass is over, unless another one over its loader has begun since.
+
+        Args:
+            epoch: That of the run now.
+        """
         if which is not place.current:
             return
         if ran_to_end:
             place.restored = None
+        place.is_outside &= ran_to_end and epoch is not None
         place.ended_in, place.is_in_pass, place.is_over = self._pass_of_driver, False, True
 
     @property

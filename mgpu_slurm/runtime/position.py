@@ -21,6 +21,10 @@ class Position:
         self.epoch: int | None = None
         """That of `state.epochs` which goes on."""
         self.next_epoch = 1
+        self.last_epoch = 0
+        """That of the loop over `state.epochs`; 0 outside of it."""
+        self.awaits_epochs = False
+        """It was restored in such a loop, and that has not begun yet."""
         self.loader: Loader | None = None
         """The one that is restored: its batches are places to go on from."""
         self.loader_name = ""
@@ -40,6 +44,7 @@ class Position:
             "progress": self.progress,
             "metrics": self.metrics,
             "next_epoch": self.epoch if in_pass and self.epoch is not None else self.next_epoch,
+            "in_epochs": self.next_epoch <= self.last_epoch,
             # tells checkpoints of one step apart; the begin of a pass is the end of the one before
             "place": [self.progress, batch if in_pass else 0, passes - in_pass, *self.loaders.others()],
             "loader": {
@@ -52,6 +57,11 @@ class Position:
             "loaders": self.loaders.facts(),
         }
 
+    def begin_epochs(self, last: int) -> None:
+        """Note that a loop over `state.epochs` begins."""
+        self.loaders.begin_loop()
+        self.last_epoch, self.awaits_epochs = last, False
+
     def leave_loop(self) -> None:
         """Note that the job has left its loop: an epoch that it left by `break` is over."""
         if self.epoch is not None:
@@ -61,7 +71,8 @@ class Position:
         """Takes over what a checkpoint holds."""
         self.step, self.progress, self.metrics = facts["step"], facts["progress"], facts["metrics"]
         self.next_epoch, self.goes_on_in_pass = facts["next_epoch"], facts["loader"]["active"]
-        # v0.1 saved the place of one loader
+        # v0.1 saved the place of one loader, and not whether that was in an epoch
+        self.awaits_epochs = facts.get("in_epochs", False)
         self.loaders.go_to(facts.get("loaders", []))
         if self.loader is not None:
             place = self.loader.place

@@ -60,7 +60,8 @@ class State:
         return self._position.progress
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The epochs that are left, from 1 to `total`; the one that was interrupted comes first.
+        """The epochs that are left, from 1 to `total`; the one that was interrupted comes first. If the job looks at
+        batches of a loader before that, it uses up none of them.
 
         The end of each epoch is a boundary: a checkpoint is written, and a stop that was asked for happens.
         """
@@ -122,6 +123,7 @@ class Run:
             self._steering.before_batch,
             is_same=self._steering.is_same_everywhere,
             epoch=lambda: self._position.epoch,
+            awaits_epochs=lambda: self._position.awaits_epochs,
             step=lambda: self.step,
             places=self._position.loaders,
             shares=self._shares,

@@ -97,22 +97,26 @@ class Steering:
     def epochs(self, total: int) -> Iterator[int]:
         """Those that are left, from 1; at the end of each a checkpoint is written."""
         position = self._position
-        position.loaders.begin_loop()
+        position.begin_epochs(total)
         if not position.goes_on_in_pass:
             self._restore_random()
-        for epoch in range(position.next_epoch, total + 1):
-            position.epoch = epoch
-            yield epoch
-            position.epoch = None
-            position.next_epoch = epoch + 1
-            self.together(Call.EPOCH)
-            self._act(in_pass=False, save=True, wait=epoch == total)
+        try:
+            for epoch in range(position.next_epoch, total + 1):
+                position.epoch = epoch
+                yield epoch
+                position.epoch = None
+                position.next_epoch = epoch + 1
+                self.together(Call.EPOCH)
+                self._act(in_pass=False, save=True, wait=epoch == total)
+        finally:
+            # also if the job has left the loop
+            position.last_epoch = 0
 
     def before_batch(self, loader: Loader, place: LoaderPlace) -> None:
         """In a pass over any loader.
 
         Args:
-            place: That of the pass, not of the loader if it is an evaluation within another pass over it.
+            place: That of the pass, not of the loader if the pass leaves that as it is.
         """
         is_restored = loader is self._position.loader and place is loader.place
         self._position.loaders.note_batch(place)
@@ -144,6 +148,8 @@ class Steering:
     def step_done(self) -> None:
         """Note a step of the optimizer."""
         self.has_gradients = False
+        # what trains does more than look
+        self._position.awaits_epochs = False
         self._overdue.stepped(self._is_wanted(), self._why_no_boundary)
 
     def finish(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,39 @@ def looked_at_in_each_epoch(job: Job) -> Iterator[Seen]:
             yield job.step(a, a)
 
 
+def looked_at_before_the_epochs(job: Job) -> Iterator[Seen]:
+    """And random numbers are drawn after that, as by a module that is made of what a batch looks like."""
+    state = job.restore()
+    next(iter(job.data))
+    torch.rand(7)
+    for _ in state.epochs(EPOCHS):
+        for a in job.data:
+            yield job.step(a, [torch.rand(1)])
+
+
+def read_before_the_epochs(job: Job) -> Iterator[Seen]:
+    """Some of one loader, all of another one, and the one that drives the loop is still held."""
+    others, third = job.loader(22, 4), job.loader(23, 4)
+    state = job.restore()
+    held = iter(job.data)
+    assert len(list(islice(held, 2))) == 2
+    assert len(list(islice(others, 2))) == 2
+    assert sorted(torch.cat([batch for (batch,) in third]).tolist()) == list(range(23))
+    for _ in state.epochs(EPOCHS):
+        for a, (b,), (c,) in zip(job.data, others, third, strict=False):
+            yield job.step(a, [torch.cat([b, c])])
+
+
+def fetched_ahead_since_before_the_epochs(job: Job) -> Iterator[Seen]:
+    others = again_and_again(job.loader(9, 3))
+    state = job.restore()
+    following = next(others)
+    for _ in state.epochs(EPOCHS):
+        for a in job.data:
+            b, following = following, next(others)
+            yield job.step(a, b)
+
+
 LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     zipped,
     zipped_the_other_way,
@@ -164,6 +198,9 @@ LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     evaluated_on_its_own_batches,
     looked_at,
     looked_at_in_each_epoch,
+    looked_at_before_the_epochs,
+    read_before_the_epochs,
+    fetched_ahead_since_before_the_epochs,
 ]
 
 
@@ -196,10 +233,12 @@ def test_every_loader_continues_in_the_middle_of_an_epoch(loop: int, tmp_path: P
     assert begun + rest == whole
 
 
-def test_two_ranks_continue_with_their_own_shares(tmp_path: Path) -> None:
-    whole = run_ranks(goes_through, 2, 0, None, folder=tmp_path / "whole")
-    begun = run_ranks(goes_through, 2, 0, 7, folder=tmp_path / "parts")
-    rest = run_ranks(goes_through, 2, 0, None, folder=tmp_path / "parts")
+@pytest.mark.parametrize("loop", [zipped, looked_at_before_the_epochs], ids=lambda loop: loop.__name__)
+def test_two_ranks_continue_with_their_own_shares(loop: Callable[[Job], Iterator[Seen]], tmp_path: Path) -> None:
+    number = LOOPS.index(loop)
+    whole = run_ranks(goes_through, 2, number, None, folder=tmp_path / "whole")
+    begun = run_ranks(goes_through, 2, number, 7, folder=tmp_path / "parts")
+    rest = run_ranks(goes_through, 2, number, None, folder=tmp_path / "parts")
     for one, first, second in zip(whole, begun, rest, strict=True):
         assert len(first) < len(one)
         assert first + second == one
@@ -208,7 +247,7 @@ def test_two_ranks_continue_with_their_own_shares(tmp_path: Path) -> None:
 
 def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> None:
     place = LoaderPlace(8, 2)
-    place.go_to({"batch": 3, "epoch": 2, "passes": 1})
+    place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False})
     assert (place.begin_pass(2, step=7), place.epoch) == (3, 2)
     place.come_to(3)
     assert (place.begin_pass(3, step=7), place.epoch) == (0, 3)
@@ -216,7 +255,7 @@ def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> No
 
 def test_a_loader_is_looked_at_once() -> None:
     place = LoaderPlace(8, 2)
-    place.go_to({"batch": 3, "epoch": 2, "passes": 1})
+    place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False})
     assert [(place.begin_pass(None, step=7), place.epoch, place.passes) for _ in range(3)] == [
         (3, 2, 2),
         (3, 2, 2),
@@ -309,3 +348,29 @@ def test_an_evaluation_that_counts_a_sample_twice_is_named_once(how: str) -> Non
     else:
         assert printed == ""
         assert how != "meters" or mean == 4.0
+
+
+def trains_in_two_phases(run: Run, stop_at: int | None) -> list[tuple[int, int]]:
+    """Leaves the epochs in the first phase, and does not come back to them."""
+    job, seen = Job(run), []
+    state = job.restore()
+    try:
+        if state.step == 0:
+            for _ in state.epochs(EPOCHS):
+                break
+        while run.step < EPOCHS * STEPS:
+            for a in job.data:
+                _, at, _, _ = job.step(a, a)
+                seen.append((run.step, at))
+                if run.step == stop_at:
+                    run._steering.stop.asked = Stop.END
+    except BaseException as stopped:
+        if type(stopped).__name__ != "RunStopped":
+            raise
+    return seen
+
+
+def test_what_follows_epochs_that_were_left_continues_without_them(tmp_path: Path) -> None:
+    (begun,) = run_ranks(trains_in_two_phases, 1, 6, folder=tmp_path)
+    (rest,) = run_ranks(trains_in_two_phases, 1, None, folder=tmp_path)
+    assert begun + rest == [(step + 1, step % STEPS) for step in range(EPOCHS * STEPS)]
