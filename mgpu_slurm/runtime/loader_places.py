@@ -30,7 +30,8 @@ class LoaderPlace:
     next_epoch: int | None = None
     """That of the next pass, if it continues one."""
     is_ahead: bool = False
-    """The last batch waits for one of the loader that drives the loop, which is fetched after it."""
+    """The loop over it began before that over the loader that drives the loop: a job that continues fetches one batch
+    again before it comes to where it was."""
     is_outside: bool = False
     """This pass, or the first of those that follow one another, began outside of `state.epochs`: a new attempt
     continues it there."""
@@ -65,8 +66,8 @@ class LoaderPlace:
             self.restored = self.first_batch, self.next_epoch
         else:
             self.restored = None
-        # what a job that looked at a batch still holds does not continue
-        self.is_outside &= not self.is_in_pass
+        # only a pass that has ended is followed by this one
+        self.is_outside &= self.is_over
         self.batches, self.begun_at, self.current = 0, (step, epoch), object()
         self.passes += 1
         self.epoch = self.next_epoch or epoch or self.passes
@@ -89,12 +90,18 @@ class LoaderPlace:
         """Whether a pass is to continue: one that goes on, or one in whose middle the loader was restored."""
         return self.is_in_pass or self.next_epoch is not None
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint holds at a batch of the loader that drives the loop."""
+    def facts(self, in_pass: bool) -> dict[str, Any]:
+        """Return what a checkpoint holds.
+
+        Args:
+            in_pass: whether that is at a batch of the loader that drives the loop; else it is at the end of an epoch,
+                in which nothing is fetched again.
+        """
         if self.is_in_pass:
+            is_fetched_again = self.is_ahead and (in_pass or self.is_outside)
             # the pass that was begun is begun again
             begins: dict[str, Any] = {
-                "batch": self.batch + (not self.is_ahead),
+                "batch": self.batch + (not is_fetched_again),
                 "epoch": self.epoch,
                 "passes": self.passes - 1,
             }
@@ -106,7 +113,7 @@ class LoaderPlace:
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Continue from there with the next pass."""
         self.first_batch, self.next_epoch, self.passes = facts["batch"], facts["epoch"], facts["passes"]
-        self.is_outside, self.restored = facts["outside"], None
+        self.is_outside, self.is_over, self.restored = facts["outside"], False, None
 
 
 class LoaderPlaces:
@@ -136,12 +143,21 @@ class LoaderPlaces:
         self._lasting = len(self._places)
 
     def note_batch(self, place: LoaderPlace) -> None:
-        """Note, before the first batch of a pass, whether the loader that drives the loop has one in hand."""
-        # one that begins anew among the driver's batches keeps its turn
-        if place.is_new and (self._pass_of_driver is None or place.ended_in != self._pass_of_driver):
-            place.is_ahead = self._pass_of_driver is None
-            place.is_outside |= place.begun_at[1] is None
+        """Note, before the first batch of a pass, whether the loop over it began before the driver's, or outside."""
+        # one that follows another pass among the driver's batches, or outside, keeps its turn
+        follows = place.is_outside or (self._pass_of_driver is not None and place.ended_in == self._pass_of_driver)
+        if place.is_new and not follows:
+            place.is_ahead = self._pass_of_driver is None and not self._driver_has_trained_in(place)
+            place.is_outside = place.begun_at[1] is None
         place.is_new = False
+
+    def _driver_has_trained_in(self, place: LoaderPlace) -> bool:
+        """Return whether the driver began a pass in the epoch in which another loader begins one, and steps were made
+        since."""
+        step, epoch = place.begun_at
+        if self.driver is None or epoch is None:
+            return False
+        return self.driver.begun_at[1] == epoch and self.driver.begun_at[0] < step
 
     def end_pass(self, place: LoaderPlace, which: object, ran_to_end: bool, epoch: int | None) -> None:
         """Note that a pass is over, unless another one over its loader has begun since.
@@ -160,13 +176,13 @@ class LoaderPlaces:
     def _pass_of_driver(self) -> int | None:
         return self.driver.passes if self.driver is not None and self.driver.is_in_pass else None
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self, in_pass: bool) -> list[dict[str, Any]]:
         """Return what a checkpoint holds: the places of loaders that last or are in the middle of a pass."""
-        return [place.facts() for i, place in enumerate(self._places) if i < self._lasting or place.is_active]
+        return [place.facts(in_pass) for i, place in enumerate(self._places) if i < self._lasting or place.is_active]
 
-    def others(self) -> list[list[int]]:
+    def others(self, in_pass: bool) -> list[list[int]]:
         """Return how far the loaders are that do not drive the loop."""
-        found = [place.facts() for place in self._places if place is not self.driver]
+        found = [place.facts(in_pass) for place in self._places if place is not self.driver]
         return [[facts["passes"], facts["batch"]] for facts in found]
 
     def go_to(self, saved: Sequence[Mapping[str, Any]]) -> None:

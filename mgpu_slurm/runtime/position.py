@@ -46,7 +46,7 @@ class Position:
             "next_epoch": self.epoch if in_pass and self.epoch is not None else self.next_epoch,
             "in_epochs": self.next_epoch <= self.last_epoch,
             # tells checkpoints of one step apart; the begin of a pass is the end of the one before
-            "place": [self.progress, batch if in_pass else 0, passes - in_pass, *self.loaders.others()],
+            "place": [self.progress, batch if in_pass else 0, passes - in_pass, *self.loaders.others(in_pass)],
             "loader": {
                 "name": self.loader_name,
                 "active": in_pass,
@@ -54,7 +54,7 @@ class Position:
                 # the pass that was begun is begun again
                 "passes": passes - in_pass,
             },
-            "loaders": self.loaders.facts(),
+            "loaders": self.loaders.facts(in_pass),
         }
 
     def begin_epochs(self, last: int) -> None:

@@ -413,7 +413,8 @@ class Run:
 
         What is given here is what checkpoints hold: model, optimizer, scheduler, the loader that drives the loop,
         anything with `state_dict` and `load_state_dict`. Names are free and have to stay the same. Every other
-        `run.loader` continues where it was, too, known by its size, its batch size, and the order of their creation.
+        `run.loader` continues where it was, too, known by its size, its batch size, and the order of their creation. A
+        job that continues has to fetch before its loop what it fetched there at first.
 
         Collective: every rank calls it.
 

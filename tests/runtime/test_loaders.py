@@ -25,8 +25,8 @@ from tests.runtime.ranks import run_ranks
 EPOCHS, STEPS = 3, 4
 AT_ONCE = 0
 
-Seen = tuple[int, int, list[int], list[int]]
-"""Epoch, position in it, and the samples of the loader that drives the loop and of another one."""
+Seen = tuple[int, int, list[int], list[int], float]
+"""Epoch, position in it, the samples of the loader that drives the loop and of another one, and the weight then."""
 
 
 class Job:
@@ -48,7 +48,8 @@ class Job:
     def step(self, a: list[torch.Tensor], b: list[torch.Tensor]) -> Seen:
         self.run.backward(self.model(a[0].float().unsqueeze(1)).square().mean() * 1e-3, a)
         self.run.update(self.optimizer)
-        return self.run._position.epoch or 0, self.data.batch, a[0].tolist(), b[0].tolist()
+        (weight,) = self.model.parameters()
+        return self.run._position.epoch or 0, self.data.batch, a[0].tolist(), b[0].tolist(), weight.item()
 
 
 def zipped(job: Job) -> Iterator[Seen]:
@@ -185,6 +186,39 @@ def fetched_ahead_since_before_the_epochs(job: Job) -> Iterator[Seen]:
             yield job.step(a, b)
 
 
+def fetched_ahead_also_after_each_pass(job: Job) -> Iterator[Seen]:
+    """And passes of the other loader begin anew there."""
+    others = again_and_again(job.loader(4 * 5, 4))
+    state = job.restore()
+    following = next(others)
+    for _ in state.epochs(EPOCHS):
+        for a in job.data:
+            b, following = following, next(others)
+            seen = job.step(a, b)
+            if job.data.batch < STEPS - 1:
+                yield seen
+        following = next(others)
+        yield seen
+
+
+def fetched_before_each_pass(job: Job) -> Iterator[Seen]:
+    others = again_and_again(job.loader(8, 4))
+    for _ in job.restore().epochs(EPOCHS):
+        b = next(others)
+        for a in job.data:
+            yield job.step(a, b)
+
+
+def fetched_after_each_pass(job: Job) -> Iterator[Seen]:
+    others = again_and_again(job.loader(20, 4))
+    for _ in job.restore().epochs(EPOCHS):
+        for a in job.data:
+            seen = job.step(a, a)
+            if job.data.batch < STEPS - 1:
+                yield seen
+        yield *seen[:3], torch.cat([next(others)[0], next(others)[0]]).tolist(), seen[4]
+
+
 LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     zipped,
     zipped_the_other_way,
@@ -201,6 +235,9 @@ LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     looked_at_before_the_epochs,
     read_before_the_epochs,
     fetched_ahead_since_before_the_epochs,
+    fetched_ahead_also_after_each_pass,
+    fetched_before_each_pass,
+    fetched_after_each_pass,
 ]
 
 
@@ -233,7 +270,43 @@ def test_every_loader_continues_in_the_middle_of_an_epoch(loop: int, tmp_path: P
     assert begun + rest == whole
 
 
-@pytest.mark.parametrize("loop", [zipped, looked_at_before_the_epochs], ids=lambda loop: loop.__name__)
+def without_a_driver(job: Job) -> Iterator[Seen]:
+    """And batches of another one are fetched ahead."""
+    data, others = again_and_again(job.loader(20, 4)), again_and_again(job.loader(22, 4))
+    state = job.run.restore(model=job.model, optimizer=job.optimizer)
+    following = next(others)
+    for _ in state.epochs(EPOCHS):
+        for _ in range(STEPS):
+            b, following = following, next(others)
+            yield job.step(next(data), b)
+
+
+LOOPS_OF_EPOCHS = [
+    without_a_driver,
+    *(loop for loop in LOOPS if loop not in (made_in_each_pass_without_epochs, around_the_driver, looked_at)),
+]
+
+
+def goes_through_epochs(run: Run, loop: int, most: int | None) -> list[Seen]:
+    seen = list(islice(LOOPS_OF_EPOCHS[loop](Job(run)), most))
+    run.await_save()
+    return seen
+
+
+@pytest.mark.parametrize("loop", range(len(LOOPS_OF_EPOCHS)), ids=[loop.__name__ for loop in LOOPS_OF_EPOCHS])
+def test_every_loader_continues_at_the_end_of_an_epoch(loop: int, tmp_path: Path) -> None:
+    (whole,) = run_ranks(goes_through_epochs, 1, loop, None, folder=tmp_path / "whole")
+    assert len(whole) == EPOCHS * STEPS
+    # ends in the middle of the last epoch, and with it what was done since the checkpoint
+    (begun,) = run_ranks(goes_through_epochs, 1, loop, 2 * STEPS + 1, folder=tmp_path / "parts")
+    (rest,) = run_ranks(goes_through_epochs, 1, loop, None, folder=tmp_path / "parts")
+    assert len(rest) == STEPS
+    assert begun[:-1] + rest == whole
+
+
+@pytest.mark.parametrize(
+    "loop", [zipped, looked_at_before_the_epochs, fetched_after_each_pass], ids=lambda loop: loop.__name__
+)
 def test_two_ranks_continue_with_their_own_shares(loop: Callable[[Job], Iterator[Seen]], tmp_path: Path) -> None:
     number = LOOPS.index(loop)
     whole = run_ranks(goes_through, 2, number, None, folder=tmp_path / "whole")
@@ -360,7 +433,7 @@ def trains_in_two_phases(run: Run, stop_at: int | None) -> list[tuple[int, int]]
                 break
         while run.step < EPOCHS * STEPS:
             for a in job.data:
-                _, at, _, _ = job.step(a, a)
+                _, at, *_ = job.step(a, a)
                 seen.append((run.step, at))
                 if run.step == stop_at:
                     run._steering.stop.asked = Stop.END
