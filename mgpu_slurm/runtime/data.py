@@ -263,7 +263,8 @@ class Loader:
             passing.ran_to_end = ran_to_end = True
         finally:
             run.places.end_pass(place, own, ran_to_end, run.epoch())
-        if passing.has_unweighted_stand_in and run.step() == step:
+        # a job that keeps its batches uses them later
+        if passing.has_unweighted_stand_in and run.step() == step and not passing.keeps_unused():
             self._warn_of_evaluation()
 
     def _next(self, batches: Iterator[Any], number: int, place: LoaderPlace, passing: Pass) -> Any:

@@ -423,6 +423,23 @@ def test_an_evaluation_that_counts_a_sample_twice_is_named_once(how: str) -> Non
         assert how != "meters" or mean == 4.0
 
 
+def trains_on_a_list(run: Run) -> tuple[str, float]:
+    model = run.wrap(nn.Linear(1, 1, bias=False))
+    (weight,) = model.parameters()
+    nn.init.ones_(weight)
+    values = torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0]).unsqueeze(1)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        batches = list(run.loader(TensorDataset(values), batch_size=2))
+        for (batch,) in batches:
+            run.backward(model(batch).mean())
+    assert weight.grad is not None
+    return printed.getvalue(), weight.grad.item()
+
+
+def test_batches_that_are_fetched_into_a_list_and_trained_on_are_no_evaluation() -> None:
+    assert run_ranks(trains_on_a_list, 2) == [("", 2.5 + 4.5 + 6.0)] * 2
+
+
 def trains_in_two_phases(run: Run, stop_at: int | None) -> list[tuple[int, int]]:
     """Leaves the epochs in the first phase, and does not come back to them."""
     job, seen = Job(run), []
