@@ -276,8 +276,8 @@ class Run:
         Args:
             batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` gave it. None for the
                 one that the model was given; if that was given something which you have made of a batch, the one at
-                which the loop over `run.loader` is. Name one that you have changed, kept and use again: its loss cannot
-                be told from that of the loop.
+                which the loop over `run.loader` is. So name one that you have changed, as in `x = x * 2`, and keep
+                beyond its turn: when the loop is at another batch, its loss cannot be told from that one's.
 
         Raises:
             UserError: several batches may be meant, and their weights differ.
