@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mgpu_slurm.runtime import helpers
+from mgpu_slurm.runtime import helpers, rendezvous
 from mgpu_slurm.runtime.calls import Agreed, Call, different_calls
 from mgpu_slurm.runtime.stopping import Stop
 
@@ -64,7 +64,7 @@ class Boundaries:
         self._is_held = False
         self._is_deaf = False
         """Nobody can be asked any more."""
-        self._is_closed = False
+        self._closed = threading.Event()
         self._wish = Agreed()
         self._place = Place(0, 0, Call.STEP)
         self._due: list[tuple[int, Agreed]] = []
@@ -161,7 +161,7 @@ class Boundaries:
 
     def close(self) -> None:
         """Ends the thread: one that waits in C++ at the interpreter's end would abort the process."""
-        self._is_closed = True
+        self._closed.set()
         with suppress(RuntimeError):  # the store may have gone
             for what in ("bell", "answer"):
                 self._store.set(f"{what}/{self._round}/{self._rank}", CLOSE)
@@ -171,10 +171,13 @@ class Boundaries:
 
     def _listen(self) -> None:
         try:
-            # the store goes with whoever serves it, and so does the attempt
-            with suppress(RuntimeError):
-                while self._heard("bell") == RING:
-                    self._answer()
+            while self._heard("bell") == RING:
+                self._answer()
+        except RuntimeError:
+            # a store that is gone takes the attempt with it; a rank that has lost only its connection would train on
+            # without hearing of any save or stop
+            if not self._closed.wait(CLOSE_SECONDS) and rendezvous.is_served():
+                raise
         finally:
             with self._changed:
                 self._is_held, self._is_deaf = False, True
@@ -214,7 +217,7 @@ class Boundaries:
         from torch.distributed import DistStoreError
 
         key = f"{what}/{self._round}/{self._rank}"
-        while not self._is_closed:
+        while not self._closed.is_set():
             with suppress(DistStoreError):
                 self._waiting_store.wait([key], FOREVER)
                 return str(self._waiting_store.get(key), "ascii")

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ARRIVAL_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other at the start; nodes of a large job boot and import at different speeds."""
 
+ANSWER_SECONDS = 5.0
+"""How long the store may take to accept a connection before it counts as gone."""
+
 _LOWEST_PORT = 10000
 
 LONGER_THAN_STUCK_MINUTES = 5.0
@@ -156,6 +159,17 @@ def connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta, li
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise RendezvousError(f"rank {facts.rank} cannot reach the rendezvous at {address}:{port}: {error}") from None
     return PrefixStore("mgpu", signed(store, facts.rank, environ))
+
+
+def is_served(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the store of this process's attempt still accepts connections."""
+    address = environ.get("MASTER_ADDR", "")
+    port = int(environ.get("MASTER_PORT", "0"))
+    try:
+        socket.create_connection((address, port), ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _check_in(store: Store, facts: RankFacts, gpu: str | None, timeout: timedelta) -> str | None:

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from mgpu_slurm import records
+from mgpu_slurm.paths import RunFolder
 from tests.support import Project, log, processes_of, wait_until
 
 FAILS = """
@@ -122,6 +124,44 @@ def test_a_failed_rank_waits_for_nobody(way: str, project: Project) -> None:
     assert "ValueError: rank 1 fails" in facts["reason"]
     if way == "function":
         assert (folder / "destroys-1").read_text() == "told True"
+
+
+DISCONNECTED = """
+    import os, socket, time
+    from torch.utils.data import TensorDataset
+    import torch
+
+    def break_connections(port):
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                connection = socket.socket(fileno=os.dup(int(name)))
+            except OSError:
+                continue
+            with connection:
+                try:
+                    if connection.getpeername()[1] == port:
+                        connection.shutdown(socket.SHUT_RDWR)
+                except (OSError, TypeError, IndexError):
+                    pass
+
+    def train(run, config):
+        if run.attempt == 1 and run.rank == 1:
+            break_connections(int(os.environ["MASTER_PORT"]))
+        data = run.loader(TensorDataset(torch.ones(10**6 if run.attempt == 1 else 10, 1)), batch_size=1)
+        for _ in data:
+            time.sleep(0.01)
+"""
+
+
+def test_a_rank_whose_connection_to_the_rendezvous_breaks_ends_and_the_run_starts_again(project: Project) -> None:
+    """If it trained on, it would hear of no save and no stop."""
+    project.write("disconnected.py", DISCONNECTED)
+    folder, facts = project.run("--nodes", "2", "--stuck-after", "0", "disconnected.py")
+    assert facts["state"] == "COMPLETED"
+    assert facts["attempts"] == 2
+    assert "thread 'boundaries' of this process failed" in log(folder, 1)
+    (retried,) = [event for event in records.events(RunFolder(folder)) if event["event"] == "retried"]
+    assert "Connection was likely closed" in retried["why"]
 
 
 def test_a_rank_that_succeeds_waits_for_its_threads_and_exit_handlers(project: Project) -> None:
