@@ -27,8 +27,8 @@ def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
         try:
             # a loss still has its graph
             numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"metric {name!r}: expected a number, got {value!r}") from None
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TypeError(f"metric {name!r}: expected a number, got {_shown(value)}") from None
     return numbers
 
 
@@ -52,7 +52,7 @@ def odd_result(returned: Any) -> str | None:
     _, others = _told_apart(returned)
     if not others:
         return None
-    shown = ", ".join(f"{name} = {reprlib.repr(value)} ({type(value).__name__})" for name, value in others.items())
+    shown = ", ".join(f"{name} = {_shown(value)} ({type(value).__name__})" for name, value in others.items())
     return f"the job function returned what is not a number: {shown}: the result is without it"
 
 
@@ -62,12 +62,23 @@ def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, Any]]:
         return {}, {}
     numbers: dict[str, float] = {}
     others: dict[str, Any] = {}
-    for name, value in (returned if isinstance(returned, dict) else {"value": returned}).items():
+    for key, value in (returned if isinstance(returned, dict) else {"value": returned}).items():
+        # JSON takes no others, such as NumPy's integers and tuples
+        name = str(key)
         try:
             numbers |= as_numbers({name: value})
         except TypeError:
             others[name] = value
     return numbers, others
+
+
+def _shown(value: Any) -> str:
+    """Return a value in few characters."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        # Python refuses to write out an integer of thousands of digits
+        return "..."
 
 
 def as_text(metrics: dict[str, float]) -> str:

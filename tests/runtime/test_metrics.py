@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
-from mgpu_slurm.runtime.metrics import odd_result, result_of
+from mgpu_slurm.runtime.metrics import as_numbers, odd_result, result_of
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,21 @@ def test_what_is_not_a_number_is_named() -> None:
     )
     assert "history = [1, 2] (list)" in (odd_result({"loss": 1.0, "history": [1, 2]}) or "")
     assert len(odd_result("x" * 10**6) or "") < 200
+
+
+def test_names_that_are_no_texts_become_texts() -> None:
+    result = result_of({np.int64(3): 0.5, (0, 1): 0.25, "loss": 0.0}, {})
+    assert json.loads(json.dumps(result)) == {"3": 0.5, "(0, 1)": 0.25, "loss": 0.0}
+    assert "(0, 1) = 'done' (str)" in (odd_result({(0, 1): "done"}) or "")
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_an_integer_that_no_float_holds_is_no_number(digits: int) -> None:
+    returned = {"loss": 0.5, "states": 10**digits}
+    assert result_of(returned, {}) == {"loss": 0.5}
+    warning = odd_result(returned) or ""
+    assert "states = " in warning
+    assert "(int): the result is without it" in warning
+    assert len(warning) < 200
+    with pytest.raises(TypeError, match="metric 'states': expected a number"):
+        as_numbers(returned)
