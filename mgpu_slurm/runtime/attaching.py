@@ -47,6 +47,9 @@ def attach() -> Run:
     study gives that up. Under a plain torchrun or srun, or alone, it is a new one in `runs/<script>-attached-<time>` of
     the working directory. A process group that the script has made is used and left
     to it; else one is made, and destroyed at the end of the process.
+
+    A rank that fails should raise an error: its process then ends soon, whatever threads it has. `sys.exit("message")`
+    calls no hook, so Python first waits for threads that are not daemons.
     """
     if not _attached:
         _attached.append(_make())
