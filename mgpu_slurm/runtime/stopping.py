@@ -70,7 +70,7 @@ class StopFlag:
     def listen(self) -> None:
         """Takes over the lead signal, SIGTERM and Ctrl-C of this process."""
         reset_sigterm_in_children()
-        signal.signal(_lead_signal(), self._on_lead)
+        signal.signal(lead_signal(), self._on_lead)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -89,7 +89,7 @@ class StopFlag:
         def wait() -> None:
             while True:
                 (signum,) = os.read(heard, 1)
-                if signum == _lead_signal() and leave_after is not None:
+                if signum == lead_signal() and leave_after is not None:
                     time.sleep(leave_after)
                     leave()
                 elif signum == signal.SIGTERM:
@@ -145,14 +145,15 @@ def _say_where(words: bytes) -> None:
     faulthandler.dump_traceback(1)
 
 
-def _lead_signal() -> signal.Signals:
+def lead_signal() -> signal.Signals:
+    """Return the signal that says that the time limit is near."""
     return signal.Signals[f"SIG{os.environ.get(LEAD_SIGNAL_VARIABLE, 'USR2')}"]
 
 
 def ignore_stop_signals(*besides: signal.Signals) -> None:
     """Ignore the lead signal and Ctrl-C, and these: the signals of the run reach every process of a rank, and none must
     die of them before the save."""
-    for signum in (_lead_signal(), signal.SIGINT, *besides):
+    for signum in (lead_signal(), signal.SIGINT, *besides):
         signal.signal(signum, signal.SIG_IGN)
 
 

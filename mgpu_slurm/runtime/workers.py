@@ -19,7 +19,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from mgpu_slurm.runtime.stopping import ignore_stop_signals
+from mgpu_slurm.runtime.stopping import ignore_stop_signals, lead_signal
 
 _PLACE_OF_PREEXEC_FN = 6
 """Among the positional arguments of `subprocess.Popen`."""
@@ -27,20 +27,24 @@ _PLACE_OF_PREEXEC_FN = 6
 
 @contextmanager
 def being_started(context: BaseContext | None) -> Iterator[None]:
-    """Start workers with SIGTERM blocked, so that none dies of a stop before `set_up`.
+    """Start workers with the signals of the run blocked, so that none dies of one before `set_up`.
+
+    Only SIGTERM still ends a server of forks, and the workers that it is starting.
 
     Args:
         context: how they are started; None for Python's default.
     """
     method = (context or multiprocessing).get_start_method()
-    if method != "fork":
-        # the thread that starts it has SIGTERM unblocked afterwards
-        resource_tracker.ensure_running()
-    if method == "forkserver":
-        # all its children inherit what it was started with, and those of the job are to end on SIGTERM
-        forkserver.ensure_running()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # a new program inherits what is blocked, and no handlers
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {lead_signal()})
     try:
+        if method != "fork":
+            # the thread that starts it has SIGTERM and SIGINT unblocked afterwards
+            resource_tracker.ensure_running()
+        if method == "forkserver":
+            # all its children inherit what it was started with, and those of the job are to end on SIGTERM
+            forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -49,6 +53,7 @@ def being_started(context: BaseContext | None) -> Iterator[None]:
 def set_up(user_init: Callable[[int], None] | None, worker: int) -> None:
     """Have this worker end on a SIGTERM of its rank, and on no other; then call the user's own `worker_init_fn`."""
     ignore_stop_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {lead_signal(), signal.SIGINT})
     # also in a server of forks the process that made this one, and not the server
     rank = multiprocessing.parent_process()
     assert rank is not None

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from torch.utils.data import Dataset
@@ -49,6 +50,14 @@ class Slow(Dataset):
     def __init__(self, turn):
         self.turn = turn
 
+    def __setstate__(self, state):
+        """In a worker that is starting, and not one that is a copy of its rank."""
+        vars(self).update(state)
+        signals = {signal.SIGUSR2} if METHOD == "forkserver" else {signal.SIGUSR2, signal.SIGINT, signal.SIGTERM}
+        for signum in signals:
+            os.kill(os.getpid(), signum)
+        note(f"starting-{self.turn}")
+
     def __len__(self):
         return 3
 
@@ -66,7 +75,14 @@ class Slow(Dataset):
 
 
 def set_up(worker):
-    note("set-up")
+    note("set-up", signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {signal.SIGTERM})
+
+
+def helpers_of_python_outlive_a_lead_signal():
+    for pid in (resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid):
+        if pid is not None:
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            assert int(status["SigBlk"], 16) >> (signal.SIGUSR2 - 1) & 1
 
 
 def main():
@@ -79,6 +95,7 @@ def main():
             persistent_workers=turn == 0,
         )
         for number, (worker,) in enumerate(data):
+            helpers_of_python_outlive_a_lead_signal()
             if number == 1:
                 while not (FOLDER / f"stuck-{turn}").exists():
                     time.sleep(0.01)
@@ -139,4 +156,6 @@ def test_a_busy_worker_outlives_a_stop_and_ends_with_its_rank(
     assert code == 1
     assert "DataLoader worker" not in said
     assert (folder / "set-up").exists(), "the user's own worker_init_fn was not called"
+    assert (folder / "set-up").read_text() == "True", "a worker has other signals blocked than SIGTERM"
+    assert (folder / "starting-1").exists() == (method != "fork")
     assert (folder / "left").exists(), "a worker outlived its loader"
