@@ -39,7 +39,8 @@ PACKAGE = REPOSITORY / "mgpu_slurm"
 STARTS_PROCESSES = {"subprocess.Popen", "os.fork"}
 STARTS_THREADS = {"threading.Thread", "threading.Timer"}
 WAITS = {"select", "accept", "recv", "recv_fds", "readline", "communicate", "sigtimedwait", "sigwaitinfo", "waitpid"}
-WAITS |= {"flock", "lockf", "wait", "wait_for", "poll"}
+WAITS |= {"flock", "lockf", "wait", "wait_for", "poll", "sleep", "broadcast", "all_reduce"}
+RUNS_PROCESSES = {"subprocess.run"}
 
 
 @cache
@@ -65,7 +66,10 @@ def table(title: str) -> set[str]:
     [
         ("Processes", lambda call: call in STARTS_PROCESSES),
         ("Threads", lambda call: call in STARTS_THREADS),
-        ("Waits", lambda call: call.rpartition(".")[2] in WAITS or call.endswith("thread.join")),
+        (
+            "Waits",
+            lambda call: call.rpartition(".")[2] in WAITS or call.endswith("thread.join") or call in RUNS_PROCESSES,
+        ),
     ],
     ids=["processes", "threads", "waits"],
 )
