@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mgpu_slurm.runtime import boundaries
+from mgpu_slurm.runtime import agreement, boundaries
 from mgpu_slurm.runtime.boundaries import Place, have_lost_each_other
 from mgpu_slurm.runtime.calls import Agreed, Call
 from mgpu_slurm.runtime.run import Run
@@ -74,12 +75,7 @@ def counts_messages(run: Run) -> list[int]:
     data = run.loader(TensorDataset(torch.ones(200, 1)), batch_size=2)
     run.restore(model=model, optimizer=optimizer, data=data)
     run.checkpoints(every_minutes=None)
-    calls, counts = [0], []
-    for name in ("all_gather", "all_reduce", "broadcast"):
-        setattr(dist, name, _counting(getattr(dist, name), calls))
-    store = run._agreement._store
-    for name in ("set", "add", "get", "check"):
-        setattr(type(store), name, _counting(getattr(type(store), name), calls))
+    calls, counts = _count_messages(run), []
     for (batch,) in data:
         if run.step in (5, 95, 98):
             counts.append(calls[0])
@@ -89,6 +85,20 @@ def counts_messages(run: Run) -> list[int]:
         run.update(optimizer)
     run.close()
     return counts
+
+
+def _count_messages(run: Run) -> list[int]:
+    """Count what this rank sends from now on in the one number that is returned."""
+    calls = [0]
+    store, group = type(run._agreement._store), type(run._agreement._group)
+    for owner, names in (
+        (dist, ("all_gather", "all_reduce", "broadcast")),
+        (group, ("allgather", "allreduce")),
+        (store, ("set", "add", "get", "check")),
+    ):
+        for name in names:
+            setattr(owner, name, _counting(getattr(owner, name), calls))
+    return calls
 
 
 def _counting(function: Any, calls: list[int]) -> Any:
@@ -102,6 +112,27 @@ def _counting(function: Any, calls: list[int]) -> Any:
 def test_a_step_sends_nothing_until_somebody_wants_something() -> None:
     for at_5, at_95, at_98 in run_ranks(counts_messages, 2):
         assert at_5 == at_95 < at_98
+
+
+def counts_messages_of_calls(run: Run) -> list[int]:
+    """Of ten means, and of ten reports."""
+    # who waits long for another rank asks where that is
+    agreement.LOOKS = (60.0,)
+    calls = _count_messages(run)
+    counts = [calls[0]]
+    for _ in range(10):
+        run.mean(1, 1)
+    counts.append(calls[0])
+    for progress in range(10):
+        run.report(progress + 1, loss=0.5)
+    counts.append(calls[0])
+    run.close()
+    return [after - before for before, after in pairwise(counts)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_mean_and_a_report_cost_one_message_each(ranks: int) -> None:
+    assert run_ranks(counts_messages_of_calls, ranks) == [[10, 10]] * ranks
 
 
 def evaluates_alone(run: Run) -> None:
