@@ -8,6 +8,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,8 @@ def _texts(given: Any, config: Any) -> Iterator[str]:
 
 
 def _words(arguments: list[str]) -> list[str]:
-    """Return arguments, and the words of the text that a shell gets by `-c`."""
-    texts = arguments[1:2] if arguments and re.fullmatch(r"-\w*c", arguments[0]) else []
+    """Return arguments, and the words of the text that a shell gets by `-c`, maybe after other options."""
+    texts = [text for option, text in pairwise(arguments) if re.fullmatch(r"-\w*c", option)]
     return [*arguments, *(word for text in texts for word in _BETWEEN_WORDS.split(text))]
 
 

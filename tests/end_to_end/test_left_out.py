@@ -70,9 +70,10 @@ def test_a_program_that_git_ignores_is_started_by_its_path_and_data_is_named(pro
     assert known["why"]["mend"] == ADVICE
 
 
-def test_what_a_shell_is_told_is_looked_through(project: Project) -> None:
+@pytest.mark.parametrize("options", ["-c", "-euc", "-l -c", "-eu -o pipefail -c"])
+def test_what_a_shell_is_told_is_looked_through(options: str, project: Project) -> None:
     text = "cd . && .venv/bin/python reads.py --data='data/digits/train.txt' | tee reads.log"
-    done = project.call(*DRY_RUN, *PLAIN, "--", "bash", "-c", text)
+    done = project.call(*DRY_RUN, *PLAIN, "--", "bash", *options.split(), text)
     assert done.returncode == 0, done.stderr
     notes = [line for line in done.stdout.splitlines() if line.startswith("note ")]
     assert notes == [f"note      {ADVICE.replace('data/', name)}" for name in (".venv/", "data/")]
