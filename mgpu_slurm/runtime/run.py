@@ -34,7 +34,7 @@ from mgpu_slurm.runtime.steering import Steering
 from mgpu_slurm.runtime.stepping import StepCounter
 from mgpu_slurm.runtime.stopping import StopFlag
 from mgpu_slurm.runtime.watchdog import Watchdog
-from mgpu_slurm.runtime.wrapping import TellInputs, Wrapped, bring
+from mgpu_slurm.runtime.wrapping import TellInputs, Wrapped, bring, refuse_first_fsdp
 
 Batch = TypeVar("Batch")
 
@@ -187,7 +187,11 @@ class Run:
 
         All ranks start from rank 0's parameters and buffers. Buffers (batch norm statistics) are not broadcast at each
         forward, which costs time and hangs uneven evaluation; iterating `run.shard` brings rank 0's to all.
+
+        Raises:
+            UserError: it is sharded by FullyShardedDataParallel.
         """
+        refuse_first_fsdp(model)
         if is_sharded(model):
             self._sharded.append(model)
             self._wrapped.add(model)

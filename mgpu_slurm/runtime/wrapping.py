@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from mgpu_slurm.checkpoints.host import is_sharded, is_spread
+from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime.passes import place_of
 
 _OF_VERSION_0_1 = ("module", "_orig_mod")
@@ -86,6 +87,20 @@ class TellInputs:
 
     def __reduce__(self) -> tuple[type[TellInputs], tuple[()]]:
         return TellInputs, ()
+
+
+def refuse_first_fsdp(model: nn.Module) -> None:
+    """
+    Raises:
+        UserError: a part of the model is in FullyShardedDataParallel, whose parameters DDP would exchange once more.
+    """
+    # there are none before somebody has imported this, which takes long
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules()):
+        raise UserError(
+            f"run.wrap({type(model).__name__}): FullyShardedDataParallel is not supported: shard the model by torch's"
+            " fully_shard instead"
+        )
 
 
 def bring(tensors: Iterable[torch.Tensor]) -> None:

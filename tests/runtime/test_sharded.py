@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.runtime.run import Run
@@ -71,6 +71,15 @@ def test_ranks_with_fewer_samples_keep_step(how: str) -> None:
         assert answer["mean"] == pytest.approx(alone["mean"])
     assert first["sizes"] == {5: [1, 1, 0], 1: [0]}
     assert second["sizes"] == {5: [1, 1, 1], 1: [1]}
+
+
+def wraps_by_the_first_fsdp(run: Run) -> None:
+    run.wrap(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 1), device_id=run.device)))
+
+
+def test_the_first_fsdp_is_refused() -> None:
+    for answer in run_ranks(wraps_by_the_first_fsdp, 2, may_fail=True):
+        assert answer.startswith("UserError: run.wrap(Sequential): FullyShardedDataParallel is not supported")
 
 
 def trained_in_half_precision(run: Run) -> list[float]:
