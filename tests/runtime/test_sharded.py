@@ -21,7 +21,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False).eval(), nn.Linear(4, 1)).double()
 
 
-def trained(run: Run, how: str) -> dict[str, Any]:
+def trained(run: Run, how: str, count: int = 3) -> dict[str, Any]:
     """Trains in micro-batches of uneven shares, the last of no sample on one rank; and evaluates unevenly."""
     model = net()
     if how != "whole":
@@ -38,7 +38,7 @@ def trained(run: Run, how: str) -> dict[str, Any]:
     for samples in (23, 17):
         for (batch,) in run.loader(TensorDataset(FEATURES[:samples]), batch_size=8):
             parts.append(0)
-            for micro in run.accumulate(batch, 3):
+            for micro in run.accumulate(batch, count):
                 run.backward(model(micro).square().mean())
                 parts[-1] += 1
             run.update(optimizer)
@@ -71,6 +71,15 @@ def test_ranks_with_fewer_samples_keep_step(how: str) -> None:
         assert answer["mean"] == pytest.approx(alone["mean"])
     assert first["sizes"] == {5: [1, 1, 0], 1: [0]}
     assert second["sizes"] == {5: [1, 1, 1], 1: [1]}
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_weights_do_not_depend_on_the_number_of_parts(parts: int) -> None:
+    """Four are as many as the larger share of a batch has samples."""
+    (alone,) = run_ranks(trained, 1, "whole", parts)
+    for answer in run_ranks(trained, 2, "wrapped", parts):
+        for found, expected in zip(answer["weights"], alone["weights"], strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-9, atol=1e-12)
 
 
 def wraps_by_the_first_fsdp(run: Run) -> None:
