@@ -2,7 +2,8 @@
 
 Both come as SIGTERM: SLURM sends a stop to every process of a step, and multiprocessing ends its children by one. The
 sender tells them apart. Only a thread that waits for a blocked signal learns of it, and it hears at once, whatever the
-worker is busy with.
+worker is busy with, unless that is C code that keeps the interpreter's lock: such a worker ends once it gives it back,
+and its rank waits for that, but not a rank that has failed.
 """
 
 from __future__ import annotations
