@@ -82,22 +82,35 @@ class Agreement:
 
         Raises:
             CollectiveMismatch: some ranks called something else; the message says who called what.
+            UserError: they did, and a stream has ended on the others.
         """
-        return self.with_sums(call, wish, [0.0, 0.0])[0]
+        return self.with_values(call, wish, [0.0, 0.0])[0]
 
     def with_sums(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
         """Do what `together` does, and return the sums of two values over the ranks too, in double precision; all of it
         in one message."""
+        agreed, columns = self.with_values(call, wish, values)
+        return agreed, [sum(column) for column in columns]
+
+    def with_values(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, Sequence[Sequence[float]]]:
+        """Do what `together` does, and return each of two values of all ranks too, in one message."""
         if self._boundaries is None:
-            return wish, values
+            return wish, [[value] for value in values]
         self._boundaries.begin(call, wish.stop)
         self._exchange(call, wish, values, self._boundaries)
         stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._table), strict=True)
         _check_same_call(calls)
-        _check_same_place(passed)
+        if call is not Call.END:
+            # who compares what was drawn from a stream can name it
+            _check_same_place(passed)
         agreed = Agreed(Stop(max(stops)), any(saves), any(failures))
         self._boundaries.end(agreed.stop)
-        return agreed, [sum(column) for column in columns]
+        return agreed, columns
+
+    def take_batch(self) -> None:
+        """Note that this rank has a batch of a stream, and so does not come to its end before the next boundary."""
+        if self._boundaries is not None:
+            self._boundaries.take_batch()
 
     def tally(self) -> Tally:
         """One for each run; every rank makes it."""
@@ -180,7 +193,7 @@ class Agreement:
         work = self._group.allgather(self._received, self._sent)
         try:
             self._wait(work, call, boundaries)
-        except CollectiveMismatch:
+        except MgpuError:
             # never to be destroyed: it would wait for the others to answer this message
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise

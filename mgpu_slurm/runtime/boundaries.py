@@ -47,6 +47,12 @@ class Place(NamedTuple):
     """Boundaries."""
     at: Call
     """What it does now; a step where it is in no other call."""
+    has_batch: bool = False
+    """Whether it has taken a batch of a stream since the last boundary: the stream may end there instead."""
+
+    @property
+    def reached(self) -> tuple[int, bool]:
+        return self.passed, self.has_batch
 
 
 class Boundaries:
@@ -110,7 +116,7 @@ class Boundaries:
         return Agreed(stop, wish.save and not any(due.save for _, due in self._due))
 
     def _pass(self) -> Agreed:
-        self._place = self._place._replace(passed=self._place.passed + 1)
+        self._place = self._place._replace(passed=self._place.passed + 1, has_batch=False)
         agreed = Agreed()
         while self._due and self._due[0][0] <= self._place.passed:
             _, due = self._due.pop(0)
@@ -125,7 +131,12 @@ class Boundaries:
         """This rank makes a call that all make together."""
         with self._changed:
             self._wish = Agreed(stop)
-            self._place = Place(self._place.calls + 1, self._place.passed, call)
+            self._place = self._place._replace(calls=self._place.calls + 1, at=call)
+
+    def take_batch(self) -> None:
+        """Note that the stream has not ended at the last boundary."""
+        with self._changed:
+            self._place = self._place._replace(has_batch=True)
 
     def end(self, stop: Stop) -> None:
         """It has come back from it.
@@ -150,6 +161,7 @@ class Boundaries:
         """
         Raises:
             CollectiveMismatch: the ranks have lost each other.
+            UserError: they have, at the end of a stream.
         """
         if self._lost:
             raise different_calls(self._lost)
@@ -245,9 +257,9 @@ def _answer_to(said: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 def have_lost_each_other(places: Sequence[Place]) -> bool:
     """Whether one has made a call at a boundary that another has gone past without it."""
-    passed = -1
-    for place in sorted(places):
-        if place.passed < passed:
+    reached = (-1, False)
+    for place in sorted(places, key=lambda place: (place.calls, place.reached)):
+        if place.reached < reached:
             return True
-        passed = max(passed, place.passed)
+        reached = place.reached
     return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from mgpu_slurm.errors import CollectiveMismatch
+from mgpu_slurm.errors import CollectiveMismatch, MgpuError, UserError
 from mgpu_slurm.runtime.stopping import Stop
 
 
@@ -24,6 +24,7 @@ class Call(IntEnum):
     FINISH = 7
     TRIAL = 8
     PASS = 9
+    END = 10
 
     @property
     def words(self) -> str:
@@ -38,6 +39,7 @@ class Call(IntEnum):
             Call.FINISH: "the end of the job function",
             Call.TRIAL: "the next trial",
             Call.PASS: "the start of a pass over a stream or a sampler",
+            Call.END: "the end of a stream",
         }[self]
 
 
@@ -51,24 +53,29 @@ class Agreed:
     """Some rank could not do its part of the call before this one."""
 
 
-def different_calls(made: Iterable[tuple[int, Call]]) -> CollectiveMismatch:
-    """The error that says so.
+def different_calls(made: Iterable[tuple[int, Call]]) -> MgpuError:
+    """Return the error that says so: a UserError if a stream has ended on some ranks only.
 
     Args:
         made: ranks and their calls; of many ranks at one call the first and the last do.
     """
+    error: type[MgpuError]
     ranks_at: dict[Call, list[int]] = defaultdict(list)
     for rank, call in made:
         ranks_at[call].append(rank)
     parts = [
-        f"{_ranks(ranks)} at {call.words}" for call, ranks in sorted(ranks_at.items(), key=lambda each: min(each[1]))
+        f"{named(ranks)} at {call.words}" for call, ranks in sorted(ranks_at.items(), key=lambda each: min(each[1]))
     ]
-    return CollectiveMismatch(
-        f"the ranks make different calls: {', '.join(parts)}. Every rank has to make these calls: "
+    error, every = CollectiveMismatch, "Every"
+    if Call.END in ranks_at:
+        error, every = UserError, "A stream has to give all of its samples in the same order on each rank, and every"
+    return error(
+        f"the ranks make different calls: {', '.join(parts)}. {every} rank has to make these calls: "
         "move what only some make out of its `if`, such as `if run.is_main:`"
     )
 
 
-def _ranks(ranks: list[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks in words, many by the first and the last."""
     low, high = min(ranks), max(ranks)
     return f"rank {low}" if low == high else f"ranks {low} to {high}"

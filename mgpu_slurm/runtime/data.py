@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime import workers
 from mgpu_slurm.runtime.batches import GlobalBatches, ListedBatches, batches_of, mixed
+from mgpu_slurm.runtime.calls import Call
 from mgpu_slurm.runtime.loader_places import LoaderPlace, LoaderPlaces
 from mgpu_slurm.runtime.nests import to_device
 from mgpu_slurm.runtime.passes import Pass, Share
 from mgpu_slurm.runtime.shares import Shares
-from mgpu_slurm.runtime.streams import Stream, StreamBatch, as_it_is
+from mgpu_slurm.runtime.streams import Drawn, Stream, StreamBatch, as_it_is
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class RunOfLoader:
     step: Callable[[], int]
     is_same: Callable[[int], bool]
     """Whether a number is the same on all ranks, each of which makes the call."""
+    together: Callable[[Call], None]
+    """Has all ranks make a call, and compares what they have drawn from streams."""
+    drawn: Drawn
+    take_batch: Callable[[], None]
+    """Is called with each batch of a stream."""
     places: LoaderPlaces
     shares: Shares
 
@@ -148,12 +154,14 @@ class Streamed:
 
     def take(self, batches: Iterator[Any], number: int) -> tuple[Share, Any]:
         batch: StreamBatch | None = next(batches, None)
-        if number == self._first:
-            self._stream.check_same(batch, self._run.is_same)
+        self._run.drawn.add(self._stream.dataset, batch)
+        if number == self._first or batch is None:
+            self._run.together(Call.PASS if number == self._first else Call.END)
         if batch is None:
             # known from now on: a run can stop behind the last batch, too
             self.last_place = number
             raise Over
+        self._run.take_batch()
         return batch.share, batch.samples
 
 

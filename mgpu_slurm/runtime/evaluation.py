@@ -11,11 +11,12 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from mgpu_slurm.runtime.batches import batches_of
+from mgpu_slurm.runtime.calls import Call
 from mgpu_slurm.runtime.data import data_loader, size_of
 from mgpu_slurm.runtime.nests import Cutter, to_device
 from mgpu_slurm.runtime.passes import share_of
 from mgpu_slurm.runtime.shares import Shares
-from mgpu_slurm.runtime.streams import Stream, StreamBatch, as_it_is
+from mgpu_slurm.runtime.streams import Drawn, Stream, StreamBatch, as_it_is
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class RunOfShard:
     alive: Callable[[], None]
     keeps_step: Callable[[], bool]
     """Whether all ranks have to make the same number of batches."""
-    is_same: Callable[[int], bool]
-    """Whether a number is the same on all ranks, each of which makes the call."""
+    together: Callable[[Call], None]
+    """Has all ranks make a call, and compares what they have drawn from streams."""
+    drawn: Drawn
     shares: Shares
 
     def evaluated(self, batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
@@ -101,7 +103,9 @@ class StreamShard:
     def _checked(self) -> Iterator[StreamBatch]:
         batches = iter(self._loader)
         first = next(batches, None)
-        self._stream.check_same(first, self._run.is_same)
+        # a rank may leave the loop at another batch than the others, so that only the first can be compared
+        self._run.drawn.add(self._stream.dataset, first)
+        self._run.together(Call.PASS)
         return itertools.chain([first], batches) if first is not None else batches
 
     def _own(self, batch: StreamBatch) -> Any:

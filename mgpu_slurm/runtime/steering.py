@@ -20,6 +20,7 @@ from mgpu_slurm.runtime.overdue import Overdue
 from mgpu_slurm.runtime.position import Position
 from mgpu_slurm.runtime.saving import Saver
 from mgpu_slurm.runtime.stopping import Stop, StopFlag
+from mgpu_slurm.runtime.streams import Drawn
 from mgpu_slurm.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 
 
@@ -57,6 +58,7 @@ class Steering:
         """It is in the middle of a step."""
         self.random_to_restore: dict[str, Any] | None = None
         self.meters: dict[str, Meter] = {}
+        self.drawn = Drawn()
         self._overdue = Overdue()
 
     # -- agreeing; every rank makes these calls
@@ -70,17 +72,22 @@ class Steering:
 
     def is_same_everywhere(self, number: int) -> bool:
         """Return whether a number of 32 bits is the same on all ranks."""
-        _, (total, ranks) = self._exchange_sums(Call.PASS, [float(number), 1.0])
+        total, ranks = self._exchange_sums(Call.PASS, [float(number), 1.0])
         return total == number * ranks
 
     def _exchange(self, call: Call, failed: bool = False) -> Agreed:
-        return self._exchange_sums(call, [0.0, 0.0], failed)[0]
-
-    def _exchange_sums(self, call: Call, values: list[float], failed: bool = False) -> tuple[Agreed, list[float]]:
-        agreed, sums = self._agreement.with_sums(call, replace(self._wish(), failed=failed), values)
+        wish = replace(self._wish(), failed=failed)
+        agreed, (digests, _) = self._agreement.with_values(call, wish, [float(self.drawn.digest), 0.0])
         self._remember(agreed)
         self._alive()
-        return agreed, sums
+        self.drawn.check(digests)
+        return agreed
+
+    def _exchange_sums(self, call: Call, values: list[float]) -> list[float]:
+        agreed, sums = self._agreement.with_sums(call, self._wish(), values)
+        self._remember(agreed)
+        self._alive()
+        return sums
 
     def _wish(self) -> Agreed:
         save = self.keeps and not self._agreed.save and (self.save_wanted or self.saver.is_due_now())
@@ -210,7 +217,7 @@ class Steering:
 
     def mean(self, total: float, count: float) -> float:
         """The sum of `total` over the ranks divided by the sum of `count`. Every rank calls it."""
-        _, (total, count) = self._exchange_sums(Call.MEAN, [total, count])
+        total, count = self._exchange_sums(Call.MEAN, [total, count])
         self._leave_evaluation()
         return total / count if count else float("nan")
 

@@ -6,9 +6,11 @@ a number of batches. What is expensive belongs in `collate_fn`, which sees a ran
 
 from __future__ import annotations
 
+import io
 import itertools
+import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime.batches import mixed
+from mgpu_slurm.runtime.calls import named
 from mgpu_slurm.runtime.nests import CONSTANTS, children_of
 from mgpu_slurm.runtime.passes import Share, share_of
 from mgpu_slurm.runtime.randomness import RandomNumbers
@@ -29,7 +32,8 @@ class StreamBatch(NamedTuple):
 
     share: Share
     digest: int
-    """Of all samples of the first batch of a pass: ranks that read other streams have another one."""
+    """Of all samples of the first batch of a pass, and of the last one of each later batch: ranks that read other
+    streams have another one."""
     samples: Any
 
 
@@ -63,31 +67,19 @@ class Stream(IterableDataset[StreamBatch]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
-    def check_same(self, batch: StreamBatch | None, is_same: Callable[[int], bool]) -> None:
-        """
-        Args:
-            batch: the first of a pass; None if there is none.
-            is_same: whether a number is the same on all ranks, each of which makes the call.
-
-        Raises:
-            UserError: the ranks read different streams.
-        """
-        if not is_same(batch.digest if batch is not None else 0):
-            raise UserError(
-                f"{type(self.dataset).__name__} gives other samples on other ranks: have it give all of them in the"
-                " same order on each rank; run.loader and run.shard share them out"
-            )
-
     def __iter__(self) -> Iterator[StreamBatch]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         for number, samples in enumerate(self._global_batches()):
             # the loader asks one worker after the other
             if number >= self._first and (number - self._first) % workers == worker:
+                # all of each batch would take long: if streams differ, hardly every last sample is the same
+                compared = samples if number == self._first else samples[-1:]
+                # before `collate_fn`, which may change a rank's own samples
+                digest_of_all = digest([len(samples), *compared])
                 begin, end = share_of(len(samples), self.rank, self._world_size)
                 own = self._collate(samples[begin:end] or samples[:1])
-                share = Share(end - begin, len(samples))
-                yield StreamBatch(share, digest(samples) if number == self._first else 0, own)
+                yield StreamBatch(Share(end - begin, len(samples)), digest_of_all, own)
 
     def _global_batches(self) -> Iterator[list[Any]]:
         # a stream that shuffles by Python's, NumPy's or torch's numbers is the same on all ranks
@@ -100,6 +92,37 @@ class Stream(IterableDataset[StreamBatch]):
             if not samples or (self.drop_last and len(samples) < self.batch_size):
                 return
             yield samples
+
+
+class Drawn:
+    """What this rank has drawn from all streams so far, for comparison with the other ranks."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self._names: set[str] = set()
+
+    def add(self, dataset: IterableDataset[Any], batch: StreamBatch | None) -> None:
+        """
+        Args:
+            batch: None at the end of the stream.
+        """
+        self._names.add(type(dataset).__name__)
+        self.digest = zlib.crc32(repr((self.digest, batch and batch.digest)).encode())
+
+    def check(self, digests: Sequence[float]) -> None:
+        """
+        Args:
+            digests: those of all ranks.
+
+        Raises:
+            UserError: the ranks read different streams.
+        """
+        differing = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if differing:
+            raise UserError(
+                f"{' or '.join(sorted(self._names))} gives other samples on {named(differing)} than on rank 0: have it"
+                " give all of them in the same order on each rank; run.loader and run.shard share them out"
+            )
 
 
 @contextmanager
@@ -117,13 +140,37 @@ def digest(samples: Any) -> int:
     """Return a number that tells other samples from these."""
     if isinstance(samples, torch.Tensor):
         return zlib.crc32(samples.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    if isinstance(samples, np.ndarray):
+    if isinstance(samples, np.ndarray) and not samples.dtype.hasobject:
         return zlib.crc32(samples.tobytes())
     if isinstance(samples, CONSTANTS):
         return zlib.crc32(repr(samples).encode())
-    children = children_of(samples)
-    parts = [type(samples).__name__, *map(digest, children or ())]
-    return zlib.crc32(repr(parts).encode())
+    return zlib.crc32(repr([type(samples).__name__, *_digests_of_parts(samples)]).encode())
+
+
+def _digests_of_parts(samples: Any) -> list[int]:
+    if isinstance(samples, (set, frozenset)):
+        # another order in each process
+        return sorted(map(digest, samples))
+    children = samples.reshape(-1).tolist() if isinstance(samples, np.ndarray) else children_of(samples)
+    return [_digest_of_pickle(samples)] if children is None else [*map(digest, children)]
+
+
+class _Pickler(pickle.Pickler):
+    """Has what is the same give the same bytes in each process: the pickle of a tensor holds an address, and that of a
+    set has its order of the moment."""
+
+    def persistent_id(self, part: Any) -> int | None:
+        return digest(part) if isinstance(part, (torch.Tensor, np.ndarray, set, frozenset)) else None
+
+
+def _digest_of_pickle(sample: Any) -> int:
+    """Return 0 for what cannot be pickled: its type has to do."""
+    pickled = io.BytesIO()
+    try:
+        _Pickler(pickled).dump(sample)
+    except Exception:
+        return 0
+    return zlib.crc32(pickled.getvalue())
 
 
 def as_it_is(batch: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from mgpu_slurm.runtime import agreement, boundaries
 from mgpu_slurm.runtime.boundaries import Place, have_lost_each_other
@@ -68,11 +70,16 @@ def test_what_all_want_is_done_there() -> None:
     assert run_ranks(all_want_it, 3) == [[5]] * 3
 
 
-def counts_messages(run: Run) -> list[int]:
+class Ones(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat([torch.ones(1)], 200)
+
+
+def counts_messages(run: Run, is_stream: bool) -> list[int]:
     """Of a training in which nobody wants anything, and then one rank does."""
     model = run.wrap(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = run.loader(TensorDataset(torch.ones(200, 1)), batch_size=2)
+    data = run.loader(Ones() if is_stream else TensorDataset(torch.ones(200, 1)), batch_size=2)
     run.restore(model=model, optimizer=optimizer, data=data)
     run.checkpoints(every_minutes=None)
     calls, counts = _count_messages(run), []
@@ -109,8 +116,9 @@ def _counting(function: Any, calls: list[int]) -> Any:
     return called
 
 
-def test_a_step_sends_nothing_until_somebody_wants_something() -> None:
-    for at_5, at_95, at_98 in run_ranks(counts_messages, 2):
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_step_sends_nothing_until_somebody_wants_something(is_stream: bool) -> None:
+    for at_5, at_95, at_98 in run_ranks(counts_messages, 2, is_stream):
         assert at_5 == at_95 < at_98
 
 
@@ -225,3 +233,18 @@ def test_who_keeps_nothing_asks_for_nothing() -> None:
 def test_a_call_that_another_has_gone_past(places: list[tuple[int, int]], expected: bool) -> None:
     """Calls made and boundaries passed."""
     assert have_lost_each_other([Place(calls, passed, Call.STEP) for calls, passed in places]) is expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (Place(3, 7, Call.END), Place(2, 7, Call.STEP, has_batch=True), True),
+        # it may come to the end, too
+        (Place(3, 7, Call.END), Place(2, 7, Call.STEP), False),
+        # it has made the call already in which the other still is
+        (Place(3, 7, Call.PASS), Place(3, 7, Call.STEP, has_batch=True), False),
+        (Place(3, 8, Call.END), Place(2, 7, Call.STEP, has_batch=True), False),
+    ],
+)
+def test_an_end_of_a_stream_where_another_has_a_batch(one: Place, other: Place, expected: bool) -> None:
+    assert have_lost_each_other([one, other]) is expected

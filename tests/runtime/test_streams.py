@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch.utils.data import (
 from mgpu_slurm.errors import RunStopped, UserError
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
+from mgpu_slurm.runtime.streams import digest
 from tests.runtime.ranks import run_ranks
 
 SIZE, BATCH, EPOCHS = 21, 5, 2
@@ -206,11 +208,147 @@ def refused(run: Run) -> list[str]:
 
 def test_what_differs_between_ranks_is_named() -> None:
     for of_stream, of_shard, of_sampler, of_distributed, of_weighted in run_ranks(refused, 2):
-        assert "ByRank gives other samples on other ranks: have it give all of them" in of_stream
+        assert "ByRank gives other samples on rank 1 than on rank 0: have it give all of them" in of_stream
         assert of_shard == of_stream
         assert "the sampler lists other samples on other ranks" in of_sampler
         assert "DistributedSampler gives one rank's part" in of_distributed
         assert of_weighted == "2"
+
+
+class Sample:
+    """Of a type that nobody knows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class SplitSamples(IterableDataset[Sample]):
+    """Gives each rank its part, all of the same length."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Sample]:
+        yield from map(Sample, range(self.rank, 20, 2))
+
+
+class DifferentLater(IterableDataset[int]):
+    """Gives each rank the same first batch, and then others."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(BATCH)
+        yield from range(100 * (1 + self.rank), 100 * (1 + self.rank) + 3 * BATCH)
+
+
+class ShorterOnRank1(IterableDataset[int]):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(SIZE if self.rank == 0 else 2 * BATCH)
+
+
+def numbers_of(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor([each.number if isinstance(each, Sample) else each for each in samples])
+
+
+def trains_on(run: Run, dataset: type[Any], batches: int | None, exchanges_gradients: bool) -> None:
+    """
+    Args:
+        batches: after which the loop is left; None for none.
+    """
+    model = nn.Linear(1, 1)
+    if exchanges_gradients:
+        model = run.wrap(model)
+    for _ in run.restore(model=model).epochs(1):
+        for number, batch in enumerate(run.loader(dataset(run.rank), BATCH, collate_fn=numbers_of)):
+            run.backward(model(batch.float().unsqueeze(1)).mean())
+            if number == batches:
+                break
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batches"), [(SplitSamples, None), (DifferentLater, None), (DifferentLater, 2), (ShorterOnRank1, None)]
+)
+def test_a_stream_that_is_not_the_same_on_all_ranks_is_refused(dataset: type[Any], batches: int | None) -> None:
+    refused = f"UserError: {dataset.__name__} gives other samples on rank 1 than on rank 0: have it give all of them"
+    # what a rank says that has waited for a slow one at the end of a stream
+    waited = "UserError: the ranks make different calls: rank 0 at the next batch of a loader, rank 1 at the end of a"
+    for answer in run_ranks(trains_on, 2, dataset, batches, False):
+        assert answer.startswith((refused, waited) if dataset is ShorterOnRank1 else refused)
+
+
+class KeptSamples(IterableDataset[Sample]):
+    """Gives the same objects in each pass."""
+
+    def __init__(self) -> None:
+        self.samples = [*map(Sample, range(SIZE))]
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+
+def changing_collate(samples: list[Sample]) -> torch.Tensor:
+    for sample in samples:
+        sample.number += 100
+    return numbers_of(samples)
+
+
+def changes_its_samples(run: Run) -> list[int]:
+    loader = run.loader(KeptSamples(), BATCH, collate_fn=changing_collate)
+    return [number for batch in loader for number in batch.tolist()]
+
+
+def test_what_collate_changes_in_a_rank_s_samples_is_not_compared() -> None:
+    first, second = run_ranks(changes_its_samples, 2)
+    assert len(first) + len(second) == SIZE + 1
+
+
+def test_a_stream_that_ends_while_another_rank_waits_for_gradients_is_told() -> None:
+    _, answer = run_ranks(trains_on, 2, ShorterOnRank1, None, True)
+    assert answer.startswith(
+        "UserError: the ranks make different calls: rank 0 at the next batch of a loader, rank 1 at the end of a"
+        " stream. A stream has to give all of its samples in the same order on each rank"
+    )
+
+
+def with_parts(*parts: Any) -> Sample:
+    """A sample that refers to itself."""
+    sample = Sample(0)
+    sample.__dict__.update(parts=parts, of=sample)
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (lambda: Sample(1), lambda: Sample(1), lambda: Sample(2)),
+        # these two are in each other's way, and stay in the order in which they came
+        (lambda: with_parts({0, 8}), lambda: with_parts({8, 0}), lambda: with_parts({0, 16})),
+        (lambda: {0, 8}, lambda: {8, 0}, lambda: {0, 16}),
+        (
+            lambda: with_parts(torch.arange(3)),
+            lambda: with_parts(torch.arange(3)),
+            lambda: with_parts(torch.arange(1, 4)),
+        ),
+        (
+            lambda: np.array([Sample(1)], dtype=object),
+            lambda: np.array([Sample(1)], dtype=object),
+            lambda: np.array([Sample(2)], dtype=object),
+        ),
+        # no function without a name can be pickled
+        (lambda: with_parts(lambda: 1), lambda: with_parts(lambda: 2), lambda: iter([])),
+    ],
+)
+def test_the_digest_of_any_object_is_that_of_what_it_holds(
+    one: Callable[[], Any], same: Callable[[], Any], other: Callable[[], Any]
+) -> None:
+    first = one()
+    assert digest(first) == digest(same())
+    assert digest(first) != digest(other())
 
 
 class Growing:
