@@ -104,6 +104,7 @@ class ListedBatches(Sampler[list[int]]):
         if not hasattr(sampler, "__len__"):
             raise UserError(f"run.loader({name}=...): {type(sampler).__name__} has no length: a pass has to end")
         self._sampler = sampler
+        self.name = type(sampler).__name__
         self.size = len(sampler)
         self.batch_size = batch_size or 0
         self._drop_last = drop_last

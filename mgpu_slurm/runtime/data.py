@@ -57,6 +57,14 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
+    order: int | None
+    """Tells the samples of the epoch from those in another order, once the pass has a batch; None if they follow from
+    seed and epoch."""
+
+    @property
+    def name(self) -> str:
+        """That of the class which decides their order."""
+
     def begin(self, epoch: int, first: int) -> Iterator[Any]:
         """Begin an epoch at one of its batches, and return what `take` takes."""
 
@@ -92,6 +100,8 @@ class Indexed:
         self.size, self.batch_size = batches.size, batches.batch_size
         self._batches = batches
         self._run = run
+        self.order: int | None = None
+        self.name = batches.name if isinstance(batches, ListedBatches) else type(dataset).__name__
         self._workers, self._loader = _with_own_numbers(dataset, run.device, batch_sampler=batches, **options)
         # these have one iterator
         self.is_for_one_pass = self._loader.persistent_workers
@@ -105,11 +115,13 @@ class Indexed:
 
     def begin(self, epoch: int, first: int) -> Iterator[Any]:
         self._batches.begin(epoch, first)
-        if isinstance(self._batches, ListedBatches) and not self._run.is_same(self._batches.digest()):
-            raise UserError(
-                "run.loader: the sampler lists other samples on other ranks: have it draw from Python's, NumPy's or"
-                " torch's own generators, or from an attribute `generator`, which are seeded alike"
-            )
+        if isinstance(self._batches, ListedBatches):
+            self.order = self._batches.digest()
+            if not self._run.is_same(self.order):
+                raise UserError(
+                    "run.loader: the sampler lists other samples on other ranks: have it draw from Python's, NumPy's or"
+                    " torch's own generators, or from an attribute `generator`, which are seeded alike"
+                )
         # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
         self._workers.manual_seed(mixed(self._batches.seed, epoch, self._batches.rank, first))
         return zip(self._batches.shares(), self._loader, strict=True)
@@ -133,6 +145,8 @@ class Streamed:
         self._stream = stream
         self._run = run
         self._first = 0
+        self.order: int | None = None
+        self.name = type(stream.dataset).__name__
         self._workers, self._loader = _with_own_numbers(
             stream, run.device, batch_size=None, collate_fn=as_it_is, **options
         )
@@ -161,6 +175,8 @@ class Streamed:
             # known from now on: a run can stop behind the last batch, too
             self.last_place = number
             raise Over
+        if number == self._first:
+            self.order = batch.order
         self._run.take_batch()
         return batch.share, batch.samples
 
@@ -286,6 +302,8 @@ class Loader:
         except Over:
             place.batch = before
             raise
+        if place.batches == 1 and not place.continue_in(self._source.order):
+            raise _in_other_order(self._source.name)
         return self._run.shares.hand_out(passing, share, to_device(samples, self._run.device))
 
     def _warn_of_evaluation(self) -> None:
@@ -301,6 +319,14 @@ class Loader:
             " sample twice if there are fewer in a batch than ranks: use run.shard(dataset, batch_size) instead",
             flush=True,
         )
+
+
+def _in_other_order(name: str) -> UserError:
+    return UserError(
+        f"run.loader: {name} gives this epoch's samples in another order than before the restart: have it draw from"
+        " Python's, NumPy's or torch's own generators, which are seeded for each epoch, or seed a generator of its own"
+        " in set_epoch(epoch)"
+    )
 
 
 def _overtaken() -> UserError:

@@ -43,6 +43,9 @@ class LoaderPlace:
     """Where that pass continues, by its first batch and epoch, if it does."""
     batches: int = 0
     """Of that pass so far."""
+    order: int | None = None
+    """Tells the samples of the epoch from those in another order; None if they follow from seed and epoch, or if the
+    pass has no batch yet."""
     begun_at: tuple[int, int | None] = (0, None)
     """The step and the epoch of the run then."""
 
@@ -71,6 +74,8 @@ class LoaderPlace:
         self.batches, self.begun_at, self.current = 0, (step, epoch), object()
         self.passes += 1
         self.epoch = self.next_epoch or epoch or self.passes
+        if not self.first_batch:
+            self.order = None
         self.batch, self.first_batch, self.next_epoch = self.first_batch, 0, None
         self.is_in_pass = self.is_new = True
         self.is_over = False
@@ -107,6 +112,7 @@ class LoaderPlace:
             }
         else:
             begins = {"batch": self.first_batch, "epoch": self.next_epoch, "passes": self.passes}
+        begins["order"] = self.order if begins["batch"] else None
         known = {"size": self.size, "batch_size": self.batch_size, "outside": self.is_outside}
         return {**known, "active": self.is_active, **begins}
 
@@ -114,6 +120,13 @@ class LoaderPlace:
         """Continue from there with the next pass."""
         self.first_batch, self.next_epoch, self.passes = facts["batch"], facts["epoch"], facts["passes"]
         self.is_outside, self.is_over, self.restored = facts["outside"], False, None
+        self.order = facts["order"]
+
+    def continue_in(self, order: int | None) -> bool:
+        """Return whether the samples are in the order of what was handed out of the epoch before a restore."""
+        is_same = self.order is None or order is None or order == self.order
+        self.order = order
+        return is_same
 
 
 class LoaderPlaces:

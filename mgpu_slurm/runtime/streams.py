@@ -31,9 +31,11 @@ class StreamBatch(NamedTuple):
     """This rank's part of a global batch."""
 
     share: Share
+    order: int
+    """In the first batch of a pass: the digest of all samples of the epoch's first batch, else 0."""
     digest: int
-    """Of all samples of the first batch of a pass, and of the last one of each later batch: ranks that read other
-    streams have another one."""
+    """Of the last of all samples: all of each batch would take long, and if streams differ, hardly every last sample is
+    the same."""
     samples: Any
 
 
@@ -70,16 +72,18 @@ class Stream(IterableDataset[StreamBatch]):
     def __iter__(self) -> Iterator[StreamBatch]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        order = 0
         for number, samples in enumerate(self._global_batches()):
+            # before `collate_fn`, which may change a rank's own samples; by the worker that gives the first batch
+            if number == 0 and worker == 0:
+                order = digest(samples)
             # the loader asks one worker after the other
             if number >= self._first and (number - self._first) % workers == worker:
-                # all of each batch would take long: if streams differ, hardly every last sample is the same
-                compared = samples if number == self._first else samples[-1:]
-                # before `collate_fn`, which may change a rank's own samples
-                digest_of_all = digest([len(samples), *compared])
+                digest_of_last = digest([len(samples), samples[-1]])
                 begin, end = share_of(len(samples), self.rank, self._world_size)
                 own = self._collate(samples[begin:end] or samples[:1])
-                yield StreamBatch(Share(end - begin, len(samples)), digest_of_all, own)
+                share = Share(end - begin, len(samples))
+                yield StreamBatch(share, order if number == self._first else 0, digest_of_last, own)
 
     def _global_batches(self) -> Iterator[list[Any]]:
         # a stream that shuffles by Python's, NumPy's or torch's numbers is the same on all ranks
@@ -107,7 +111,7 @@ class Drawn:
             batch: None at the end of the stream.
         """
         self._names.add(type(dataset).__name__)
-        self.digest = zlib.crc32(repr((self.digest, batch and batch.digest)).encode())
+        self.digest = zlib.crc32(repr((self.digest, batch and (batch.order, batch.digest))).encode())
 
     def check(self, digests: Sequence[float]) -> None:
         """
@@ -167,7 +171,8 @@ def _digest_of_pickle(sample: Any) -> int:
     """Return 0 for what cannot be pickled: its type has to do."""
     pickled = io.BytesIO()
     try:
-        _Pickler(pickled).dump(sample)
+        # the same by any Python that a run may continue with
+        _Pickler(pickled, protocol=5).dump(sample)
     except Exception:
         return 0
     return zlib.crc32(pickled.getvalue())

@@ -351,6 +351,83 @@ def test_the_digest_of_any_object_is_that_of_what_it_holds(
     assert digest(first) != digest(other())
 
 
+class OwnNumbers:
+    """Numbers of its own, which a new process draws from the beginning."""
+
+    def __init__(self, is_seeded: bool) -> None:
+        self.numbers = random.Random(0)
+        if is_seeded:
+            self.set_epoch = self.numbers.seed
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers.sample(range(SIZE), SIZE))
+
+
+class OwnStream(IterableDataset[int]):
+    def __init__(self, is_seeded: bool) -> None:
+        self.own = OwnNumbers(is_seeded)
+        if is_seeded:
+            self.set_epoch = self.own.set_epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.own)
+
+
+OWN: dict[str, Callable[[Run, bool], Any]] = {
+    "stream": lambda run, is_seeded: run.loader(OwnStream(is_seeded), BATCH),
+    "sampler": lambda run, is_seeded: run.loader(DATA, BATCH, sampler=OwnNumbers(is_seeded)),
+}
+
+
+def draws_its_own(
+    run: Run, which: str, is_seeded: bool, drives: bool, stop_at: int | None = None
+) -> list[list[int]] | str:
+    """
+    Args:
+        drives: whether the loader is the one that the run restores, or another one.
+        stop_at: after so many batches; None for not at all.
+    """
+    data = OWN[which](run, is_seeded)
+    driver = data if drives else run.loader(DATA, BATCH)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    seen: list[list[int]] = []
+    if stop_at == 0:
+        run._steering.stop.asked = Stop.END
+    try:
+        for _ in run.restore(data=driver, optimizer=optimizer).epochs(EPOCHS):
+            for batch, *_ in zip(data, strict=True) if drives else zip(data, driver, strict=True):
+                optimizer.step()
+                seen.append((batch[0] if isinstance(batch, list) else batch).tolist())
+                if len(seen) == stop_at:
+                    run._steering.stop.asked = Stop.END
+    except RunStopped:
+        pass
+    except UserError as error:
+        return str(error)
+    return seen
+
+
+@pytest.mark.parametrize("drives", [True, False])
+@pytest.mark.parametrize("which", OWN)
+def test_an_order_that_is_another_one_after_a_restart_is_refused(which: str, drives: bool, tmp_path: Path) -> None:
+    """In the second epoch, which a new process would begin like the first."""
+    seeded, own = tmp_path / "seeded", tmp_path / "own"
+    (whole,) = run_ranks(draws_its_own, 1, which, True, drives, folder=tmp_path / "whole")
+    (begun,) = run_ranks(draws_its_own, 1, which, True, drives, 7, folder=seeded)
+    (rest,) = run_ranks(draws_its_own, 1, which, True, drives, folder=seeded)
+    assert len(begun) == 7
+    assert begun + rest == whole
+    run_ranks(draws_its_own, 1, which, False, drives, 7, folder=own)
+    # stopped again before it has a batch
+    assert run_ranks(draws_its_own, 1, which, False, drives, 0, folder=own) == [[]]
+    (refused,) = run_ranks(draws_its_own, 1, which, False, drives, folder=own)
+    name = "OwnStream" if which == "stream" else "OwnNumbers"
+    assert f"run.loader: {name} gives this epoch's samples in another order than before the restart" in refused
+
+
 class Growing:
     """A batch sampler that has a batch more in each epoch."""
 
