@@ -277,7 +277,7 @@ def test_a_stream_that_is_not_the_same_on_all_ranks_is_refused(dataset: type[Any
     refused = f"UserError: {dataset.__name__} gives other samples on rank 1 than on rank 0: have it give all of them"
     # what a rank says that has waited for a slow one at the end of a stream
     waited = "UserError: the ranks make different calls: rank 0 at the next batch of a loader, rank 1 at the end of a"
-    for answer in run_ranks(trains_on, 2, dataset, batches, False):
+    for answer in run_ranks(trains_on, 2, dataset, batches, False, may_fail=True):
         assert answer.startswith((refused, waited) if dataset is ShorterOnRank1 else refused)
 
 
@@ -308,7 +308,7 @@ def test_what_collate_changes_in_a_rank_s_samples_is_not_compared() -> None:
 
 
 def test_a_stream_that_ends_while_another_rank_waits_for_gradients_is_told() -> None:
-    _, answer = run_ranks(trains_on, 2, ShorterOnRank1, None, True)
+    _, answer = run_ranks(trains_on, 2, ShorterOnRank1, None, True, may_fail=True)
     assert answer.startswith(
         "UserError: the ranks make different calls: rank 0 at the next batch of a loader, rank 1 at the end of a"
         " stream. A stream has to give all of its samples in the same order on each rank"
@@ -423,7 +423,7 @@ def test_an_order_that_is_another_one_after_a_restart_is_refused(which: str, dri
     run_ranks(draws_its_own, 1, which, False, drives, 7, folder=own)
     # stopped again before it has a batch
     assert run_ranks(draws_its_own, 1, which, False, drives, 0, folder=own) == [[]]
-    (refused,) = run_ranks(draws_its_own, 1, which, False, drives, folder=own)
+    (refused,) = run_ranks(draws_its_own, 1, which, False, drives, folder=own, may_fail=True)
     name = "OwnStream" if which == "stream" else "OwnNumbers"
     assert f"run.loader: {name} gives this epoch's samples in another order than before the restart" in refused
 
