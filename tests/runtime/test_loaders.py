@@ -320,7 +320,7 @@ def test_two_ranks_continue_with_their_own_shares(loop: Callable[[Job], Iterator
 
 def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> None:
     place = LoaderPlace(8, 2)
-    place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False})
+    place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False, "order": None})
     assert (place.begin_pass(2, step=7), place.epoch) == (3, 2)
     place.come_to(3)
     assert (place.begin_pass(3, step=7), place.epoch) == (0, 3)
@@ -328,7 +328,7 @@ def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> No
 
 def test_a_loader_is_looked_at_once() -> None:
     place = LoaderPlace(8, 2)
-    place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False})
+    place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False, "order": None})
     assert [(place.begin_pass(None, step=7), place.epoch, place.passes) for _ in range(3)] == [
         (3, 2, 2),
         (3, 2, 2),
