@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mgpu_slurm.errors import RunStopped
+from mgpu_slurm.errors import RunStopped, UserError
 from mgpu_slurm.runtime import randomness
 from mgpu_slurm.runtime.agreement import Agreement
 from mgpu_slurm.runtime.calls import Agreed, Call
@@ -49,6 +49,8 @@ class Steering:
         self._place: int | None = None
         """The last batch of the pass before at which the run could stop, None where nobody knows; and of this pass so
         far."""
+        self._epoch_of_pass: int | None = None
+        """That of `state.epochs` in which the loader that is restored has given batches of this pass."""
         self.stop = stop
         self.saver = Saver(keeper, rank, agreement.tally(), self.is_so_anywhere, alive)
         self.keeps = False
@@ -128,6 +130,7 @@ class Steering:
         is_restored = loader is self._position.loader and place is loader.place
         self._position.loaders.note_batch(place)
         if is_restored:
+            self._check_epoch(is_first=place.batches == 1)
             if self._position.goes_on_in_pass:
                 self._position.goes_on_in_pass = False
                 self._position.loaders.warn_of_missing()
@@ -151,6 +154,17 @@ class Steering:
                 # a step that was not counted, or the middle of one
                 self._overdue.stepped(self._is_wanted(), self._why_no_boundary)
             self._leave_evaluation()
+
+    def _check_epoch(self, is_first: bool) -> None:
+        """Refuse a pass that lasts into another epoch: at the end of an epoch, the position in it is not saved."""
+        began, now = self._epoch_of_pass if not is_first else None, self._position.epoch
+        if began is not None and now not in (None, began):
+            raise UserError(
+                f"run.loader: a loop over {self._position.loader_name!r} has lasted from epoch {began} to epoch {now},"
+                " where a restarted run could not continue it: begin a loop over it in each epoch, or do not give it to"
+                " run.restore: then the run stops between epochs only"
+            )
+        self._epoch_of_pass = now
 
     def step_done(self) -> None:
         """Note a step of the optimizer."""

@@ -318,6 +318,21 @@ def test_two_ranks_continue_with_their_own_shares(loop: Callable[[Job], Iterator
     assert whole[0] != whole[1]
 
 
+def lasts_for_epochs(run: Run) -> None:
+    job = Job(run)
+    data = again_and_again(job.data)
+    for _ in job.restore().epochs(EPOCHS):
+        for _ in range(STEPS - 1):
+            batch = next(data)
+            job.step(batch, batch)
+
+
+def test_a_pass_over_the_driver_that_lasts_into_the_next_epoch_is_refused() -> None:
+    """A restarted run would lose the rest of it."""
+    for answer in run_ranks(lasts_for_epochs, 2, may_fail=True):
+        assert answer.startswith("UserError: run.loader: a loop over 'data' has lasted from epoch 1 to epoch 2")
+
+
 def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> None:
     place = LoaderPlace(8, 2)
     place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False, "order": None})
