@@ -24,11 +24,7 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     """
     folder = RunFolder(path)
     failure = read_json(folder.failure) if state["state"] in (FAILED, OUT_OF_MEMORY) else None
-    lines = []
-    if failure and "traceback" in failure and failure["rank"] != shown_rank:
-        lines += [f"-- rank {failure['rank']} on {failure['node']} failed first:", failure["traceback"].rstrip()]
-    elif failure and failure["who"].startswith("rank ") and failure["who"] != f"rank {shown_rank}":
-        lines += _end_of_log(folder, failure["attempt"], failure["who"])
+    lines = _first_failure(folder, failure, shown_rank) if failure else []
     lines.append(_headline(state))
     # an attempt with other resources may have none
     lines += [f"warning   {line}" for line in told(w for w in warnings(folder) if w.attempt == state["attempts"])]
@@ -64,11 +60,23 @@ def _curves_line(folder: RunFolder) -> str:
     return f"curves    {program()} tensorboard {folder.run}"
 
 
+def _first_failure(folder: RunFolder, failure: dict[str, Any], shown_rank: int | None) -> list[str]:
+    """Return the traceback of what failed first, or the end of its log if it left none; nothing if that is on the
+    screen."""
+    # who left a record, if any did, and not whose process ended first
+    who = f"rank {failure['rank']}" if "rank" in failure else failure["who"]
+    if who == f"rank {shown_rank}":
+        return []
+    if "traceback" in failure:
+        place = f" on {failure['node']}" if "node" in failure else ""
+        return [f"-- {who}{place} failed first:", failure["traceback"].rstrip()]
+    return _end_of_log(folder, failure["attempt"], who) if who.startswith("rank ") else []
+
+
 def _end_of_log(folder: RunFolder, attempt: int, who: str) -> list[str]:
-    """The last lines of the rank that failed first, where it left no traceback of its own."""
     log = folder.rank_log(attempt, int(who.removeprefix("rank ")))
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return [f"-- {who} failed first; the end of its log:", *text.rstrip().split("\n")[-SHOWN_LINES:]]
+    text = log.read_text(errors="replace").rstrip() if log.exists() else ""
+    return [f"-- {who} failed first; the end of its log:", *text.split("\n")[-SHOWN_LINES:]] if text else []
 
 
 def _headline(state: dict[str, Any]) -> str:

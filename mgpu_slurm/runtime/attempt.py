@@ -129,7 +129,8 @@ def run_attempt(
     if ending.code == 0 and folder.terminated(attempt).exists():
         ending = replace(ending, code=TERMINATED_EXIT_CODE, who="a command")
     if ending.code not in (0, REQUEUE_EXIT_CODE):
-        failure = _first_cause(folder, attempt, ending, describe, spec.resources.ranks) | service.failure
+        cause = service.failure or _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
+        failure = {"attempt": attempt, "exit_code": ending.code, **cause}
         if spec.executor == "local":
             # elsewhere ranks are on other machines too, and SLURM says it
             failure["oom_kills"] = processes.oom_kills() - oom_kills
@@ -288,7 +289,7 @@ def _first_cause(
     known = [record for record in found if not record["consequence"] or f"rank {record['rank']}" == who]
     known.sort(key=lambda record: (record["consequence"], record["time"]))
     first = causes.first_stuck(found, ranks) or (known[0] if known else {"message": description})
-    failure = {"attempt": attempt, "exit_code": ending.code, "who": who, **first}
+    failure = {"attempt": attempt, "who": who, **first}
     if "error" not in failure and "exit code" in description:
         # of a script that raised, its error
         said = [line.strip() for line in records.said_last(folder, failure).splitlines() if line.strip()]
