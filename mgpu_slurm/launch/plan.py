@@ -280,7 +280,7 @@ def _gpus_decided(resources: Resources, executor: ExecutorName, request: Request
     if asked is not None:
         return resources, f"{asked} per node, as asked"
     if request.dry_run and shutil.which("sinfo") is None:
-        return resources, "not known here: there is no sinfo to ask; give --gpus-per-node"
+        return resources, "not known here: there is no sinfo to ask; set gpus-per-node"
     found = wait_out(lambda: slurm.gpus_per_node(resources.partition), note)
     where = f"partition {resources.partition}" if resources.partition else "the default partition"
     if not found:
