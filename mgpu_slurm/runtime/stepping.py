@@ -111,8 +111,9 @@ def _heard_scalers() -> Iterator[list[bool]]:
 
     def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         result = original(scaler, optimizer, *args, **kwargs)
-        # before `update` forgets it
-        skips.append(any(found.item() for found in scaler._found_inf_per_device(optimizer).values()))
+        # before `update` forgets it; one that is disabled has found nothing
+        if scaler.is_enabled():
+            skips.append(any(found.item() for found in scaler._found_inf_per_device(optimizer).values()))
         return result
 
     torch.amp.GradScaler.step = step  # type: ignore[assignment,method-assign]
@@ -133,9 +134,10 @@ def _has_skipped_by_itself(optimizer: Any) -> bool:
 
 def _are_finite(gradients: list[torch.Tensor]) -> bool:
     """Whether gradients are finite, on all ranks if they are spread over these."""
-    norms = [gradient.norm() for gradient in gradients]
+    # in 16 bits, the norm of finite numbers may be infinite
+    norms = [gradient.float().norm() for gradient in gradients]
     whole = [norm.full_tensor() if is_spread(norm) else norm for norm in norms]
-    return bool(torch.stack([norm.to(whole[0].device, torch.float32) for norm in whole]).isfinite().all())
+    return bool(torch.stack([norm.to(whole[0].device) for norm in whole]).isfinite().all())
 
 
 def _inside(value: Any, depth: int = _DEPTH) -> Iterator[torch.optim.Optimizer]:

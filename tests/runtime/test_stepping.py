@@ -137,6 +137,7 @@ def made(kind: str, model: nn.Module) -> tuple[Any, torch.amp.GradScaler]:
         "scaled pair": Several(sgd, fused, scaler=scaler),
         "scaled in a closure": hides_its_scaler,
         "scaled in a torch one": ScalesInside(model.parameters(), scaler),
+        "with a scaler that is off": Several(sgd, scaler=scaler),
     }
     return kinds[kind], scaler
 
@@ -157,6 +158,7 @@ def made(kind: str, model: nn.Module) -> tuple[Any, torch.amp.GradScaler]:
         ("scaled pair", 2),
         ("scaled in a closure", 2),
         ("scaled in a torch one", 2),
+        ("with a scaler that is off", 3),
     ],
 )
 def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, restored: bool, run: Run) -> None:
@@ -181,6 +183,14 @@ def test_an_update_counts_whichever_of_the_optimizers_step_in_it(is_sparse: bool
         run.backward(model(torch.tensor([1])).mean())
         run.update(optimizer)
         assert run.step == number
+
+
+def test_an_update_by_large_gradients_of_16_bits_counts(run: Run) -> None:
+    """Their norm is more than 16 bits can hold."""
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    parameter.grad = torch.full((4,), 60000.0, dtype=torch.float16)
+    run.update(Alternates([parameter]))
+    assert run.step == 1
 
 
 def with_a_closure(optimizer: torch.optim.Optimizer, model: nn.Module, run: Run) -> None:
