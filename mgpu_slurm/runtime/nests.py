@@ -268,12 +268,15 @@ def _possible_rows(samples: Any) -> Iterator[int]:
 
 
 def _may_be_samples(batch: Any) -> bool:
-    """Whether a batch is a list that may be one of samples as well as one of fields: of images, or of tuples, mappings
-    or dataclasses of one form that have tensors in them."""
+    """Whether a batch is a list that may be one of samples as well as one of fields: of images, or of several tuples,
+    mappings or dataclasses of one form that have tensors in them."""
     if type(batch) is not list or not batch:
         return False
     if all(map(_is_image, batch)):
         return True
+    if len(batch) == 1:
+        # as NVIDIA DALI gives the fields for each GPU
+        return False
     has_rows = any(isinstance(leaf, ARRAYS) and leaf.ndim for leaf in leaves_of(batch))
     return has_rows and len(forms := {*map(_form, batch)}) == 1 and None not in forms
 

@@ -179,6 +179,7 @@ def test_a_list_of_samples_is_cut_between_them_or_refused(batch: list[Any]) -> N
 
 
 def test_a_list_of_dicts_of_fields_is_cut_within_them() -> None:
+    assert equal(pieces([{"x": ROW}])[0], [{"x": ROW[:3]}])
     views = [{"x": ROW}, {"x": ROW}]
     assert equal(pieces(views, rows=ROWS)[0], [{"x": ROW[:3]}] * 2)
     # no samples: they are not alike
