@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -64,7 +64,7 @@ def different_calls(made: Iterable[tuple[int, Call]]) -> MgpuError:
     for rank, call in made:
         ranks_at[call].append(rank)
     parts = [
-        f"{named(ranks)} at {call.words}" for call, ranks in sorted(ranks_at.items(), key=lambda each: min(each[1]))
+        f"{_ranks(ranks)} at {call.words}" for call, ranks in sorted(ranks_at.items(), key=lambda each: min(each[1]))
     ]
     error, every = CollectiveMismatch, "Every"
     if Call.END in ranks_at:
@@ -75,7 +75,7 @@ def different_calls(made: Iterable[tuple[int, Call]]) -> MgpuError:
     )
 
 
-def named(ranks: Sequence[int]) -> str:
+def _ranks(ranks: list[int]) -> str:
     """Return ranks in words, many by the first and the last."""
     low, high = min(ranks), max(ranks)
     return f"rank {low}" if low == high else f"ranks {low} to {high}"

@@ -323,7 +323,7 @@ class Loader:
 
 def _in_other_order(name: str) -> UserError:
     return UserError(
-        f"run.loader: {name} gives this epoch's samples in another order than before the restart: have it draw from"
+        f"run.loader: {name} gives other samples than before the restart, or in another order: have it draw from"
         " Python's, NumPy's or torch's own generators, which are seeded for each epoch, or seed a generator of its own"
         " in set_epoch(epoch)"
     )

@@ -88,7 +88,8 @@ class LoaderPlace:
 
     def beside(self) -> LoaderPlace:
         """Return a place for a pass that leaves this one as it is, and is not saved."""
-        return LoaderPlace(self.size, self.batch_size, self.passes)
+        # in the same epoch: in the next one, a sampler may have another length
+        return LoaderPlace(self.size, self.batch_size, self.passes - self.is_in_pass)
 
     @property
     def is_active(self) -> bool:

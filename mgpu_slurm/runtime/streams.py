@@ -21,10 +21,12 @@ from torch.utils.data._utils import worker as torch_worker
 
 from mgpu_slurm.errors import UserError
 from mgpu_slurm.runtime.batches import mixed
-from mgpu_slurm.runtime.calls import named
 from mgpu_slurm.runtime.nests import CONSTANTS, children_of
 from mgpu_slurm.runtime.passes import Share, share_of
 from mgpu_slurm.runtime.randomness import RandomNumbers
+
+_SHOWN_RANKS = 8
+"""Of those that read another stream."""
 
 
 class StreamBatch(NamedTuple):
@@ -124,9 +126,14 @@ class Drawn:
         differing = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if differing:
             raise UserError(
-                f"{' or '.join(sorted(self._names))} gives other samples on {named(differing)} than on rank 0: have it"
+                f"{' or '.join(sorted(self._names))} gives other samples on {_named(differing)} than on rank 0: have it"
                 " give all of them in the same order on each rank; run.loader and run.shard share them out"
             )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + ", ..." * (len(ranks) > _SHOWN_RANKS)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 @contextmanager

@@ -425,7 +425,7 @@ def test_an_order_that_is_another_one_after_a_restart_is_refused(which: str, dri
     assert run_ranks(draws_its_own, 1, which, False, drives, 0, folder=own) == [[]]
     (refused,) = run_ranks(draws_its_own, 1, which, False, drives, folder=own, may_fail=True)
     name = "OwnStream" if which == "stream" else "OwnNumbers"
-    assert f"run.loader: {name} gives this epoch's samples in another order than before the restart" in refused
+    assert f"run.loader: {name} gives other samples than before the restart, or in another order" in refused
 
 
 class Growing:
@@ -478,6 +478,21 @@ def test_a_sampler_that_has_another_length_in_each_epoch_loses_no_batch(tmp_path
     (rest,) = run_ranks(grows, 1, folder=tmp_path / "parts")
     assert len(begun) == 7
     assert begun + rest == whole
+
+
+def evaluates_in_the_loop(run: Run) -> list[tuple[list[int], int]]:
+    data = run.loader(DATA, batch_sampler=Growing())
+    seen = []
+    for _ in range(2):
+        for (numbers,) in data:
+            with torch.no_grad():
+                seen.append((numbers.tolist(), len(list(data))))
+    return seen
+
+
+def test_an_evaluation_in_the_loop_leaves_the_length_of_its_epoch() -> None:
+    (seen,) = run_ranks(evaluates_in_the_loop, 1)
+    assert seen == [([2 * number, 2 * number + 1], length) for length in (2, 3) for number in range(length)]
 
 
 def test_a_sampler_that_changes_its_length_as_it_goes_is_refused(run: Run) -> None:
