@@ -20,13 +20,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from mgpu_slurm.errors import UserError
+from mgpu_slurm.hostlist import ranges
 from mgpu_slurm.runtime.batches import mixed
 from mgpu_slurm.runtime.nests import CONSTANTS, children_of
 from mgpu_slurm.runtime.passes import Share, share_of
 from mgpu_slurm.runtime.randomness import RandomNumbers
-
-_SHOWN_RANKS = 8
-"""Of those that read another stream."""
 
 
 class StreamBatch(NamedTuple):
@@ -125,15 +123,11 @@ class Drawn:
         """
         differing = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if differing:
+            where = f"rank{'s' * (len(differing) > 1)} {ranges(differing)}"
             raise UserError(
-                f"{' or '.join(sorted(self._names))} gives other samples on {_named(differing)} than on rank 0: have it"
-                " give all of them in the same order on each rank; run.loader and run.shard share them out"
+                f"{' or '.join(sorted(self._names))} gives other samples on {where} than on rank 0: have it give all of"
+                " them in the same order on each rank; run.loader and run.shard share them out"
             )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + ", ..." * (len(ranks) > _SHOWN_RANKS)
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder, names
+from mgpu_slurm.errors import RunStopped
 from mgpu_slurm.paths import RunFolder
 from mgpu_slurm.runtime.loader_places import LoaderPlace
 from mgpu_slurm.runtime.run import Run
@@ -245,14 +246,11 @@ def goes_through(run: Run, loop: int, stop_at: int | None) -> list[Seen]:
     seen = []
     if stop_at == AT_ONCE:
         run._steering.stop.asked = Stop.END
-    try:
+    with contextlib.suppress(RunStopped):
         for each in LOOPS[loop](Job(run)):
             seen.append(each)
             if run.step == stop_at:
                 run._steering.stop.asked = Stop.END
-    except BaseException as stopped:
-        if type(stopped).__name__ != "RunStopped":
-            raise
     return seen
 
 
@@ -459,7 +457,7 @@ def trains_in_two_phases(run: Run, stop_at: int | None) -> list[tuple[int, int]]
     """Leaves the epochs in the first phase, and does not come back to them."""
     job, seen = Job(run), []
     state = job.restore()
-    try:
+    with contextlib.suppress(RunStopped):
         if state.step == 0:
             for _ in state.epochs(EPOCHS):
                 break
@@ -469,9 +467,6 @@ def trains_in_two_phases(run: Run, stop_at: int | None) -> list[tuple[int, int]]
                 seen.append((run.step, at))
                 if run.step == stop_at:
                     run._steering.stop.asked = Stop.END
-    except BaseException as stopped:
-        if type(stopped).__name__ != "RunStopped":
-            raise
     return seen
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from mgpu_slurm.errors import RunStopped, UserError
 from mgpu_slurm.runtime.run import Run
 from mgpu_slurm.runtime.stopping import Stop
-from mgpu_slurm.runtime.streams import digest
+from mgpu_slurm.runtime.streams import Drawn, digest
 from tests.runtime.ranks import run_ranks
 
 SIZE, BATCH, EPOCHS = 21, 5, 2
@@ -100,9 +100,8 @@ def trains(run: Run, which: str, stop_at: int | None = None) -> dict[str, Any]:
                 if len(seen) == stop_at:
                     run._steering.stop.asked = Stop.END
             means.append(meter.mean())
-    except BaseException as stopped:
-        if type(stopped).__name__ != "RunStopped":
-            raise
+    except RunStopped:
+        pass
     return {
         "seen": seen,
         "means": means,
@@ -305,6 +304,13 @@ def changes_its_samples(run: Run) -> list[int]:
 def test_what_collate_changes_in_a_rank_s_samples_is_not_compared() -> None:
     first, second = run_ranks(changes_its_samples, 2)
     assert len(first) + len(second) == SIZE + 1
+
+
+def test_all_ranks_that_differ_are_named() -> None:
+    drawn = Drawn()
+    drawn.add(ShorterOnRank1(0), None)
+    with pytest.raises(UserError, match=r"^ShorterOnRank1 gives other samples on ranks 1,3-4 than on rank 0: "):
+        drawn.check([5, 6, 5, 7, 6])
 
 
 def test_a_stream_that_ends_while_another_rank_waits_for_gradients_is_told() -> None:
