@@ -249,10 +249,9 @@ _OF_AN_ERROR = [
         (r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)", HOST_MEMORY),
         (r"returned nan values|^(?:\w+\.)*FloatingPointError\b", NOT_A_NUMBER),
         (r"NCCL error.*(?:invalid usage|invalid argument)|Duplicate GPU detected", PROGRAM),
-        (
-            r"Connection (?:closed|reset) by peer|Connection was likely closed|gloo/\S+ .*Broken pipe|NCCL error",
-            CONNECTION,
-        ),
+        # the error's name is that of torch's store, which says "Broken pipe" and more
+        (r"^(?:\w+\.)*DistNetworkError\b|Connection (?:closed|reset) by peer", CONNECTION),
+        (r"gloo/\S+ .*Broken pipe|NCCL error", CONNECTION),
     )
 ]
 """By an error's name and what it says."""

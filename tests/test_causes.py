@@ -27,6 +27,8 @@ def of_rank(error: str, message: str, consequence: bool = False) -> dict[str, An
         ({"message": "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"}, "launch"),
         ({"message": "srun waited for 60 s, and SLURM did not start the ranks' step"}, "held-up"),
         (of_rank("RuntimeError", "Connection closed by peer [127.0.0.1]:4711", consequence=True), "connection"),
+        (of_rank("DistNetworkError", "Broken pipe"), "connection"),
+        (of_rank("DistNetworkError", "failed to recv, got 0 bytes. Connection was likely closed."), "connection"),
         (of_rank("OSError", str(OSError(errno.ESTALE, os.strerror(errno.ESTALE), "data.bin"))), "disk"),
         (of_rank("AcceleratorError", "CUDA error: uncorrectable ECC error encountered"), "gpu"),
         (of_rank("Stuck", "no progress for 30 min since step 8: it is at train.py:12 in load"), "stuck"),

@@ -52,13 +52,12 @@ def record(error: BaseException, shown: str, facts: RankFacts) -> dict[str, Any]
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        words in text
-        for words in (
-            *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "gloo"),
-            # of torch's store
-            "Connection was likely closed",
+    # the name is that of torch's store, which words a lost connection in many ways
+    return type(error).__name__ == "DistNetworkError" or (
+        isinstance(error, RuntimeError)
+        and any(
+            words in str(error)
+            for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "gloo")
         )
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,7 +162,8 @@ def test_a_rank_whose_connection_to_the_rendezvous_breaks_ends_and_the_run_start
     assert facts["attempts"] == 2
     assert "thread 'boundaries' of this process failed" in log(folder, 1)
     (retried,) = [event for event in records.events(RunFolder(folder)) if event["event"] == "retried"]
-    assert "Connection was likely closed" in retried["why"]
+    # by whether the thread waited already as it broke
+    assert re.search("DistNetworkError: .*(Connection was likely closed|Broken pipe)", retried["why"])
 
 
 def test_a_rank_that_succeeds_waits_for_its_threads_and_exit_handlers(project: Project) -> None:
