@@ -37,20 +37,20 @@ bench: $(READY)
 
 # a real SLURM of four nodes on this machine, of which the machine notices nothing
 cluster: $(CLUSTER)
-	@$(PYTHON) tests/slurm/cluster.py up .cluster/run
+	@$(PYTHON) tests/on_slurm/cluster.py up .cluster/run
 
 cluster-env:
-	@$(PYTHON) tests/slurm/cluster.py env .cluster/run
+	@$(PYTHON) tests/on_slurm/cluster.py env .cluster/run
 
 cluster-down:
-	@$(PYTHON) tests/slurm/cluster.py down .cluster/run && echo "The cluster is down."
+	@$(PYTHON) tests/on_slurm/cluster.py down .cluster/run && echo "The cluster is down."
 
 cluster-deps: $(CLUSTER)
 
 # touched last, as below
-$(CLUSTER): tests/slurm/packages.py
+$(CLUSTER): tests/on_slurm/packages.py
 	@echo "Unpacking Debian's packages of SLURM and PostgreSQL into .cluster (about 75 MB to load; nothing is installed)"
-	@$(PYTHON) tests/slurm/packages.py .cluster
+	@$(PYTHON) tests/on_slurm/packages.py .cluster
 	@touch $@
 
 # touched last: an installation that was interrupted starts again

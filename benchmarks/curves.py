@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.measure import interleave, median, ratio
 from benchmarks.project import MGPU, Project, project
 from benchmarks.report import Row, Section
-from mgpu_slurm.observe.events import read_files
+from mgpu_slurm.metrics.event_reader import read_files
 
 ROUNDS = 12
 RUNS = 100

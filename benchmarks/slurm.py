@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.measure import difference, interleave, median, ratio
 from benchmarks.project import MGPU, Project, project
 from benchmarks.report import Row, Section
-from tests.slurm.cluster import Cluster
+from tests.on_slurm.cluster import Cluster
 
 ROUNDS = 12
 ARRAY_ROUNDS = 16

@@ -24,12 +24,12 @@ from optuna.trial import Trial, TrialState
 
 from benchmarks.measure import Estimate, interleave, median, ratio
 from benchmarks.report import Row, Section
-from mgpu_slurm.sweeping import file as files
-from mgpu_slurm.sweeping import study as studies
-from mgpu_slurm.sweeping.file import Sweep
-from mgpu_slurm.sweeping.study import Worker
+from mgpu_slurm.sweeps.search import sweep_file as files
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.trial_queue import Worker
+from tests.on_slurm.packages import DATABASE_PASSWORD
 from tests.postgresql import Server, server
-from tests.slurm.packages import DATABASE_PASSWORD
 
 ROUNDS = 6
 JOURNAL_PROCESSES, JOURNAL_TRIALS = 64, 3

@@ -16,24 +16,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mgpu_slurm.errors import UserError
-    from mgpu_slurm.handles import Handle, find, runs, submit, sweep
-    from mgpu_slurm.runtime.attaching import attach
-    from mgpu_slurm.runtime.run import Run
-    from mgpu_slurm.runtime.vision import import_torchvision
+    from mgpu_slurm.api import Handle, find, runs, submit, sweep
+    from mgpu_slurm.core.errors import UserError
+    from mgpu_slurm.training.attach import attach
+    from mgpu_slurm.training.run import Run
+    from mgpu_slurm.training.vision import import_torchvision
 
 __all__ = ["Handle", "Run", "UserError", "attach", "find", "import_torchvision", "runs", "submit", "sweep"]
 
 _HOMES = {
-    "Handle": "mgpu_slurm.handles",
-    "Run": "mgpu_slurm.runtime.run",
-    "UserError": "mgpu_slurm.errors",
-    "attach": "mgpu_slurm.runtime.attaching",
-    "find": "mgpu_slurm.handles",
-    "import_torchvision": "mgpu_slurm.runtime.vision",
-    "runs": "mgpu_slurm.handles",
-    "submit": "mgpu_slurm.handles",
-    "sweep": "mgpu_slurm.handles",
+    "Handle": "mgpu_slurm.api",
+    "Run": "mgpu_slurm.training.run",
+    "UserError": "mgpu_slurm.core.errors",
+    "attach": "mgpu_slurm.training.attach",
+    "find": "mgpu_slurm.api",
+    "import_torchvision": "mgpu_slurm.training.vision",
+    "runs": "mgpu_slurm.api",
+    "submit": "mgpu_slurm.api",
+    "sweep": "mgpu_slurm.api",
 }
 
 

@@ -18,9 +18,9 @@ from tests import postgresql as databases
 from tests.support import LACKING, Project, make_project, require
 
 if TYPE_CHECKING:
-    from mgpu_slurm.runtime.run import Run
+    from mgpu_slurm.training.run import Run
 
-LONGEST = ("tests/slurm/", "tests/end_to_end/", "tests/jobs/")
+LONGEST = ("tests/on_slurm/", "tests/end_to_end/", "tests/jobs/")
 """They train, on real SLURMs and supervisors."""
 
 # other tests run at the same time, and an example that takes long says nothing of the code
@@ -59,9 +59,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
     """A run of one rank, in this process."""
     import torch
 
-    from mgpu_slurm.runtime.facts import RankFacts
-    from mgpu_slurm.runtime.run import Run
-    from mgpu_slurm.runtime.stopping import StopFlag
+    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.signals import StopFlag
+    from mgpu_slurm.training.run import Run
 
     run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
     yield run

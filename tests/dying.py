@@ -8,11 +8,11 @@ import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from mgpu_slurm.checkpoints import folder, tensors
+from mgpu_slurm.checkpoints import folder, writer
 
 PHASES: dict[str, tuple[Any, str]] = {
     "before anything is written": (folder, "write_part"),
-    "in the middle of the tensors": (tensors, "_write_all"),
+    "in the middle of the tensors": (writer, "_write_all"),
     "between tensors and record": (folder, "write_whole"),
     "after the record": (folder, "sync_folder"),
     "before the name": (folder, "publish"),

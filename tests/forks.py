@@ -10,8 +10,8 @@ FORKS.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",
-        "mgpu_slurm.runtime.run",
-        "tests.sweeping.test_storage",
+        "mgpu_slurm.training.run",
+        "tests.sweeps.study.test_storage",
         "alembic.command",
         "psycopg",
     ]

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import pymysql
 
-from tests.slurm.cluster import PREPARED
-from tests.slurm.packages import DATABASE_PASSWORD
+from tests.on_slurm.cluster import PREPARED
+from tests.on_slurm.packages import DATABASE_PASSWORD
 
 MISSING = "a real MariaDB needs make cluster-deps, as root"
 

@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 import psycopg
 
-from tests.slurm.cluster import PREPARED
-from tests.slurm.packages import DATABASE_PASSWORD, postgresql
+from tests.on_slurm.cluster import PREPARED
+from tests.on_slurm.packages import DATABASE_PASSWORD, postgresql
 
 MISSING = "a real PostgreSQL needs make cluster-deps"
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60, pause: float 
     while not condition():
         assert time.monotonic() < give_up, "it did not happen in time"
         time.sleep(pause)
+
+
+@contextmanager
+def stderr_as(path: Path) -> Iterator[Path]:
+    """A file that has what threads and forks write to `sys.stderr`: capfd may lose what is written while it reads."""
+    with open(path, "w", buffering=1) as file, redirect_stderr(file):
+        yield path
 
 
 def processes_of(folder: Path) -> list[int]:

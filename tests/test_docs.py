@@ -77,10 +77,10 @@ def test_the_tables_are_complete(title: str, is_one: Callable[[str], bool]) -> N
     assert table(title) == {module for module, call in calls() if is_one(call)}
 
 
-def test_threads_of_a_rank_are_helpers() -> None:
-    assert {module for module, call in calls() if call == "helpers.start"} == {
-        "runtime/stopping.py",
-        "runtime/boundaries.py",
-        "runtime/live_state.py",
-        "runtime/watchdog.py",
+def test_threads_of_a_rank_are_guarded() -> None:
+    assert {module for module, call in calls() if call == "crash.guarded_thread"} == {
+        "rank/signals.py",
+        "rank/step_sync.py",
+        "metrics/live_state.py",
+        "rank/watchdog.py",
     }

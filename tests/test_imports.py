@@ -1,4 +1,4 @@
-"""Imports point one way, and the login side starts without torch."""
+"""Imports point one way, and what runs without torch loads none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,31 +18,51 @@ from tests.support import REPOSITORY, Project
 
 PACKAGE = REPOSITORY / "mgpu_slurm"
 HEAVY = {"torch", "torchvision", "optuna", "tensorboard", "submitit"}
-SUBMITIT_MODULE = "mgpu_slurm.launch.submitit_executor"
+SUBMITIT_MODULE = "mgpu_slurm.slurm.submitit_adapter"
 
 MAY_IMPORT = {
-    "top": {"top"},
-    "launch": {"top", "launch"},
-    "checkpoints": {"top", "checkpoints"},
-    "runtime": {"top", "checkpoints", "runtime"},
-    "observe": {"top", "launch", "observe", "sweeping", "handles"},
-    "sweeping": {"top", "checkpoints", "launch", "runtime", "sweeping"},
-    "handles": {"top", "launch", "sweeping", "handles"},
-    "supervisor": {"top", "launch", "runtime", "supervisor"},
-    "cli": {"top", "launch", "runtime", "sweeping", "observe", "handles", "cli"},
+    # package: the packages that it may import besides itself, all of them above it
+    "core": "",
+    "request": "core",
+    "slurm": "core request",
+    # on the login node
+    "executors": "core request slurm",
+    "registry": "core request slurm executors",
+    "submission": "core request slurm executors registry",
+    # in the job, once per node
+    "job": "core request slurm",
+    # in the job, in each rank
+    "rank": "core request slurm job",
+    "metrics": "core job rank",
+    "checkpoints": "core rank",
+    "data": "core rank checkpoints",
+    "training": "core request job rank metrics checkpoints data",
+    # both
+    "local_cluster": "core request slurm executors registry job rank training",
+    "sweeps": "core request slurm registry submission job rank metrics checkpoints training",
+    # what people call
+    "reports": "core request slurm registry submission metrics sweeps",
+    "api": "core request slurm executors registry submission sweeps",
+    "doctor": "core request slurm executors registry submission job rank training api",
+    "cli": "core request slurm executors registry submission sweeps reports api doctor",
 }
-"""The houses of the package and whom they know. The local executor's supervisor is where both sides meet; handles are
-what Python holds of runs, groups and sweeps."""
 
-LOGIN_SIDE = ("top", "launch", "observe", "handles", "cli")
+LIGHT = ("core", "request", "slurm", "executors", "registry", "submission", "job", "reports", "api", "doctor", "cli")
+"""Packages of which no module loads any of `HEAVY` when it is imported."""
+
+HEAVY_MODULES = {SUBMITIT_MODULE: {"submitit"}}
+"""Exceptions, besides `doctor.in_job`, which each rank of a job runs."""
+
+OF_VERSION_0_1 = ("runtime", "sweeping")
+"""Packages with modules at the names that version 0.1 had for them."""
 
 
 def module_files() -> dict[str, Path]:
-    """Every module of the package by name; the starter's files are a user's, not the package's."""
+    """Return the file of each module by its name; the starter's files are a user's, not the package's."""
     files = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
-        if "starter" not in parts:
+        if "starter" not in parts and parts[1] not in OF_VERSION_0_1:
             files[".".join(parts).removesuffix(".__init__")] = path
     return files
 
@@ -48,16 +70,13 @@ def module_files() -> dict[str, Path]:
 FILES = module_files()
 
 
-def house(module: str) -> str:
-    parts = module.split(".")
-    if parts[1:] in ([], ["cli"], ["__main__"]):
-        # the package's own __init__ names what lives in any house, and imports none of it by itself
-        return "cli"
-    if parts[1:] == ["handles"]:
-        return "handles"
-    if parts[1:] in (["supervisor"], ["coordinator"], ["nodes"]):
-        return "supervisor"
-    return "top" if len(parts) == 2 and FILES[module].name != "__init__.py" else parts[1]
+def package_of(module: str) -> str:
+    """Return the package of a module, or the name of a module at the top; empty for the root."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def is_light(module: str) -> bool:
+    return package_of(module) in LIGHT and not module.startswith("mgpu_slurm.doctor.in_job")
 
 
 def imports(module: str, everywhere: bool) -> set[str]:
@@ -96,20 +115,46 @@ def loaded(module: str, seen: set[str] | None = None) -> set[str]:
     return packages
 
 
-@pytest.mark.parametrize("module", sorted(FILES))
-def test_a_module_imports_only_from_the_houses_it_may_know(module: str) -> None:
-    own = house(module)
-    assert own in MAY_IMPORT, f"house {own!r} has no line in MAY_IMPORT"
-    wrong = []
-    for name in imports(module, everywhere=True) & set(FILES):
-        if name != "mgpu_slurm" and house(name) not in MAY_IMPORT[own]:
-            wrong.append(name)
-    assert wrong == []
+def test_the_table_points_one_way() -> None:
+    above: set[str] = set()
+    for package, imported in MAY_IMPORT.items():
+        assert set(imported.split()) <= above
+        above.add(package)
 
 
-@pytest.mark.parametrize("module", sorted(name for name in FILES if house(name) in LOGIN_SIDE))
-def test_a_module_of_the_login_side_loads_nothing_heavy(module: str) -> None:
-    assert loaded(module) & HEAVY == ({"submitit"} if module == SUBMITIT_MODULE else set())
+@pytest.mark.parametrize("module", sorted(FILES.keys() - {"mgpu_slurm", "mgpu_slurm.__main__"}))
+def test_a_module_imports_only_what_its_package_may(module: str) -> None:
+    own = package_of(module)
+    assert own in MAY_IMPORT, f"package {own!r} has no line in MAY_IMPORT"
+    imported = {package_of(name) for name in imports(module, everywhere=True) & set(FILES)}
+    assert imported <= {own, *MAY_IMPORT[own].split()}
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    graph = {module: imports(module, everywhere=True) & set(FILES) for module in FILES}
+    # raises CycleError with the modules of a circle
+    assert len(tuple(TopologicalSorter(graph).static_order())) == len(FILES)
+
+
+def test_the_top_of_the_package_has_its_entries_only() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == {
+        *("__init__.py", "__main__.py", "api.py", "py.typed")
+    }
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = Counter(name.rpartition(".")[2] for name in FILES if package_of(name) not in ("cli", "executors"))
+    assert [name for name, count in names.items() if count > 1 and name != "__main__"] == []
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """Importing `mgpu_slurm.NAME` sets that attribute of the package, whatever it offered by that name before."""
+    assert {path.stem for path in PACKAGE.iterdir()}.isdisjoint(mgpu_slurm.__all__)
+
+
+@pytest.mark.parametrize("module", sorted(filter(is_light, FILES)))
+def test_a_module_that_needs_no_torch_loads_nothing_heavy(module: str) -> None:
+    assert loaded(module) & HEAVY == HEAVY_MODULES.get(module, set())
 
 
 def test_submitit_is_imported_in_one_module() -> None:
@@ -118,10 +163,10 @@ def test_submitit_is_imported_in_one_module() -> None:
 
 
 def test_these_tests_see_what_modules_import() -> None:
-    assert "torch" in loaded("mgpu_slurm.runtime.run")
-    assert "mgpu_slurm.launch.registry" in imports("mgpu_slurm.cli", everywhere=True)
-    assert "mgpu_slurm.launch.registry" not in imports("mgpu_slurm.cli", everywhere=False)
-    assert house("mgpu_slurm.paths") == "top"
+    assert "torch" in loaded("mgpu_slurm.training.run")
+    assert "mgpu_slurm.submission.submit" in imports("mgpu_slurm.cli.main", everywhere=True)
+    assert "mgpu_slurm.submission.submit" not in imports("mgpu_slurm.cli.main", everywhere=False)
+    assert package_of("mgpu_slurm.core.layout") == "core"
 
 
 @pytest.mark.parametrize(
@@ -129,10 +174,10 @@ def test_these_tests_see_what_modules_import() -> None:
     [
         "import mgpu_slurm",
         "from mgpu_slurm import submit, runs; runs()",
-        "from mgpu_slurm.cli import main; main(['--help'])",
-        "from mgpu_slurm.cli import main; main(['status'])",
-        "from mgpu_slurm.cli import main; main(['clean'])",
-        "from mgpu_slurm.cli import main; main(['submit', '--dry-run', '--executor', 'local', '--', 'true'])",
+        "from mgpu_slurm.cli.main import main; main(['--help'])",
+        "from mgpu_slurm.cli.main import main; main(['status'])",
+        "from mgpu_slurm.cli.main import main; main(['clean'])",
+        "from mgpu_slurm.cli.main import main; main(['submit', '--dry-run', '--executor', 'local', '--', 'true'])",
     ],
     ids=["package", "python", "help", "status", "clean", "dry-run"],
 )

@@ -18,10 +18,11 @@ from typing import Any
 
 import google_crc32c
 
-from mgpu_slurm.checkpoints.names import Key, below, complete, key_of
-from mgpu_slurm.checkpoints.tensors import SUFFIX, Part, Written, summed, write
-from mgpu_slurm.errors import MgpuError
-from mgpu_slurm.paths import DAMAGED, RunFolder, sync_folder, write_whole
+from mgpu_slurm.checkpoints.writer import SUFFIX, Part, Written, summed, write
+from mgpu_slurm.core.checkpoint_names import Key, below, complete, key_of
+from mgpu_slurm.core.errors import MgpuError
+from mgpu_slurm.core.files import sync_folder, write_whole
+from mgpu_slurm.core.layout import DAMAGED, RunFolder
 
 FORMAT = 1
 

@@ -1,35 +1,8 @@
-"""What each rank of a sweep's worker runs, in place of `mgpu_slurm.runtime.entry`.
-
-It hears signals before it loads what the work needs: a time limit may be near when ranks start again in their place.
-"""
+"""`mgpu_slurm.sweeps.worker.worker_entry` at the name of version 0.1 (see `mgpu_slurm.runtime`)."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.runtime import entry
-from mgpu_slurm.runtime.entry import Rank
-from mgpu_slurm.runtime.stopping import StopFlag
-
-
-def run_rank(folder: RunFolder) -> int:
-    return entry.run_rank(folder, work)
-
-
-def work(rank: Rank) -> int:
-    # half of the lead is for a checkpoint at the next boundary; a trial that makes none leaves all the same
-    stop = StopFlag(leave_after=(rank.spec.lead or 0) / 2)
-    return entry.guarded(rank, stop, lambda: _serve(rank, stop))
-
-
-def _serve(rank: Rank, stop: StopFlag) -> None:
-    # torch and optuna take seconds
-    from mgpu_slurm.sweeping import loop
-
-    loop.serve(rank, stop)
-
+import runpy
 
 if __name__ == "__main__":
-    entry.exit_process(run_rank(RunFolder(Path(sys.argv[1]))))
+    runpy.run_module("mgpu_slurm.sweeps.worker.worker_entry", run_name="__main__", alter_sys=True)

@@ -24,7 +24,7 @@ from tests.chaos.on_slurm import Slurm
 from tests.chaos.rounds import Round, Site
 from tests.chaos.sweep import Sweep
 from tests.chaos.training import Training
-from tests.slurm.cluster import Cluster
+from tests.on_slurm.cluster import Cluster
 
 ON_SLURM = 6
 """Every sixth round is on a SLURM."""

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mgpu_slurm import records, states
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.checkpoints import names
-from mgpu_slurm.observe import histories
-from mgpu_slurm.paths import read_jsonl
+from mgpu_slurm.core import checkpoint_names, records, states
+from mgpu_slurm.core.files import read_jsonl
+from mgpu_slurm.reports import history as histories
 from tests.chaos.faults import Fault
 from tests.chaos.job import SAMPLES, SAVE_EVERY, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Trained, Training
@@ -139,13 +138,13 @@ def _of_checkpoints(trained: Trained, last: int) -> Iterator[str]:
         last: the step at the end.
     """
     run = trained.folder
-    found = names.complete(run)
+    found = checkpoint_names.complete(run)
     for path in found:
         if (problem := checkpoints.problem(path, range(RANKS))) is not None:
             yield f"{path.name}: {problem}"
-    if not found or names.step_of(found[-1]) != last:
+    if not found or checkpoint_names.step_of(found[-1]) != last:
         yield f"the newest checkpoint is {found[-1].name if found else 'none'}"
-    if torn := [path.name for path in names.below(run) if path.name.startswith(".")]:
+    if torn := [path.name for path in checkpoint_names.below(run) if path.name.startswith(".")]:
         yield f"parts of checkpoints are left: {' '.join(torn)}"
     if (run.checkpoints / checkpoints.BEST).resolve() not in found:
         yield "the link to the best checkpoint leads nowhere"

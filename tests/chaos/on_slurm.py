@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mgpu_slurm import records
+from mgpu_slurm.core import records
 from tests.chaos.faults import (
     Fault,
     a_rank_dies,
@@ -18,7 +18,7 @@ from tests.chaos.faults import (
     phase_of_a_save,
 )
 from tests.chaos.training import RANKS, Training, send, words_of
-from tests.slurm.cluster import NODES, Cluster
+from tests.on_slurm.cluster import NODES, Cluster
 from tests.support import Project, make_project
 
 BACK_AFTER = (1.0, 6.0)
@@ -129,7 +129,7 @@ class Slurm:
         found: list[int] = []
 
         def is_there() -> bool:
-            found[:] = [pid for pid in training.processes() if "mgpu_slurm.runtime.batch" in words_of(pid)]
+            found[:] = [pid for pid in training.processes() if {"mgpu_slurm.job", "batch"} <= {*words_of(pid)}]
             return bool(found)
 
         training.until(is_there)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from mgpu_slurm import records
+from mgpu_slurm.core import records
 from tests.chaos import checks
 from tests.chaos.checks import Result
 from tests.chaos.faults import FAULTS, Fault, somewhere, told
@@ -108,7 +108,7 @@ def drawn(site: Site, turn: int, seed: str) -> tuple[Fault, ...]:
 
 
 def fit_for_sweeps(faults: Sequence[Fault]) -> bool:
-    """A sweep has its own way with time limits; tests/slurm/test_sweeps.py and tests/end_to_end/test_sweeps.py."""
+    """A sweep has its own way with time limits; tests/on_slurm/test_sweeps.py and tests/end_to_end/test_sweeps.py."""
     return not any("--time" in fault.words for fault in faults)
 
 

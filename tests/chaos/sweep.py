@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.sweeping import file as files
-from mgpu_slurm.sweeping import study as studies
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.chaos.job import EPOCHS, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Trained, Training
 
@@ -58,7 +58,7 @@ class Sweep(Training):
     def parts(self) -> dict[str, Trained]:
         """Each complete trial."""
         folder = self.submitted
-        trials = studies.load(files.load(folder.sweep), folder.journal).trials
+        trials = studies.load(sweep_file.load(folder.sweep), folder.journal).trials
         return {
             f"{trial.params['lr']:g}{'' if trial.state.name == 'COMPLETE' else f' {trial.state.name}'}": self._trial(
                 folder.of_trial(trial.number).path

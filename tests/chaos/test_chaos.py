@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm import records
-from mgpu_slurm.checkpoints import names
-from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.core import checkpoint_names, records
+from mgpu_slurm.core.layout import RunFolder
 from tests.chaos import checks, faults, rounds
 from tests.chaos.checks import Result
 from tests.chaos.rounds import Here
 from tests.chaos.training import Training
-from tests.slurm.cluster import PREPARED
+from tests.on_slurm.cluster import PREPARED
 from tests.support import make_project, require, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -154,7 +153,7 @@ def a_point_of_another_value(training: Training) -> None:
 
 
 def a_damaged_checkpoint(training: Training) -> None:
-    next(names.complete(training.submitted)[-1].glob("*.safetensors")).write_bytes(b"")
+    next(checkpoint_names.complete(training.submitted)[-1].glob("*.safetensors")).write_bytes(b"")
 
 
 def a_part_of_a_checkpoint(training: Training) -> None:
@@ -164,7 +163,7 @@ def a_part_of_a_checkpoint(training: Training) -> None:
 def another_best(training: Training) -> None:
     """The link leads to the newest one instead."""
     link = training.submitted.checkpoints / "best"
-    others = [path for path in names.complete(training.submitted) if path != link.resolve()]
+    others = [path for path in checkpoint_names.complete(training.submitted) if path != link.resolve()]
     link.unlink()
     link.symlink_to(others[0].name)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm import config as configs
+from mgpu_slurm.request import config as configs
 from tests.support import Project, log, make_project
 
 JOB = """

@@ -33,7 +33,7 @@ def by_check(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def test_a_machine_without_slurm_is_told_what_it_has(bare: Project) -> None:
     # the program ends by SystemExit
     code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr));"
-    code += "from mgpu_slurm.cli import main; main(['doctor', '--json'])"
+    code += "from mgpu_slurm.cli.main import main; main(['doctor', '--json'])"
     words = [sys.executable, "-c", code]
     environ = os.environ | bare.environ
     done = subprocess.run(words, cwd=bare.folder, env=environ, capture_output=True, text=True, check=False)

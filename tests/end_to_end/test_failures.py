@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from mgpu_slurm import records
-from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.core import records
+from mgpu_slurm.core.layout import RunFolder
 from tests.support import Project, log, processes_of, wait_until
 
 FAILS = """
@@ -316,7 +316,7 @@ def test_a_supervisor_with_threads_starts_its_ranks_afresh(project: Project) -> 
         """
         import sys, threading
 
-        if "mgpu_slurm.supervisor" in sys.orig_argv:
+        if "supervisor" in sys.orig_argv:
             threading.Thread(target=threading.Event().wait, daemon=True).start()
         """,
     )
@@ -326,7 +326,7 @@ def test_a_supervisor_with_threads_starts_its_ranks_afresh(project: Project) -> 
         import sys
 
         def train(run, config):
-            print("mgpu_slurm.runtime.entry" in sys.orig_argv)
+            print("rank" in sys.orig_argv)
             return run.mean(run.rank, 1)
         """,
     )

@@ -46,7 +46,7 @@ SCRIPT = """
 
     import work
     from mgpu_slurm import runs, submit
-    from mgpu_slurm.errors import RunFailed, UserError
+    from mgpu_slurm.core.errors import RunFailed, UserError
 
     FACTOR = 10
 
@@ -247,7 +247,8 @@ def test_a_function_that_v0_1_pickled_is_resumed(tmp_path: Path) -> None:
     code = """
         from dataclasses import dataclass
         import cloudpickle
-        from mgpu_slurm import config, submit
+        from mgpu_slurm import submit
+        from mgpu_slurm.request import config
         @dataclass
         class Config:
             seed: int = 4

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm import records
-from mgpu_slurm.paths import RunFolder
+from mgpu_slurm.core import records
+from mgpu_slurm.core.layout import RunFolder
 from tests.support import Project, log, make_project, wait_until
 
 JOB = '''

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm import interpreter
-from mgpu_slurm.paths import RunFolder
-from mgpu_slurm.spec import read_spec
+from mgpu_slurm.core import interpreter
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.request.spec import read_spec
 from tests.support import REPOSITORY, Project, log, make_project, processes_of, wait_until
 
 STATUS_NAMES = [
@@ -396,7 +396,7 @@ def test_a_dry_run_prints_the_script_without_slurm(project: Project) -> None:
     lines = script.splitlines()
     for flag in ("nodes=3", "gpus-per-node=4", "time=1:00:00", "mail-type=END", "signal=USR2@120", "requeue"):
         assert f"#SBATCH --{flag}" in lines
-    batch = shlex.join(interpreter.command(sys.executable, "mgpu_slurm.runtime.batch"))
+    batch = shlex.join(interpreter.command(sys.executable, "mgpu_slurm.job", "batch"))
     assert lines[-1].startswith(f"exec {batch} ")
     assert script.endswith("\n")
     assert not project.runs.exists()

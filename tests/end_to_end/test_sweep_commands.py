@@ -41,7 +41,7 @@ SCRIPT = """
     elif given.kind == "terminated" and rank == 0:
         signal.raise_signal(signal.SIGTERM)
     elif given.kind == "forged" and rank == 1:
-        from mgpu_slurm.errors import ForgeryError
+        from mgpu_slurm.core.errors import ForgeryError
 
         raise ForgeryError("not of a rank")
     elif given.kind in ("fails", "terminated", "forged"):
@@ -136,7 +136,7 @@ def test_a_rank_that_somebody_terminates_does_not_wait_for_the_other(swept: Proj
 
 def test_a_stranger_in_its_rendezvous_is_no_fault_of_a_trial(swept: Project) -> None:
     failure = json.loads((trial(swept, 6) / "failure.json").read_text())
-    error = "mgpu_slurm.errors.ForgeryError: not of a rank"
+    error = "mgpu_slurm.core.errors.ForgeryError: not of a rank"
     assert failure["message"] == f"its command ended with exit code 1: {error} (2 of 2 times)"
 
 

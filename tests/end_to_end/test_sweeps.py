@@ -434,7 +434,7 @@ class TestOneThatHasEnded:
     @pytest.mark.parametrize("words", [["status"], ["status", "study"], ["best", "study"], ["wait", "study"]])
     def test_who_looks_at_it_loads_nothing_heavy(self, project: Project, words: list[str]) -> None:
         code = (
-            "import sys; from mgpu_slurm.cli import main\n"
+            "import sys; from mgpu_slurm.cli.main import main\n"
             f"try: main({words})\nexcept SystemExit as ended: assert not ended.code\n"
             "print([name for name in ('torch', 'optuna', 'numpy', 'tensorboard') if name in sys.modules])"
         )

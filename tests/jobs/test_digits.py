@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from jobs import digits
-from mgpu_slurm.config import fill
-from mgpu_slurm.errors import UserError
-from mgpu_slurm.runtime.run import Run
-from tests.runtime.ranks import run_ranks
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request.config import fill
+from mgpu_slurm.training.run import Run
+from tests.ranks import run_ranks
 from tests.support import Project
 
 

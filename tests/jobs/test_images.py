@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from jobs import images
-from mgpu_slurm.config import absolute_paths, fill
-from mgpu_slurm.errors import UserError
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request.config import absolute_paths, fill
 from tests.support import Project, log
 
 SMALL = "shufflenet_v2_x0_5"

@@ -1,0 +1,463 @@
+"""Runs, groups and sweeps seen from outside: how they stand, what came of them, the ways to act on them.
+
+The command line and notebooks share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+from mgpu_slurm.core import files, records, states
+from mgpu_slurm.core.errors import ClusterError, RunFailed, UserError
+from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.executors import supervisors
+from mgpu_slurm.registry import cleanup, current_state, logs, lookup, sweep_state
+from mgpu_slurm.registry.watch import Watch
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.slurm import commands, job_identity
+from mgpu_slurm.submission import plan
+from mgpu_slurm.submission import submit as submitting
+from mgpu_slurm.submission.plan import Request
+from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
+
+
+class _Submitted:
+    """What one run and a group of runs have in common."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.files = folder
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} {self.state}>"
+
+    @property
+    def name(self) -> str:
+        return self.files.run
+
+    @property
+    def folder(self) -> Path:
+        return self.files.path
+
+    @property
+    def all_facts(self) -> list[dict[str, Any]]:
+        """All that `status` shows, run by run."""
+        return [facts for _, facts in current_state.current([self.files])]
+
+    @property
+    def state(self) -> str:
+        """Of several runs: of one that is alive, else of one that did not complete, where there is such a one."""
+        return self._as_one(self.all_facts)
+
+    def _as_one(self, facts: list[dict[str, Any]]) -> str:
+        """One state for all."""
+        return states.overall(facts)
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it runs a command, which saves only what it saves by itself."""
+        return read_spec(self.files).target.is_command
+
+    def wait(self, timeout: float | None = None, note: Note = quiet) -> str:
+        """Blocks until all has ended and returns the state.
+
+        Args:
+            timeout: seconds, None for as long as it takes.
+            note: hears that a cluster does not answer.
+
+        Raises:
+            TimeoutError: it has not ended in that time.
+        """
+        begun = time.monotonic()
+        watch = Watch(self.files, note)
+        while True:
+            state = self._as_one(watch.states())
+            if not states.is_alive(state):
+                return state
+            waited = time.monotonic() - begun
+            if timeout is not None and waited >= timeout:
+                raise TimeoutError(f"run {self.name} is still {state} after {timeout} s")
+            # an end is seen late by a fiftieth of the time that it took to come, and by a second at most
+            time.sleep(min(1.0, max(0.05, waited / 50)))
+
+    def cancel(self) -> bool:
+        """Asks what is alive to save and end; False where all had ended already."""
+        alive = self._alive()
+        if not alive:
+            return False
+        current_state.check_are_of_this_cluster(facts for _, facts in alive)
+        if alive[0][1]["executor"] == "slurm":
+            if any(facts["job_id"] is None for _, facts in alive):
+                current_state.look_for_jobs(self.files.group)
+                alive = self._alive()
+            self._cancel_jobs(alive)
+            return True
+        self._check_is_own("cancel")
+        if self.files.task is None and any(_is_waiting(folder, facts) for folder, facts in alive):
+            # it starts no more of them, and waits for no other run any more
+            supervisors.cancel(self.files, records.read_state(self.files))
+        reached = [_cancel_local(folder, facts) for folder, facts in alive]
+        return any(reached)
+
+    def _alive(self) -> list[tuple[RunFolder, dict[str, Any]]]:
+        return [
+            (folder, facts) for folder, facts in current_state.current([self.files]) if states.is_alive(facts["state"])
+        ]
+
+    def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
+        """Starts again what has ended and did not complete: the same run, its next attempt, from its newest checkpoint;
+        the id of its job.
+
+        Args:
+            note: hears that a cluster which does not answer is waited for.
+
+        Raises:
+            UserError: there is nothing to start, or the change does not fit, or the run is somebody else's.
+        """
+        self._check_is_own("resume")
+        found = current_state.current([self.files])
+        ended = [folder for folder, facts in found if not states.is_alive(facts["state"])]
+        unfinished = [folder for folder, facts in found if folder in ended and facts["state"] != states.COMPLETED]
+        if not ended:
+            raise UserError(f"run {self.name} is {self.state}: only a run that has ended can be resumed")
+        if not unfinished:
+            raise UserError(f"run {self.name} is {self.state}: there is nothing left to do; submit a new one")
+        return submitting.restart(self.files, unfinished, change, note)
+
+    def delete(self, only_checkpoints: bool = False) -> None:
+        """Deletes it, or only its checkpoints, from the disk.
+
+        Raises:
+            UserError: it is still alive, or a part of a group, or somebody else's.
+        """
+        self.check_deletable()
+        if only_checkpoints:
+            for part in [*lookup.members(self.files), *sweep_state.trials(self.files)]:
+                cleanup.delete_checkpoints(part)
+        elif self.files.task is not None:
+            raise UserError(f"run {self.name} is a part of group {self.files.group.run}: delete that one")
+        else:
+            cleanup.delete_run(self.files)
+
+    def check_deletable(self) -> None:
+        """Refuses what may not be deleted.
+
+        Raises:
+            UserError: it is still alive, or somebody else's.
+        """
+        self._check_is_own("delete")
+        state = self.state
+        if states.is_alive(state):
+            raise UserError(
+                f"run {self.name} is {state}: `{program()} cancel {self.name}` first;"
+                f" where its cluster is gone for good, delete {str(self.folder)!r} by hand"
+            )
+
+    def _check_is_own(self, what: str) -> None:
+        # in a runs folder that many may write in, it could be renamed all the same
+        if not os.access(self.files.group.path, os.W_OK):
+            raise UserError(f"run {self.name} is {self._owner}'s: only they can {what} it")
+
+    def _cancel_jobs(self, alive: list[tuple[RunFolder, dict[str, Any]]]) -> None:
+        started = [folder for folder, facts in alive if facts["attempts"]]
+        # their jobs may be about to hand them on; an operator who cancels them need not be able to write there
+        with contextlib.suppress(OSError):
+            for folder in started:
+                folder.cancel_wish.touch()
+        told = {facts["job_id"] for _, facts in alive if facts["job_id"] is not None}
+        try:
+            self._scancel(told)
+        except ClusterError:
+            with contextlib.suppress(OSError):
+                for folder in started:
+                    folder.cancel_wish.unlink(missing_ok=True)
+            raise
+        # what has not started ends at once, and nothing but SLURM tells of that, for some minutes
+        left = self._alive()
+        self._scancel({facts["job_id"] for _, facts in left if facts["job_id"] is not None} - told)
+        unknown = [facts["run"] for _, facts in left if facts["job_id"] is None]
+        if unknown:
+            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
+
+    def _scancel(self, job_ids: set[str]) -> None:
+        # one request for all of an array: each costs the controller one
+        jobs = sorted(job_ids) if self.files.task is not None else commands.whole_jobs(sorted(job_ids))
+        job_identity.check(self.files, jobs)
+        try:
+            if jobs:
+                commands.run(commands.scancel_command(jobs))
+        except ClusterError as error:
+            if "permission denied" not in str(error):
+                raise
+            raise ClusterError(f"run {self.name} is {self._owner}'s, and SLURM does not let you cancel it") from None
+
+    @property
+    def _owner(self) -> str:
+        return files.name_of_owner(self.files.group.path)
+
+
+class Handle(_Submitted):
+    """One run, in this process or another, now or next week."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All that `status` shows of the run."""
+        return current_state.state(self.files)
+
+    def result(self) -> dict[str, float]:
+        """Waits, and returns what the job function returned, as numbers by name.
+
+        Raises:
+            RunFailed: with the first cause.
+        """
+        state = self.wait()
+        if state != states.COMPLETED:
+            raise RunFailed(f"run {self.name} is {state}: {self.facts['reason']}")
+        record = files.read_json(self.files.result) or {"result": {}}
+        result: dict[str, float] = record["result"]
+        return result
+
+    def logs(self, rank: int = 0) -> str:
+        """All that a rank has printed, over all attempts."""
+        attempts = range(1, records.attempts_started(self.files) + 1)
+        return "".join(path.read_text(errors="replace") for path in logs.of_rank(self.files, rank, attempts))
+
+
+class Group(_Submitted):
+    """Runs that were submitted together, one per seed."""
+
+    @property
+    def runs(self) -> list[Handle]:
+        return [Handle(folder) for folder in lookup.members(self.files)]
+
+    def results(self) -> list[dict[str, float]]:
+        """Waits for all runs, and returns what each returned, in their order.
+
+        Raises:
+            RunFailed: with the first cause of the first run that did not complete.
+        """
+        self.wait()
+        return [run.result() for run in self.runs]
+
+
+class Study(Group):
+    """A sweep: its workers, and what they have found."""
+
+    def _as_one(self, facts: list[dict[str, Any]]) -> str:
+        return sweep_state.overall(facts, sweep_state.summary_of(self.files, facts))
+
+    def results(self) -> list[dict[str, float]]:
+        """Waits for the sweep, and returns what each complete trial returned, in the order of their numbers.
+
+        Raises:
+            RunFailed: why the sweep did not come to its end.
+        """
+        state = self.wait()
+        if state != states.COMPLETED:
+            facts = sweep_state.facts(self.files, self.all_facts)
+            raise RunFailed(f"study {self.name} is {state}: {facts['reason']}")
+        trials = sorted(sweep_state.trials(self.files), key=lambda trial: int(trial.path.name))
+        records = [files.read_json(trial.result) for trial in trials]
+        return [record["result"] for record in records if record is not None and record["state"] == "COMPLETE"]
+
+    def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
+        """Starts workers for the trials that are left, also where the sweep was given up; the id of their job.
+
+        Raises:
+            UserError: nothing is left to do, or all workers are at work, or the sweep is somebody else's.
+        """
+        from mgpu_slurm.sweeps import launch
+
+        self._check_is_own("resume")
+        return launch.resume(self.files, change, note)
+
+    def delete(self, only_checkpoints: bool = False) -> None:
+        self.check_deletable()
+        if not only_checkpoints:
+            from mgpu_slurm.sweeps import launch
+
+            launch.forget(self.files)
+        super().delete(only_checkpoints)
+
+    @property
+    def trials(self) -> dict[str, int]:
+        """How many trials are in each of Optuna's states; SLURM is asked which workers live."""
+        found: dict[str, int] = sweep_state.summary_of(self.files, self.all_facts)["trials"]
+        return found
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best trial so far: its `number`, `value` and `params` among others; None before the first is complete."""
+        found: dict[str, Any] | None = sweep_state.summary_of(self.files)["best"]
+        return found
+
+
+def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
+    """Ends the run; of a group also one that still waits for its turn."""
+    if _is_waiting(folder, facts):
+        # a supervisor that is started for it meanwhile finds that
+        folder.create_task()
+        folder.cancel_wish.touch()
+        facts = records.read_state(folder)
+    if _is_waiting(folder, facts):
+        records.cancel_unstarted(folder, "cancelled")
+        return True
+    return supervisors.cancel(folder, facts)
+
+
+def _is_waiting(folder: RunFolder, facts: dict[str, Any]) -> bool:
+    """Whether a local run waits for its group's coordinator to start it."""
+    return folder.task is not None and facts["job_id"] is None
+
+
+Target: TypeAlias = str | Callable[..., Any] | Sequence[str] | None
+
+
+@overload
+def submit(target: Target = ..., config: Any = ..., *, seeds: None = ..., **options: Any) -> Handle: ...
+
+
+@overload
+def submit(target: Target = ..., config: Any = ..., *, seeds: int | str, **options: Any) -> Group: ...
+
+
+def submit(
+    target: Target = None,
+    config: Any = None,
+    *,
+    executor: str = "auto",
+    cluster: str | None = None,
+    name: str | None = None,
+    signal: str | None = None,
+    max_requeues: int | None = None,
+    retries: int | None = None,
+    stuck_after: float | None = None,
+    seeds: int | str | None = None,
+    after: Sequence[str] = (),
+    after_any: Sequence[str] = (),
+    **resources: Any,
+) -> Handle | Group:
+    """Submits a job function and returns at once.
+
+    Args:
+        target: a function `train(run, config)`, also one of a notebook, or a name such as `jobs.digits:train`; or the
+            words of a command.
+        config: an instance of the function's dataclass, or a mapping of the values that differ from its defaults.
+        executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
+        retries: how often in a row the run starts again, whatever it has failed of. By default it does for what the
+            cluster did, up to 3 times without a new checkpoint.
+        stuck_after: minutes without progress on a rank after which an attempt is ended; 30 by default, 0 for never.
+        seeds: how many runs, one per seed; `"100%10"` for at most 10 at a time. Then a `Group` is returned.
+        after: names of runs that have to complete before.
+        after_any: names of runs that have to end before, however they end.
+        resources: sbatch's long names with underscores: `nodes=2, gpus_per_node=4, time="1:00:00"`.
+
+    Raises:
+        UserError: something in the call is wrong; nothing was started.
+        ClusterError: the cluster refused or did not answer; nothing was started.
+    """
+    values = configs.to_plain(config) if config is not None else {}
+    if not isinstance(values, dict):
+        raise UserError(f"config: expected a dataclass or a mapping, got {type(config).__name__}")
+    command: tuple[str, ...] = ()
+    if isinstance(target, Sequence) and not isinstance(target, str):
+        command, target = tuple(target), None
+    request = Request(
+        target=target,
+        command=command,
+        values=values,
+        flags=resources,
+        executor=executor,
+        cluster=cluster,
+        name=name,
+        signal=signal,
+        max_requeues=max_requeues,
+        retries=retries,
+        stuck_after=stuck_after,
+        seeds=None if seeds is None else str(seeds),
+        after=tuple(after),
+        after_any=tuple(after_any),
+    )
+    return _seen(submitting.submit(request).plan.folder)
+
+
+def sweep(
+    file: str | Path | Mapping[str, Any],
+    *,
+    executor: str = "auto",
+    cluster: str | None = None,
+    around: str | None = None,
+    **changes: Any,
+) -> Study:
+    """Starts the study that a sweep file says, or adds to it what the file has more, and returns at once.
+
+    Args:
+        file: the path of a sweep file, or its values; `job` may then be a function, also one of a notebook. One that
+            exists keeps the code that it began with.
+        executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
+        around: an earlier study: a grid around its best trials is searched.
+        changes: laid over the file's values, mappings key by key: `trials=100, budget={"hours": 4}`.
+
+    Raises:
+        UserError: something in the file is wrong, or does not fit the study that there is; nothing has changed.
+        ClusterError: the cluster refused or did not answer.
+    """
+    from mgpu_slurm.sweeps import launch
+    from mgpu_slurm.sweeps.search import sweep_file
+
+    values, source = (
+        (dict(file), "the sweep") if isinstance(file, Mapping) else (configs.read_yaml(Path(file)), str(file))
+    )
+    function = None
+    for given in (values, changes):
+        if callable(given.get("job")):
+            function = given["job"]
+            given["job"] = plan.function_target(function).label
+    options = launch.Options(executor, cluster, around=around, function=function)
+    plain, laid_over = sweep_file.plain(values, source), sweep_file.plain(changes, source)
+    return Study(launch.start(plain, laid_over, source, options).folder)
+
+
+def _seen(folder: RunFolder) -> Handle | Group:
+    if sweep_state.is_sweep(folder):
+        return Study(folder)
+    return Group(folder) if lookup.is_group(folder) else Handle(folder)
+
+
+def runs() -> list[Handle]:
+    """All runs of this user, newest first, those of groups one by one."""
+    return [Handle(folder) for folder, _ in lookup.all_states()]
+
+
+def submitted() -> list[Handle | Group]:
+    """All runs and groups of this user, newest first."""
+    return [_seen(folder) for folder in lookup.all_groups()]
+
+
+def find(name: str) -> Handle | Group:
+    """The run or group of that name (see `registry.lookup.find`)."""
+    return _seen(lookup.find(name))
+
+
+def find_run(name: str) -> Handle:
+    """One run.
+
+    Raises:
+        UserError: the name is a group's, or a sweep's.
+    """
+    found = find(name)
+    if isinstance(found, Study):
+        raise UserError(
+            f"{found.name} is a sweep: its trials print into {str(found.files.trials)!r}; or name one of its workers,"
+            f" such as {found.name}/0"
+        )
+    if isinstance(found, Group):
+        raise UserError(f"{found.name} is a group of {len(found.runs)} runs: name one of them, such as {found.name}/0")
+    return found

@@ -1,0 +1,151 @@
+"""What a run asks of its checkpoints: when one is written, how many stay, and which is the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mgpu_slurm.core.checkpoint_names import Key
+from mgpu_slurm.core.errors import UserError, nearest
+
+DIRECTIONS = ("minimize", "maximize")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When a run saves but for the ends of its epochs, and what stays; see `Run.checkpoints`."""
+
+    every_steps: int | None = None
+    every_minutes: float | None = 10.0
+    keep: int = 2
+    best: str | None = None
+    direction: str | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            UserError: names what is none.
+        """
+        if self.every_steps is not None and not _is_whole_number(self.every_steps):
+            raise UserError(f"run.checkpoints(every_steps={self.every_steps!r}): expected 1, 2, ... or None")
+        if self.every_minutes is not None and not self.every_minutes > 0:
+            raise UserError(f"run.checkpoints(every_minutes={self.every_minutes!r}): expected more than 0, or None")
+        if not _is_whole_number(self.keep):
+            raise UserError(f"run.checkpoints(keep={self.keep!r}): expected 1, 2, ...")
+        if self.direction not in (DIRECTIONS if self.best is not None else (None, *DIRECTIONS)):
+            raise UserError(
+                f"run.checkpoints(best={self.best!r}, direction={self.direction!r}): expected direction"
+                f" {' or '.join(map(repr, DIRECTIONS))}: which values are better"
+            )
+
+    def best_of(self, known: Best | None) -> Best | None:
+        """The best that is known, where it is that of the metric which counts."""
+        if known is None or (known.metric, known.direction) != (self.best, self.direction):
+            return None
+        return known
+
+
+def _is_whole_number(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+@dataclass(frozen=True)
+class Best:
+    """A report that no other was as good as, and whose checkpoint has its name, or gets it next."""
+
+    metric: str
+    direction: str
+    value: float
+    step: int
+    number: int | None = None
+    """Which of the checkpoints of that step it is; None while that has no name yet."""
+
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.number or 1)
+
+
+def best_in(facts: Mapping[str, Any], key: Key) -> Best | None:
+    """Return which checkpoint was the best when this one was written.
+
+    Args:
+        facts: of this one.
+        key: its own.
+    """
+    if facts["best"] is None:
+        return None
+    # version 0.1 had one checkpoint of each step
+    number = facts.get("best_number", 1)
+    return Best(**facts["best"], number=key.number if number is None else number)
+
+
+class BestReports:
+    """Keeps count, on rank 0, of the best report that has a checkpoint."""
+
+    def __init__(self) -> None:
+        self._kept: Best | None = None
+        """Of the checkpoints that have their name."""
+        self._next: Best | None = None
+        """Once the save on its way has its name too."""
+        self._heard: Best | None = None
+        """A report that is better, until it is saved."""
+        self._has_missed = False
+
+    def restored(self, best: Best | None) -> None:
+        """Continue from the best that a checkpoint names; None if that does not exist any more."""
+        self._kept = self._next = best
+
+    def hear(self, plan: Plan, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether a checkpoint of this step would be the best."""
+        if plan.best is None or plan.direction is None:
+            return False
+        if plan.best not in metrics:
+            self._miss(plan.best, list(metrics))
+            return False
+        value = metrics[plan.best]
+        before = plan.best_of(self._next)
+        if math.isnan(value) or (before is not None and not _is_better(value, before.value, plan.direction)):
+            return False
+        self._heard = Best(plan.best, plan.direction, value, step)
+        return True
+
+    def _miss(self, metric: str, names: list[str]) -> None:
+        if not self._has_missed:
+            self._has_missed = True
+            print(
+                f"mgpu_slurm: WARNING: run.checkpoints(best={metric!r}): a report has no such metric"
+                f"{nearest(metric, names)}; checkpoints of reports that lack it are never the best",
+                flush=True,
+            )
+
+    def begin(self, plan: Plan, step: int) -> dict[str, Any]:
+        """What a checkpoint of this step says of the best: it counts once `published`."""
+        self._next = plan.best_of(self._kept)
+        if self._heard is not None and self._heard.step == step:
+            self._next = self._heard
+        self._heard = None
+        if self._next is None:
+            return {"best": None}
+        best = asdict(self._next)
+        # version 0.1 reads the rest, and nothing more
+        return {"best_number": best.pop("number"), "best": best}
+
+    def published(self, key: Key) -> Key | None:
+        """Return the best checkpoint, now that the one on its way has its name.
+
+        Args:
+            key: that name.
+        """
+        if self._next is not None and self._next.number is None:
+            self._next = replace(self._next, number=key.number)
+        self._kept = self._next
+        return None if self._kept is None else self._kept.key
+
+    def lost(self) -> None:
+        self._next = self._kept
+
+
+def _is_better(value: float, before: float, direction: str) -> bool:
+    return value > before if direction == "maximize" else value < before

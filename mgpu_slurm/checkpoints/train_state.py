@@ -1,0 +1,301 @@
+"""What a rank keeps of a run in checkpoints, and how a run goes on from it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgpu_slurm.checkpoints import folder as folders
+from mgpu_slurm.checkpoints.digests import digest
+from mgpu_slurm.checkpoints.host_copies import HostCopies, refuse_unwritable
+from mgpu_slurm.checkpoints.reader import OfRank, StoredTensors
+from mgpu_slurm.checkpoints.tensors import is_spread
+from mgpu_slurm.checkpoints.wrapping import Wrapped, load_state, state_of
+from mgpu_slurm.core import checkpoint_names, records
+from mgpu_slurm.core.errors import MgpuError, UserError, nearest
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.rank import codec
+from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.rank_info import RankFacts
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks whether a write comes on."""
+
+
+class Keeper:
+    """One rank's part in the checkpoints of a run."""
+
+    def __init__(self, run: RunFolder, facts: RankFacts, attempt: int, wrapped: Wrapped, agreement: Agreement) -> None:
+        """
+        Args:
+            wrapped: belongs to rank 0 in checkpoints; ranks may differ in anything else.
+        """
+        self.objects: dict[str, Any] = {}
+        """With `state_dict` and `load_state_dict`, by the names that their user gave them."""
+        self._run = run
+        self._rank = facts.rank
+        self._world_size = facts.world_size
+        self._attempt = attempt
+        self._wrapped = wrapped
+        self._agreement = agreement
+        self._saves = 0
+        self._is_written = threading.Event()
+        self._pieces = 0
+        """Written so far."""
+        self._shared_copies = HostCopies()
+        self._own_copies = HostCopies()
+
+    def add(self, name: str, value: Any) -> None:
+        """
+        Raises:
+            UserError: it cannot be kept.
+        """
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise UserError(f"run.restore({name}=...): a {type(value).__name__} has no state_dict and load_state_dict")
+        self.objects[name] = value
+        try:
+            self._state(name)
+        except UserError as error:
+            raise UserError(f"run.restore({name}=...): {error}") from None
+
+    def check_names(self) -> None:
+        """Make sure that all ranks keep the same objects.
+
+        Raises:
+            UserError: they do not.
+        """
+        names = list(self.objects)
+        if any(self._agreement.differ(digest(names, {}))):
+            raise UserError(f"run.restore: every rank has to give the same names, and this one gave {', '.join(names)}")
+
+    def _state(self, name: str) -> _State:
+        value = self.objects[name]
+        state, actual = state_of(value)
+        shape, tensors = codec.split(state, name)
+        refuse_unwritable(tensors)
+        reached, is_held = self._wrapped.reaches(value), self._wrapped.holds()
+        own = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if not (is_spread(tensor) or reached(actual.get(key.removeprefix(f"{name}."), "")) or is_held(tensor))
+        }
+        return _State(shape, tensors, own, is_rank_0s=reached(""))
+
+    def _states(self) -> dict[str, _State]:
+        return {name: self._state(name) for name in self.objects}
+
+    def _differing(self, states: Mapping[str, _State]) -> list[str]:
+        """Return the names of the objects whose states are not the same on all ranks."""
+        if self._world_size == 1:
+            return []
+        numbers = [number for state in states.values() for number in state.digest]
+        found = self._agreement.differ(numbers)
+        return [name for at, name in enumerate(states) if any(found[2 * at : 2 * at + 2])]
+
+    # -- writing; every rank makes these calls, in step
+
+    def copy(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Takes down how the run stands now.
+
+        Args:
+            facts: the same on all ranks.
+            own: of this rank.
+
+        Raises:
+            UserError: an object keeps what a checkpoint cannot hold.
+        """
+        states = self._states()
+        differing = self._differing(states)
+        own_state, own_tensors = codec.split(own, f"rank-{self._rank}")
+        self._record = {"own": own_state}
+        if self._rank == 0:
+            objects = {name: state.plain for name, state in states.items()}
+            self._record["shared"] = {"facts": facts, "objects": objects, "differing": differing}
+        else:
+            self._record["objects"] = {name: states[name].plain for name in differing}
+            of_objects = [tensor for name in differing for tensor in states[name].own.items()]
+            own_tensors |= {f"{_prefix(self._rank)}{name}": tensor for name, tensor in of_objects}
+        tensors = {name: tensor for state in states.values() for name, tensor in state.tensors.items()}
+        self._parts = self._shared_copies.take(tensors, is_main=self._rank == 0)
+        self._parts |= self._own_copies.take(own_tensors, is_main=True)
+        self._saves += 1
+        self._is_written.clear()
+
+    def write(self, step: int) -> None:
+        """Writes this rank's part of what was copied.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        hidden = self._hidden(step)
+        try:
+            folders.write_part(hidden, self._rank, self._world_size, self._record, self._parts, self._came_on)
+        finally:
+            self._is_written.set()
+
+    def _came_on(self) -> None:
+        self._pieces += 1
+
+    def wait_for_write(self, alive: Callable[[], None]) -> None:
+        """Until another thread has come to the end of `write`.
+
+        Args:
+            alive: is called as long as that comes on.
+        """
+        seen = self._pieces
+        while not self._is_written.wait(LOOK_EVERY):
+            if seen != self._pieces:
+                seen = self._pieces
+                alive()
+
+    def publish(self, step: int) -> checkpoint_names.Key:
+        """On rank 0, when all have written; return under which name it is kept.
+
+        Raises:
+            OSError: it has not got its name.
+            MgpuError: the run goes on elsewhere.
+        """
+        if records.attempts_started(self._run) > self._attempt:
+            # as on a node that was given up and lives
+            raise MgpuError(f"attempt {self._attempt} of this run was given up, and a later one goes on: this one ends")
+        key = checkpoint_names.key_of(folders.publish(self._hidden(step)))
+        assert key is not None
+        return key
+
+    def tidy(self, keep: int, best: checkpoint_names.Key | None) -> None:
+        """On rank 0: deletes what is not to stay, and has the link `best` name the best one.
+
+        Args:
+            keep: how many stay.
+            best: stays too.
+
+        Raises:
+            OSError: the link cannot be made.
+        """
+        folders.trim(self._run, keep, also=best)
+        folders.point_to_best(self._run, best)
+
+    def has(self, key: checkpoint_names.Key) -> bool:
+        return self._run.checkpoint(*key).is_dir()
+
+    def discard(self, step: int) -> None:
+        """On rank 0, when all are done and one has failed: where the disk is full its space is wanted."""
+        shutil.rmtree(self._hidden(step), ignore_errors=True)
+
+    def _hidden(self, step: int) -> Path:
+        return folders.hidden(self._run, step, self._attempt, self._saves)
+
+    # -- reading
+
+    def newest(self) -> tuple[checkpoint_names.Key, int]:
+        """On rank 0: the newest checkpoint, and how many there are."""
+        folders.publish_left(self._run)
+        found = checkpoint_names.complete(self._run)
+        return (checkpoint_names.key_of(found[-1]) if found else None) or checkpoint_names.Key(0), len(found)
+
+    def problem(self, key: checkpoint_names.Key) -> str | None:
+        """What is wrong with this rank's share of a checkpoint's files; None if they are what was written."""
+        path = self._run.checkpoint(*key)
+        if not folders.is_whole(path):
+            return "the record of a rank is damaged or not there"
+        return folders.problem(path, folders.ranks(path)[self._rank :: self._world_size])
+
+    def set_aside(self, key: checkpoint_names.Key) -> None:
+        folders.set_aside(self._run.checkpoint(*key))
+
+    def load(self, key: checkpoint_names.Key, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Loads the objects, and returns the facts, and what this rank kept, where it existed, and after it those that
+        exist no more: of each of them one rank hears.
+
+        Args:
+            names: of all that is to be restored; the facts have those that are no objects.
+
+        Raises:
+            UserError: the checkpoint lacks one, or has several of it for another number of ranks.
+        """
+        path = self._run.checkpoint(*key)
+        first = folders.record(path, 0)
+        shared = first["shared"]
+        known = [*shared["objects"], shared["facts"]["loader"]["name"]]
+        for name in names:
+            if name not in known:
+                raise UserError(
+                    f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: keep the names of run.restore"
+                )
+        own = self._own_objects(path, first)
+        for value in self.objects.values():
+            if isinstance(value, torch.optim.Optimizer):
+                _make_spread_state(value)
+        like = {name: tensor for state in self._states().values() for name, tensor in state.tensors.items()}
+        tensors = StoredTensors(folders.tensor_files(path), like)
+        for name, value in self.objects.items():
+            if name in own:
+                state = codec.joined(own[name], OfRank(tensors, _prefix(self._rank)))
+            else:
+                state = codec.joined(shared["objects"][name], tensors)
+            load_state(value, state, is_old="differing" not in shared)
+        heard_of = folders.ranks(path)[self._rank :: self._world_size]
+        return shared["facts"], [codec.joined(folders.record(path, rank)["own"], tensors) for rank in heard_of]
+
+    def _own_objects(self, path: Path, first: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of the objects of which this rank had its own.
+
+        Args:
+            first: the record of rank 0.
+
+        Raises:
+            UserError: it had one of another number of ranks.
+        """
+        differing = [name for name in first["shared"].get("differing", []) if name in self.objects]
+        if differing and first["world_size"] != self._world_size:
+            raise UserError(
+                f"checkpoint {path.name} has its own {' and '.join(map(repr, differing))} for each of"
+                f" {first['world_size']} ranks, and this run has {self._world_size}: resume it on as many ranks, or"
+                " leave that out of run.restore"
+            )
+        return dict(folders.record(path, self._rank)["objects"]) if differing and self._rank else {}
+
+
+@dataclass(frozen=True)
+class _State:
+    """How an object stands."""
+
+    plain: Any
+    """What JSON can hold of it."""
+    tensors: Mapping[str, torch.Tensor]
+    own: Mapping[str, torch.Tensor]
+    """Those of the tensors that may be different on each rank."""
+    is_rank_0s: bool
+    """Whether it all counts as rank 0 has it."""
+
+    @property
+    def digest(self) -> tuple[int, int]:
+        return (0, 0) if self.is_rank_0s else digest(self.plain, self.own)
+
+
+def _prefix(rank: int) -> str:
+    """Return how the names of tensors begin that a rank keeps of its own objects."""
+    return f"rank-{rank}.objects."
+
+
+def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer make what it keeps where that is spread over ranks like its parameters, which stay as they are:
+    it has to be known how, before parts are read."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if optimizer.state or not any(map(is_spread, parameters)):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,165 @@
+"""What `run.wrap` returned, whose state is rank 0's on all ranks, and names of a state that do not depend on wrapping.
+
+DistributedDataParallel and `torch.compile` put what they wrap below a name of their own. They are told by their
+classes, since a user's attribute may have the same name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from mgpu_slurm.checkpoints.tensors import is_sharded, is_spread, place_of
+
+_OF_VERSION_0_1 = ("module", "_orig_mod")
+"""Parts of the names in its checkpoints that may come from wrapping."""
+
+
+class Wrapped:
+    """The modules that `run.wrap` has returned."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
+
+    def add(self, module: nn.Module) -> None:
+        self._modules.append(module)
+
+    def reaches(self, value: Any) -> Callable[[str], bool]:
+        """Return a function that tells which names in the state of an object belong to wrapped modules.
+
+        An optimizer belongs to them if all of its parameters do, and a moving average if it is one of such a module.
+        """
+        tensors = {id(each) for module in self._modules for each in (*module.parameters(), *module.buffers())}
+        if isinstance(value, torch.optim.Optimizer):
+            parameters = [parameter for group in value.param_groups for parameter in group["params"]]
+            are_all = all(id(parameter) in tensors or is_spread(parameter) for parameter in parameters)
+            return lambda name: are_all
+        if not isinstance(value, nn.Module):
+            return lambda name: False
+        if is_sharded(value):
+            # one model that is sharded over the ranks
+            return lambda name: True
+
+        # looked for once, and not at each name
+        inside = [part for module in self._modules for part in module.modules()]
+        inside += [part for part in value.modules() if isinstance(part, DistributedDataParallel)]
+        inside += [part for part in value.modules() if isinstance(part, AveragedModel) and self._averages(part)]
+        belonging = tensors | {id(part) for part in inside}
+        is_inside = id(value) in belonging
+        if is_inside or not belonging:
+            return lambda name: is_inside
+        return lambda name: any(id(part) in belonging for part in _along(value, name))
+
+    def holds(self) -> Callable[[torch.Tensor], bool]:
+        """Return a function that tells whether a tensor is one of wrapped modules, whoever has it in its state."""
+        held = (each for module in self._modules for each in (*module.parameters(), *module.buffers()))
+        places = {place_of(each) for each in held if not is_spread(each)}
+        return lambda tensor: place_of(tensor) in places
+
+    def _averages(self, average: AveragedModel) -> bool:
+        """Whether it is a moving average of a wrapped module: a copy of one, so it has the same class and shapes."""
+        return any(_form(average.module) == _form(module) for module in self._modules)
+
+
+def _form(module: nn.Module) -> tuple[type, list[torch.Size]]:
+    while (child := _wraps(module)) is not None:
+        module = module._modules[child]  # type: ignore[assignment]
+    return type(module), [each.shape for each in (*module.parameters(), *module.buffers())]
+
+
+def _wraps(module: Any) -> str | None:
+    """Return below which name a wrapper holds its module; None for any other module."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    # there are none before torch has imported this, which takes long
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
+
+
+def _along(module: nn.Module, name: str) -> Iterator[Any]:
+    """Yield the modules on the way to a name of a state, beginning with the root, and the tensor at its end."""
+    current: Any = module
+    for part in name.split("."):
+        yield current
+        for held in (current._modules, current._parameters, current._buffers):
+            if held.get(part) is not None:
+                current = held[part]
+                break
+        else:
+            return
+        if not isinstance(current, nn.Module):
+            break
+    yield current
+
+
+def _canonical_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name without the parts that come from wrapping for each name in a module's state."""
+    modules = module.named_modules(remove_duplicate=False)
+    wrapped = {f"{path}.{child}".lstrip(".") for path, each in modules if (child := _wraps(each)) is not None}
+    names = {name: _without(wrapped, name) if wrapped else name for name in state}
+    # two of one name would lose one: with wrappers that hold tensors of their own
+    return names if len(set(names.values())) == len(names) else {name: name for name in state}
+
+
+def _without(wrapped: Container[str], name: str) -> str:
+    """Return a name without the last part of each of its beginnings that is the name of a wrapped module."""
+    parts = name.split(".")
+    beginnings = accumulate(parts, "{}.{}".format)
+    return ".".join(part for part, beginning in zip(parts, beginnings, strict=True) if beginning not in wrapped)
+
+
+def state_of(value: Any) -> tuple[Any, dict[str, str]]:
+    """Return the state of an object, that of a module by canonical names, and its actual names by these."""
+    state = value.state_dict()
+    if not isinstance(value, nn.Module):
+        return state, {}
+    names = _canonical_names(value, state)
+    return _renamed(state, names), {canonical: name for name, canonical in names.items()}
+
+
+def _renamed(state: Any, names: Mapping[str, str]) -> Any:
+    return type(state)((names.get(name, name), each) for name, each in state.items())
+
+
+def load_state(value: Any, state: Any, is_old: bool) -> None:
+    """Load what `state_of` returned into an object, however it is wrapped now.
+
+    Args:
+        is_old: whether version 0.1 has written it, which had other names.
+    """
+    if isinstance(value, nn.Module):
+        _, actual = state_of(value)
+        if is_old:
+            actual = _from_version_0_1(actual, state)
+        state = _renamed(state, actual)
+    value.load_state_dict(state)
+
+
+def _from_version_0_1(actual: Mapping[str, str], state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the module for those in the checkpoint, which depend on how that was wrapped.
+
+    Args:
+        actual: names of the module by canonical ones.
+    """
+    if set(state) == set(actual.values()):
+        return {}
+    if set(state) != set(actual):
+        # how it was wrapped is not known any more: only if every name has exactly one partner
+        ours, theirs = {_short(name): name for name in actual}, {_short(name): name for name in state}
+        if ours.keys() == theirs.keys() and len(ours) == len(actual) and len(theirs) == len(state):
+            return {theirs[short]: actual[name] for short, name in ours.items()}
+    return dict(actual)
+
+
+def _short(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _OF_VERSION_0_1)

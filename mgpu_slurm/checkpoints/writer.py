@@ -1,0 +1,136 @@
+"""Tensors in safetensors files: written as a stream with its checksum.
+
+A file is the length of a header in eight bytes, little-endian; the header, JSON that gives each tensor's type, shape
+and place; then the bytes of all tensors (https://github.com/huggingface/safetensors#format). Of a tensor that is spread
+over ranks each writes its own part; where in the whole a part begins stands in the header as
+torch.distributed.checkpoint writes it, whose HuggingFaceStorageReader reads these files too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import torch
+
+SUFFIX = ".safetensors"
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+_PIECE = 1 << 22
+"""Bytes that are written, and summed up, at once: whoever else wants the interpreter waits for as long."""
+
+_SYNC_EVERY = 1 << 26
+"""Bytes after which the disk has to have them: all at the end might take it long, and nobody could tell that it comes
+on."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a tensor: all of it, or a part of one that is spread over ranks."""
+
+    values: torch.Tensor
+    """On the CPU, contiguous."""
+    offsets: tuple[int, ...]
+    """Where it begins in the whole, by dimension."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What tells whether a file is as it was written."""
+
+    size: int
+    """Bytes."""
+    checksum: int
+    """CRC-32C."""
+
+
+def is_writable(dtype: torch.dtype) -> bool:
+    return dtype in _TYPES
+
+
+def write(path: Path, parts: Mapping[str, Part], came_on: Callable[[], None] = lambda: None) -> Written:
+    """Writes a new file, and has it on the disk.
+
+    Args:
+        came_on: is called after each piece.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    size = checksum = synced = 0
+    with open(path, "xb", buffering=0) as file:
+        for piece in _pieces(parts):
+            size, checksum = size + len(piece), google_crc32c.extend(checksum, bytes(piece))
+            _write_all(file.fileno(), piece)
+            if size - synced >= _SYNC_EVERY:
+                os.fdatasync(file.fileno())
+                synced = size
+            came_on()
+        os.fsync(file.fileno())
+    return Written(size, checksum)
+
+
+def _pieces(parts: Mapping[str, Part]) -> Iterator[memoryview]:
+    header = _header(parts)
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for part in parts.values():
+        held = memoryview(part.values.reshape(-1).view(torch.uint8).numpy().data)
+        for start in range(0, len(held), _PIECE):
+            yield held[start : start + _PIECE]
+
+
+def _header(parts: Mapping[str, Part]) -> bytes:
+    offsets = {name: {"saved_offsets": part.offsets} for name, part in parts.items()}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
+    end = 0
+    for name, part in parts.items():
+        start, end = end, end + part.values.numel() * part.values.element_size()
+        entries[name] = {
+            "dtype": _TYPES[part.values.dtype],
+            "shape": list(part.values.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries).encode()
+    # the bytes of tensors begin at a multiple of eight
+    return text + b" " * (-len(text) % 8)
+
+
+def _write_all(descriptor: int, piece: memoryview) -> None:
+    while piece:
+        piece = piece[os.write(descriptor, piece) :]
+
+
+def summed(path: Path) -> Written:
+    """What a file is now.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = checksum = 0
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            size, checksum = size + len(piece), google_crc32c.extend(checksum, piece)
+    return Written(size, checksum)

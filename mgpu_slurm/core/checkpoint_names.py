@@ -1,0 +1,48 @@
+"""Which checkpoints a run has, by the names of their folders. Needs no torch.
+
+A run may save one step at several places, such as before and after an evaluation that reports: the first of them is
+`step-000000120`, and the later ones are `step-000000120.2` and so on, which version 0.1 does not read.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from mgpu_slurm.core.layout import RunFolder
+
+_FINAL = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
+
+
+class Key(NamedTuple):
+    """Which checkpoint of a run; a later one is greater."""
+
+    step: int
+    number: int = 1
+    """1, 2, ... of those of this step."""
+
+
+def complete(run: RunFolder) -> list[Path]:
+    """The whole checkpoints of a run, the oldest first."""
+    found = [(key, path) for path in below(run) if (key := key_of(path)) is not None]
+    return [path for _, path in sorted(found)]
+
+
+def newest(run: RunFolder) -> Path | None:
+    return next(reversed(complete(run)), None)
+
+
+def key_of(path: Path) -> Key | None:
+    match = _FINAL.fullmatch(path.name)
+    return Key(int(match[1]), int(match[2] or 1)) if match else None
+
+
+def step_of(path: Path) -> int | None:
+    key = key_of(path)
+    return None if key is None else key.step
+
+
+def below(run: RunFolder) -> list[Path]:
+    """Everything that lies where checkpoints do."""
+    return list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []

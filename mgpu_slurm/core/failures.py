@@ -1,0 +1,379 @@
+"""What an attempt failed of, by what was recorded of it; whose doing that is, and what to do about it.
+
+What the program did it would do again. What the cluster did (a rank killed by nobody knows whom, a connection lost, a
+disk or GPU that gave up) is worth another try.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_slurm.core import states
+
+STUCK = "Stuck"
+"""The name of the error in the record of a rank that came no further."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One kind of failure."""
+
+    name: str
+    words: str
+    """What happened, as a sentence without its full stop."""
+    mend: str
+    """What to do about it."""
+    is_clusters: bool = False
+    """Whether the program has no part in it, and another try makes sense."""
+    spoils_node: bool = False
+    """Whether what runs on the same node next will fail of it too."""
+    spoils_job: bool = False
+    """Whether SLURM will start nothing more in the same job."""
+
+
+GPU_MEMORY = Cause(
+    "gpu-memory",
+    "a GPU ran out of memory",
+    "lower the batch size, or take a batch in parts (`run.accumulate`); bfloat16 needs less, and so does activation"
+    " checkpointing",
+)
+GPU_LIBRARY = Cause(
+    "gpu-library",
+    "a library of the GPU (cuDNN, cuBLAS) could not start, which mostly means that the GPU's memory is full",
+    "lower the batch size; `mgpu-slurm shell RUN -- nvidia-smi` shows who else is on the GPU",
+)
+GPU_ASSERT = Cause(
+    "gpu-assert",
+    "code on the GPU refused a value, such as a class or an index that is out of range",
+    "run it once on the CPU, or with CUDA_LAUNCH_BLOCKING=1, where the traceback ends at the line; check labels and"
+    " vocabulary sizes",
+)
+GPU = Cause(
+    "gpu",
+    "a GPU does not work, or is not there",
+    "another node (`--exclude NODE`), and a word to the site; `mgpu-slurm doctor --submit` looks at the GPUs",
+    is_clusters=True,
+    spoils_node=True,
+)
+TIME_OUT = Cause(
+    "collective-timeout",
+    "ranks waited for a collective that others did not come to, until torch's time-out",
+    "look at what the rank that lagged was doing; `--stuck-after` below torch's time-out names it with its line",
+    is_clusters=True,
+)
+NO_PROGRESS = Cause(
+    "stuck",
+    "the training came no further, and was ended",
+    "the stacks of all ranks are in their logs; raise `--stuck-after` where it only takes long",
+    is_clusters=True,
+)
+CONNECTION = Cause(
+    "connection",
+    "the connection to another rank was lost, and no rank said why",
+    "look for a rank that was killed or a node that was lost; if it happens again, at the network",
+    is_clusters=True,
+)
+RENDEZVOUS = Cause(
+    "rendezvous",
+    "the ranks did not find each other",
+    "`mgpu-slurm doctor --submit` checks ports and names between two nodes",
+    is_clusters=True,
+)
+PORT = Cause(
+    "port",
+    "a port was in use already",
+    "let the run choose it: take MASTER_PORT from the environment, or bind port 0",
+)
+FORGERY = Cause(
+    "forgery",
+    "a process that is no rank of the run wrote to its rendezvous",
+    "find out who is on the nodes, and tell the site; docs/security.md shows how to keep others away",
+)
+SHARED_MEMORY = Cause(
+    "shared-memory",
+    "the node's shared memory (/dev/shm) was full, or a file that was mapped into memory became shorter",
+    "fewer or no loader workers (`num_workers=0`), or more shared memory on the node",
+)
+HOST_MEMORY = Cause(
+    "host-memory",
+    "a node's main memory ran out",
+    "ask for more (`--mem`), or use less: fewer loader workers, a smaller batch, no whole data set in memory",
+)
+DISK_FULL = Cause(
+    "disk-full",
+    "a disk, or a quota on it, is full",
+    "`df -h` and `mgpu-slurm clean` show what can be deleted; then `resume`",
+)
+DISK = Cause(
+    "disk",
+    "a disk or network file system gave up",
+    "it may be back: `resume`; if it happens again, tell the site",
+    is_clusters=True,
+)
+IMPORT = Cause(
+    "import",
+    "a module could not be imported",
+    "install it into the environment of the submission, or add it to the project's folder",
+)
+TARGET = Cause(
+    "target",
+    "the job could not be called as it was submitted",
+    "fix what the error names, and submit it again; `submit --dry-run --check` checks it beforehand",
+)
+NOT_A_NUMBER = Cause(
+    "nan",
+    "the training came to a value that is no number",
+    "lower the learning rate, clip gradients (`run.update(clip=1.0)`), and look at the batch before that step",
+)
+KILLED = Cause(
+    "killed",
+    "a rank was killed, and nobody said by whom",
+    "`resume` goes on; it may have been the kernel, for want of memory (`dmesg` on the node), or somebody",
+    is_clusters=True,
+)
+TERMINATED = Cause(
+    "terminated", "it was told to end, by SIGTERM", "`resume` goes on; who sent it may be in the launch log or `sacct`"
+)
+SUPERVISOR = Cause(
+    "supervisor",
+    "the process that watched over the run is gone: killed, or its machine was restarted",
+    "`resume` goes on",
+)
+LAUNCH = Cause(
+    "launch",
+    "SLURM could not start the ranks, or lost them",
+    "try again; if it happens again, ask the site about the node",
+    is_clusters=True,
+    spoils_node=True,
+)
+HELD_UP = Cause(
+    "held-up",
+    "SLURM gave the job nodes on which it then started nothing",
+    "try again; if it happens again, ask the site about the nodes",
+    is_clusters=True,
+    spoils_job=True,
+)
+CRASH = Cause(
+    "crash",
+    "native code crashed",
+    "the rank's log has its stack where Python could write it; PYTHONFAULTHANDLER=1 helps with a command",
+)
+NO_COMMAND = Cause(
+    "command",
+    "the command could not be started",
+    "name it by its path, or have `setup` of mgpu.yaml bring it onto PATH on the nodes",
+)
+DAMAGED = Cause(
+    "damaged",
+    "none of the run's checkpoints is what had been written",
+    "`clean RUN --checkpoints` deletes them; `resume` starts at the beginning then",
+)
+AFTER_THE_END = Cause(
+    "after-the-end",
+    "the job function had returned, and the process failed after that",
+    "its result is there; destroy process groups and close loaders of your own before you return",
+)
+PROGRAM = Cause(
+    "program", "the program failed", "mend it, and submit it again; `resume --code new` keeps the checkpoints"
+)
+UNKNOWN = Cause("unknown", "it failed before a rank could say why", "look at the end of the launch log")
+
+TIME_LIMIT = Cause(
+    "time-limit",
+    "the time limit came, and the run did not start again by itself",
+    "`resume` goes on from the newest checkpoint; give it a longer `--time`, or save more often",
+)
+NO_CHECKPOINT_IN_TIME = Cause(
+    "no-checkpoint-in-time",
+    "the time limit came twice before the run had a newer checkpoint",
+    "give it a longer `--time`, or more places to save at: a run saves at each batch of a `run.loader` that is given to"
+    " `run.restore`, and in any other loop at the end of an epoch only; then `resume` continues",
+)
+PREEMPTED = Cause(
+    "preempted",
+    "SLURM took the nodes for a job of higher priority",
+    "`resume` goes on; a partition or QOS that is not preempted costs more waiting",
+)
+NODE = Cause("node", "a node failed", "`resume` goes on, on other nodes")
+DEPENDENCY = Cause(
+    "dependency",
+    "the run it waited for did not complete",
+    "`resume` that run first, then this one; or submit again with `--after-any`",
+)
+DEPENDENCY_GONE = Cause(
+    "dependency-gone", "the run it waited for is gone", "submit again without `--after` and `--after-any`"
+)
+CANCELLED = Cause("cancelled", "somebody cancelled it", "`resume` goes on")
+
+# numbers of errno.h on Linux: EIO, ENOTCONN, ESHUTDOWN, EHOSTDOWN, ESTALE, EREMOTEIO
+_DISK = r"\[Errno (?:5|107|108|112|116|121)\]"
+
+# of CUDA in the words of cudaGetErrorString and of torch
+_GPU = "|".join(
+    [
+        "uncorrectable ECC error",
+        "uncorrectable NVLink error",
+        "hardware stack error",
+        "GPU is lost",
+        r"CUDA-capable device\(s\) is/are busy or unavailable",
+        "no CUDA-capable device is detected",
+        "No CUDA GPUs are available",
+        "CUDA driver initialization failed",
+        "system not yet initialized",
+        "CUDA unknown error",
+    ]
+)
+
+_OF_AN_ERROR = [
+    (re.compile(pattern), cause)
+    for pattern, cause in (
+        (r"CUDA out of memory|(?i:CUDA (?:error:|failure) '?out of memory)", GPU_MEMORY),
+        (r"(?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|ALLOC_FAILED)", GPU_LIBRARY),
+        ("device-side assert triggered", GPU_ASSERT),
+        (r"^(?:\w+\.)*MgpuError: checkpoint .* is damaged", DAMAGED),
+        (_GPU, GPU),
+        (r"^(?:\w+\.)*(?:ModuleNotFoundError|ImportError)\b", IMPORT),
+        (r"^UserError: target .* fails on import: .*\b(?:ModuleNotFound|Import)Error\b", IMPORT),
+        (r"^UserError: (?:target|config of|the annotation of) ", TARGET),
+        (r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded", DISK_FULL),
+        (_DISK, DISK),
+        (r"[Cc]ollective operation timeout|Timed out waiting \d+ms for (?:recv|send)", TIME_OUT),
+        (r"EADDRINUSE|[Aa]ddress already in use", PORT),
+        (r"^(?:\w+\.)*ForgeryError\b", FORGERY),
+        (r"^(?:\w+\.)*RendezvousError\b", RENDEZVOUS),
+        (r"insufficient shared memory|\bBus error\b", SHARED_MEMORY),
+        (r"^(?:\w+\.)*MemoryError\b|can't allocate memory|std::bad_alloc|Cannot allocate memory", HOST_MEMORY),
+        (r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)", HOST_MEMORY),
+        (r"returned nan values|^(?:\w+\.)*FloatingPointError\b", NOT_A_NUMBER),
+        (r"NCCL error.*(?:invalid usage|invalid argument)|Duplicate GPU detected", PROGRAM),
+        # the error's name is that of torch's store, which says "Broken pipe" and more
+        (r"^(?:\w+\.)*DistNetworkError\b|Connection (?:closed|reset) by peer", CONNECTION),
+        (r"gloo/\S+ .*Broken pipe|NCCL error", CONNECTION),
+    )
+]
+"""By an error's name and what it says."""
+
+_OF_AN_END = [
+    (re.compile(pattern), cause)
+    for pattern, cause in (
+        # by the local executor's word for it, and by srun's
+        (r"^ranks? \S+ on \S+: Out Of Memory$", HOST_MEMORY),
+        (r"^(?:[\w\- ]+ on \S+|[\w ]+) was ended by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
+        (r"^[\w\- ]+ (?:on \S+ )?was ended by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
+        (r"was ended by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
+        (r": mgpu_slurm: command '.*' (?:is not|may not) ", NO_COMMAND),
+        (r"was ended by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)", CRASH),
+        ("^the batch step could not serve the rendezvous", RENDEZVOUS),
+        (r"^srun waited for \d+ s, and SLURM did not start the ranks' step", HELD_UP),
+        (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
+    )
+]
+"""By how a process ended that said nothing of an error."""
+
+_OF_A_STATE = {
+    states.TIMEOUT: TIME_LIMIT,
+    states.PREEMPTED: PREEMPTED,
+    states.NODE_FAIL: NODE,
+    states.CANCELLED: CANCELLED,
+    states.OUT_OF_MEMORY: HOST_MEMORY,
+}
+
+_OF_A_REASON = (
+    (r"its supervisor process (?:is gone|was killed)", SUPERVISOR),
+    (r"^two attempts in a row ended by the time limit", NO_CHECKPOINT_IN_TIME),
+    (r"^waited for run .*, which is |^the run it waited for ", DEPENDENCY),
+    ("^what it waited for is not to be found ", DEPENDENCY_GONE),
+)
+
+LAST_LINES = 20
+"""Of a log, in which its last error is looked for."""
+
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_AN_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b")
+_NODE = re.compile(r"ranks? \S+ on (?P<ranks>[\w.-]+)(?:: | )|srun: error: .*(?:failed )?on node (?P<launch>[\w.-]+)")
+
+
+def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
+    """What a `failure.json` tells of.
+
+    Args:
+        failure: with `consequence` where no rank had an error of its own, but saw another one's end.
+        said: what the rank that failed first has said last, where it left no record of an error.
+    """
+    if failure.get("error") == STUCK or failure.get("is_silent"):
+        return NO_PROGRESS
+    message = str(failure.get("message", ""))
+    if "error" in failure:
+        fallback = CONNECTION if failure.get("consequence") else PROGRAM
+        return _found(_OF_AN_ERROR, f"{failure['error']}: {message}") or fallback
+    if not message:
+        return UNKNOWN
+    return _told(said) or _found(_OF_AN_END, message) or PROGRAM
+
+
+def _told(said: str) -> Cause | None:
+    """What the last error of a log tells of; lines after it may be of the process's end."""
+    # what this package says of itself are warnings that a run outlives
+    own = [line.strip() for line in said.splitlines() if not line.startswith("mgpu_slurm: ")]
+    lines = [_RANK.sub("", line) for line in own if line]
+    for line in reversed(lines[-LAST_LINES:]):
+        cause = _found(_OF_AN_ERROR, line)
+        if cause is not None or _AN_ERROR.match(line):
+            return cause
+    return None
+
+
+def cause_of_state(state: str) -> Cause | None:
+    """What SLURM's word for the end of a run tells of; None where it tells nothing."""
+    return _OF_A_STATE.get(state)
+
+
+def cause_of_reason(reason: str) -> Cause | None:
+    """What the reason of a run's state tells of, where that is no failure of its ranks."""
+    return next((cause for pattern, cause in _OF_A_REASON if re.search(pattern, reason)), None)
+
+
+def _found(table: Sequence[tuple[re.Pattern[str], Cause]], text: str) -> Cause | None:
+    return next((cause for pattern, cause in table if pattern.search(text)), None)
+
+
+def node_of(failure: Mapping[str, Any], cause: Cause) -> str | None:
+    """Where it happened, if that was on one node and somebody said so; None where who saw it had no part in it."""
+    if cause in (CONNECTION, TIME_OUT, RENDEZVOUS) or failure.get("consequence"):
+        return None
+    named = _NODE.match(str(failure.get("message", "")))
+    node: str | None = failure.get("node") or (named and (named["ranks"] or named["launch"]))
+    return node
+
+
+def first_stuck(records: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any] | None:
+    """Which rank holds up the others, where some wrote down that they are stuck: its record, or what stands for it.
+
+    Args:
+        records: of an attempt's ranks, of all errors.
+    """
+    stuck = sorted((each for each in records if each.get("error") == STUCK), key=lambda each: each["rank"])
+    if not stuck or any(each.get("error") != STUCK and not each["consequence"] for each in records):
+        # an error of a rank's own comes before
+        return None
+    silent = sorted(set(range(world_size)) - {each["rank"] for each in records})
+    if not silent or not all(each["consequence"] for each in stuck):
+        # of those that wait, the one that has come least far
+        first = min(stuck, key=lambda each: (each["consequence"], each["collectives"]))
+        other = next((each for each in stuck if each["doing"] != first["doing"]), None)
+        if not first["consequence"] or other is None:
+            return first
+        # for each other, maybe
+        return first | {"message": f"{first['message']}, and rank {other['rank']} {other['doing']}"}
+    ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    waits = stuck[0]
+    return {
+        "rank": silent[0],
+        "time": waits["time"],
+        "consequence": False,
+        "is_silent": True,
+        "message": f"{ranks} did not answer any more, and rank {waits['rank']} had {waits['message']}",
+    }

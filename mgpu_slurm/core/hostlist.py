@@ -1,0 +1,113 @@
+"""SLURM's short forms: host lists such as `rack[1-2]n[01-03,7],gpu5` and counts such as `2(x3),1`.
+
+Needed inside containers, where there is no `scontrol show hostnames` to ask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+from mgpu_slurm.core.errors import UserError
+
+MAX_HOSTS = 65536
+"""SLURM's own limit on a host list: a longer one is a mistake, and would eat the memory."""
+
+_HOST = re.compile(r"(?:[^\s\[\](),]+|\[[^\[\]]*\])+")
+_PIECE = re.compile(r"\[(?P<ranges>.*?)\]|(?P<literal>[^\[]+)")
+_RANGE = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?")
+_COUNT = re.compile(r"(?P<count>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
+
+
+def expand(text: str) -> list[str]:
+    """The names of a host list, in its order; zero padding is kept, an empty list has none.
+
+    Raises:
+        UserError: where the text is no host list, or one of more than `MAX_HOSTS` names.
+    """
+    if not text:
+        return []
+    names: list[str] = []
+    for host in _split(text):
+        alternatives = [_alternatives(piece, text) for piece in _PIECE.finditer(host)]
+        if len(names) + math.prod(map(len, alternatives)) > MAX_HOSTS:
+            raise UserError(f"host list {text!r}: more than {MAX_HOSTS} hosts")
+        names.extend("".join(parts) for parts in itertools.product(*alternatives))
+    return names
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between the commas that stand outside brackets."""
+    position = 0
+    while True:
+        match = _HOST.match(text, position)
+        if match is None:
+            raise _broken(text, text[position:] or "its end")
+        yield match[0]
+        position = match.end()
+        if position == len(text):
+            return
+        if text[position] != ",":
+            raise _broken(text, text[position:])
+        position += 1
+
+
+def _alternatives(piece: re.Match[str], text: str) -> list[str]:
+    if piece["ranges"] is None:
+        return [piece["literal"]]
+    return [number for part in piece["ranges"].split(",") for number in _numbers(part, text)]
+
+
+def _numbers(part: str, text: str) -> list[str]:
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        raise _broken(text, part or "[]")
+    low = match["low"]
+    if match["high"] is None:
+        return [low]
+    first, last = int(low), int(match["high"])
+    if not first <= last < first + MAX_HOSTS:
+        raise _broken(text, part)
+    return [f"{number:0{len(low)}}" for number in range(first, last + 1)]
+
+
+def _broken(text: str, place: str) -> UserError:
+    return UserError(f"host list {text!r}: cannot be read at {place!r}; expected a form such as n[01-03,7],gpu5")
+
+
+def expand_counts(text: str) -> list[int]:
+    """`2(x3),1` as [2, 2, 2, 1]: the form of SLURM_TASKS_PER_NODE.
+
+    Raises:
+        UserError: where the text has another form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None or int(match["times"] or 1) > MAX_HOSTS:
+            raise UserError(f"counts {text!r}: cannot be read at {part!r}; expected a form such as 2(x3),1")
+        counts += [int(match["count"])] * int(match["times"] or 1)
+    return counts
+
+
+def compress(names: list[str]) -> str:
+    """`local[1-3]` for names that share a prefix and count up by one; others are joined by commas."""
+    first = re.fullmatch(r"(?P<prefix>.*?)(?P<number>[0-9]+)", names[0])
+    if first is not None and len(names) > 1:
+        short = f"{first['prefix']}[{first['number']}-{int(first['number']) + len(names) - 1}]"
+        if expand(short) == names:
+            return short
+    return ",".join(names)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-4,7` for rising numbers, the form of array tasks; `expand` reads it back in brackets."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,159 @@
+"""The samples of each global batch, shared out over ranks: no sample lost, none seen twice."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Sampler
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.data.passes import Share, share_of
+from mgpu_slurm.data.randomness import RandomNumbers
+
+
+def mixed(seed: int, *parts: int) -> int:
+    """Return one seed of 63 bits for several numbers, different for different numbers in practice."""
+    for part in parts:
+        seed = seed * 1_000_003 + part
+    return seed % 2**63
+
+
+def batches_of(samples: int, batch_size: int, drop_last: bool) -> int:
+    """Return the number of batches; the last one may be smaller, unless it is left out."""
+    return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
+def _part(total: int, rank: int, world_size: int) -> Share:
+    begin, end = share_of(total, rank, world_size)
+    return Share(end - begin, total)
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """This rank's indices of each global batch of one epoch, from a given batch on.
+
+    The order of an epoch depends on seed and epoch alone: not on the world size, not on where a run was interrupted.
+    """
+
+    def __init__(
+        self, size: int, batch_size: int, shuffle: bool, drop_last: bool, rank: int, world_size: int, seed: int
+    ) -> None:
+        self.size = size - size % batch_size if drop_last else size
+        self._dataset_size = size
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.epoch = 0
+        self.first_batch = 0
+
+    def begin(self, epoch: int, first: int) -> None:
+        """Begin an epoch at one of its batches."""
+        self.epoch, self.first_batch = epoch, first
+
+    def __len__(self) -> int:
+        return -(-self.size // self.batch_size)
+
+    def shares(self) -> Iterator[Share]:
+        """Return this rank's shares of the batches, from that on at which the epoch has begun."""
+        totals = map(self._batch_total, range(self.first_batch, len(self)))
+        return (_part(total, self.rank, self.world_size) for total in totals)
+
+    def _batch_total(self, batch: int) -> int:
+        return min(self.batch_size, self.size - batch * self.batch_size)
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
+        return cast("list[int]", torch.randperm(self._dataset_size, generator=generator).tolist())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        for batch in range(self.first_batch, len(self)):
+            start = batch * self.batch_size
+            begin, end = share_of(self._batch_total(batch), self.rank, self.world_size)
+            # the last batch may hold fewer samples than there are ranks; a rank without one computes on a stand-in
+            # that weighs nothing, because all ranks have to take part in the gradient's all-reduce
+            yield order[start + begin : start + end] or [order[start]]
+
+
+class ListedBatches(Sampler[list[int]]):
+    """This rank's indices of each global batch that a sampler of the job's own has listed.
+
+    The sampler draws from generators that are seeded from seed and epoch, alike on all ranks, and lists a whole epoch.
+    """
+
+    def __init__(
+        self, sampler: Any, batch_size: int | None, drop_last: bool, rank: int, world_size: int, seed: int
+    ) -> None:
+        """
+        Args:
+            batch_size: None if the sampler gives batches.
+        """
+        name = "sampler" if batch_size else "batch_sampler"
+        if getattr(sampler, "num_replicas", 1) > 1:
+            raise UserError(
+                f"run.loader({name}=...): {type(sampler).__name__} gives one rank's part: give a sampler of the whole"
+                " dataset, which run.loader shares out"
+            )
+        if not hasattr(sampler, "__len__"):
+            raise UserError(f"run.loader({name}=...): {type(sampler).__name__} has no length: a pass has to end")
+        self._sampler = sampler
+        self.name = type(sampler).__name__
+        self.size = len(sampler)
+        self.batch_size = batch_size or 0
+        self._drop_last = drop_last
+        self.rank = rank
+        self._world_size = world_size
+        self.seed = seed
+        self._first = 0
+        self._lists: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return batches_of(self.size, self.batch_size, self._drop_last) if self.batch_size else self.size
+
+    def begin(self, epoch: int, first: int) -> None:
+        """List the batches of an epoch, and begin at one of them."""
+        self._first = first
+        seed = mixed(self.seed, epoch)
+        samplers: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
+        for each in samplers:
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+            if isinstance(generator := getattr(each, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        # that of the epoch
+        self.size = len(self._sampler)
+        with RandomNumbers(seed).drawn():
+            drawn = list(itertools.islice(self._sampler, self.size))
+        if len(self._sampler) != self.size:
+            raise UserError(
+                f"run.loader: {type(self._sampler).__name__} had a length of {self.size}, and has one of"
+                f" {len(self._sampler)} since it was iterated: have it decide its length in set_epoch(epoch)"
+            )
+        if self.batch_size:
+            drawn = [drawn[begin : begin + self.batch_size] for begin in range(0, len(drawn), self.batch_size)]
+        self._lists = [[int(index) for index in batch] for batch in drawn[: len(self)]]
+        if len(self._lists) < len(self) or not all(self._lists):
+            raise UserError(
+                f"run.loader: {type(self._sampler).__name__} has a length of {self.size}, and gave {len(drawn)}"
+                f" batches, the smallest of {min(map(len, self._lists), default=0)} samples"
+            )
+
+    def digest(self) -> int:
+        """Return a number that tells other lists from these."""
+        return zlib.crc32(str(self._lists).encode())
+
+    def shares(self) -> Iterator[Share]:
+        """Return this rank's shares of the batches, from that on at which the epoch has begun."""
+        return (_part(len(batch), self.rank, self._world_size) for batch in self._lists[self._first :])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._lists[self._first :]:
+            begin, end = share_of(len(batch), self.rank, self._world_size)
+            yield batch[begin:end] or batch[:1]

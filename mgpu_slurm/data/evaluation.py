@@ -1,0 +1,124 @@
+"""Datasets shared out over ranks for evaluation: no sample twice, and none padded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+
+from mgpu_slurm.data.batch_weights import Shares
+from mgpu_slurm.data.batches import batches_of
+from mgpu_slurm.data.loaders import data_loader, size_of
+from mgpu_slurm.data.nests import Cutter, to_device
+from mgpu_slurm.data.passes import share_of
+from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch, as_it_is
+from mgpu_slurm.rank.calls import Call
+
+
+@dataclass(frozen=True)
+class RunOfShard:
+    """What an evaluation has to do with its run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    begin: Callable[[], None]
+    """Is called before each pass, on all ranks."""
+    alive: Callable[[], None]
+    keeps_step: Callable[[], bool]
+    """Whether all ranks have to make the same number of batches."""
+    together: Callable[[Call], None]
+    """Has all ranks make a call, and compares what they have drawn from streams."""
+    drawn: Drawn
+    shares: Shares
+
+    def evaluated(self, batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        """Yield the batches of a pass on the device."""
+        self.begin()
+        with self.shares.passing() as passing:
+            for samples in batches():
+                self.alive()
+                yield self.shares.hand_out(passing, None, to_device(samples, self.device))
+
+
+class Shard:
+    """This rank's part of a dataset for evaluation: no sample twice, none padded; batches on the run's device."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        run: RunOfShard,
+        **options: Any,
+    ) -> None:
+        size = size_of(dataset)
+        begin, end = share_of(size, run.rank, run.world_size)
+        self._dataset = dataset
+        self._own = end - begin
+        self._most = -(-size // run.world_size)
+        """Samples of the rank that has most."""
+        self._run = run
+        self._cutter = Cutter()
+        options.setdefault("generator", torch.Generator())
+        self._loader = data_loader(Subset(dataset, range(begin, end)), run.device, **options)
+
+    def __len__(self) -> int:
+        return self._batches(self._most) if self._run.keeps_step() else len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._run.evaluated(self._as_many_as_others if self._run.keeps_step() else self._loader.__iter__)
+
+    def _batches(self, samples: int) -> int:
+        size = self._loader.batch_size
+        assert size is not None
+        return batches_of(samples, size, self._loader.drop_last)
+
+    def _as_many_as_others(self) -> Iterator[Any]:
+        """Yield this rank's batches, and then some of zero rows until there are as many as on the rank with most."""
+        yield from self._loader
+        missing = self._batches(self._most) - self._batches(self._own)
+        if missing:
+            samples = self._loader.collate_fn([self._dataset[0]])
+            empty = self._cutter.cut(samples, self._cutter.rows(samples, 1), 0, 0)
+            yield from itertools.repeat(empty, missing)
+
+
+class StreamShard:
+    """The same of a dataset that can only be iterated."""
+
+    def __init__(self, dataset: IterableDataset[Any], run: RunOfShard, batch_size: int, **options: Any) -> None:
+        collate = options.pop("collate_fn", None) or default_collate
+        self._run = run
+        self._cutter = Cutter()
+        self._stream = Stream(dataset, batch_size * run.world_size, False, collate, run.rank, run.world_size, seed=0)
+        options.setdefault("generator", torch.Generator())
+        self._loader = data_loader(self._stream, run.device, batch_size=None, collate_fn=as_it_is, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._run.evaluated(lambda: filter(_is_there, map(self._own, self._checked())))
+
+    def _checked(self) -> Iterator[StreamBatch]:
+        batches = iter(self._loader)
+        first = next(batches, None)
+        # a rank may leave the loop at another batch than the others, so that only the first can be compared
+        self._run.drawn.add(self._stream.dataset, first)
+        self._run.together(Call.PASS)
+        return itertools.chain([first], batches) if first is not None else batches
+
+    def _own(self, batch: StreamBatch) -> Any:
+        """Return what counts of a batch: on a rank that has nothing of it no rows, or nothing at all."""
+        if batch.share.count:
+            return batch.samples
+        if not self._run.keeps_step():
+            return _NOTHING
+        return self._cutter.cut(batch.samples, self._cutter.rows(batch.samples, 1), 0, 0)
+
+
+_NOTHING = object()
+
+
+def _is_there(samples: object) -> bool:
+    return samples is not _NOTHING

@@ -1,0 +1,184 @@
+"""Streaming data: every rank and every worker reads the same stream, and keeps its samples of each global batch.
+
+So the batches are the same on any number of ranks and workers, each rank knows when the stream ends, and a position is
+a number of batches. What is expensive belongs in `collate_fn`, which sees a rank's own samples only.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.hostlist import ranges
+from mgpu_slurm.data.batches import mixed
+from mgpu_slurm.data.nests import CONSTANTS, children_of
+from mgpu_slurm.data.passes import Share, share_of
+from mgpu_slurm.data.randomness import RandomNumbers
+
+
+class StreamBatch(NamedTuple):
+    """This rank's part of a global batch."""
+
+    share: Share
+    order: int
+    """In the first batch of a pass: the digest of all samples of the epoch's first batch, else 0."""
+    digest: int
+    """Of the last of all samples: all of each batch would take long, and if streams differ, hardly every last sample is
+    the same."""
+    samples: Any
+
+
+class Stream(IterableDataset[StreamBatch]):
+    """This rank's parts of the global batches of a dataset that can only be iterated; one without a sample gets another
+    one's, that counts nothing."""
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        rank: int,
+        world_size: int,
+        seed: int,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank = rank
+        self.seed = seed
+        self.drop_last = drop_last
+        self._collate = collate
+        self._world_size = world_size
+        self._epoch = 0
+        self._first = 0
+
+    def begin(self, epoch: int, first: int) -> None:
+        """Begin an epoch at one of its batches."""
+        self._epoch, self._first = epoch, first
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[StreamBatch]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        order = 0
+        for number, samples in enumerate(self._global_batches()):
+            # before `collate_fn`, which may change a rank's own samples; by the worker that gives the first batch
+            if number == 0 and worker == 0:
+                order = digest(samples)
+            # the loader asks one worker after the other
+            if number >= self._first and (number - self._first) % workers == worker:
+                digest_of_last = digest([len(samples), samples[-1]])
+                begin, end = share_of(len(samples), self.rank, self._world_size)
+                own = self._collate(samples[begin:end] or samples[:1])
+                share = Share(end - begin, len(samples))
+                yield StreamBatch(share, order if number == self._first else 0, digest_of_last, own)
+
+    def _global_batches(self) -> Iterator[list[Any]]:
+        # a stream that shuffles by Python's, NumPy's or torch's numbers is the same on all ranks
+        numbers = RandomNumbers(mixed(self.seed, self._epoch))
+        with numbers.drawn(), _as_only_worker():
+            stream = iter(self.dataset)
+        while True:
+            with numbers.drawn(), _as_only_worker():
+                samples = list(itertools.islice(stream, self.batch_size))
+            if not samples or (self.drop_last and len(samples) < self.batch_size):
+                return
+            yield samples
+
+
+class Drawn:
+    """What this rank has drawn from all streams so far, for comparison with the other ranks."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self._names: set[str] = set()
+
+    def add(self, dataset: IterableDataset[Any], batch: StreamBatch | None) -> None:
+        """
+        Args:
+            batch: None at the end of the stream.
+        """
+        self._names.add(type(dataset).__name__)
+        self.digest = zlib.crc32(repr((self.digest, batch and (batch.order, batch.digest))).encode())
+
+    def check(self, digests: Sequence[float]) -> None:
+        """
+        Args:
+            digests: those of all ranks.
+
+        Raises:
+            UserError: the ranks read different streams.
+        """
+        differing = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if differing:
+            where = f"rank{'s' * (len(differing) > 1)} {ranges(differing)}"
+            raise UserError(
+                f"{' or '.join(sorted(self._names))} gives other samples on {where} than on rank 0: have it give all of"
+                " them in the same order on each rank; run.loader and run.shard share them out"
+            )
+
+
+@contextmanager
+def _as_only_worker() -> Iterator[None]:
+    """Have the dataset give all of its samples: many give a part of them to each worker."""
+    info = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+def digest(samples: Any) -> int:
+    """Return a number that tells other samples from these."""
+    if isinstance(samples, torch.Tensor):
+        return zlib.crc32(samples.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    if isinstance(samples, np.ndarray) and not samples.dtype.hasobject:
+        return zlib.crc32(samples.tobytes())
+    if isinstance(samples, CONSTANTS):
+        return zlib.crc32(repr(samples).encode())
+    return zlib.crc32(repr([type(samples).__name__, *_digests_of_parts(samples)]).encode())
+
+
+def _digests_of_parts(samples: Any) -> list[int]:
+    if isinstance(samples, (set, frozenset)):
+        # another order in each process
+        return sorted(map(digest, samples))
+    children = samples.reshape(-1).tolist() if isinstance(samples, np.ndarray) else children_of(samples)
+    return [_digest_of_pickle(samples)] if children is None else [*map(digest, children)]
+
+
+class _Pickler(pickle.Pickler):
+    """Has what is the same give the same bytes in each process: the pickle of a tensor holds an address, and that of a
+    set has its order of the moment."""
+
+    def persistent_id(self, part: Any) -> int | None:
+        return digest(part) if isinstance(part, (torch.Tensor, np.ndarray, set, frozenset)) else None
+
+
+def _digest_of_pickle(sample: Any) -> int:
+    """Return 0 for what cannot be pickled: its type has to do."""
+    pickled = io.BytesIO()
+    try:
+        # the same by any Python that a run may continue with
+        _Pickler(pickled, protocol=5).dump(sample)
+    except Exception:
+        return 0
+    return zlib.crc32(pickled.getvalue())
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return what a stream gives, which is a batch already; workers that are spawned need the function by its name."""
+    return batch

@@ -1,0 +1,49 @@
+"""`doctor`: what this machine and its cluster can do for runs, and what is in the way, before anything is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mgpu_slurm.core import layout
+from mgpu_slurm.core.retry import Note
+from mgpu_slurm.doctor import check_results, cluster_file_checks, machine_checks, slurm_checks
+from mgpu_slurm.doctor.check_results import Finding
+
+
+def look_here(cwd: Path, note: Note, will_be_proven: bool = False) -> Iterator[Finding]:
+    """What can be seen from here, as it is found; starts no job.
+
+    Args:
+        note: hears that SLURM is waited for.
+        will_be_proven: a job will be submitted after it.
+    """
+    torch = machine_checks.TorchQuestion()
+    has_slurm = machine_checks.has_slurm()
+    site = slurm_checks.Site()
+    answers = has_slurm
+    yield from _guarded("python", machine_checks.python_findings)
+    yield from _guarded(
+        "folders", lambda: machine_checks.folder_findings(cwd, layout.runs_root(), has_slurm, will_be_proven)
+    )
+    for finding in _guarded(
+        "slurm", lambda: slurm_checks.findings_of_slurm(site) if has_slurm else machine_checks.local_findings()
+    ):
+        answers &= not is_silence(finding)
+        yield finding
+    yield from _guarded("cluster file", lambda: cluster_file_checks.findings_of_file(cwd, note, answers))
+    yield from _guarded("torch", lambda: machine_checks.torch_findings(*torch.answer(), site.partitions_with_gpus))
+
+
+def _guarded(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What one look finds; where it fails itself, for a site unlike any that was thought of, that is a finding too."""
+    try:
+        yield from look()
+    except Exception as error:
+        text = f"{check}: the check itself failed: {type(error).__name__}: {error}"
+        yield check_results.failed(check, text, "this is a fault of the program: report it with this line")
+
+
+def is_silence(finding: Finding) -> bool:
+    """Whether it says that SLURM is here and gives no answer: a job would only wait for it."""
+    return finding.check == slurm_checks.CONTROLLER and finding.level == "failed"

@@ -1,0 +1,68 @@
+"""The cluster file, mgpu.yaml: whether it can be read, and whether this SLURM takes what its clusters ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mgpu_slurm.core import layout
+from mgpu_slurm.core.errors import ClusterError, UserError
+from mgpu_slurm.core.retry import Note
+from mgpu_slurm.doctor import check_results
+from mgpu_slurm.doctor.check_results import Finding
+from mgpu_slurm.executors import slurm_queue
+from mgpu_slurm.submission import cluster_file as clusters
+from mgpu_slurm.submission import plan
+from mgpu_slurm.submission.cluster_file import ClusterFile
+from mgpu_slurm.submission.plan import Request
+
+
+def findings_of_file(cwd: Path, note: Note, slurm_answers: bool) -> Iterator[Finding]:
+    """
+    Args:
+        note: hears that SLURM is waited for.
+        slurm_answers: whether there is a SLURM to ask.
+    """
+    files = [str(path) for path in (clusters.user_file(), cwd / clusters.FILE_NAME) if path.exists()]
+    if not files:
+        text = f"no {clusters.FILE_NAME} here, nor {clusters.user_file()}: all comes from the command line"
+        yield check_results.ok("cluster file", text)
+        if slurm_answers:
+            yield _taken(None, cwd, note, is_meant=True)
+    else:
+        try:
+            file = clusters.load(cwd)
+        except UserError as error:
+            yield check_results.failed("cluster file", str(error), "mend the file there")
+            return
+        yield check_results.ok("cluster file", f"{' and '.join(files)}: clusters {', '.join(file.clusters) or 'none'}")
+        if slurm_answers:
+            yield from _cluster_findings(file, cwd, note)
+
+
+def _cluster_findings(file: ClusterFile, cwd: Path, note: Note) -> Iterator[Finding]:
+    for name in file.clusters:
+        if name != "local":
+            yield _taken(name, cwd, note, is_meant=name == file.cluster or len(file.clusters) == 1)
+
+
+def _taken(name: str | None, cwd: Path, note: Note, is_meant: bool) -> Finding:
+    """Whether sbatch would take a job of one node with the flags of a cluster; nothing is queued.
+
+    Args:
+        name: of the cluster; None for a job without any.
+        is_meant: whether it is the one for runs that name none; others may be of another site.
+    """
+    what = f"cluster {name!r}" if name else "a job without a cluster file"
+    request = Request(command=("true",), executor="slurm", cluster=name, project=cwd, name="doctor")
+    try:
+        made = plan.make(request, cwd, layout.runs_root(), note)
+        start = slurm_queue.check(made.spec, made.folder)
+    except (UserError, ClusterError) as error:
+        if is_meant:
+            mend = "mend its flags: in mgpu.yaml" if name else "give what it lacks by flags: in mgpu.yaml"
+            return check_results.failed("flags", f"{what}: {error}", mend)
+        mend = "nothing to mend where that cluster is another site's"
+        return check_results.warning("flags", f"{what} does not fit this SLURM: {error}", mend)
+    assert start is not None
+    return check_results.ok("flags", f"{what}, on one node: {start.sentence}")

@@ -1,0 +1,177 @@
+"""The GPUs of each rank, and their health as NVIDIA's management library (NVML) tells it, where it can be asked."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core.processes import RUN_VARIABLE
+from mgpu_slurm.doctor import check_results
+from mgpu_slurm.doctor.check_results import Finding
+from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, alike, names, who
+from mgpu_slurm.rank import devices, preflight
+
+GB = 1 << 30
+
+
+def measure_gpus(team: Team, place: Place) -> Any:
+    import torch
+
+    gpu = devices.identity(place.device)
+    return {
+        "asked": place.spec.resources.gpus_per_node,
+        "visible": devices.visible_gpus(),
+        "gpu": gpu,
+        "name": torch.cuda.get_device_name(place.device) if gpu else "",
+    }
+
+
+def judge_gpus(answers: list[Answer]) -> list[Finding]:
+    found = []
+    missing = [a for a in answers if preflight.missing_gpus_warning(a.value["asked"], a.value["visible"])]
+    if missing:
+        text = preflight.missing_gpus_warning(missing[0].value["asked"], 0)
+        mend = "have a torch that is built for CUDA and fits the nodes' driver (nvidia-smi says which CUDA it takes)"
+        found.append(check_results.failed("gpus", f"{who([answer.member for answer in missing])}: {text}", mend))
+    shared = preflight.shared_gpu_warnings([(a.member.node_name, a.value["gpu"]) for a in answers])
+    mend = "one rank for each GPU: lower --ntasks-per-node, or raise --gpus-per-node"
+    found += [check_results.warning("gpus", text, mend) for text in dict.fromkeys(shared.values())]
+    names_of_gpus = alike([Answer(a.member, a.value["name"]) for a in answers if a.value["gpu"]])
+    for name, group in names_of_gpus:
+        found.append(check_results.ok("gpus", f"{who([answer.member for answer in group])}: {name}"))
+    if not found:
+        found.append(check_results.ok("gpus", "no GPUs were asked for, and none are seen"))
+    return found
+
+
+def measure_gpu_health(team: Team, place: Place) -> Any:
+    team.tell(f"gpus/seen/{team.me.rank}", devices.visible_identities())
+    if not team.me.is_leader:
+        return None
+    here = [member.rank for member in team.members if member.node == team.me.node]
+    seen = {gpu for rank in here for gpu in team.hear(f"gpus/seen/{rank}")}
+    if not seen:
+        return None
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return {"gpus": None}
+    nvml.nvmlInit()
+    try:
+        return {"gpus": [read_gpu(nvml, handle) for handle in handles(nvml, seen)]}
+    finally:
+        nvml.nvmlShutdown()
+
+
+def handles(nvml: Any, seen: set[str]) -> Iterator[Any]:
+    """Of NVML, which knows all GPUs of a node, for those that the job has.
+
+    Args:
+        seen: their identities as torch tells them.
+    """
+    for index in range(nvml.nvmlDeviceGetCount()):
+        # one that is lost, or kept from this user
+        with suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            if _text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-") in seen:
+                yield handle
+
+
+THROTTLE_REASONS = {
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "too hot (hardware)",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "too hot",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply brakes it",
+    "nvmlClocksThrottleReasonHwSlowdown": "the hardware slows it",
+}
+"""What slows a GPU down that is not its own work; NVML's names."""
+
+
+def read_gpu(nvml: Any, handle: Any) -> dict[str, Any]:
+    """The health of one GPU as NVML tells it; None for what this kind of GPU does not know."""
+
+    def known(read: Any, *arguments: Any) -> Any:
+        try:
+            return read(handle, *arguments)
+        except nvml.NVMLError:
+            return None
+
+    volatile = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    reasons = known(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+    rows = known(nvml.nvmlDeviceGetRemappedRows)
+    running = known(nvml.nvmlDeviceGetComputeRunningProcesses) or []
+    return {
+        "uuid": _text(known(nvml.nvmlDeviceGetUUID)),
+        "name": _text(known(nvml.nvmlDeviceGetName)),
+        "uncorrected": known(nvml.nvmlDeviceGetTotalEccErrors, *volatile),
+        "retirement_pending": known(nvml.nvmlDeviceGetRetiredPagesPendingStatus),
+        # correctable, uncorrectable, pending, failed
+        "remapping": list(rows) if rows is not None else None,
+        "slowed": [words for name, words in THROTTLE_REASONS.items() if reasons & getattr(nvml, name)],
+        "temperature": known(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+        # a process of this run holds its context by now
+        "others": sum(process.usedGpuMemory or 0 for process in running if not _is_of_this_run(process.pid)),
+        "persistent": known(nvml.nvmlDeviceGetPersistenceMode),
+    }
+
+
+def _text(value: Any) -> str:
+    # older versions of the binding give bytes
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _is_of_this_run(pid: int) -> bool:
+    """Whether a process carries the run's variable; one of somebody else's cannot be read."""
+    try:
+        own = f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}".encode()
+        return own in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
+    found = []
+    unread = [answer.member for answer in answers if answer.value["gpus"] is None]
+    if unread:
+        text = f"{names(unread)}: the health of the GPUs was not read: nvidia-ml-py is not installed"
+        found.append(check_results.warning("gpu health", text, "pip install nvidia-ml-py"))
+    strange = [answer.member for answer in answers if answer.value["gpus"] == []]
+    if strange:
+        text = f"{names(strange)}: the health of the GPUs is not known: NVML does not list them (as with MIG)"
+        found.append(check_results.ok("gpu health", text))
+    for answer in answers:
+        gpus = answer.value["gpus"] or []
+        ill = [finding for gpu in gpus for finding in _complaints(answer.member.node_name, gpu)]
+        found += ill
+        if gpus and not ill:
+            hottest = max((gpu["temperature"] or 0 for gpu in gpus), default=0)
+            text = f"{answer.member.node_name}: {len(gpus)} GPUs without memory errors or slowdown, {hottest} C at most"
+            if any(gpu["persistent"] == 0 for gpu in gpus):
+                text += "; persistence mode is off, so that the first use of a GPU takes seconds longer"
+            found.append(check_results.ok("gpu health", text))
+    return found
+
+
+def _complaints(node: str, gpu: dict[str, Any]) -> list[Finding]:
+    which = f"{node}: GPU {gpu['uuid']} ({gpu['name']})"
+    found = []
+    exclude = f"report it to the site, and leave the node out meanwhile: --exclude {node}"
+    if gpu["uncorrected"]:
+        text = f"{which} has had {gpu['uncorrected']} uncorrectable memory errors since its driver was loaded"
+        found.append(check_results.failed("gpu health", text, exclude))
+    if gpu["remapping"] and (gpu["remapping"][2] or gpu["remapping"][3]):
+        text = f"{which} has memory rows that wait for a reset to be replaced, or cannot be"
+        found.append(check_results.failed("gpu health", text, exclude))
+    if gpu["retirement_pending"]:
+        text = f"{which} has memory pages that wait for a reset to be retired"
+        found.append(check_results.failed("gpu health", text, exclude))
+    if gpu["slowed"]:
+        text = f"{which} is slowed down: {', '.join(gpu['slowed'])}"
+        found.append(check_results.warning("gpu health", text, exclude))
+    if gpu["others"] > GB:
+        text = f"{which}: processes outside of this run hold {gpu['others'] / GB:.1f} GB of its memory"
+        found.append(check_results.warning("gpu health", text, f"see nvidia-smi on {node}; --exclude {node} meanwhile"))
+    return found

@@ -1,0 +1,347 @@
+"""What lies between the nodes: names, ports, the rendezvous, clocks, and how fast gradients travel."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.doctor import check_results
+from mgpu_slurm.doctor.check_results import Finding, span
+from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, names, who
+from mgpu_slurm.job import store_server
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+MB = 1 << 20
+
+LOOK_UP_WITHIN = 15.0
+"""Seconds; a resolver that does not answer takes that long and longer."""
+
+SLOW_LOOK_UP = 0.5
+SLOW_RENDEZVOUS = 0.05
+CONNECT_WITHIN = 5.0
+TURNS = 10
+CLOCKS_MAY_DIFFER = 1.0
+
+ALL_REDUCE_WITHIN = 60.0
+SMALL, LARGE = 1 * MB, 64 * MB
+TOO_SLOW_FOR_LARGE = 0.5
+"""Seconds for the small one, above which the large one is not tried."""
+
+SLOW_GB_PER_SECOND = 0.1
+"""A little less than what a network of 1 Gb/s can do."""
+
+NETWORKS = Path("/sys/class/net")
+
+
+# -- names
+
+
+def measure_names(team: Team, place: Place) -> Any:
+    """How long this node takes to find the addresses of all of them, and the names to those addresses."""
+    if not team.me.is_leader or place.is_one_machine:
+        return None
+    return {leader.node_name: _look_up(leader.node_name) for leader in team.leaders}
+
+
+def _look_up(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"address": None, "forward": None, "backward": None}
+
+    def look() -> None:
+        with suppress(OSError):
+            begun = time.perf_counter()
+            found["address"] = socket.gethostbyname(name)
+            found["forward"] = time.perf_counter() - begun
+            begun = time.perf_counter()
+            with suppress(OSError):
+                socket.gethostbyaddr(found["address"])
+            # an answer that there is no name is an answer
+            found["backward"] = time.perf_counter() - begun
+
+    # no resolver can be told when to give up
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(LOOK_UP_WITHIN)
+    return dict(found)
+
+
+def judge_names(answers: list[Answer]) -> list[Finding]:
+    found = []
+    slowest = 0.0
+    for answer in answers:
+        unknown = [name for name, looked in answer.value.items() if looked["forward"] is None]
+        if unknown:
+            text = f"{answer.member.node_name} finds no address for {', '.join(unknown)}"
+            found.append(check_results.failed("names", text, "the site's DNS or /etc/hosts lacks the nodes: tell them"))
+        for name, looked in answer.value.items():
+            if looked["forward"] is None:
+                continue
+            backward = LOOK_UP_WITHIN if looked["backward"] is None else looked["backward"]
+            slowest = max(slowest, looked["forward"], backward)
+            if backward > SLOW_LOOK_UP:
+                text = (
+                    f"{answer.member.node_name} takes {span(backward)} to find the name to {looked['address']} ({name})"
+                )
+                mend = "each start waits for it: reverse DNS or /etc/hosts should know the nodes' addresses"
+                found.append(check_results.warning("names", text, mend))
+            elif looked["forward"] > SLOW_LOOK_UP:
+                text = f"{answer.member.node_name} takes {span(looked['forward'])} to find the address of {name}"
+                found.append(
+                    check_results.warning("names", text, "each start waits for it: tell the site about its DNS")
+                )
+    if answers and not found:
+        nodes = names([answer.member for answer in answers])
+        found.append(check_results.ok("names", f"names of nodes are found on {nodes}: {span(slowest)} at most"))
+    return found
+
+
+# -- ports
+
+
+def measure_ports(team: Team, place: Place) -> Any:
+    """Whether each node can be reached from each other one on a port that it has just bound; seconds by node."""
+    if not team.me.is_leader:
+        return None
+    with closing(store_server.bind("127.0.0.1" if place.is_one_machine else "")) as listener:
+        team.tell(f"port/{team.me.rank}", listener.getsockname()[1])
+        reached = {}
+        for other in team.leaders:
+            if other != team.me:
+                address = "127.0.0.1" if place.is_one_machine else other.node_name
+                reached[other.node_name] = _connect(address, team.hear(f"port/{other.rank}"))
+        team.tell(f"port/{team.me.rank}/done")
+        # the listener stays until all have tried it
+        for other in team.leaders:
+            team.hear(f"port/{other.rank}/done")
+    return reached
+
+
+def _connect(address: str, port: int) -> dict[str, Any]:
+    begun = time.perf_counter()
+    try:
+        socket.create_connection((address, port), CONNECT_WITHIN).close()
+    except OSError as error:
+        return {"port": port, "problem": str(error)}
+    return {"port": port, "seconds": time.perf_counter() - begun}
+
+
+def judge_ports(answers: list[Answer]) -> list[Finding]:
+    found = []
+    slowest = 0.0
+    for answer in answers:
+        for name, reached in answer.value.items():
+            if "problem" in reached:
+                place = f"{name} on port {reached['port']}"
+                text = f"{answer.member.node_name} does not reach {place}: {reached['problem']}"
+                mend = (
+                    "a firewall between the nodes: ask the site to let them connect to each other's ports above 10000"
+                )
+                found.append(check_results.failed("ports", text, mend))
+            else:
+                slowest = max(slowest, reached["seconds"])
+    if len(answers) > 1 and not found:
+        nodes = names([answer.member for answer in answers])
+        text = f"each of {nodes} binds a port and reaches the others': {span(slowest)} at most"
+        found.append(check_results.ok("ports", text))
+    return found
+
+
+# -- the rendezvous
+
+
+def measure_store(team: Team, place: Place) -> Any:
+    spans = []
+    for turn in range(TURNS):
+        begun = time.perf_counter()
+        team.tell(f"store/{team.me.rank}/{turn}")
+        team.hear(f"store/{team.me.rank}/{turn}")
+        spans.append((time.perf_counter() - begun) / 2)
+    return {"connecting": place.connecting, "round_trip": statistics.median(spans)}
+
+
+def judge_store(answers: list[Answer]) -> list[Finding]:
+    if not answers:
+        return []
+    connecting = max(answer.value["connecting"] for answer in answers)
+    farthest = max(answers, key=lambda answer: float(answer.value["round_trip"]))
+    trip = farthest.value["round_trip"]
+    ranks = counted(len(answers), "rank")
+    text = f"rendezvous: {ranks} met, connected in {span(connecting)}; a word and its answer take {span(trip)}"
+    if trip > SLOW_RENDEZVOUS:
+        return [
+            check_results.warning("rendezvous", f"{text} for {farthest.member.words}", "look at the nodes' network")
+        ]
+    return [check_results.ok("rendezvous", text)]
+
+
+# -- clocks
+
+
+def measure_clocks(team: Team, place: Place) -> Any:
+    """How far this node's clock is ahead of that of rank 0's node, and how sure that is; seconds."""
+    if not team.me.is_leader:
+        return None
+    others = team.leaders[1:]
+    if team.is_first:
+        for other, turn in itertools.product(others, range(TURNS)):
+            team.hear(f"clock/{other.rank}/{turn}")
+            team.tell(f"clock/{other.rank}/{turn}/time", time.time())
+        return {"ahead": 0.0, "error": 0.0}
+    # whoever comes first is served first
+    return min((_clock_turn(team, turn) for turn in range(TURNS)), key=lambda measured: measured["error"])
+
+
+def _clock_turn(team: Team, turn: int) -> dict[str, float]:
+    before = time.time()
+    team.tell(f"clock/{team.me.rank}/{turn}")
+    there = team.hear(f"clock/{team.me.rank}/{turn}/time")
+    after = time.time()
+    return {"ahead": (before + after) / 2 - there, "error": (after - before) / 2}
+
+
+def judge_clocks(answers: list[Answer]) -> list[Finding]:
+    if len(answers) < 2:
+        return []
+    first, others = answers[0], answers[1:]
+    found = []
+    for answer in others:
+        ahead, error = answer.value["ahead"], answer.value["error"]
+        if abs(ahead) > CLOCKS_MAY_DIFFER + error:
+            how = "ahead of" if ahead > 0 else "behind"
+            text = (
+                f"the clock of {answer.member.node_name} is {span(abs(ahead))} {how} that of {first.member.node_name}"
+            )
+            found.append(
+                check_results.warning("clocks", text, "times in logs and file ages mislead: tell the site (NTP)")
+            )
+    if not found:
+        farthest = max(others, key=lambda answer: abs(float(answer.value["ahead"])))
+        apart, error = abs(farthest.value["ahead"]), farthest.value["error"]
+        nodes = names([answer.member for answer in answers])
+        text = f"clocks of {nodes} are {span(apart)} apart at most (known to {span(error)})"
+        found.append(check_results.ok("clocks", text))
+    return found
+
+
+# -- all-reduce
+
+
+def measure_gloo(team: Team, place: Place) -> Any:
+    if team.size == 1:
+        return None
+    import torch
+
+    return _measure_all_reduce(team, "gloo", torch.device("cpu"))
+
+
+def measure_nccl(team: Team, place: Place) -> Any:
+    if team.size == 1 or place.device.type != "cuda":
+        return None
+    measured = _measure_all_reduce(team, "nccl", place.device)
+    log = place.folder.rank_log(place.attempt, team.me.rank)
+    measured["transport"] = nccl_transport(log.read_text(errors="replace")) if team.is_first else ""
+    return measured
+
+
+def _measure_all_reduce(team: Team, backend: str, device: torch.device) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    team.meet(f"all-reduce/{backend}")
+    begun = time.perf_counter()
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=ALL_REDUCE_WITHIN))
+    _reduce(group, 1, device)
+    making = time.perf_counter() - begun
+    small = _timed(lambda: _reduce(group, SMALL, device), times=5)
+    # every rank has to decide the same
+    team.tell(f"all-reduce/{backend}/{team.me.rank}", small)
+    slowest = max(team.hear(f"all-reduce/{backend}/{member.rank}") for member in team.members)
+    large = _timed(lambda: _reduce(group, LARGE, device), times=3) if slowest < TOO_SLOW_FOR_LARGE else None
+    interfaces = interfaces_of(NETWORKS) if team.me.is_leader else {}
+    return {"making": making, "small": small, "large": large, "backend": backend, "interfaces": interfaces}
+
+
+def _reduce(group: dist.ProcessGroup | None, size: int, device: torch.device) -> None:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(max(1, size // 4), device=device)
+    dist.all_reduce(tensor, group=group)
+    # waits for the GPU too, and shows that the sum came
+    assert tensor[-1].item() == dist.get_world_size()
+
+
+def _timed(work: Callable[[], None], times: int) -> float:
+    """Seconds, the median of several after one that does not count."""
+    work()
+    spans = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        work()
+        spans.append(time.perf_counter() - begun)
+    return statistics.median(spans)
+
+
+def interfaces_of(networks: Path) -> dict[str, int]:
+    """Network interfaces that are up, with their speed in Mb/s where the driver tells one, else 0."""
+    found = {}
+    for path in sorted(networks.iterdir()) if networks.is_dir() else []:
+        with suppress(OSError, ValueError):
+            if path.name != "lo" and (path / "operstate").read_text().strip() != "down":
+                found[path.name] = 0
+                found[path.name] = max(0, int((path / "speed").read_text()))
+    return found
+
+
+def nccl_transport(log: str) -> str:
+    """What NCCL says it uses between nodes (`IB`, `Socket`, the name of a plugin), or an empty text."""
+    match = re.search(r"NCCL INFO (?:\S+ )*?Using network (?P<name>[^\n]+)", log)
+    return match["name"].strip() if match else ""
+
+
+def judge_gloo(answers: list[Answer]) -> list[Finding]:
+    return _judge_all_reduce(answers, "GLOO_SOCKET_IFNAME")
+
+
+def judge_nccl(answers: list[Answer]) -> list[Finding]:
+    found = _judge_all_reduce(answers, "NCCL_SOCKET_IFNAME")
+    transport = next((answer.value["transport"] for answer in answers if answer.value["transport"]), "")
+    if transport:
+        found.append(check_results.ok("all-reduce", f"NCCL goes between nodes by {transport}"))
+    return found
+
+
+def _judge_all_reduce(answers: list[Answer], variable: str) -> list[Finding]:
+    if not answers:
+        return []
+    backend = answers[0].value["backend"]
+    small = max(answer.value["small"] for answer in answers)
+    ranks = who([answer.member for answer in answers])
+    text = f"all-reduce by {backend}, {ranks}: 1 MB in {span(small)}"
+    if any(answer.value["large"] is None for answer in answers):
+        return [check_results.warning("all-reduce", f"{text}, so 64 MB was not tried", _faster(answers, variable))]
+    large = max(answer.value["large"] for answer in answers)
+    rate = LARGE / large / 1e9
+    text += f", 64 MB in {span(large)} ({rate:.2g} GB/s)"
+    if rate < SLOW_GB_PER_SECOND:
+        return [check_results.warning("all-reduce", text, _faster(answers, variable))]
+    return [check_results.ok("all-reduce", text)]
+
+
+def _faster(answers: list[Answer], variable: str) -> str:
+    known: dict[str, int] = {}
+    for answer in answers:
+        known |= answer.value["interfaces"]
+    listed = ", ".join(f"{name} ({speed / 1000:g} Gb/s)" if speed else name for name, speed in known.items())
+    return f"choose the fastest interface ({listed}) by {variable} under environment: of mgpu.yaml"

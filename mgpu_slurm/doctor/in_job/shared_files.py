@@ -1,0 +1,222 @@
+"""What one node writes, and when the others see it; and whether a lock that one holds keeps the others out."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core import files
+from mgpu_slurm.doctor import check_results
+from mgpu_slurm.doctor.check_results import Finding, span
+from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, TooLate, names, within
+
+VISIBLE_WITHIN = 60.0
+"""Seconds; NFS looks again after 60 at the latest where a site has not changed it."""
+
+SLOW_TO_SEE = 1.0
+
+OTHERS = "a file of each"
+
+INCREMENTS = 20
+"""Of each rank."""
+
+HOLDING = 0.0003
+"""Seconds between reading and writing under the lock, in which another rank would break in if it could."""
+
+LOCKED_WITHIN = 30.0
+
+Lock = Callable[[int], None]
+"""Takes an exclusive lock on an open file, or raises BlockingIOError where another process holds it."""
+
+
+# -- what is seen
+
+
+def measure_visibility(team: Team, place: Place) -> Any:
+    """Seconds until this node sees what rank 0's node has written, by kind; None where it did not in time.
+
+    Rank 0 measures the other way: until it sees the files of all the others.
+    """
+    if not team.me.is_leader:
+        return None
+    folder = place.folder.path / "checkup"
+    if team.is_first:
+        folder.mkdir(exist_ok=True)
+    seen = _written_by_first(team, folder / "file")
+    with suppress(FileNotFoundError):
+        # where the folder itself is not seen, rank 0 waits in vain, and says so
+        (folder / f"from-{team.me.rank}").touch()
+    team.tell(f"files/from/{team.me.rank}")
+    if team.is_first:
+        for leader in team.leaders:
+            team.hear(f"files/from/{leader.rank}")
+        wanted = [folder / f"from-{leader.rank}" for leader in team.leaders]
+        seen = {OTHERS: within(VISIBLE_WITHIN, lambda: all(path.exists() for path in wanted))}
+    return {"seen": seen, "folder": str(place.folder.path.parent)}
+
+
+def _written_by_first(team: Team, file: Path) -> dict[str, float | None]:
+    """Three ways to write, each after the others have looked: what they have seen they may believe for a while."""
+    ways: dict[str, Callable[[], str]] = {
+        "new": lambda: _write(file, "w", "one"),
+        "appended": lambda: _write(file, "a", "two"),
+        "replaced": lambda: _replace(file, "three"),
+    }
+    seen: dict[str, float | None] = {}
+    for way, write in ways.items():
+        if team.is_first:
+            for leader in team.leaders[1:]:
+                team.hear(f"files/{way}/looked/{leader.rank}")
+            team.tell(f"files/{way}/written", write())
+            continue
+        _text(file)
+        team.tell(f"files/{way}/looked/{team.me.rank}")
+        expected = team.hear(f"files/{way}/written")
+        seen[way] = within(VISIBLE_WITHIN, partial(_holds, file, expected))
+    return seen
+
+
+def _write(file: Path, mode: str, text: str) -> str:
+    with open(file, mode) as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    return file.read_text()
+
+
+def _replace(file: Path, text: str) -> str:
+    files.write_whole(file, text)
+    return text
+
+
+def _holds(file: Path, expected: str) -> bool:
+    return _text(file) == expected
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text()
+    except OSError:
+        return None
+
+
+def judge_visibility(answers: list[Answer]) -> list[Finding]:
+    if len(answers) < 2:
+        return []
+    folder = answers[0].value["folder"]
+    first = answers[0].member.node_name
+    found = []
+    slowest: dict[str, float] = {}
+    for answer in answers:
+        unseen = [way for way, seconds in answer.value["seen"].items() if seconds is None]
+        if unseen:
+            name = answer.member.node_name
+            writer = "the other nodes write" if name == first else f"{first} writes"
+            text = f"{name} does not see what {writer} in {folder} within {VISIBLE_WITHIN:g} s: {', '.join(unseen)}"
+            mend = "have the runs on a folder that all nodes share: set MGPU_RUNS to one"
+            found.append(check_results.failed("shared folder", text, mend))
+        for way, seconds in answer.value["seen"].items():
+            if seconds is not None:
+                slowest[way] = max(slowest.get(way, 0.0), seconds)
+    if found:
+        return found
+    listed = ", ".join(f"{way} {span(seconds)}" for way, seconds in slowest.items() if way != OTHERS)
+    nodes = names([answer.member for answer in answers])
+    text = f"shared folder {folder}: {nodes} see each other's files ({listed} at most)"
+    if max(slowest.values()) > SLOW_TO_SEE:
+        mend = "runs work, and what follows them lags: a folder on a faster file system helps, or actimeo of its mount"
+        return [check_results.warning("shared folder", text, mend)]
+    return [check_results.ok("shared folder", text)]
+
+
+# -- locks
+
+
+def take_fcntl(descriptor: int) -> None:
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def take_flock(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+LOCKS: dict[str, Lock] = {"fcntl": take_fcntl, "flock": take_flock}
+
+
+def measure_locks(team: Team, place: Place) -> Any:
+    """All ranks count in one file, each step under a lock; what rank 0 reads in the end is the sum."""
+    folder = place.folder.path / "checkup"
+    answer = {}
+    for kind, take in LOCKS.items():
+        file = folder / f"counted-by-{kind}"
+        team.meet(f"locks/{kind}")
+        own = count(file, take)
+        team.tell(f"locks/{kind}/{team.me.rank}", own["done"])
+        if team.is_first:
+            done = [team.hear(f"locks/{kind}/{member.rank}") for member in team.members]
+            own |= {"expected": sum(done), "total": int(file.read_text() or 0) if file.exists() else 0}
+        answer[kind] = own
+    return answer
+
+
+def count(file: Path, take: Lock) -> dict[str, Any]:
+    """Adds to the number in the file; how often it could, what kept it from more, and how long that took."""
+    begun = time.perf_counter()
+    done = 0
+    problem = ""
+    try:
+        for _ in range(INCREMENTS):
+            _increment(file, take, begun + LOCKED_WITHIN)
+            done += 1
+    except (OSError, TooLate) as error:
+        problem = str(error)
+    return {"done": done, "problem": problem, "seconds": time.perf_counter() - begun}
+
+
+def _increment(file: Path, take: Lock, give_up: float) -> None:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        _wait_for(take, descriptor, give_up)
+        number = int(os.pread(descriptor, 32, 0) or b"0")
+        time.sleep(HOLDING)
+        os.pwrite(descriptor, b"%d" % (number + 1), 0)
+    finally:
+        # also gives the lock back, after the file system has written what was locked
+        os.close(descriptor)
+
+
+def _wait_for(take: Lock, descriptor: int, give_up: float) -> None:
+    while True:
+        try:
+            return take(descriptor)
+        except BlockingIOError:
+            if time.perf_counter() > give_up:
+                raise TooLate(f"no lock within {LOCKED_WITHIN:g} s") from None
+            time.sleep(HOLDING)
+
+
+def judge_locks(answers: list[Answer]) -> list[Finding]:
+    if not answers or "expected" not in answers[0].value["fcntl"]:
+        return []
+    nodes = names([answer.member for answer in answers])
+    return [_judge_lock(kind, [answer.value[kind] for answer in answers], nodes) for kind in LOCKS]
+
+
+def _judge_lock(kind: str, counted: list[dict[str, Any]], nodes: str) -> Finding:
+    problem = next((own["problem"] for own in counted if own["problem"]), "")
+    lost = counted[0]["expected"] - counted[0]["total"]
+    mend = "two shells that act on one run at once may disturb each other: use another file system, or one at a time"
+    if lost:
+        text = f"{kind} locks on {nodes} do not keep others out: {lost} of {counted[0]['expected']} counts were lost"
+        return check_results.failed("file locks", text, mend)
+    if problem:
+        return check_results.warning("file locks", f"{kind} locks on {nodes} do not work: {problem}", mend)
+    each = max(own["seconds"] for own in counted) / counted[0]["expected"]
+    text = f"{kind} locks hold on {nodes}: {counted[0]['expected']} counts by {len(counted)} ranks, {span(each)} each"
+    return check_results.ok("file locks", text)

@@ -1,0 +1,145 @@
+"""The part of `doctor` that only a job can find out: it runs on two nodes, and tells line by line."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm import api
+from mgpu_slurm.core import states
+from mgpu_slurm.core.errors import ClusterError, MgpuError
+from mgpu_slurm.core.files import read_jsonl
+from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note
+from mgpu_slurm.doctor import check_results
+from mgpu_slurm.doctor.check_results import Finding
+from mgpu_slurm.registry.watch import Watch
+from mgpu_slurm.slurm import commands, jobs, site
+from mgpu_slurm.submission import submit as submitting
+from mgpu_slurm.submission.plan import Request
+
+TARGET = "mgpu_slurm.doctor.in_job:checkup"
+NODES = 2
+TIME_LIMIT = "10"
+"""Minutes. A short job starts sooner, and the checks themselves end within that."""
+
+PAUSE = 0.2
+
+
+def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, note: Note) -> Iterator[Finding]:
+    """Submits the checkup and yields what it finds. Its run is gone afterwards where nothing failed.
+
+    Args:
+        flags: resources by sbatch's long names, None for those that were not given.
+        note: hears how the job stands meanwhile.
+    """
+    try:
+        submission = _submit(flags, executor, cluster, note)
+    except MgpuError as error:
+        yield check_results.failed("submission", f"the checkup was not submitted: {error}", "mend that and try again")
+        return
+    spec, handle = submission.plan.spec, api.Handle(submission.plan.folder)
+    nodes = f"{spec.resources.nodes} {'simulated ' if spec.executor == 'local' else ''}nodes"
+    told: list[Finding] = []
+    try:
+        note(f"the checkup is job {submission.job_id} on {nodes}; Ctrl-C cancels it")
+        if spec.executor == "slurm":
+            told += requeue_findings(submission.job_id)
+            yield from told
+        for finding in _followed(handle.files, note):
+            told.append(finding)
+            yield finding
+    except BaseException:
+        # nobody would read what it finds
+        with suppress(MgpuError):
+            handle.cancel()
+            note(f"cancelled {handle.name}")
+        raise
+    if check_results.has_failed(told):
+        note(f"the run of the checkup stays: {handle.folder}; look with: {program()} logs {handle.name}")
+    else:
+        tidy(handle, note)
+
+
+def tidy(handle: api.Handle, note: Note) -> None:
+    """Deletes the run of a checkup; that it cannot be, as where a node still holds its files open, is no finding."""
+    try:
+        handle.delete()
+    except MgpuError as problem:
+        note(f"the run of the checkup, {handle.name}, is not gone: {problem}")
+
+
+def _submit(flags: dict[str, Any], executor: str, cluster: str | None, note: Note) -> submitting.Submission:
+    asked = {name: value for name, value in flags.items() if value is not None}
+    if executor != "allocation":
+        # a held allocation has its own nodes and its own end
+        asked = {"nodes": NODES, "time": TIME_LIMIT} | asked
+    # NCCL says once which network it goes by, and the checkup reads that
+    os.environ.setdefault("NCCL_DEBUG", "INFO")
+    os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET")
+    # the job is this package's own and needs nothing of the folder that doctor is called in, which may be a home folder
+    with tempfile.TemporaryDirectory(prefix="mgpu-") as nothing:
+        request = Request(
+            target=TARGET, flags=asked, executor=executor, cluster=cluster, name="doctor", project=Path(nothing)
+        )
+        return submitting.submit(request, note)
+
+
+def requeue_findings(job_id: str) -> list[Finding]:
+    """Whether the site lets a job that asks for it be requeued; only a job can tell, since a plugin may decide."""
+    try:
+        may = site.may_be_requeued(commands.run(jobs.show_command(job_id)))
+    except ClusterError:
+        return []
+    if may is False:
+        text = "this site takes the wish to be requeued from jobs"
+        mend = "at their time limit runs go on as the next job, which they submit; preempted ones go on by `resume`"
+        return [check_results.warning("requeue", text, mend)]
+    return [check_results.ok("requeue", "the job may be requeued")] if may else []
+
+
+def _followed(folder: RunFolder, note: Note) -> Iterator[Finding]:
+    """What the job has written down so far, again and again, until it has ended; and how it ended, if not well."""
+    watch = Watch(folder)
+    shown = 0
+    last_words = ""
+    while True:
+        # the state is read before the findings: what was written before the end is told before the end
+        state = watch.state()
+        written = [Finding(**record) for record in read_jsonl(folder.checkup)]
+        # another attempt has begun anew
+        yield from written[shown if shown <= len(written) else 0 :]
+        shown = len(written)
+        if not states.is_alive(state["state"]):
+            break
+        words = f"{state['state']}: {state['reason']}"
+        if words != last_words and state["reason"]:
+            note(words)
+        last_words = words
+        time.sleep(PAUSE)
+    if state["state"] != states.COMPLETED:
+        yield ended_badly(folder, state, shown)
+
+
+def ended_badly(folder: RunFolder, state: dict[str, Any], shown: int) -> Finding:
+    """What to make of a checkup that did not come to its end.
+
+    Args:
+        shown: how many findings it had written down before.
+    """
+    text = f"the checkup ended as {state['state']}: {state['reason'] or 'nobody said why'}"
+    if state["state"] == states.CANCELLED:
+        return check_results.failed("job", text, "try again")
+    if not shown and not any(folder.logs.glob("[0-9]*-*.log")):
+        mend = (
+            f"no rank has written anything: most often nodes do not see the runs folder {folder.path.parent}, or this"
+            " Python; have both on a folder that all nodes share (MGPU_RUNS sets the first)"
+        )
+        return check_results.failed("job", text, mend)
+    return check_results.failed("job", text, f"look at the logs of the ranks in {folder.logs}")

@@ -1,0 +1,257 @@
+"""This machine: its Python and packages, its torch, and the folders that runs need."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core import installed, interpreter, layout
+from mgpu_slurm.core.formatting import human_size
+from mgpu_slurm.core.processes import cores
+from mgpu_slurm.doctor import check_results
+from mgpu_slurm.doctor.check_results import Finding, span
+from mgpu_slurm.executors import simulated
+
+OLDEST_PYTHON = (3, 10)
+DISTRIBUTION = "mgpu-slurm"
+TORCH_WITHIN = 180.0
+"""Seconds; a first import from a network file system takes a minute and longer."""
+
+LITTLE_SPACE = 5_000_000_000
+FEW_INODES = 10_000
+
+LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "squashfs", "tmpfs", "xfs", "zfs"}
+
+_BOUND = re.compile(r"(?P<name>[A-Za-z0-9._-]+)\s*>=\s*(?P<version>[0-9.]+)")
+
+
+# -- Python and packages
+
+
+def python_findings() -> Iterator[Finding]:
+    version = installed.python()["version"]
+    text = f"Python {version} at {sys.executable}"
+    if sys.version_info < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        yield check_results.failed("python", f"{text} is too old", f"have Python {oldest} or newer")
+    else:
+        yield check_results.ok("python", text)
+    try:
+        requirements = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        text = f"{DISTRIBUTION} is not installed for this Python, and runs from a folder"
+        yield check_results.warning(
+            "packages", text, f"install it where nodes see it: {sys.executable} -m pip install ."
+        )
+        return
+    yield from package_findings(requirements, installed.facts()["packages"])
+
+
+def package_findings(requirements: list[str], packages: dict[str, str]) -> Iterator[Finding]:
+    """Whether what this project needs is there, and new enough.
+
+    Args:
+        requirements: as packages state them, `torch>=2.13`; those of extras do not count.
+        packages: versions by normalized name.
+    """
+    bounds = [match for text in requirements if "extra ==" not in text and (match := _BOUND.match(text))]
+    wrong = []
+    for bound in bounds:
+        version = packages.get(installed.normalized(bound["name"]))
+        if version is None:
+            wrong.append(f"no {bound['name']} (needs {bound['version']} or newer)")
+        elif _numbers(version) < _numbers(bound["version"]):
+            wrong.append(f"{bound['name']} {version} (needs {bound['version']} or newer)")
+    if wrong:
+        mend = f"{sys.executable} -m pip install --upgrade {DISTRIBUTION}"
+        yield check_results.failed("packages", f"packages: {', '.join(wrong)}", mend)
+    else:
+        yield check_results.ok("packages", f"packages: all {len(bounds)} that are needed, none too old")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`(2, 13, 0)` of `2.13.0+cpu`: enough to compare with a lower bound."""
+    release = re.match(r"[0-9]+(\.[0-9]+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()
+
+
+# -- torch
+
+
+class TorchQuestion:
+    """Asks what torch is here, in a process of its own; the answer takes seconds, so it is begun early."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            interpreter.command(sys.executable, "mgpu_slurm.doctor.torch_probe"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+        )
+
+    def answer(self) -> tuple[dict[str, Any] | None, str]:
+        """The facts; or None, and why there are none."""
+        try:
+            out, err = self._process.communicate(timeout=TORCH_WITHIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return None, f"did not import within {TORCH_WITHIN:g} s"
+        if self._process.returncode != 0:
+            last = (err.strip().splitlines() or [f"ended with exit code {self._process.returncode}"])[-1]
+            return None, f"fails on import: {last}"
+        facts: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return facts, ""
+
+
+def torch_findings(facts: dict[str, Any] | None, problem: str, partitions_with_gpus: list[str]) -> Iterator[Finding]:
+    """Judges `runtime.torch_facts`.
+
+    Args:
+        problem: why there are no facts.
+        partitions_with_gpus: of the cluster here.
+    """
+    if facts is None:
+        yield check_results.failed("torch", f"torch {problem}", f"{sys.executable} -m pip install --upgrade torch")
+        return
+    built = f"for CUDA {facts['cuda']}" if facts["cuda"] and facts["cuda"][0].isdigit() else facts["cuda"] or "CPU only"
+    seen = ", ".join(dict.fromkeys(facts["gpus"])) or "none"
+    text = f"torch {facts['version']} ({built}; GPUs here: {seen}), imported in {span(facts['seconds'])}"
+    mend = "install the torch for the nodes' GPUs (pytorch.org says which), and submit from that environment"
+    if not facts["gloo"]:
+        yield check_results.failed("torch", f"{text}: built without gloo, by which ranks agree", mend)
+    elif facts["cuda"] is None and partitions_with_gpus:
+        text += f": runs on the GPUs of {', '.join(partitions_with_gpus)} would compute on the CPU"
+        yield check_results.warning("torch", text, mend)
+    elif facts["cuda"] is None and Path("/proc/driver/nvidia/version").exists():
+        yield check_results.warning(
+            "torch", f"{text}: this machine has a GPU driver, and this torch does not use it", mend
+        )
+    else:
+        yield check_results.ok("torch", text)
+    if facts["torchvision"] is None and facts["torchvision_problem"]:
+        mend = f"{sys.executable} -m pip install the torchvision that belongs to torch {facts['version']}"
+        text = f"torchvision fails on import: {facts['torchvision_problem']}"
+        yield check_results.warning("torchvision", text, mend)
+    elif facts["torchvision"] is not None:
+        without = " (its box operators do not load beside this torch; all else works)" if facts["declared"] else ""
+        yield check_results.ok("torchvision", f"torchvision {facts['torchvision']}{without}")
+
+
+# -- folders
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where a file system is mounted, and of what type it is."""
+
+    place: str
+    type: str
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """The lines of proc(5)'s mountinfo."""
+    found = []
+    for line in text.splitlines():
+        before, separator, after = line.partition(" - ")
+        if separator:
+            place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
+            found.append(Mount(place, after.split()[0]))
+    return found
+
+
+def file_system(path: Path, mounts: list[Mount]) -> str:
+    """The type of the file system that holds an absolute path; empty where no mount does."""
+    holding = [mount for mount in mounts if path.is_relative_to(mount.place)]
+    # of several on one place the last one covers the others
+    return max(enumerate(holding), key=lambda pair: (len(pair[1].place), pair[0]))[1].type if holding else ""
+
+
+def folder_findings(cwd: Path, runs: Path, has_slurm: bool, will_be_proven: bool) -> Iterator[Finding]:
+    """Whether what a run needs lies where nodes can see it, and where something can be written.
+
+    Args:
+        will_be_proven: a job is about to show what nodes see.
+    """
+    if has_slurm:
+        mounts = parse_mounts(Path("/proc/self/mountinfo").read_text())
+        environment, base = Path(sys.prefix).resolve(), Path(os.path.realpath(sys.executable))
+        places = {"the environment": environment, "its Python": base, "this folder": cwd, "the runs folder": runs}
+        yield from shared_findings({name: _existing(path) for name, path in places.items()}, mounts, will_be_proven)
+    yield from writable_findings("runs folder", runs, "set MGPU_RUNS to a folder of yours, on a large file system")
+    mend = "set XDG_STATE_HOME to a folder of yours; until then runs are found from their own folder only"
+    yield from writable_findings("index of runs", layout.state_home(), mend, small=True)
+
+
+def shared_findings(places: dict[str, Path], mounts: list[Mount], will_be_proven: bool) -> Iterator[Finding]:
+    types = {name: file_system(path.resolve(), mounts) for name, path in places.items()}
+    for type_, names in _by_type(types).items():
+        listed = ", ".join(f"{name} ({places[name]})" for name in names)
+        text = f"{listed}: on {type_ or 'an unknown file system'}"
+        if type_ not in LOCAL_FILE_SYSTEMS:
+            yield check_results.ok("shared", text)
+        elif will_be_proven:
+            yield check_results.ok("shared", f"{text}, and the job below shows whether nodes see it")
+        else:
+            mend = "`doctor --submit` shows whether they do; a folder on a network file system is the usual place"
+            yield check_results.warning("shared", f"{text} of this machine, which nodes may not see", mend)
+
+
+def _by_type(types: dict[str, str]) -> dict[str, list[str]]:
+    grouped: dict[str, list[str]] = {}
+    for name, type_ in types.items():
+        grouped.setdefault(type_, []).append(name)
+    return grouped
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above that exists: what is not there yet would be made in it."""
+    return next(place for place in [path, *path.parents] if place.exists())
+
+
+def writable_findings(name: str, folder: Path, mend: str, small: bool = False) -> Iterator[Finding]:
+    """Whether files can be made in a folder, or the folder itself, and how much room there is."""
+    place = _existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        level = check_results.warning if small else check_results.failed
+        yield level("folders", f"{name} {folder}: cannot be written ({error.strerror})", mend)
+        return
+    room = os.statvfs(place)
+    free = room.f_bavail * room.f_frsize
+    text = f"{name} {folder}: can be written, {human_size(free)} free"
+    # file systems that make inodes as needed tell of none
+    if not small and (free < LITTLE_SPACE or 0 < room.f_favail < FEW_INODES):
+        files = f" and room for {room.f_favail} files" if 0 < room.f_favail < FEW_INODES else ""
+        yield check_results.warning("folders", f"{text}{files}, which checkpoints fill soon", mend)
+    else:
+        yield check_results.ok("folders", text)
+
+
+# -- without SLURM
+
+
+def local_findings() -> Iterator[Finding]:
+    """What the local executor has to work with."""
+    gpus = len(simulated.visible_gpus())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"{cores()} cores, {human_size(memory)} of memory, {gpus or 'no'} GPU{'s' if gpus != 1 else ''}"
+    yield check_results.ok("slurm", f"no sbatch here: runs go to the local executor, with {text}")
+
+
+def has_slurm() -> bool:
+    return shutil.which("sbatch") is not None

@@ -1,0 +1,224 @@
+"""The SLURM of this site: what it is, what it allows, and what of it is used here.
+
+Functions that judge are pure; `findings_of_slurm` asks.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.doctor import check_results
+from mgpu_slurm.doctor.check_results import Finding, span
+from mgpu_slurm.slurm import commands, site
+from mgpu_slurm.slurm.site import Association, Partition
+
+OLDEST_SLURM = (20, 11)
+"""srun --overlap; everything else that is used is older."""
+
+CPUS_BY_VARIABLE = (22, 5)
+"""From here on srun takes the cores of a rank from SRUN_CPUS_PER_TASK alone."""
+
+SLOW_CONTROLLER = 2.0
+SHORT_KILL_WAIT = 30
+"""Seconds; SLURM's own default, in which a checkpoint of some GB is written."""
+
+ASK_WITHIN = 20.0
+
+CONTROLLER = "controller"
+"""The check that says whether SLURM answers at all."""
+
+
+@dataclass
+class Site:
+    """What was found out, for the checks that come after."""
+
+    partitions: list[Partition] = field(default_factory=list)
+
+    @property
+    def partitions_with_gpus(self) -> list[str]:
+        return [partition.name for partition in self.partitions if any(partition.gpus_per_node)]
+
+
+def findings_of_slurm(found: Site) -> Iterator[Finding]:
+    """Asks SLURM, each question with an end; fills `found` on the way."""
+    try:
+        version = site.parse_version(commands.run(site.version_command(), ASK_WITHIN))
+        begun = time.perf_counter()
+        commands.run(site.ping_command(), ASK_WITHIN)
+        answered = time.perf_counter() - begun
+        settings = commands.parse_config(commands.run(commands.config_command(), ASK_WITHIN))
+        partitions = commands.run(site.partitions_command(), ASK_WITHIN)
+        found.partitions = site.parse_partitions(partitions, commands.run(site.nodes_command(), ASK_WITHIN))
+    except ClusterError as error:
+        yield check_results.failed(CONTROLLER, f"SLURM does not answer: {error}", "try again later, or ask the site")
+        return
+    if version:
+        yield version_finding(version)
+    yield controller_finding(settings.get("ClusterName", ""), answered)
+    for partition in found.partitions:
+        yield partition_finding(partition)
+    if not any(partition.is_default for partition in found.partitions):
+        mend = "give --partition, or set it under flags: of mgpu.yaml"
+        yield check_results.warning("partitions", "no partition is the default one", mend)
+    yield from setting_findings(settings, found.partitions)
+    yield from _accounting_findings(settings)
+    yield from variable_findings(os.environ)
+
+
+def version_finding(version: tuple[int, ...]) -> Finding:
+    year, month, *rest = version
+    # 22.05.8, as SLURM writes it
+    text = f"SLURM {'.'.join(map(str, [year, f'{month:02}', *rest]))}"
+    if version < OLDEST_SLURM:
+        return check_results.failed(
+            "version", f"{text}: srun has no --overlap before 20.11", "ask the site to update it"
+        )
+    how = "SRUN_CPUS_PER_TASK" if version >= CPUS_BY_VARIABLE else "what sbatch was asked"
+    return check_results.ok("version", f"{text}: has all that is used; ranks get their cores by {how}")
+
+
+def controller_finding(cluster: str, seconds: float) -> Finding:
+    text = f"controller of {cluster or 'the cluster'} answers in {span(seconds)}"
+    if seconds > SLOW_CONTROLLER:
+        mend = "it is busy: ask for many runs at once (--seeds), and follow few of them"
+        return check_results.warning(CONTROLLER, text, mend)
+    return check_results.ok(CONTROLLER, text)
+
+
+def partition_finding(partition: Partition) -> Finding:
+    """One line with the limits of a partition and what its nodes have."""
+    name = f"partition {partition.name}{' (default)' if partition.is_default else ''}"
+    total = sum(partition.nodes.values())
+    unusable = [f"{count} {state}" for state, count in sorted(partition.nodes.items()) if site.is_unusable(state)]
+    nodes = f"{counted(total, 'node')}{' (' + ', '.join(unusable) + ')' if unusable else ''}"
+    text = f"{name}: {nodes}, {_gpus(partition)}, {_time_limit(partition)}"
+    if partition.max_nodes is not None:
+        text += f", at most {partition.max_nodes} nodes a job"
+    if partition.state != "UP":
+        return check_results.warning(
+            "partitions", f"{text}: it is {partition.state}", "use another one with --partition"
+        )
+    if not partition.usable_nodes:
+        level = check_results.failed if partition.is_default else check_results.warning
+        return level("partitions", f"{text}: no node of it is usable", "use another one with --partition, or wait")
+    return check_results.ok("partitions", text)
+
+
+def _gpus(partition: Partition) -> str:
+    counts = partition.gpus_per_node
+    if not any(counts):
+        return "no GPUs"
+    if len(counts) == 1:
+        return f"{counted(counts[0], 'GPU')} each"
+    return f"{', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs each"
+
+
+def _time_limit(partition: Partition) -> str:
+    if partition.max_time is None:
+        return f"no time limit{f' (default {partition.default_time})' if partition.default_time else ''}"
+    asked_none = partition.default_time or "the limit"
+    return f"time limit {partition.max_time} (default {asked_none})"
+
+
+def setting_findings(settings: Mapping[str, str], partitions: list[Partition]) -> Iterator[Finding]:
+    """What of SLURM's own settings a run will feel; what a version does not tell is not judged."""
+    if "JobRequeue" in settings:
+        by_default = "" if settings["JobRequeue"] == "1" else ", which is not the site's default (JobRequeue=0)"
+        text = f"runs ask to be requeued{by_default}; where that is refused they submit their own next job"
+        yield check_results.ok("requeue", text)
+    if settings.get("MaxArraySize", "").isdigit():
+        text = f"a job array holds {settings['MaxArraySize']} runs at most; larger groups are several arrays"
+        yield check_results.ok("arrays", text)
+    yield from _kill_wait_findings(settings, partitions)
+    if settings.get("SelectType", "").endswith(("linear", "cons_res")):
+        text = f"{settings['SelectType']}: SLURM does not count GPUs with --gpus-per-node there"
+        mend = 'set rename: {gpus-per-node: "gres=gpu:{}"} in mgpu.yaml'
+        yield check_results.warning("select", text, mend)
+    plugins = settings.get("JobSubmitPlugins", "(null)")
+    if plugins not in ("", "(null)"):
+        yield check_results.ok(
+            "plugins", f"JobSubmitPlugins={plugins}: the site may change or refuse what a run asks for"
+        )
+
+
+def _kill_wait_findings(settings: Mapping[str, str], partitions: list[Partition]) -> Iterator[Finding]:
+    wait = settings.get("KillWait", "").partition(" ")[0]
+    if not wait.isdigit():
+        return
+    seconds = int(wait)
+    graces = [partition.grace for partition in partitions if partition.preempt_mode != "OFF"]
+    text = f"a run that is cancelled has {seconds} s to save its work (KillWait)"
+    if graces:
+        text += f", one that is preempted {seconds + min(graces)} s"
+    if seconds < SHORT_KILL_WAIT:
+        mend = "what takes longer to save is lost back to the checkpoint before: call run.save() now and then"
+        yield check_results.warning("kill wait", text, mend)
+    else:
+        yield check_results.ok("kill wait", text)
+    cancelling = [partition.name for partition in partitions if "CANCEL" in partition.preempt_mode]
+    if cancelling:
+        text = f"preemption cancels runs in {', '.join(cancelling)}, and does not requeue them"
+        yield check_results.warning("preemption", text, "`resume` starts such a run again from its checkpoint")
+
+
+def _accounting_findings(settings: Mapping[str, str]) -> Iterator[Finding]:
+    begun = time.perf_counter()
+    try:
+        commands.run(site.accounting_command(), ASK_WITHIN)
+    except ClusterError as error:
+        yield no_accounting_finding(str(error), settings.get("MinJobAge", ""))
+        return
+    yield check_results.ok("accounting", f"accounting: sacct answers in {span(time.perf_counter() - begun)}")
+    try:
+        rights = site.parse_associations(commands.run(site.associations_command(_user()), ASK_WITHIN))
+    except ClusterError:
+        # some sites keep sacctmgr from their users
+        return
+    if rights:
+        yield account_finding(rights)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # containers run with ids that no passwd file knows
+        return str(os.getuid())
+
+
+def no_accounting_finding(problem: str, min_job_age: str) -> Finding:
+    text = f"no accounting ({problem}): how a run ended is known from its own folder"
+    if min_job_age:
+        text += f", and from SLURM for {min_job_age} only (MinJobAge)"
+    mend = "nothing to mend here: a run whose job was killed, and that nobody asks about in that time, counts as lost"
+    return check_results.warning("accounting", text, mend)
+
+
+def account_finding(rights: list[Association]) -> Finding:
+    accounts = ", ".join(dict.fromkeys(right.account for right in rights))
+    limits = []
+    # of several accounts each has its own; the tightest one is worth a word
+    for words, numbers in (
+        ("{} jobs running", [right.max_jobs for right in rights]),
+        ("{} jobs submitted", [right.max_submitted for right in rights]),
+    ):
+        known = [number for number in numbers if number is not None]
+        if known:
+            limits.append(words.format(min(known)))
+    at_most = f"; at most {' and '.join(limits)} at a time" if limits else ""
+    return check_results.ok("account", f"account{'s' if ',' in accounts else ''} {accounts}{at_most}")
+
+
+def variable_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables by which this shell gives defaults to sbatch, and which do not reach runs."""
+    names = sorted(name for name in environ if name.startswith("SBATCH_") and name not in commands.DEFAULTS_OF_SBATCH)
+    if names:
+        text = f"{', '.join(names)} in this shell {'does' if len(names) == 1 else 'do'} not reach runs"
+        mend = "say the same under flags: of mgpu.yaml, or on the command line"
+        yield check_results.warning("variables", text, mend)

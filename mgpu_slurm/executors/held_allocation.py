@@ -1,0 +1,331 @@
+"""An allocation that is held already, by salloc or by a batch script of the user's own.
+
+What it has, what a run takes of it, and how it ends.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from mgpu_slurm.core import states
+from mgpu_slurm.core.errors import ClusterError, UserError
+from mgpu_slurm.core.hostlist import compress, expand
+from mgpu_slurm.request.spec import Resources, resources_from
+from mgpu_slurm.slurm import commands
+
+JOB_VARIABLE = "SLURM_JOB_ID"
+"""Set in the shell of an allocation."""
+
+_EXAMPLE = "`salloc --nodes 2 --gpus-per-node 2 --time 2:00:00`"
+_DECIDED = ("partition", "account", "qos", "constraint", "reservation")
+"""What was decided when the allocation was asked for."""
+
+_FIELDS = {
+    "state": r"^ +JobState=(\S+)",
+    "reason": r"^ +JobState=\S+ Reason=(\S+)",
+    "end": r"^ +StartTime=\S+ EndTime=(\S+)",
+    "cpus_per_task": r"^ +NumNodes=\S+ NumCPUs=\S+ NumTasks=\S+ CPUs/Task=(\d+)",
+    "ntasks_per_node": r"NtasksPerN:B:S:C=(\d+):",
+}
+_NODES = re.compile(
+    r"^ +Nodes=(?P<nodes>\S+) CPU_IDs=(?P<cpus>\S+) Mem=(?P<memory>\d+) GRES=(?P<gres>.*)$", re.MULTILINE
+)
+_MEMORY = re.compile(r"(?P<number>\d+)(?P<unit>[KMGT]?)B?", re.IGNORECASE)
+_MEGABYTES = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+
+PATIENCE_WITH_ENDING = 5.0
+"""Seconds that an allocation which is ending gets to say how; it may be waiting for the process that asks."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the allocation has on one node."""
+
+    name: str
+    cpus: int
+    gpus: int
+    memory: int
+    """Megabytes; 0 where SLURM does not count memory."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A job that holds nodes."""
+
+    job_id: str
+    state: str
+    """In SLURM's own words."""
+    reason: str
+    nodes: tuple[Node, ...]
+    ntasks_per_node: int | None
+    """As salloc was told, None where it was not."""
+    cpus_per_task: int
+    end: datetime | None
+    """When SLURM ends it, in local time; None where it has no limit."""
+
+    @property
+    def label(self) -> str:
+        return f"allocation {self.job_id}"
+
+    @property
+    def seconds_left(self) -> int | None:
+        """Until its end, None without a limit."""
+        return None if self.end is None else max(0, int((self.end - datetime.now()).total_seconds()))
+
+    def limit(self, resources: Resources) -> int | None:
+        """Seconds that a run which starts now may take: what it asked for, and never more than is left."""
+        limits = [limit for limit in (resources.time_limit, self.seconds_left) if limit is not None]
+        return min(limits, default=None)
+
+    def describe(self) -> str:
+        """For people: `job 42, n[1-2], 1:59:58 left`."""
+        left = self.seconds_left
+        until = "no time limit" if left is None else f"{timedelta(seconds=left)} left"
+        return f"job {self.job_id}, {compress([node.name for node in self.nodes])}, {until}"
+
+
+def held(environ: Mapping[str, str]) -> Allocation:
+    """The allocation that this process stands in.
+
+    Raises:
+        UserError: there is none, or it is over.
+        ClusterError: SLURM does not answer.
+    """
+    inside = environ.get(JOB_VARIABLE)
+    if inside is None:
+        raise UserError(
+            f"--executor allocation: no allocation is held here ({JOB_VARIABLE} is not set):"
+            f" get one, such as {_EXAMPLE}, and call this in its shell"
+        )
+    found = ask(inside)
+    if found is None or not _is_held(found):
+        how = "" if found is None else f" ({found.state})"
+        raise UserError(
+            f"{JOB_VARIABLE}={inside}: that allocation has ended{how}:"
+            f" leave this shell, and get another, such as {_EXAMPLE}"
+        )
+    if not found.nodes:
+        raise ClusterError(f"`{' '.join(show_command(inside))}` does not tell what the job has on its nodes")
+    return found
+
+
+def _is_held(found: Allocation) -> bool:
+    return states.is_alive(states.from_slurm(found.state)) and not _is_ending(found)
+
+
+def _is_ending(found: Allocation) -> bool:
+    return "COMPLETING" in found.state
+
+
+def show_command(inside: str) -> list[str]:
+    """Asks for a job, with what it has on each node."""
+    return ["scontrol", "show", "job", "--details", inside]
+
+
+def ask(inside: str) -> Allocation | None:
+    """What SLURM says of the allocation; None where it has forgotten it.
+
+    Raises:
+        ClusterError: SLURM does not answer.
+    """
+    try:
+        return parse(inside, commands.run(show_command(inside)))
+    except commands.Forgotten:
+        return None
+
+
+def parse(inside: str, output: str) -> Allocation:
+    """Reads scontrol's answer; of a heterogeneous job, its first component."""
+    text = re.split(r"^JobId=", output, flags=re.MULTILINE)[1]
+    found = {name: re.search(pattern, text, re.MULTILINE) for name, pattern in _FIELDS.items()}
+    values = {name: match[1] for name, match in found.items() if match is not None}
+    return Allocation(
+        job_id=inside,
+        state=values.get("state", ""),
+        reason=values.get("reason", ""),
+        nodes=tuple(_nodes(text)),
+        ntasks_per_node=int(values.get("ntasks_per_node", 0)) or None,
+        cpus_per_task=int(values.get("cpus_per_task", 1)),
+        end=datetime.fromisoformat(values["end"]) if "T" in values.get("end", "") else None,
+    )
+
+
+def _nodes(text: str) -> Iterable[Node]:
+    """Nodes of which the job has the same share stand on one line."""
+    for match in _NODES.finditer(text):
+        cpus = len(expand(f"[{match['cpus']}]"))
+        for name in expand(match["nodes"]):
+            yield Node(name, cpus, commands.gpus_in(match["gres"]), int(match["memory"]))
+
+
+# -- a run's share
+
+
+def take(found: Allocation, given: Mapping[str, Any]) -> Resources:
+    """The resources of a run that was submitted with these flags; what is left open is as the allocation has it.
+
+    Raises:
+        UserError: a flag that cannot apply, or asks for more than there is.
+    """
+    asked = resources_from(dict(given), "the call")
+    nodes = _eligible(found, asked)
+    gpus = min(node.gpus for node in nodes) if asked.gpus_per_node is None else asked.gpus_per_node
+    resources = replace(
+        asked,
+        nodes=asked.nodes if "nodes" in given else len(nodes),
+        gpus_per_node=gpus if gpus or asked.gpus_per_node is not None else None,
+        ntasks_per_node=asked.ntasks_per_node or found.ntasks_per_node,
+    )
+    # srun does not take it over by itself
+    taken_over = replace(resources, cpus_per_task=found.cpus_per_task)
+    if (
+        asked.cpus_per_task is None
+        and found.cpus_per_task > 1
+        and not any(_shortage(found, n, taken_over) for n in nodes)
+    ):
+        resources = taken_over
+    check(found, resources)
+    return resources
+
+
+def check(found: Allocation, resources: Resources) -> None:
+    """Raises UserError where the allocation does not have what a run is to take."""
+    choose(found, resources)
+    left = found.seconds_left
+    if left is not None and resources.time_limit is not None and resources.time_limit > left:
+        raise UserError(
+            f"--time {resources.time}: {found.label} has {timedelta(seconds=left)} left:"
+            " ask for less, or leave it out to use all of it"
+        )
+
+
+def choose(found: Allocation, resources: Resources, busy: Mapping[str, int] | None = None) -> list[Node]:
+    """The nodes for a run's ranks, in the allocation's order.
+
+    Args:
+        busy: how much runs on a node already; those with the least are taken.
+
+    Raises:
+        UserError: there are not enough.
+    """
+    nodes = _eligible(found, resources)
+    if resources.nodes > len(nodes):
+        has = compress([node.name for node in nodes])
+        raise UserError(f"--nodes {resources.nodes}: {found.label} has {len(nodes)} for this run ({has})")
+    short = {node: _shortage(found, node, resources) for node in nodes}
+    able = [node for node in nodes if not short[node]]
+    if resources.nodes > len(able):
+        raise UserError(next(filter(None, short.values())))
+    able.sort(key=lambda node: (busy or {}).get(node.name, 0))
+    return sorted(able[: resources.nodes], key=nodes.index)
+
+
+def _eligible(found: Allocation, asked: Resources) -> list[Node]:
+    """The nodes that the flags permit, after a look at those flags that cannot apply at all."""
+    for name in _DECIDED:
+        if getattr(asked, name) is not None:
+            raise UserError(
+                f"--{name} {getattr(asked, name)}: was decided when {found.label} was asked for:"
+                " leave it out, or use --executor slurm"
+            )
+    for name in asked.sbatch:
+        raise UserError(f"--sbatch {name}: nothing goes through sbatch inside {found.label}: leave it out")
+    names = [node.name for node in found.nodes]
+    for name in expand(asked.nodelist or ""):
+        if name not in names:
+            raise UserError(f"--nodelist {asked.nodelist}: {name} is not in {found.label}, which has {compress(names)}")
+    wanted, excluded = expand(asked.nodelist or "") or names, expand(asked.exclude or "")
+    nodes = [node for node in found.nodes if node.name in wanted and node.name not in excluded]
+    if not nodes:
+        raise UserError(f"--exclude {asked.exclude}: leaves no node of {found.label}, which has {compress(names)}")
+    return nodes
+
+
+def _shortage(found: Allocation, node: Node, asked: Resources) -> str:
+    """Why the node has not enough for its ranks; empty where it has."""
+    here = f"{found.label} has {{}} on {node.name}: ask for less, or hold more"
+    if (asked.gpus_per_node or 0) > node.gpus:
+        return f"--gpus-per-node {asked.gpus_per_node}: {here.format(node.gpus)}"
+    cores = asked.ranks_per_node * (asked.cpus_per_task or 0)
+    if cores > node.cpus:
+        of = f"{asked.ranks_per_node} ranks on a node take {cores} cores, and {here.format(node.cpus)}"
+        return f"--cpus-per-task {asked.cpus_per_task}: {of}"
+    if asked.mem is not None and node.memory and _megabytes(asked.mem) > node.memory:
+        return f"--mem {asked.mem}: {here.format(f'{node.memory}M')}"
+    return ""
+
+
+def _megabytes(text: str) -> float:
+    match = _MEMORY.fullmatch(text)
+    if match is None:
+        raise UserError(f"--mem {text!r}: expected a number with K, M, G or T, such as 64G")
+    return int(match["number"]) * _MEGABYTES[match["unit"].upper()]
+
+
+def shares_cores(nodes: Iterable[Node], resources: Resources) -> bool:
+    """Whether a node has more ranks than cores, which srun wants to be told."""
+    return resources.cpus_per_task is None and any(resources.ranks_per_node > node.cpus for node in nodes)
+
+
+def srun_options(found: Allocation, nodes: list[Node], resources: Resources, run: str) -> list[str]:
+    """Where a run's step is, what it takes, and its name, by which it is found again.
+
+    Several steps may share an allocation, such as a shell on one of its nodes.
+    """
+    options = [f"--jobid={found.job_id}", "--overlap", f"--job-name={run}"]
+    options.append(f"--nodelist={','.join(node.name for node in nodes)}")
+    if resources.cpus_per_task is not None:
+        options.append(f"--cpus-per-task={resources.cpus_per_task}")
+    if resources.gpus_per_node:
+        options.append(f"--gres=gpu:{resources.gpus_per_node}")
+    elif resources.gpus_per_node == 0 and any(node.gpus for node in nodes):
+        # a step that asks for nothing gets all of the job's
+        options.append("--gres=none")
+    if resources.mem is not None:
+        options.append(f"--mem={resources.mem}")
+    if shares_cores(nodes, resources):
+        options.append("--overcommit")
+    return options
+
+
+# -- the end of an allocation
+
+
+def ending(inside: str, state: str) -> tuple[str, str]:
+    """State and reason of a run whose allocation is over.
+
+    Args:
+        state: how the allocation's job ended, one of `states`.
+    """
+    how = {
+        states.CANCELLED: "was cancelled",
+        states.NODE_FAIL: "lost a node",
+        states.PREEMPTED: "was preempted",
+        states.TIMEOUT: "reached its time limit",
+    }
+    # one whose shell was left counts as completed
+    of_run = state if state in how else states.CANCELLED
+    return of_run, f"its allocation {inside} {how.get(state, 'was released')}; `resume` inside a new one goes on"
+
+
+def lost(inside: str) -> tuple[str, str] | None:
+    """State and reason of a run where its allocation is over; None while that is there, or nobody can tell."""
+    give_up = time.monotonic() + PATIENCE_WITH_ENDING
+    while True:
+        try:
+            found = ask(inside)
+        except ClusterError:
+            return None
+        if found is None:
+            return ending(inside, states.UNKNOWN)
+        if not _is_ending(found):
+            state = states.from_slurm(found.state)
+            return None if states.is_alive(state) else ending(inside, state)
+        if found.reason == "TimeLimit" or time.monotonic() > give_up:
+            return ending(inside, states.TIMEOUT if found.reason == "TimeLimit" else states.UNKNOWN)
+        time.sleep(0.2)

@@ -1,0 +1,166 @@
+"""Handing the jobs of a run or group to SLURM: each arrives once or not at all, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_slurm.core import files, records
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.hostlist import ranges
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.slurm import commands, sbatch, script
+from mgpu_slurm.slurm.outage import Patience, wait_out
+from mgpu_slurm.slurm.sbatch import Handover, Start
+from mgpu_slurm.slurm.script import Array, split
+
+
+@dataclass(frozen=True)
+class Job:
+    """One that SLURM is going to be asked for."""
+
+    token: str
+    array: Array | None
+    """Which runs of a group it is; None for a run of its own."""
+
+
+def announce(folder: RunFolder, tasks: Sequence[int] | None = None, note: Note = quiet) -> list[Job]:
+    """Writes down the jobs that SLURM will be asked for; who finds that without an answer can look for them.
+
+    Args:
+        folder: of a run or group; nobody needs to see it yet.
+        tasks: indices in the group; None for a run of its own.
+
+    Raises:
+        ClusterError: the cluster did not answer.
+    """
+    arrays = [None] if tasks is None else split(tasks, wait_out(commands.max_array_size, note))
+    jobs = [Job(sbatch.new_token(), array) for array in arrays]
+    for job in jobs:
+        part = {} if job.array is None else {"first": job.array.first, "tasks": ranges(job.array.tasks)}
+        records.record_event(folder, "submitting", token=job.token, **part)
+    return jobs
+
+
+def submit(folder: RunFolder, spec: Spec, jobs: Sequence[Job], dependency: str = "", note: Note = quiet) -> str:
+    """Queues the jobs that were announced; the job id, those of several arrays joined by commas.
+
+    Args:
+        dependency: as sbatch says it.
+        note: hears that a controller which does not answer is waited for.
+
+    Raises:
+        MayBeQueued: the cluster did not answer, and nobody can tell whether it has taken the job.
+        ClusterError: it refused, or did not answer for too long; says which runs of a group it had taken.
+    """
+    job_ids: list[str] = []
+    for place, job in enumerate(jobs):
+        # the limit holds for each array, so they run one after the other
+        before = f"afterany:{job_ids[-1]}" if spec.at_once is not None and job_ids else ""
+        try:
+            job_ids.append(_queue(folder, spec, job, ",".join(filter(None, [dependency, before])), note))
+        except BaseException as stopped:
+            for other in jobs[place + 1 :]:
+                records.record_event(folder, "refused", token=other.token, reason="not asked for")
+            if isinstance(stopped, ClusterError) and job_ids:
+                assert job.array is not None
+                raise type(stopped)(
+                    f"{stopped}; the runs before {folder.run}/{job.array.tasks[0]} are queued as job"
+                    f" {', '.join(job_ids)}, and `resume` submits the others"
+                ) from None
+            raise
+    return ",".join(job_ids)
+
+
+def may_have_arrived(folder: RunFolder, jobs: Sequence[Job]) -> bool:
+    """Whether SLURM may have one of the jobs."""
+    tokens = {job.token for job in jobs}
+    return any(not submission.refused for submission in records.submissions(folder) if submission.token in tokens)
+
+
+def check(spec: Spec, folder: RunFolder) -> Start | None:
+    """When and where SLURM would start a run, or one of a group; None where it is not SLURM that starts it.
+
+    Raises:
+        ClusterError: it never would, in SLURM's words; or the cluster did not answer.
+    """
+    if spec.executor != "slurm":
+        return None
+    text = script.render(spec, folder, sbatch.new_token())
+    environ = commands.scrubbed_environment(os.environ)
+    return sbatch.start_in(sbatch.call(sbatch.command("--test-only"), environ, text))
+
+
+def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note) -> str:
+    # submitit costs a tenth of a second to import
+    from mgpu_slurm.slurm import submitit_adapter
+
+    interrupts: list[int] = []
+    environ = commands.scrubbed_environment(os.environ)
+
+    def ask() -> str:
+        with _held_back(interrupts, note):
+            return submitit_adapter.submit(text, folder, environ)
+
+    def look() -> str | None:
+        _let_go(interrupts)
+        return sbatch.find(folder, job.token)
+
+    handover = Handover(job.token, ask, look)
+    try:
+        text = script.render(spec, folder, job.token, job.array, dependency)
+        files.write_whole(folder.submission(job.array.first if job.array else 0), text)
+        job_id = handover.queue(Patience(note))
+        _let_go(interrupts)
+        return job_id
+    except KeyboardInterrupt:
+        _find_out(handover, folder, note)
+        raise
+    finally:
+        handover.write_down(folder)
+
+
+def _find_out(handover: Handover, folder: RunFolder, note: Note) -> None:
+    """Tells somebody who has interrupted a submission whether the job was queued all the same."""
+    if handover.job_id is None and handover.is_unsure:
+        try:
+            handover.find(ClusterError("interrupted"), Patience(seconds=0))
+        except ClusterError as unknown:
+            note(str(unknown))
+    if handover.job_id is not None:
+        note(f"queued before that, as job {handover.job_id}: end it with `{program()} cancel {folder.run}`")
+
+
+@contextlib.contextmanager
+def _held_back(interrupts: list[int], note: Note) -> Iterator[None]:
+    """Collects every Ctrl-C until sbatch has answered: without that, nobody could tell whether the job is queued."""
+
+    def hold(signum: int, _: Any) -> None:
+        if not interrupts:
+            note(f"waiting for sbatch to answer, at most {sbatch.TIME_LIMIT} s")
+        interrupts.append(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        # only the main thread is interrupted
+        yield
+        return
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _let_go(interrupts: list[int]) -> None:
+    """Lets Ctrl-C have its effect late."""
+    if interrupts:
+        interrupts.clear()
+        raise KeyboardInterrupt

@@ -1,0 +1,239 @@
+"""What SLURM says of runs' jobs: squeue for all at once, then others for what squeue does not list.
+
+A job that squeue leaves out is not gone for that: accounting has to know its end, or the controller has to say that it
+does not know the job, or squeue has to leave it out again and again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from mgpu_slurm.core import failures, records, states
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.files import read_json, write_json
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.slurm import accounting, commands, job_identity, jobs, termination
+from mgpu_slurm.slurm.accounting import AccountedStart
+from mgpu_slurm.slurm.jobs import QueuedJob
+
+State = dict[str, Any]
+
+LOST: State = {
+    "state": states.FAILED,
+    "reason": "lost: SLURM does not know its job, and nobody saw it end; `resume` goes on",
+}
+LOST_SO_FAR: State = {
+    "state": states.FAILED,
+    "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
+}
+
+# SLURM keeps nothing of a task that was cancelled while it waited, if others of its array are still there
+DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it started"}
+
+UNLISTED: State = {"reason": "not listed by squeue: as it was last seen, since nothing else says that it is gone"}
+"""Of a job of which nobody knows; see `settled`."""
+
+ACCOUNTED_ALIVE: State = {"reason": "not listed by squeue, and alive as far as accounting knows"}
+"""Of a job of which the controller says nothing. It is not counted as missing; see `settled`."""
+
+NO_WORD = (LOST, LOST_SO_FAR, DROPPED, UNLISTED, ACCOUNTED_ALIVE)
+
+GONE_AFTER = 120.0
+"""Seconds between the first and the last of so many answers of squeue without a job that it counts as gone."""
+
+ANSWERS_WITHOUT_IT = 3
+
+MOST_SHOWN = 20
+"""Jobs for which the controller is asked one by one at a time."""
+
+SHOWING_TAKES = 10.0
+"""Seconds after which no further job is asked for, so that a busy controller does not hold up `status`."""
+
+CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], failures.DEPENDENCY.words)
+"""What to say of a cancelled job, by the reason for which squeue says that it waited."""
+
+_NEVER = {
+    "PartitionConfig": "it never starts, for it asks for more than its partition gives",
+    "PartitionNodeLimit": "it never starts, for it asks for more nodes than its partition gives to a job",
+    "PartitionTimeLimit": "it never starts, for it asks for more time than its partition gives to a job",
+    "BadConstraints": "it never starts, for no node has what it asks for",
+}
+"""Reasons for which a job waits in vain, in words (squeue(1), JOB REASON CODES)."""
+
+
+def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] | None:
+    """Return what SLURM says of the jobs of runs: one squeue, and one sacct for those that it does not list.
+
+    None where the controller does not answer.
+
+    Args:
+        note: hears what squeue says that cannot be read.
+    """
+    if not job_ids:
+        return {}
+    asked_at = time.time()
+    listed = jobs.queued(commands.whole_jobs(job_ids.values()), note)
+    if listed is None:
+        return None
+    found = _listed(job_ids, listed)
+    missing = {folder: job_id for folder, job_id in job_ids.items() if folder not in found}
+    starts = accounting.accounted(commands.whole_jobs(missing.values())) if missing else []
+    found |= _accounted(missing, starts or [])
+    forgotten = {folder: job_id for folder, job_id in missing.items() if folder not in found}
+    # tasks that had not started when their array was cancelled are one line without their numbers
+    arrays = {folder: job_identity.whole(job_id) for folder, job_id in forgotten.items()}
+    found |= _accounted(arrays, starts or []) | _listed(arrays, listed)
+    forgotten = {folder: job_id for folder, job_id in forgotten.items() if folder not in found}
+    ended = [start.job_id for start in starts or [] if not states.is_alive(start.state)]
+    with_others = {job_identity.whole(job_id) for job_id in [*listed, *ended]}
+    gone = _forgotten(forgotten, with_others, LOST if starts is not None else LOST_SO_FAR)
+    newest = _newest(forgotten, starts or [])
+    alive = (folder for folder, start in newest.items() if gone[folder] == UNLISTED and states.is_alive(start.state))
+    gone |= dict.fromkeys(alive, ACCOUNTED_ALIVE)
+    # whatever SLURM says, a job that has just written something is there
+    lost = (folder for folder, state in gone.items() if state in NO_WORD and _last_change(folder) > asked_at)
+    return found | gone | dict.fromkeys(lost, UNLISTED)
+
+
+def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -> dict[RunFolder, State]:
+    """Return what the controller says of these jobs, but for another one that has the id by now."""
+    pairs = [(folder, listed.get(job_id)) for folder, job_id in job_ids.items()]
+    return {folder: _facts(job) for folder, job in pairs if job is not None and job_identity.is_of(folder, job)}
+
+
+def _accounted(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, State]:
+    """Return how accounting says that these jobs have ended: by the last start of each."""
+    return {
+        folder: _accounted_facts(folder, start)
+        for folder, start in _newest(job_ids, starts).items()
+        # accounting may have missed the end of a job that the controller does not have any more
+        if not states.is_alive(start.state) and not _is_older(folder, start)
+    }
+
+
+def _newest(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, AccountedStart]:
+    """Return the last start of each of these jobs that accounting knows."""
+    by_id: dict[str, list[AccountedStart]] = {}
+    for start in starts:
+        by_id.setdefault(start.job_id, []).append(start)
+    found = {}
+    for folder, job_id in job_ids.items():
+        own = [start for start in by_id.get(job_id, []) if job_identity.is_of(folder, start)]
+        if own:
+            found[folder] = own[-1]
+    return found
+
+
+def _is_older(folder: RunFolder, start: AccountedStart) -> bool:
+    """Return whether a run has started, or was put back into the queue, since: accounting is some seconds behind."""
+    events = [event for event in records.events(folder) if event["event"] in ("started", "requeued")]
+    if start.submit is not None and events and events[-1]["event"] == "requeued":
+        return datetime.fromisoformat(start.submit).astimezone() < datetime.fromisoformat(events[-1]["time"])
+    return start.end is not None and termination.is_before_last_start(folder, datetime.fromisoformat(start.end))
+
+
+def _accounted_facts(folder: RunFolder, start: AccountedStart) -> State:
+    is_by_slurm = start.state == states.CANCELLED and not start.is_by_user
+    reason = failures.DEPENDENCY.words if is_by_slurm and _has_waited_in_vain(folder) else ""
+    return {"state": start.state, "reason": reason, **_ended(start.end)}
+
+
+def _has_waited_in_vain(folder: RunFolder) -> bool:
+    """Return whether a run that SLURM cancelled by itself had to wait for others to complete.
+
+    Accounting's own word for why a job waited is from some time before its end, and may be another one.
+    """
+    with suppress(UserError):
+        after = read_spec(folder.group).after
+        return not records.attempts_started(folder) and any(entry.startswith("afterok:") for entry in after)
+    return False
+
+
+def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lost: State) -> dict[RunFolder, State]:
+    """Return what the controller says, asked for each of these jobs alone, which squeue and sacct do not tell of.
+
+    Args:
+        with_others: the arrays of which they tell of other tasks.
+        lost: what there is to say of one that it does not know.
+    """
+    found: dict[RunFolder, State] = dict.fromkeys(job_ids, UNLISTED)
+    give_up = time.monotonic() + SHOWING_TAKES
+    for array in commands.whole_jobs(job_ids.values())[:MOST_SHOWN]:
+        shown = jobs.shown(array)
+        if shown is not None:
+            own = {folder: job_id for folder, job_id in job_ids.items() if job_identity.whole(job_id) == array}
+            for folder, job_id in own.items():
+                is_dropped = job_id != array and array in with_others and lost == LOST
+                found[folder] = DROPPED if is_dropped else lost
+            found |= _listed(own, {job.job_id: job for job in shown})
+        if time.monotonic() > give_up:
+            break
+    return found
+
+
+def settled(folder: RunFolder, state: State, facts: State) -> State:
+    """Return the facts with a state in them: for a job that is not listed the last one, until it has been so for long.
+
+    To be called once for each answer, which it counts.
+    """
+    if facts == UNLISTED:
+        return LOST if is_missing_for_long(folder, state["job_id"]) else state | UNLISTED
+    with suppress(OSError):
+        folder.unlisted.unlink(missing_ok=True)
+    return state | UNLISTED if facts == ACCOUNTED_ALIVE else facts
+
+
+def is_missing_for_long(folder: RunFolder, name: str) -> bool:
+    """Count one more answer of squeue that lacks a run's job; return whether there were enough of them for so long.
+
+    Args:
+        name: of the job, or of the submission that it would be of.
+    """
+    noted = read_json(folder.unlisted) or {}
+    if noted.get("name") != name or _last_change(folder) > noted["since"]:
+        noted = {"name": name, "since": time.time(), "answers": 0}
+    noted["answers"] += 1
+    with suppress(OSError):
+        folder.create_task()
+        write_json(folder.unlisted, noted, sync=False)
+    return bool(noted["answers"] >= ANSWERS_WITHOUT_IT and time.time() - noted["since"] >= GONE_AFTER)
+
+
+def _last_change(folder: RunFolder) -> float:
+    """Return when a run's processes wrote something, as far as its files tell."""
+    files = [folder.state, *folder.logs.glob("*")]
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+
+
+def _facts(job: QueuedJob) -> State:
+    if job.state == states.PENDING:
+        return {"state": job.state, "reason": _why_it_waits(job)}
+    if states.is_alive(job.state):
+        # of one that runs SLURM says nothing, and the run itself may
+        return {"state": job.state} | ({"reason": job.reason} if job.reason else {})
+    # why it pended is what SLURM goes on to say of a job that was cancelled
+    reason = CANCELLED_FOR.get(job.reason, "cancelled") if job.state == states.CANCELLED else job.reason
+    return {"state": job.state, "reason": reason, **_ended(job.end)}
+
+
+def _why_it_waits(job: QueuedJob) -> str:
+    if job.reason in _NEVER:
+        return f"{job.reason}: {_NEVER[job.reason]}"
+    if job.start is None or "held" in job.reason.lower():
+        # its start is from before it was held
+        return job.reason
+    start, now = datetime.fromisoformat(job.start), datetime.now()
+    if start > now + commands.FORESEEABLE:
+        return f"{job.reason}, after jobs that have no time limit"
+    # one that is over is from before it got its nodes
+    return f"{job.reason}, expected to start at {job.start.replace('T', ' ')}" if start > now else job.reason
+
+
+def _ended(local_time: str | None) -> State:
+    return {} if local_time is None else {"ended": datetime.fromisoformat(local_time).astimezone().isoformat()}

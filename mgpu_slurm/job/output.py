@@ -1,0 +1,91 @@
+"""A job's output goes into logs, a rank's into its own; a disk that is full costs lines of it, and not the training."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_slurm.core import retry
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+HELD = 1 << 16
+"""Bytes of output that wait for a full disk."""
+
+
+def send_to(log: Path) -> None:
+    """From here on this process, and what it starts, writes to this file; srun's --output cannot hold the number of the
+    attempt."""
+    flush()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    descriptor = retry.for_the_disk(lambda: os.open(log, flags, 0o640), log)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    outlive_a_full_disk()
+
+
+def outlive_a_full_disk() -> None:
+    """What this process prints from here on waits in memory where the disk does not take it."""
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
+
+
+def flush() -> None:
+    """Writes what the disk did not take before, if it does now."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for descriptor in (1, 2):
+        if _log(descriptor).held:
+            _log(descriptor).write(b"")
+
+
+@cache
+def _stream(descriptor: int) -> io.TextIOWrapper:
+    buffer = io.BufferedWriter(_log(descriptor))
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+@cache
+def _log(descriptor: int) -> _Log:
+    return _Log(descriptor, "w", closefd=False)
+
+
+class _Log(io.FileIO):
+    """A file that takes also what a full disk does not, and writes it when that has room again."""
+
+    held = b""
+    _lost = 0
+    """Bytes that were too many to hold."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        if not self.held:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self._hold(bytes(data), error)
+        else:
+            self._write_held(bytes(data))
+        return memoryview(data).nbytes
+
+    def _write_held(self, data: bytes) -> None:
+        due = self.held + data
+        if self._lost:
+            due = f"\nmgpu_slurm: WARNING: the disk was full: {self._lost} bytes are lost here\n".encode() + due
+        try:
+            written = super().write(due)
+        except OSError as error:
+            self._hold(self.held + data, error)
+        else:
+            self.held, self._lost = due[written:], 0
+
+    def _hold(self, data: bytes, error: OSError) -> None:
+        if error.errno not in retry.FULL:
+            raise error
+        self.held = data[-HELD:]
+        self._lost += len(data) - len(self.held)

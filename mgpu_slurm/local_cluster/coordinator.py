@@ -1,0 +1,130 @@
+"""The local executor's process per group: starts the supervisors of its runs, as many at a time as there is room for.
+
+It is started like a supervisor (see `executors.supervisors`), and takes `go GROUP_FOLDER`. Runs that have started
+outlive it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core import processes, records, states
+from mgpu_slurm.core.files import open_to
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.executors import simulated, supervisors
+from mgpu_slurm.registry import dependencies
+from mgpu_slurm.request.spec import Spec, read_spec
+
+_WATCHED = {signal.SIGCHLD, signal.SIGTERM}
+
+
+def main() -> None:
+    # a cancel that comes before the first run waits for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    word, _, rest = sys.stdin.readline().rstrip("\n").partition(" ")
+    # the submission was refused where it says nothing
+    if word == "go":
+        folder = RunFolder(Path(rest))
+        spec = read_spec(folder)
+        open_to(spec.readable_by)
+        Coordinator(folder, spec).run()
+
+
+class Coordinator:
+    """Runs those runs of a group to their ends that wait for it, by what their states say. Signals: SIGTERM cancels
+    them all."""
+
+    def __init__(self, folder: RunFolder, spec: Spec) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._identity = [os.getpid(), processes.started_at(os.getpid())]
+        self._shares = deque(shares(spec))
+        self._alive: dict[tuple[int, int], dict[str, str]] = {}
+        """Supervisors by pid and start time, with their share of the machine."""
+
+    def run(self) -> None:
+        waiting = deque(member for member, state in records.read_states(self._folder) if self._is_own(state))
+        problem = dependencies.wait(self._folder, self._spec.after)
+        if problem:
+            self._cancel(waiting, problem)
+        while waiting or self._alive:
+            while waiting and self._shares:
+                self._start(waiting.popleft())
+            if not self._alive:
+                # those that waited were cancelled by others
+                continue
+            received = signal.sigtimedwait(_WATCHED, 3600)
+            if received is not None and received.si_signo == signal.SIGTERM:
+                self._cancel(waiting, "cancelled")
+            self._collect()
+
+    def _start(self, folder: RunFolder) -> None:
+        if not self._is_own(records.read_state(folder)):
+            # cancelled while it waited
+            return
+        share = self._shares.popleft()
+        spec = read_spec(folder)
+        spec = replace(spec, environment=share | spec.environment)
+        folder.create_task()
+        with supervisors.supervisor(spec, folder, folder) as supervisor:
+            assert supervisor is not None
+            pid = supervisor.pid
+            supervisor.claim(folder)
+            supervisor.go(folder)
+        start = processes.started_at(pid)
+        if start is None:
+            self._shares.append(share)
+        else:
+            self._alive[pid, start] = share
+
+    def _collect(self) -> None:
+        processes.reap()
+        for pid, start in list(self._alive):
+            if not processes.is_alive(pid, start):
+                self._shares.append(self._alive.pop((pid, start)))
+
+    def _cancel(self, waiting: deque[RunFolder], reason: str) -> None:
+        for pid, _ in self._alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        for folder in waiting:
+            if self._is_own(records.read_state(folder)):
+                records.cancel_unstarted(folder, reason)
+        waiting.clear()
+
+    def _is_own(self, state: dict[str, Any]) -> bool:
+        """Whether a run waits for this process to start it; once it is started, it is its supervisor's."""
+        return (
+            state["state"] == states.PENDING
+            and supervisors.is_here(state)
+            and bool(state.get("supervisor") == self._identity)
+        )
+
+
+def shares(spec: Spec) -> list[dict[str, str]]:
+    """The environment of each place for one run: on this machine, its GPUs and number of threads."""
+    if spec.executor == "allocation":
+        # its runs may have been given all of it
+        return [{}] * (spec.at_once or 1)
+    resources = spec.resources
+    gpus = simulated.visible_gpus() if resources.gpus_per_node else []
+    each = resources.gpus
+    places = len(gpus) // each if each else spec.at_once or processes.cores() // resources.ranks
+    places = max(1, min(places, spec.at_once or places, spec.tasks or 1))
+    threads = max(1, processes.cores() // (places * resources.ranks))
+    return [
+        {"OMP_NUM_THREADS": str(threads)}
+        | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[place * each : (place + 1) * each])} if each else {})
+        for place in range(places)
+    ]
+
+
+if __name__ == "__main__":
+    main()

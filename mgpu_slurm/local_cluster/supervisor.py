@@ -1,0 +1,301 @@
+"""The process per run of the local executor and of an allocation: a small SLURM of its own that outlives the terminal.
+
+It starts attempts, sends the signals of the time limit, ends what is cancelled, starts again what asks for it, and
+leaves no process behind. For job functions it imports torch once, which serves, in an allocation, the rendezvous;
+simulated ranks are forked from it, which costs a third of what an import on each costs.
+
+It is started before the run folder exists. The line `go RUN_FOLDER` on standard input starts the run; if the input ends
+without it, the submission was refused, and this process ends too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+from mgpu_slurm.core import processes, records, states
+from mgpu_slurm.core.errors import ClusterError, MgpuError
+from mgpu_slurm.core.files import open_to
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.executors import held_allocation
+from mgpu_slurm.job import attempt, output, retry_policy
+from mgpu_slurm.local_cluster.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
+from mgpu_slurm.rank.devices import limit_threads
+from mgpu_slurm.registry import dependencies
+from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
+
+TRY_AGAIN_AFTER = 1.0
+"""Seconds until a signal is sent again that could not reach the ranks, such as those that srun still starts."""
+
+Due = deque[tuple[float, signal.Signals]]
+"""Signals to send, by the monotonic clock."""
+
+
+def main(executor: str, ranks_of_function: int) -> None:
+    """Serves the submission, then the run.
+
+    Args:
+        ranks_of_function: how many ranks will run a job function; 0 for a command, which needs no torch here.
+    """
+    # a cancel that comes before the first attempt waits for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, attempt.WATCHED)
+    output.outlive_a_full_disk()
+    forked_ranks = ranks_of_function if executor == "local" else 0
+    if forked_ranks:
+        # libgomp reads it once, when torch is imported
+        limit_threads(forked_ranks)
+    if ranks_of_function:
+        importlib.import_module("torch.distributed")
+    word, _, rest = sys.stdin.readline().rstrip("\n").partition(" ")
+    # the submission was refused where it says nothing
+    if word != "go":
+        return
+    if forked_ranks > 1:
+        # what DistributedDataParallel would import on every rank when the first model is wrapped
+        importlib.import_module("torch._dynamo")
+    folder = RunFolder(Path(rest))
+    spec = read_spec(folder)
+    open_to(spec.readable_by)
+    problem = dependencies.wait(folder, spec.after)
+    if problem:
+        records.cancel_unstarted(folder, problem)
+        return
+    Supervisor(folder, spec, _nodes(folder, spec)).run()
+
+
+def _nodes(folder: RunFolder, spec: Spec) -> Nodes:
+    if spec.executor == "local":
+        return SimulatedNodes(folder, spec)
+    return HeldNodes(folder, spec, os.environ[held_allocation.JOB_VARIABLE])
+
+
+class Supervisor:
+    """Runs one submission to its end. Signals: SIGTERM cancels."""
+
+    def __init__(self, folder: RunFolder, spec: Spec, nodes: Nodes) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._nodes = nodes
+        self._limit: Limit | None = None
+        self._limit_ends: float | None = None
+        """By the monotonic clock, of ranks that start again in their place: they have what is left."""
+        self._cancelled = False
+        self._timed_out = False
+        self._retried: list[retry_policy.Event] = []
+
+    def run(self) -> None:
+        processes.adopt_orphans()
+        try:
+            state, reason = self._run_attempts()
+        except MgpuError as error:
+            state, reason = self._nodes.lost() or (states.FAILED, str(error))
+        records.settle_state(self._folder, state=state, reason=reason, ended=records.now())
+
+    def _run_attempts(self) -> tuple[str, str]:
+        """Attempt after attempt; how the last one ended."""
+        requeued: list[retry_policy.Event] = []
+        while True:
+            code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(len(requeued))
+            if self._goes_on_in_place(code) or self._tries_again(code):
+                continue
+            if code != REQUEUE_EXIT_CODE or self._cancelled:
+                return self._conclusion(code)
+            facts = retry_policy.limit_facts(self._folder, self._spec, self._is_limit_near)
+            self._limit_ends = None
+            problem = retry_policy.why_no_requeue(self._spec, requeued, facts) or self._nodes.used_up(self._spec.lead)
+            if problem:
+                return states.TIMEOUT, problem
+            requeued.append(facts)
+            records.settle_event(self._folder, "requeued", job_id=self._nodes.job_id, **facts)
+            records.settle_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
+
+    def _goes_on_in_place(self, code: int) -> bool:
+        is_wanted = attempt.goes_on_in_place(self._folder, self._spec, code)
+        return is_wanted and not (self._cancelled or self._timed_out or self._nodes.lost())
+
+    def _tries_again(self, code: int) -> bool:
+        """Whether the attempt failed of something that the next one may not; then that is due now."""
+        nodes = self._nodes
+        if self._cancelled or self._timed_out or nodes.told_by_others() or nodes.aborted() or nodes.lost():
+            return False
+        retry = retry_policy.due(self._folder, self._spec, code, self._retried)
+        if retry is None or nodes.used_up(self._spec.lead):
+            return False
+        nodes.clear()
+        self._retried.append(retry.write_down(self._folder, job_id=nodes.job_id))
+        nodes.avoid(retry.avoid)
+        for _ in retry.wait():
+            if self._is_cancelled_already():
+                break
+        if self._is_limit_near():
+            # new ranks would not know of it: like one that asked to be started again, it gets all of its time anew
+            self._limit_ends = None
+        return True
+
+    def _is_limit_near(self) -> bool:
+        """Whether the lead signal has been sent already."""
+        return self._limit_ends is not None and self._limit_ends - time.monotonic() <= (self._spec.lead or 0)
+
+    def _is_cancelled_already(self) -> bool:
+        """Whether a cancel came while no attempt was there to hear of it."""
+        self._cancelled = signal.SIGTERM in signal.sigpending() or self._folder.cancel_wish.exists()
+        return self._cancelled
+
+    def _conclusion(self, code: int) -> tuple[str, str]:
+        if code == 0 and not self._nodes.aborted():
+            return states.COMPLETED, ""
+        lost = self._nodes.lost()
+        if lost is not None:
+            return lost
+        if self._timed_out and not self._cancelled:
+            assert self._limit is not None
+            return states.TIMEOUT, f"did not end {self._limit.words}"
+        if self._cancelled or (code == TERMINATED_EXIT_CODE and self._nodes.told_by_others()):
+            return states.CANCELLED, "cancelled"
+        state = states.OUT_OF_MEMORY if self._nodes.ran_out_of_memory() else states.FAILED
+        return state, records.failure_line(self._folder)
+
+    def _attempt(self, restarts: int) -> int:
+        """One attempt in a process of its own; its exit code."""
+        self._limit = self._nodes.prepare()
+        if self._limit is not None:
+            self._limit_ends = self._limit_ends or time.monotonic() + self._limit.seconds
+        supervisor = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            processes.die_with_parent(signal.SIGHUP, supervisor)
+            code = 1
+            try:
+                code = self._batch_step(supervisor, restarts)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                with suppress(OSError):
+                    output.flush()
+                os._exit(code)
+        code = self._watch(pid)
+        if code:
+            with suppress(ClusterError):
+                self._nodes.end_all(keep=set())
+        # what ranks started for themselves outlives a success too
+        processes.end_all(str(self._folder.path), keep=set())
+        return code
+
+    def _batch_step(self, supervisor: int, restarts: int) -> int:
+        nodes = self._nodes
+        ending = attempt.run_attempt(
+            self._folder,
+            self._spec,
+            nodes.job_id,
+            nodes.names,
+            nodes.address,
+            lambda rendezvous: nodes.start(rendezvous, restarts),
+            nodes.describe,
+            nodes.ports,
+        )
+        if os.getppid() != supervisor:
+            # the supervisor was killed: nobody else is left to clean up and to say so
+            self._end_all_at_last()
+            records.settle_state(
+                self._folder, state=states.FAILED, reason="its supervisor process was killed", ended=records.now()
+            )
+        return ending.code
+
+    def _end_all_at_last(self) -> None:
+        """Nobody waits for this any more: it may take until SLURM answers again."""
+        while True:
+            with suppress(ClusterError):
+                self._nodes.end_all(keep=set())
+                return
+            time.sleep(TRY_AGAIN_AFTER)
+
+    def _watch(self, pid: int) -> int:
+        """Waits for the batch step, and does meanwhile what the clock and other shells ask for."""
+        due = self._time_limit_signals()
+        code = None
+        while True:
+            until_due = max(0.0, due[0][0] - time.monotonic()) if due else self._nodes.look_every
+            received = signal.sigtimedwait(attempt.WATCHED, min(until_due, self._nodes.look_every))
+            told = received is not None and received.si_signo == signal.SIGTERM
+            if (told or self._folder.cancel_wish.exists()) and not self._cancelled:
+                self._cancelled = True
+                now = time.monotonic()
+                due = deque([(now, signal.SIGTERM), (now + self._spec.kill_wait, signal.SIGKILL)])
+                # for people
+                with suppress(OSError):
+                    records.update_state(self._folder, reason="being cancelled")
+            elif due and due[0][0] <= time.monotonic():
+                due = self._send_first(due, batch_step=pid)
+            ended = _collect(pid)
+            code = ended if code is None else code
+            if code is not None and not self._is_left_alone(code):
+                return code
+
+    def _is_left_alone(self, code: int) -> bool:
+        """Whether a signal has ended what started a training, such as a shell, and not the training, which saves."""
+        was_told = code == TERMINATED_EXIT_CODE and (self._cancelled or self._timed_out)
+        return was_told and bool(processes.descendants(os.getpid()))
+
+    def _time_limit_signals(self) -> Due:
+        """When to send what: the lead signal, SIGTERM at the limit, SIGKILL after the kill wait, as SLURM does."""
+        if self._limit is None or self._limit_ends is None:
+            return deque()
+        end = self._limit_ends
+        due = deque([(end, signal.SIGTERM), (end + self._spec.kill_wait, signal.SIGKILL)])
+        if self._spec.lead is not None:
+            # of a run that is resumed there may be less left than its lead
+            lead = self._spec.lead if self._spec.lead < self._limit.seconds else max(1, self._limit.seconds // 5)
+            due.appendleft((end - lead, signal.Signals[f"SIG{self._spec.signal}"]))
+        return due
+
+    def _send_first(self, due: Due, batch_step: int) -> Due:
+        """Sends the first of these signals; what is to be sent after that, maybe the same once more."""
+        (when, signum), *later = due
+        try:
+            told = self._send(signum, batch_step)
+        except ClusterError as error:
+            print(f"mgpu_slurm: {signum.name} did not reach the ranks: {error}", file=sys.stderr, flush=True)
+            # all of it moves: ranks that hear a SIGTERM late have as long to save
+            delay = time.monotonic() + TRY_AGAIN_AFTER - when
+            return deque((at + delay, each) for at, each in due)
+        again = time.monotonic() + TRY_AGAIN_AFTER
+        is_needed = not told and not (later and later[0][0] < again)
+        return deque([(again, signum), *later] if is_needed else later)
+
+    def _send(self, signum: signal.Signals, batch_step: int) -> bool:
+        """To every process of the job, as SLURM does; of the batch step only SIGTERM is wanted, and that first.
+
+        False where there was nobody to hear it, yet.
+        """
+        if signum == signal.SIGTERM and not self._cancelled:
+            self._timed_out = True
+        if signum == signal.SIGKILL:
+            self._nodes.end_all(keep={batch_step})
+            return True
+        if signum == signal.SIGTERM:
+            with suppress(ProcessLookupError):
+                os.kill(batch_step, signum)
+        return self._nodes.tell(signum, batch_step)
+
+
+def _collect(pid: int) -> int | None:
+    """The exit code of the batch step once it has ended; adopted orphans are reaped on the way."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == pid:
+                return os.waitstatus_to_exitcode(ended[1])
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
+    output.flush()
+    # an interpreter that has torch takes a second or two to end; nobody should see a process of a run that has ended
+    os._exit(0)

@@ -1,0 +1,151 @@
+"""What rank 0 reports: TensorBoard event files, `metrics.jsonl` for programs, a line for people, and the live state."""
+
+from __future__ import annotations
+
+import reprlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from mgpu_slurm.core.files import append_jsonl
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.records import now
+from mgpu_slurm.metrics.event_writer import EventWriter
+from mgpu_slurm.metrics.live_state import LiveState
+
+
+def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers; tensors of one element count.
+
+    Raises:
+        TypeError: names the metric that is no number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            # a loss still has its graph
+            numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TypeError(f"metric {name!r}: expected a number, got {_shown(value)}") from None
+    return numbers
+
+
+def result_of(returned: Any, last_metrics: dict[str, float], has_trained: bool = True) -> dict[str, float]:
+    """Return what a job function has returned, as numbers by name: the last metrics for nothing, `value` for a number.
+
+    Args:
+        has_trained: False for an attempt that was restored at the end of its training. What its loop would have
+            computed still has its first value there, so the metrics reported before count instead.
+    """
+    result, others = _told_apart(returned)
+    if not result and (returned is None or others):
+        return last_metrics
+    if has_trained:
+        return result
+    return {name: last_metrics.get(name, value) for name, value in result.items()}
+
+
+def odd_result(returned: Any) -> str | None:
+    """Return a warning that names what a job function has returned and is not a number; None if there is nothing."""
+    _, others = _told_apart(returned)
+    if not others:
+        return None
+    shown = ", ".join(f"{name} = {_shown(value)} ({type(value).__name__})" for name, value in others.items())
+    return f"the job function returned what is not a number: {shown}: the result is without it"
+
+
+def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return what is a number in what a job function has returned, and what is not."""
+    if returned is None:
+        return {}, {}
+    numbers: dict[str, float] = {}
+    others: dict[str, Any] = {}
+    for key, value in (returned if isinstance(returned, dict) else {"value": returned}).items():
+        # JSON takes no others, such as NumPy's integers and tuples
+        name = str(key)
+        try:
+            numbers |= as_numbers({name: value})
+        except TypeError:
+            others[name] = value
+    return numbers, others
+
+
+def _shown(value: Any) -> str:
+    """Return a value in few characters."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        # Python refuses to write out an integer of thousands of digits
+        return "..."
+
+
+def as_text(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+class Reporter:
+    """Rank 0's output. The other ranks have none."""
+
+    def __init__(self, folder: RunFolder, attempt: int) -> None:
+        self._folder = folder
+        self._attempt = attempt
+        self._writer: EventWriter | None = None
+        self.begins_at = 0
+        """The step of the first point that is to come."""
+        self._due: deque[dict[str, Any]] = deque()
+        """What is to be appended to `metrics.jsonl`."""
+        self._due_points: deque[dict[str, Any]] = deque()
+        """What is to go into event files."""
+        self._state = LiveState(folder, attempt, self._disk_may_fail)
+        self._has_warned = False
+        self._started = time.monotonic()
+
+    def report(self, progress: int, step: int, metrics: dict[str, float]) -> None:
+        record = {"progress": progress, "step": step, "time": now(), "attempt": self._attempt, "metrics": metrics}
+        self._due.append(record)
+        self._due_points.append(record)
+        self._write_due()
+        self._state.show(step=step, progress=progress, metrics=metrics)
+        elapsed = time.monotonic() - self._started
+        print(f"[{progress:>3}]  step {step:<6} {as_text(metrics)}  ({elapsed:.1f} s)", flush=True)
+
+    def step_done(self, step: int) -> None:
+        """Keeps the live state's step fresh, at most once an interval."""
+        if self._state.is_stale:
+            self._write_due()
+            self._state.show(step=step)
+
+    def close(self, step: int) -> None:
+        self._write_due()
+        self._state.show(step=step)
+        self._state.close()
+        if self._writer is not None:
+            with self._disk_may_fail():
+                self._writer.close()
+            self._writer = None
+
+    def _write_due(self) -> None:
+        """What a full disk does not take is due the next time."""
+        with self._disk_may_fail():
+            while self._due:
+                append_jsonl(self._folder.metrics, self._due[0])
+                self._due.popleft()
+        with self._disk_may_fail():
+            while self._due_points:
+                record = self._due_points[0]
+                self._writer = self._writer or EventWriter(self._folder.tensorboard, self.begins_at)
+                self._writer.add(record["step"], record["metrics"], datetime.fromisoformat(record["time"]).timestamp())
+                self._due_points.popleft()
+
+    @contextmanager
+    def _disk_may_fail(self) -> Iterator[None]:
+        """A full disk must not end a training for the sake of its curves, which wait in memory; it is said once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                print(f"mgpu_slurm: WARNING: metrics have to wait in memory: {error}; training goes on", flush=True)
+            self._has_warned = True

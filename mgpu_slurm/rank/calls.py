@@ -1,0 +1,81 @@
+"""What ranks tell each other: which call each of them makes, and what it wishes for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError, UserError
+from mgpu_slurm.rank.signals import Stop
+
+
+class Call(IntEnum):
+    """The calls that every rank makes."""
+
+    STEP = 0
+    REPORT = 1
+    MEAN = 2
+    RESTORE = 3
+    EPOCH = 4
+    SAVE = 5
+    SHARD = 6
+    FINISH = 7
+    TRIAL = 8
+    PASS = 9
+    END = 10
+
+    @property
+    def words(self) -> str:
+        return {
+            Call.STEP: "the next batch of a loader",
+            Call.REPORT: "run.report()",
+            Call.MEAN: "run.mean()",
+            Call.RESTORE: "run.restore()",
+            Call.EPOCH: "the end of an epoch",
+            Call.SAVE: "writing a checkpoint",
+            Call.SHARD: "the start of a pass over run.shard()",
+            Call.FINISH: "the end of the job function",
+            Call.TRIAL: "the next trial",
+            Call.PASS: "the start of a pass over a stream or a sampler",
+            Call.END: "the end of a stream",
+        }[self]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks decided together: the strongest wish of any of them."""
+
+    stop: Stop = Stop.NO
+    save: bool = False
+    failed: bool = False
+    """Some rank could not do its part of the call before this one."""
+
+
+def different_calls(made: Iterable[tuple[int, Call]]) -> MgpuError:
+    """Return the error that says so: a UserError if a stream has ended on some ranks only.
+
+    Args:
+        made: ranks and their calls; of many ranks at one call the first and the last do.
+    """
+    error: type[MgpuError]
+    ranks_at: dict[Call, list[int]] = defaultdict(list)
+    for rank, call in made:
+        ranks_at[call].append(rank)
+    parts = [
+        f"{_ranks(ranks)} at {call.words}" for call, ranks in sorted(ranks_at.items(), key=lambda each: min(each[1]))
+    ]
+    error, every = CollectiveMismatch, "Every"
+    if Call.END in ranks_at:
+        error, every = UserError, "A stream has to give all of its samples in the same order on each rank, and every"
+    return error(
+        f"the ranks make different calls: {', '.join(parts)}. {every} rank has to make these calls: "
+        "move what only some make out of its `if`, such as `if run.is_main:`"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return ranks in words, many by the first and the last."""
+    low, high = min(ranks), max(ranks)
+    return f"rank {low}" if low == high else f"ranks {low} to {high}"

@@ -1,0 +1,254 @@
+"""How ranks agree: whether to stop, whether to save, and that they all make the same call.
+
+Each call that all ranks have to make sends one small message of one form over a gloo group of its own. As all messages
+have the same form, ranks that make different calls still complete each other's message, read that they differ, and say
+which rank called what, where other tools hang until the time-out. Between these calls `step_sync` has them agree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+
+from mgpu_slurm.core.errors import (
+    ClusterError,
+    CollectiveMismatch,
+    MgpuError,
+    NoStudy,
+    RunFailed,
+    TrialPruned,
+    UserError,
+)
+from mgpu_slurm.rank import codec
+from mgpu_slurm.rank.calls import Agreed, Call, different_calls
+from mgpu_slurm.rank.rendezvous import collective_timeout
+from mgpu_slurm.rank.save_barrier import Tally
+from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.rank.signed_store import signed
+from mgpu_slurm.rank.step_sync import Boundaries
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from mgpu_slurm.rank.rank_info import RankFacts
+
+T = TypeVar("T")
+
+LOOKS = (1.0, 1.0, 8.0, 50.0)
+"""Seconds for which a rank waits for the others in a call, between looks at where they are."""
+
+_ERRORS = (MgpuError, UserError, NoStudy, ClusterError, RunFailed, TrialPruned)
+"""Raised as themselves on ranks that are told of them."""
+
+_ROW = struct.Struct("<b??qbdd")
+"""What each rank sends in a message: stop, save, failed, the boundaries passed and the call; and two values."""
+
+
+class Agreement:
+    """The message channel of one rank; a world of one needs no messages."""
+
+    def __init__(self, facts: RankFacts, errors: Iterable[type[BaseException]] = ()) -> None:
+        """
+        Args:
+            errors: Raised as themselves on the ranks that are told of them, besides those of the package; each is made
+                from a message.
+        """
+        self._facts = facts
+        self._errors = {error.__name__: error for error in (*_ERRORS, *errors)}
+        self._group: dist.ProcessGroup | None = None
+        self._store: Store = HashStore()
+        self._boundaries: Boundaries | None = None
+        self._tallies = 0
+        if facts.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
+            # a script may have made the default group
+            store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
+            self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", store)
+            self._boundaries = Boundaries(facts, self._store)
+        self._own_row = bytearray(_ROW.size)
+        self._table = bytearray(_ROW.size * facts.world_size)
+        """The newest message: a row from each rank."""
+        # made once: tensors cost more than what is done with them here
+        self._sent = [torch.frombuffer(self._own_row, dtype=torch.uint8)]
+        self._received = [list(torch.frombuffer(self._table, dtype=torch.uint8).view(facts.world_size, -1).unbind())]
+
+    def step(self, wish: Agreed) -> Agreed:
+        """At a boundary: returns what all ranks do at this one. Costs a message only where somebody wishes something;
+        that is done here, or at the first boundary that no rank has passed."""
+        return wish if self._boundaries is None else self._boundaries.pass_one(wish)
+
+    def together(self, call: Call, wish: Agreed) -> Agreed:
+        """Makes sure that all ranks make this call now, and returns what they agreed.
+
+        Raises:
+            CollectiveMismatch: some ranks called something else; the message says who called what.
+            UserError: they did, and a stream has ended on the others.
+        """
+        return self.with_values(call, wish, [0.0, 0.0])[0]
+
+    def with_sums(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
+        """Do what `together` does, and return the sums of two values over the ranks too, in double precision; all of it
+        in one message."""
+        agreed, columns = self.with_values(call, wish, values)
+        return agreed, [sum(column) for column in columns]
+
+    def with_values(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, Sequence[Sequence[float]]]:
+        """Do what `together` does, and return each of two values of all ranks too, in one message."""
+        if self._boundaries is None:
+            return wish, [[value] for value in values]
+        self._boundaries.begin(call, wish.stop)
+        self._exchange(call, wish, values, self._boundaries)
+        stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._table), strict=True)
+        _check_same_call(calls)
+        if call is not Call.END:
+            # who compares what was drawn from a stream can name it
+            _check_same_place(passed)
+        agreed = Agreed(Stop(max(stops)), any(saves), any(failures))
+        self._boundaries.end(agreed.stop)
+        return agreed, columns
+
+    def take_batch(self) -> None:
+        """Note that this rank has a batch of a stream, and so does not come to its end before the next boundary."""
+        if self._boundaries is not None:
+            self._boundaries.take_batch()
+
+    def tally(self) -> Tally:
+        """One for each run; every rank makes it."""
+        self._tallies += 1
+        return Tally(PrefixStore(f"saves {self._tallies}", self._store), self._facts.rank, self._facts.world_size)
+
+    def close(self) -> None:
+        if self._boundaries is not None:
+            self._boundaries.close()
+
+    def total(self, values: list[float]) -> list[float]:
+        """The sum of each value over the ranks, in double precision; comes after `together`."""
+        if self._group is None:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self._group)
+        return [float(value) for value in tensor]
+
+    def differ(self, numbers: Sequence[int]) -> list[bool]:
+        """Return which of these integers of 64 bits are not the same on all ranks; comes after `together`."""
+        if self._group is None:
+            return [False] * len(numbers)
+        own = torch.tensor(numbers, dtype=torch.int64)
+        # the greatest of each, and the least
+        ends = torch.stack([own, ~own])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._group)
+        return cast("list[bool]", (ends[0] != ~ends[1]).tolist())
+
+    def told(self, find: Callable[[], T]) -> T:
+        """Return on every rank what rank 0 finds out: numbers, texts and collections of them, which stay what they are.
+        If finding it out fails, raise that error on every rank. Comes after `together`.
+
+        It travels as JSON: to unpickle a message would be to run whatever code its sender wants.
+        """
+        if self._group is None:
+            return find()
+        if self._facts.rank == 0:
+            return self._tell(find)
+        said = json.loads(self._broadcast(b""))
+        if "error" in said:
+            raise self._errors[said["error"]](said["message"])
+        return cast(T, codec.joined(said["found"], {}))
+
+    def _tell(self, find: Callable[[], T]) -> T:
+        """Tell the others what is found out, or the error."""
+        failure: BaseException | None = None
+        try:
+            found = find()
+            state, tensors = codec.split(found, "what rank 0 tells")
+            assert not tensors, found
+            said = {"found": state}
+        except (Exception, SystemExit) as error:
+            failure, said = error, self._in_words(error)
+        self._broadcast(json.dumps(said).encode())
+        if failure is not None:
+            raise failure
+        return found
+
+    def _in_words(self, error: BaseException) -> dict[str, str]:
+        message = error.reason if isinstance(error, TrialPruned) else str(error)
+        name = type(error).__name__
+        if self._errors.get(name) is type(error):
+            return {"error": name, "message": message}
+        return {"error": MgpuError.__name__, "message": f"{name}: {message}"}
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """Return rank 0's data; the other ranks' is not looked at."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self._group)
+        # writable memory, which torch wants
+        held = torch.frombuffer(bytearray(data) or bytearray(int(size)), dtype=torch.uint8)
+        dist.broadcast(held, src=0, group=self._group)
+        return held.numpy().tobytes()
+
+    def _exchange(self, call: Call, wish: Agreed, values: list[float], boundaries: Boundaries) -> None:
+        """Fill the table with the rows of all ranks."""
+        assert self._group is not None
+        _ROW.pack_into(self._own_row, 0, wish.stop, wish.save, wish.failed, boundaries.passed, call, *values)
+        # not by way of dist.all_gather, which logs each call
+        work = self._group.allgather(self._received, self._sent)
+        try:
+            self._wait(work, call, boundaries)
+        except MgpuError:
+            # never to be destroyed: it would wait for the others to answer this message
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            raise
+        except RuntimeError:
+            # the others may have left because of it
+            boundaries.settle()
+            boundaries.check()
+            raise
+
+    def _wait(self, work: dist.Work, call: Call, boundaries: Boundaries) -> None:
+        for seconds in LOOKS:
+            if _is_done_within(work, seconds):
+                return
+            # who does not come may have gone past this call, and wait for this rank elsewhere
+            boundaries.check()
+            boundaries.ring()
+        self._say_who_waits(call)
+        work.wait()
+
+    def _say_who_waits(self, call: Call) -> None:
+        print(
+            f"mgpu_slurm: rank {self._facts.rank} has waited {sum(LOOKS):.0f} s at {call.words} for the other ranks;"
+            " every rank has to make that call",
+            flush=True,
+        )
+
+
+def _is_done_within(work: dist.Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # it failed, or came at the last moment
+        work.wait()
+    return True
+
+
+def _check_same_call(calls: Sequence[int]) -> None:
+    if len(set(calls)) > 1:
+        raise different_calls((rank, Call(call)) for rank, call in enumerate(calls))
+
+
+def _check_same_place(passed: Sequence[int]) -> None:
+    most, least = max(passed), min(passed)
+    if most != least:
+        raise CollectiveMismatch(
+            f"rank {passed.index(most)} has taken {most - least} batches of run.loader more than rank"
+            f" {passed.index(least)}: every rank has to take as many, also if only one of them needs what comes of it"
+        )

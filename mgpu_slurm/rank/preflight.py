@@ -1,0 +1,131 @@
+"""What a rank finds around it, compared with what the run asked for: other versions, too few cores, a shared GPU.
+
+Each comparison is a pure function that gives a warning in words, or None. They are cheap enough for the start of every
+run, and `doctor --submit` uses the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgpu_slurm.core import installed
+from mgpu_slurm.core.files import append_jsonl, read_json
+from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.core.hostlist import ranges
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.processes import cores
+from mgpu_slurm.request.spec import SETUP_FAILED_VARIABLE
+
+if TYPE_CHECKING:
+    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.request.spec import Spec
+
+SHOWN_DIFFERENCES = 5
+
+RankGpu = tuple[str, str | None]
+"""The name of a rank's node, and the identity of its GPU."""
+
+
+def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankFacts) -> list[str]:
+    """What can be said before torch is imported; versions are one rank's work on each node."""
+    found = []
+    if facts.rank == 0:
+        found.append(setup_warning(os.environ.get(SETUP_FAILED_VARIABLE)))
+    if spec.executor != "local" and facts.local_rank == 0:
+        # a local rank is a fork of the very process that the submission started
+        found.append(version_warning(read_json(folder.environment), installed.facts()))
+    asked = spec.resources.cpus_per_task
+    if asked is not None:
+        ranks = facts.world_size if spec.executor == "local" else facts.local_world_size
+        found.append(cores_warning(asked, ranks, cores(), os.cpu_count() or 1))
+    return [warning for warning in found if warning is not None]
+
+
+def setup_warning(failed: str | None) -> str | None:
+    """Says that a line of the cluster's `setup` failed, where one has: without it ranks may compute elsewhere."""
+    return f"this line of the cluster's setup failed: {failed}" if failed else None
+
+
+def version_warning(submitted: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:
+    """Names what a node has in another version than the submission had, or lacks.
+
+    Args:
+        submitted: what `environment.json` holds; None where there is none.
+        here: `installed.facts()` of the node.
+    """
+    found = differences(submitted, here) if submitted is not None else []
+    if not found:
+        return None
+    more = f" and {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
+    return f"this node has {', '.join(found[:SHOWN_DIFFERENCES])}{more}"
+
+
+def differences(submitted: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """In words, the interpreter first, then torch, then the rest by name; what a node has besides does not count."""
+    found = []
+    if submitted["python"]["version"] != here["python"]["version"]:
+        found.append(f"Python {here['python']['version']} instead of {submitted['python']['version']}")
+    packages = submitted["packages"]
+    for name in sorted(packages, key=lambda name: (name != "torch", name)):
+        version = here["packages"].get(name)
+        if version is None:
+            found.append(f"no {name} ({packages[name]} at the submission)")
+        elif version != packages[name]:
+            found.append(f"{name} {version} instead of {packages[name]}")
+    return found
+
+
+def cores_warning(asked: int, ranks_on_node: int, usable: int, on_machine: int) -> str | None:
+    """Says that a rank has fewer cores than `--cpus-per-task` asked for.
+
+    Args:
+        ranks_on_node: with which it shares them, unless each is bound to its own.
+        usable: cores that this process may run on.
+        on_machine: cores that the node has; a process that may run on all of them is not bound to any.
+    """
+    if usable < asked:
+        return f"asked for {asked} cores for each rank, and this one may use {usable}"
+    if usable == on_machine and usable < asked * ranks_on_node:
+        return f"asked for {asked} cores for each rank, and {ranks_on_node} ranks share the {usable} of this node"
+    return None
+
+
+def missing_gpus_warning(asked: int | None, visible: int) -> str | None:
+    """Says that a rank sees none of the GPUs that the run asked for: it would train on the CPU, and say nothing.
+
+    Fewer than asked are no fault: some sites bind to each rank its own.
+    """
+    if not asked or visible:
+        return None
+    return f"asked for {counted(asked, 'GPU')} on each node, and torch sees none: it computes on the CPU"
+
+
+def shared_gpu_warnings(gpus: Sequence[RankGpu]) -> dict[int, str]:
+    """By rank, where several compute on one and the same GPU.
+
+    Args:
+        gpus: of every rank, in their order.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, (_, gpu) in enumerate(gpus):
+        if gpu is not None:
+            ranks.setdefault(gpu, []).append(rank)
+    return {
+        rank: f"ranks {ranges(sharing)} compute on the same GPU, {gpu} of {gpus[rank][0]}"
+        for gpu, sharing in ranks.items()
+        if len(sharing) > 1
+        for rank in sharing
+    }
+
+
+def warn(warnings: Sequence[str], folder: RunFolder, attempt: int, facts: RankFacts) -> None:
+    """Says it in the rank's own log, and leaves it where those who follow another rank find it."""
+    for text in warnings:
+        print(f"mgpu_slurm: warning: {text}", flush=True)
+        # a warning is no reason to fail, and a script that was not submitted has no logs
+        with contextlib.suppress(OSError):
+            record = {"rank": facts.rank, "node": facts.node_name, "text": text}
+            append_jsonl(folder.rank_warnings(attempt, facts.rank), record)

@@ -1,0 +1,92 @@
+"""Who this rank is: one typed object, whichever launcher started the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.hostlist import expand, expand_counts
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """A rank's place in its world."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    """Index of the node, from 0."""
+    node_name: str = "localhost"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f"rank {self.rank} is outside of a world of {self.world_size} ranks")
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise UserError(f"local rank {self.local_rank} is outside of the {self.local_world_size} ranks of its node")
+
+    def torchrun_variables(self) -> dict[str, str]:
+        """The names under which torchrun gives the same facts, for scripts written for it."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node),
+        }
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> RankFacts:
+    """Torchrun's variables where a launcher of its kind set them, else SLURM's step, else a world of one.
+
+    Torchrun comes first because it may itself have been started by srun, once per node.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _from_torchrun(environ)
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return from_slurm(environ)
+    return RankFacts(node_name=os.uname().nodename)
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> RankFacts:
+    local_rank = _number(environ, "LOCAL_RANK")
+    return RankFacts(
+        rank=_number(environ, "RANK"),
+        world_size=_number(environ, "WORLD_SIZE"),
+        local_rank=local_rank,
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", local_rank + 1),
+        node=_number(environ, "GROUP_RANK", 0),
+        node_name=environ.get("SLURMD_NODENAME", os.uname().nodename),
+    )
+
+
+def from_slurm(environ: Mapping[str, str] = os.environ) -> RankFacts:
+    """The facts that srun gives its tasks.
+
+    The step's variables win over the job's, which also stand in the batch script, where no srun started anything.
+    """
+    node = _number(environ, "SLURM_NODEID")
+    names = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
+    return RankFacts(
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world_size=expand_counts(per_node)[node] if per_node else world_size,
+        node=node,
+        node_name=environ.get("SLURMD_NODENAME") or (names[node] if node < len(names) else os.uname().nodename),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | str | None = None) -> int:
+    text = environ.get(name, default)
+    if text is None:
+        raise UserError(f"the launcher set other rank variables but not {name}: start this under srun or torchrun")
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name}={text!r}: expected a whole number") from None

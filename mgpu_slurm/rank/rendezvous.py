@@ -1,0 +1,163 @@
+"""How a rank joins the other ranks of its attempt, by the store that the job serves (see `job.store_server`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from mgpu_slurm.core.errors import RendezvousError, UserError
+from mgpu_slurm.rank import devices
+from mgpu_slurm.rank.preflight import shared_gpu_warnings
+from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.request.spec import STUCK_AFTER_VARIABLE
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+
+ARRIVAL_TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for each other at the start; nodes of a large job boot and import at different speeds."""
+
+ANSWER_SECONDS = 5.0
+"""How long the store may take to accept a connection before it counts as gone."""
+
+LONGER_THAN_STUCK_MINUTES = 5.0
+"""That collectives wait beyond the time after which a rank is stuck."""
+
+
+def join(
+    facts: RankFacts,
+    device: torch.device,
+    environ: Mapping[str, str] = os.environ,
+    timeout: timedelta = ARRIVAL_TIMEOUT,
+    listener: int | None = None,
+) -> str | None:
+    """Waits until all ranks are there, then makes the default process group.
+
+    Args:
+        listener: the bound socket on which this rank, the first one, is to serve the store; see `job.socket_handoff`.
+
+    Returns a warning where another rank computes on the same GPU.
+
+    Raises:
+        RendezvousError: names the ranks that did not come, or that believe in another world size.
+    """
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    store = connect(facts, environ, timeout, listener)
+    warning = _check_in(store, facts, devices.identity(device), timeout)
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo",
+        store=PrefixStore("default", store),
+        rank=facts.rank,
+        world_size=facts.world_size,
+        device_id=device if device.type == "cuda" else None,
+        timeout=collective_timeout(),
+    )
+    return warning
+
+
+def collective_timeout() -> timedelta | None:
+    """For how long collectives wait: longer than a rank may be stuck, so that the watchdog names it before. None for
+    torch's own."""
+    minutes = float(os.environ.get(STUCK_AFTER_VARIABLE, "0"))
+    return timedelta(minutes=minutes + LONGER_THAN_STUCK_MINUTES) if minutes else None
+
+
+def connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:
+    """This rank's own connection to the store of its attempt.
+
+    Args:
+        listener: see `join`.
+
+    Raises:
+        RendezvousError: nothing answers there, or the secret that signs what is there cannot be read.
+    """
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    from mgpu_slurm.rank.signed_store import signed
+
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if not address or not port:
+        raise UserError(
+            f"rank {facts.rank} of {facts.world_size} has no MASTER_ADDR and MASTER_PORT: "
+            "start it with `mgpu-slurm submit` or torchrun"
+        )
+    served_elsewhere = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            address,
+            int(port),
+            facts.world_size,
+            is_master=listener is not None or (facts.rank == 0 and not served_elsewhere),
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise RendezvousError(f"rank {facts.rank} cannot reach the rendezvous at {address}:{port}: {error}") from None
+    return PrefixStore("mgpu", signed(store, facts.rank, environ))
+
+
+def is_served(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the store of this process's attempt still accepts connections."""
+    address = environ.get("MASTER_ADDR", "")
+    port = int(environ.get("MASTER_PORT", "0"))
+    try:
+        socket.create_connection((address, port), ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _check_in(store: Store, facts: RankFacts, gpu: str | None, timeout: timedelta) -> str | None:
+    """Rank 0 waits for everyone and tells all what it found, so that every rank fails with the same words.
+
+    Returns a warning for this rank.
+    """
+    import torch.distributed as dist
+
+    store.set(f"arrived/{facts.rank}", json.dumps([facts.node_name, facts.world_size, gpu]))
+    if facts.rank == 0:
+        store.set("verdict", json.dumps(_verdict(store, facts, timeout)))
+    try:
+        # rank 0 may need its whole time-out before it speaks
+        store.wait(["verdict"], timeout * 1.2)
+    except dist.DistStoreError:
+        raise RendezvousError(
+            f"rank 0 has not arrived after {timeout.total_seconds():.0f} s (told by rank {facts.rank} on"
+            f" {facts.node_name}): look at the log of rank 0"
+        ) from None
+    problem, warnings = json.loads(store.get("verdict"))
+    if problem:
+        raise RendezvousError(problem)
+    warning: str | None = warnings.get(str(facts.rank))
+    return warning
+
+
+def _verdict(store: Store, facts: RankFacts, timeout: timedelta) -> tuple[str, dict[int, str]]:
+    """What is wrong, empty where all ranks came with the same world size; and warnings by rank."""
+    import torch.distributed as dist
+
+    keys = [f"arrived/{rank}" for rank in range(facts.world_size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        problem = f"rank {names} of {facts.world_size} has not arrived after {timeout.total_seconds():.0f} s"
+        return f"{problem}: look at its log, and whether its node reaches this one", {}
+    gpus = []
+    for rank, key in enumerate(keys):
+        node, world_size, gpu = json.loads(store.get(key))
+        gpus.append((node, gpu))
+        if world_size != facts.world_size:
+            problem = f"rank {rank} on {node} believes in a world of {world_size} ranks, rank 0 in one of"
+            return f"{problem} {facts.world_size}: the ranks were not started by one launcher", {}
+    return "", shared_gpu_warnings(gpus)

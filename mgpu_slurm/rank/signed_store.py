@@ -1,0 +1,113 @@
+"""A store whose values are signed, so that what another user's process writes there is noticed and never used."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from mgpu_slurm.core.errors import ForgeryError
+from mgpu_slurm.job import store_secret
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+else:
+    Store = dist.Store
+
+_DIGEST_BYTES = 32
+_HEAD = struct.Struct(">IQ")
+"""The writer's rank, and the length of the name of the value."""
+
+
+def signed(store: Store, rank: int, environ: Mapping[str, str] = os.environ) -> Store:
+    """Return the store with its values signed; the store itself if they are already, or if nobody has made a secret.
+
+    Args:
+        rank: That of this process.
+    """
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    key = store_secret.key_of_store(environ)
+    return store if key is None or isinstance(base, SignedStore) else SignedStore(store, key, rank)
+
+
+class SignedStore(Store):
+    """Signs each value, with its name and the writer's rank, and checks that when it is read.
+
+    Write each name once in the life of the key: an older value of the same name would be valid too. The results of
+    `add` and `wait` are not signed. They are hints: read what was waited for with `get`.
+
+    Process groups call these methods from C++ too. A store's other methods are not there.
+    """
+
+    def __init__(self, store: Store, key: bytes, rank: int) -> None:
+        super().__init__()
+        self._store = store
+        self._key = key
+        self._rank = rank
+        self.set_timeout(store.timeout)  # type: ignore[attr-defined]
+        # process groups hold the C++ object alone, which does not keep this one alive
+        _kept.append(self)
+
+    def clone(self) -> SignedStore:
+        return SignedStore(self._store.clone(), self._key, self._rank)  # type: ignore[attr-defined]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        body = _HEAD.pack(self._rank, len(key.encode())) + data
+        self._store.set(key, self._signature(key, body) + body)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """
+        Raises:
+            ForgeryError: The value does not come from a rank of this attempt.
+        """
+        stored = self._store.get(key)
+        signature, body = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, body)):
+            raise ForgeryError(
+                f"the rendezvous has a value of {key!r} that no rank of this attempt has written: another process,"
+                " maybe of another user, has connected to it"
+            )
+        return body[_HEAD.size :]
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all of these have values, each from a rank of this attempt.
+
+        Raises:
+            ForgeryError: One does not.
+        """
+        if not self._store.check(keys):
+            return False
+        for key in keys:
+            self.get(key)
+        return True
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    # by these names torch calls them from C++
+    deleteKey, getNumKeys = delete_key, num_keys
+
+    def _signature(self, key: str, body: bytes) -> bytes:
+        # the head tells where the name ends
+        return hmac.digest(self._key, body[: _HEAD.size] + key.encode() + body[_HEAD.size :], "sha256")
+
+
+_kept: list[SignedStore] = []

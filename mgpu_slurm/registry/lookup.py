@@ -1,0 +1,135 @@
+"""Find runs and groups: all that this user has, or the one that a name or a job id means."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from mgpu_slurm.core import layout, records
+from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.registry import cleanup
+from mgpu_slurm.registry.current_state import NEVER_ARRIVED, State, current, recorded
+from mgpu_slurm.registry.index import folders, roots
+
+_JOB_ID = re.compile(r"\d+(_\d+)?")
+
+_MADE_UNIQUE = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
+"""What a submission adds to the name of a run."""
+
+
+def all_groups(note: Note = quiet) -> list[RunFolder]:
+    """Every group, and every run of its own, newest first; `note` is as for `current`."""
+    return list(dict.fromkeys(folder.group for folder, _ in all_states(note)))
+
+
+def all_states(note: Note = quiet) -> list[tuple[RunFolder, State]]:
+    """Every run and how it stands, newest first, the runs of a group in their order; `note` is as for `current`."""
+    found = current([folder for root in roots() for folder in folders(root)], note)
+    gone = _removed(found)
+    left = [pair for pair in found if pair[0].group not in gone]
+    newest: dict[RunFolder, str] = {}
+    for folder, state in left:
+        newest[folder.group] = max(newest.get(folder.group, ""), state["submitted"] or "")
+    # a part of a group may have been submitted again
+    return sorted(left, key=lambda pair: (newest[pair[0].group], pair[0].group.run), reverse=True)
+
+
+def _removed(found: list[tuple[RunFolder, State]]) -> set[RunFolder]:
+    """Of submissions that were killed before SLURM had the job nothing is left."""
+    here = {folder.group for folder, state in found if state["reason"] != NEVER_ARRIVED["reason"]}
+    gone = {folder.group for folder, _ in found} - here
+    unused = {folder for folder in gone if not folder.tasks.exists() and not list(folder.logs.glob("*"))}
+    for folder in unused:
+        # somebody else's stays
+        with contextlib.suppress(UserError):
+            cleanup.delete_run(folder)
+    return unused
+
+
+def find(name: str) -> RunFolder:
+    """The run or group of that name, or whose name begins so, or with that job id; `<group>/<index>` is one run of it.
+
+    Raises:
+        UserError: there is none, or there are several, or it is somebody else's who keeps it closed.
+    """
+    if os.path.exists(Path(name) / "spec.yaml"):
+        return RunFolder(Path(name).absolute())
+    head, slash, index = name.rpartition("/")
+    if slash and index.isdigit():
+        return _task(find(head), int(index))
+    known = [folder for root in roots() for folder in folders(root)]
+    found = (
+        [folder for folder in known if folder.run == name]
+        or [folder for folder in known if _MADE_UNIQUE.sub("", folder.run) == name]
+        or [folder for folder in known if folder.run.startswith(name)]
+        or (_with_job(name, known) if _JOB_ID.fullmatch(name) else [])
+    )
+    here = [folder for folder in found if folder.path.parent == layout.runs_root().resolve()]
+    if len(here) == 1:
+        # one of another project may have the same name
+        return here[0]
+    if len(found) > 1 and len({folder.run for folder in found}) == 1:
+        places = ", ".join(str(folder.path) for folder in found[-5:])
+        raise UserError(f"run {name!r} is there more than once: name one by its folder: {places}")
+    if len(found) > 1:
+        names = ", ".join(sorted(folder.run for folder in found)[-5:])
+        raise UserError(f"run {name!r} is not clear, it may be {names}: give more of the name")
+    if not found:
+        _refuse_closed(name)
+        raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `{program()} status`")
+    return found[0]
+
+
+def _refuse_closed(name: str) -> None:
+    """Tells a run that may not be looked into from one that is not there."""
+    for path in [Path(name), *(root / name for root in roots())]:
+        try:
+            os.stat(path / "spec.yaml")
+        except PermissionError:
+            raise UserError(
+                f"run {str(path)!r} is not open to you: its owner shares runs by `readable-by: group` in mgpu.yaml,"
+                " in a runs folder of a group that both are in"
+            ) from None
+        except OSError:
+            continue
+
+
+def _task(folder: RunFolder, task: int) -> RunFolder:
+    runs = len(members(folder))
+    if not is_group(folder):
+        raise UserError(f"run {folder.run} is one run, and no group with a run {task}")
+    if task >= runs:
+        raise UserError(f"group {folder.run} has runs {folder.run}/0 to {folder.run}/{runs - 1}, and no {task}")
+    return folder.of_task(task)
+
+
+def _with_job(job_id: str, known: list[RunFolder]) -> list[RunFolder]:
+    """Runs by `42`, groups by the id of their array, and a run of a group by `42_3`."""
+    array, _, _ = job_id.partition("_")
+    found = []
+    for folder in known:
+        arrays = {submission.job_id for submission in records.submissions(folder)}
+        members = [member for member, state in recorded(folder) if state["job_id"] == job_id]
+        # a run of a group that goes on alone is known to itself only
+        found += [folder] if job_id in arrays else members or ([folder] if array in arrays else [])
+    return found
+
+
+def is_group(folder: RunFolder) -> bool:
+    return records.read_state(folder)["tasks"] is not None
+
+
+def members(folder: RunFolder) -> list[RunFolder]:
+    """The runs of a group; a run of its own is its only one."""
+    tasks = records.read_state(folder)["tasks"]
+    return [folder] if tasks is None else [folder.of_task(task) for task in range(tasks)]
+
+
+def _hint(name: str, known: list[RunFolder]) -> str:
+    hint = nearest(name, [folder.run for folder in known])
+    return hint if hint.startswith(" (did") else ""

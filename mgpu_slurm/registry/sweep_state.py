@@ -1,0 +1,154 @@
+"""How a sweep stands: by the summary that its workers keep, and by how those stand. The study itself is not asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu_slurm.core import files, states
+from mgpu_slurm.core.formatting import counted
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry.current_state import State
+
+NO_TRIALS = {"COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "RUNNING": 0, "WAITING": 0}
+"""Optuna's states of a trial."""
+
+
+def summary_of(folder: RunFolder, workers: Sequence[State] | None = None) -> dict[str, Any]:
+    """What the workers say; with nothing in it where none has said anything yet.
+
+    Args:
+        workers: how they stand now; one that was killed says nothing of its trial any more.
+    """
+    summary = _written(folder)
+    return summary if workers is None else _without_orphans(summary, workers)
+
+
+def _without_orphans(summary: dict[str, Any], workers: Sequence[State]) -> dict[str, Any]:
+    """A trial that runs nowhere waits for somebody who begins it again."""
+    counts = summary["trials"]
+    at_work = sum(worker["state"] in states.MAY_RUN and worker.get("trial") is not None for worker in workers)
+    orphans = max(0, counts["RUNNING"] - at_work)
+    moved = {"RUNNING": counts["RUNNING"] - orphans, "WAITING": counts["WAITING"] + orphans}
+    return summary | {"trials": counts | moved, "given_back": summary["given_back"] + orphans}
+
+
+def _written(folder: RunFolder) -> dict[str, Any]:
+    empty: dict[str, Any] = {
+        "trials": NO_TRIALS,
+        "best": None,
+        "known": [],
+        "given_back": 0,
+        "over": None,
+        "recent": [],
+        "metric": "",
+        "seconds": {},
+    }
+    try:
+        return empty | (files.read_json(folder.summary) or {})
+    except ValueError:
+        return empty
+
+
+def is_sweep(folder: RunFolder) -> bool:
+    return folder.task is None and folder.sweep.exists()
+
+
+def trials(folder: RunFolder) -> list[RunFolder]:
+    """The trials of a sweep that have begun, in no order; none of what is no sweep."""
+    return [RunFolder(path) for path in folder.trials.iterdir()] if folder.trials.is_dir() else []
+
+
+def overall(workers: Sequence[State], summary: dict[str, Any]) -> str:
+    """One state for a sweep: of its workers while one lives, else by what has become of its trials."""
+    found = states.overall(workers)
+    if states.is_alive(found):
+        return found
+    if _is_done(summary):
+        return states.COMPLETED
+    # a worker that left because there was nothing to take has completed, whatever became of the others
+    has_failed = found == states.COMPLETED or (summary["over"] or {}).get("failed")
+    return states.FAILED if has_failed else found
+
+
+def _is_done(summary: dict[str, Any]) -> bool:
+    """Whether nothing is left to do: its trials have ended, one of them with a value, or its budget is used up."""
+    over, trials = summary["over"], summary["trials"]
+    if _is_in_vain(summary):
+        return False
+    if over is not None:
+        return not over["failed"] and not trials["RUNNING"] and not summary["given_back"]
+    return not trials["RUNNING"] and not trials["WAITING"] and sum(trials.values()) > 0
+
+
+def _is_in_vain(summary: dict[str, Any]) -> bool:
+    """Whether all of its trials have ended, and none with a value."""
+    return not summary["trials"]["COMPLETE"] and 0 < ended(summary) == sum(summary["trials"].values())
+
+
+def ended(summary: dict[str, Any]) -> int:
+    """How many trials have come to their end."""
+    return int(sum(summary["trials"][state] for state in ("COMPLETE", "PRUNED", "FAIL")))
+
+
+def facts(folder: RunFolder, workers: Sequence[State]) -> State:
+    """The sweep as one run among others: the names of a run's state, and `trials`, `best` and `workers`."""
+    summary = summary_of(folder, workers)
+    state, best = overall(workers, summary), summary["best"]
+    ends = [worker["ended"] for worker in workers if worker["ended"]]
+    return {
+        "run": folder.run,
+        "kind": "sweep",
+        "state": state,
+        "job_id": workers[0]["job_id"],
+        "attempts": max(worker["attempts"] for worker in workers),
+        "nodes": workers[0]["nodes"],
+        "ranks": workers[0]["ranks"],
+        "step": 0,
+        "progress": ended(summary),
+        "metrics": {summary["metric"]: best["value"]} if best else {},
+        "submitted": workers[0]["submitted"],
+        "started": min((worker["started"] for worker in workers if worker["started"]), default=None),
+        "ended": None if states.is_alive(state) else max(ends, default=None),
+        "reason": reason(workers, summary, state),
+        "trials": summary["trials"],
+        "best": best,
+        "workers": list(workers),
+    }
+
+
+def reason(workers: Sequence[State], summary: dict[str, Any], state: str) -> str:
+    """In a line: how many trials have ended, and who is at work; or why the sweep has ended early."""
+    told = f"{ended(summary)} of {counted(sum(summary['trials'].values()), 'trial')}"
+    if states.is_alive(state):
+        running = sum(worker["state"] == states.RUNNING for worker in workers)
+        return f"{told}, {running} of {counted(len(workers), 'worker')} running"
+    if summary["over"] is not None:
+        return f"{told}: {summary['over']['reason']}"
+    if state == states.COMPLETED:
+        return told
+    if summary["trials"]["FAIL"] == sum(summary["trials"].values()):
+        return f"{told}, and all of them failed"
+    if _is_in_vain(summary):
+        return f"{told}, and all of them were given up{_why_given_up(summary)}"
+    left = summary["trials"]["RUNNING"] + summary["trials"]["WAITING"]
+    how = next((worker["reason"] for worker in workers if worker["state"] != states.COMPLETED), "")
+    return f"{told}, {left} unfinished{f': {how}' if how else ''}"
+
+
+def _why_given_up(summary: dict[str, Any]) -> str:
+    return next((f": {trial['reason']}" for trial in summary["recent"] if trial["reason"]), "")
+
+
+def as_one(found: Sequence[tuple[RunFolder, State]], without: Sequence[RunFolder] = ()) -> list[State]:
+    """States of runs, with those of all workers of a sweep as one.
+
+    Args:
+        without: sweeps of which single workers are meant.
+    """
+    states_of: dict[RunFolder, list[State]] = {}
+    for folder, state in found:
+        is_worker = state["kind"] == "worker" and folder.group not in without
+        states_of.setdefault(folder.group if is_worker else folder, []).append(state)
+    return [facts(folder, each) if each[0]["kind"] == "worker" and folder.task is None else each[0]
+            for folder, each in states_of.items()]  # fmt: skip

@@ -1,0 +1,124 @@
+"""What ended each attempt of a run but the newest, and who started the run again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mgpu_slurm.core import failures, records, states
+from mgpu_slurm.core.formatting import first_line
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.slurm import accounting, commands, job_identity
+from mgpu_slurm.slurm.accounting import AccountedStart
+
+Event = dict[str, Any]
+
+
+MOST_TAKERS = 3
+"""Named."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """One attempt that another one followed."""
+
+    attempt: int
+    ended: str
+    """Of what, in words."""
+    then: str
+    """Who started the run again."""
+
+
+def before(folder: RunFolder, waits: bool = False) -> list[Before]:
+    """The oldest first. Of what SLURM did by itself its accounting is asked.
+
+    Args:
+        waits: whether the run waits to start again, so that another one follows the last of them, too.
+    """
+    events = records.events(folder)
+    starts = {event["attempt"]: index for index, event in enumerate(events) if event["event"] == "started"}
+    places = [*starts.values(), *([len(events)] if waits and starts else [])]
+    after: list[Event | None] = [*events, None]
+    spans = [(events[start], events[start + 1 : end], after[end]) for start, end in itertools.pairwise(places)]
+    by_slurm = _by_slurm(folder, [start for start, between, after in spans if _was_requeued(start, between, after)])
+    found = [
+        Before(start["attempt"], *(by_slurm.get(start["attempt"]) or _told(start["attempt"], between)))
+        for start, between, _ in spans
+    ]
+    return [*found[:-1], replace(found[-1], then="it waits to start again")] if waits and found else found
+
+
+def _was_requeued(start: Event, between: Sequence[Event], after: Event | None) -> bool:
+    """Whether SLURM has started the same job again, or will, and nobody had asked it to."""
+    after = after or {**start, "restarts": start.get("restarts", 0) + 1}
+    is_same = start["job_id"] == after["job_id"] and after.get("restarts", 0) > start.get("restarts", 0)
+    return is_same and not any(event["event"] in ("resumed", "retried", "requeued") for event in between)
+
+
+def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
+    """What accounting says of these attempts, where it says anything: it has a line for each start of a job."""
+    accounted = _accounted(folder, records.read_state(folder), started)
+    found = {}
+    for event in started:
+        starts = [each for each in accounted if each.job_id == event["job_id"]]
+        number = event.get("restarts", 0)
+        state = starts[number].state if number < len(starts) else None
+        cause = failures.cause_of_state(state) if state is not None else None
+        if state == states.REQUEUED:
+            found[event["attempt"]] = ("somebody had SLURM start it again", "it started again")
+        elif cause is not None:
+            takers = taken_by(event, starts[number]) if cause is failures.PREEMPTED else ""
+            found[event["attempt"]] = (cause.words + (f" ({takers})" if takers else ""), "SLURM started it again")
+    return found
+
+
+def last_said(folder: RunFolder) -> str:
+    """What the newest attempt's end was told as; empty where nothing was."""
+    ends = [event for event in records.events(folder) if event["event"] == "ended"]
+    return first_line(ends[-1].get("message") or "") if ends else ""
+
+
+def last_taken_by(folder: RunFolder, state: dict[str, Any]) -> str:
+    """Like `taken_by`, of a preempted run's newest attempt."""
+    started = [event for event in records.events(folder) if event["event"] == "started"][-1:]
+    accounted = _accounted(folder, state, started)
+    return taken_by(started[0], accounted[-1]) if accounted else ""
+
+
+def _accounted(folder: RunFolder, state: dict[str, Any], started: Sequence[Event]) -> list[AccountedStart]:
+    """What accounting has of the jobs of these attempts."""
+    # elsewhere the ids are of other jobs, or of none
+    if not started or state["executor"] != "slurm" or state["slurm_cluster"] not in (None, commands.cluster_name()):
+        return []
+    found = accounting.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
+    return [each for each in found if job_identity.is_of(folder, each)]
+
+
+def taken_by(started: Event, accounted: AccountedStart) -> str:
+    """Who has got the nodes that were taken from an attempt: SLURM does not say for whom it took them, but who began
+    there next.
+
+    Args:
+        started: of the attempt.
+        accounted: what accounting has of it.
+    """
+    if accounted.end is None:
+        return ""
+    takers = [each for each in accounting.began_on(started["nodes"], accounted.end) if each.job_id != started["job_id"]]
+    return ", ".join(f"job {each.job_id} of {each.user} in partition {each.partition}" for each in takers[:MOST_TAKERS])
+
+
+def _told(attempt: int, between: Sequence[Event]) -> tuple[str, str]:
+    """By what the run itself has written down between two starts: the first of it is of the attempt's end."""
+    ended = next((event for event in between if event["event"] == "ended" and event["attempt"] == attempt), {})
+    said = first_line(ended.get("message") or "")
+    for event in between:
+        if event["event"] == "resumed":
+            return ": ".join(filter(None, [event["state"], event["reason"]])), "it was resumed"
+        if event["event"] == "retried":
+            return event["why"], "it started again"
+        if event["event"] == "requeued":
+            return said or "it asked to be started again, as it does before its time limit", "it started again"
+    return said or "its end was not recorded", "it started again"

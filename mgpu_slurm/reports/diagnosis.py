@@ -1,0 +1,286 @@
+"""Why a run ended as it did, or started again: the first cause in plain words, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mgpu_slurm.core import failures, records, states
+from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError
+from mgpu_slurm.core.failures import Cause
+from mgpu_slurm.core.files import end_of, read_json
+from mgpu_slurm.core.formatting import first_line, short_path, time_of
+from mgpu_slurm.core.hostlist import ranges
+from mgpu_slurm.core.layout import DAMAGED, RunFolder
+from mgpu_slurm.registry import dependencies
+from mgpu_slurm.reports import attempts, flight_records
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.submission import missing
+
+SHOWN_LINES = 5
+"""Of what a rank said last."""
+
+WARNING = "mgpu_slurm: WARNING: "
+SHOWN_WARNINGS = 2
+
+_NOT_FOUND = re.compile(r"FileNotFoundError|No such file or directory|not found|does not exist")
+_TYPED = re.compile(r"<(?:stdin|string|i?python-input.*)>|.*/ipykernel_\d+/")
+"""Files of functions that were typed into Python or a notebook; other code without a file is a library's."""
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+
+
+@dataclass(frozen=True)
+class Why:
+    """The first cause of an end."""
+
+    cause: Cause
+    mend: str
+    """What to do about it."""
+    attempt: int | None
+    who: str
+    """`rank 1`, or what else failed first; empty where nobody knows."""
+    node: str | None
+    time: str | None
+    """ISO 8601 with the zone."""
+    error: str
+    """What was said of it, in one line."""
+    line: str | None
+    """Of the program's own code: `train.py:12 in train`."""
+    lagged: str | None
+    """Which rank did not come to a collective, as torch's flight recorders tell it."""
+    log: str | None
+    """The log to read on in."""
+
+
+def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
+    """Why a run is not complete; None where it is, or has had no trouble so far.
+
+    Args:
+        state: how it stands now.
+    """
+    if state["state"] == states.COMPLETED:
+        return None
+    failure = read_json(folder.failure)
+    of_state = failures.cause_of_reason(state["reason"]) or failures.cause_of_state(state["state"])
+    # what SLURM says of the end comes before what ranks made of it, but for a rank that took too much memory
+    if failure is None or (of_state is not None and of_state is not failures.HOST_MEMORY):
+        return _of_state(folder, state, of_state)
+    cause = failures.cause_of(failure, records.said_last(folder, failure))
+    if cause is failures.KILLED and failure.get("oom_kills"):
+        # likely, not certain: others' processes count too, so that it does not keep a run from being tried again
+        cause = failures.HOST_MEMORY
+    if cause is failures.TERMINATED and states.is_alive(state["state"]):
+        # SLURM ended the ranks, and starts them again
+        return None
+    if of_state is not None:
+        cause = of_state
+    elif _had_returned(folder, failure["attempt"]):
+        cause = failures.AFTER_THE_END
+    return _of_failure(folder, failure, cause, state)
+
+
+def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> Why | None:
+    if states.is_alive(state["state"]):
+        return None
+    takers = attempts.last_taken_by(folder, state) if cause is failures.PREEMPTED else ""
+    if cause is None:
+        # a batch step that is there says how its attempt has ended
+        is_unseen = state["attempts"] and _end_of_attempt(folder, state["attempts"]) is None
+        cause = failures.SUPERVISOR if is_unseen else failures.UNKNOWN
+    said = attempts.last_said(folder) if cause in (failures.TIME_LIMIT, failures.NO_CHECKPOINT_IN_TIME) else ""
+    if cause is failures.DEPENDENCY:
+        said = _waited_for(folder)
+    return Why(
+        cause,
+        _mend(cause, folder),
+        attempt=state["attempts"] or None,
+        who="",
+        node=None,
+        time=state["ended"],
+        error="; ".join(dict.fromkeys(filter(None, [state["reason"], said, takers and f"{takers} began there"]))),
+        line=None,
+        lagged=None,
+        log=_launch_log(folder, state),
+    )
+
+
+def _waited_for(folder: RunFolder) -> str:
+    """Return which run it was that a run has waited for in vain; empty if that cannot be found out."""
+    try:
+        return dependencies.standing(read_spec(folder).after).broken
+    except MgpuError:
+        return ""
+
+
+def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state: dict[str, Any]) -> Why:
+    rank = str(failure.get("rank", failure["who"].removeprefix("rank ")))
+    log = folder.rank_log(failure["attempt"], int(rank)) if rank.isdigit() else None
+    has_log = log is not None and log.exists()
+    return Why(
+        cause,
+        _left_out(failure, folder) or _mend(cause, folder),
+        attempt=failure["attempt"],
+        who=f"rank {rank}" if rank.isdigit() else failure["who"],
+        node=failures.node_of(failure, cause),
+        time=failure.get("time") or _end_of_attempt(folder, failure["attempt"]),
+        error=f"{failure['error']}: {first_line(failure['message'])}" if "error" in failure else failure["message"],
+        line=_lines_of_all(folder, failure) or _own_line(_traceback(folder, failure), folder),
+        lagged=flight_records.lagging(folder, failure["attempt"]),
+        log=short_path(log) if log is not None and has_log else _launch_log(folder, state),
+    )
+
+
+def _mend(cause: Cause, folder: RunFolder) -> str:
+    goes_on = "`resume` goes on"
+    # a command keeps its own where it likes
+    keeps_none = not any(folder.checkpoints.glob("step-*")) and not read_spec(folder).target.is_command
+    if goes_on in cause.mend and keeps_none and records.attempts_started(folder):
+        return "`resume` starts at the beginning: there is no checkpoint, which is of what `run.restore` is given"
+    return cause.mend
+
+
+def _left_out(failure: dict[str, Any], folder: RunFolder) -> str | None:
+    """What to do about a file that the run did not find, and that its project has."""
+    said = f"{failure.get('error', '')}: {failure['message']}"
+    if not _NOT_FOUND.search(said):
+        return None
+    spec = read_spec(folder)
+    found = missing.left_out_in(said, spec.original, folder.group.code / spec.workdir)
+    return None if found is None else missing.advice(found)
+
+
+def _traceback(folder: RunFolder, failure: dict[str, Any]) -> str:
+    return failure.get("traceback") or records.said_last(folder, failure)
+
+
+def _lines_of_all(folder: RunFolder, failure: dict[str, Any]) -> str | None:
+    """Where ranks were that made different calls: nobody knows which of them was wrong."""
+    if failure.get("error") != CollectiveMismatch.__name__:
+        return None
+    ranks_at: dict[str, list[int]] = {}
+    for path in folder.logs.glob(f"{failure['attempt']}-*.failure.json"):
+        record = read_json(path) or {}
+        line = _own_line(record.get("traceback", ""), folder)
+        if record.get("error") == failure["error"] and line is not None:
+            ranks_at.setdefault(line, []).append(record["rank"])
+    found = sorted(ranks_at.items(), key=lambda each: min(each[1]))
+    return "; ".join(f"{line} (rank {ranges(sorted(at))})" for line, at in found) or None
+
+
+def _had_returned(folder: RunFolder, attempt: int) -> bool:
+    """Whether there is a result of this attempt; the job function has returned then."""
+    starts = [each for each in records.events(folder) if each["event"] == "started" and each["attempt"] == attempt]
+    result = read_json(folder.result)
+    began = time_of(starts[-1]["time"]) if starts else None
+    ended = time_of(result["ended"]) if result is not None else None
+    return began is not None and ended is not None and ended >= began
+
+
+def _end_of_attempt(folder: RunFolder, attempt: int) -> str | None:
+    ends = [each for each in records.events(folder) if each["event"] == "ended" and each["attempt"] == attempt]
+    return ends[-1]["time"] if ends else None
+
+
+def _own_line(traceback: str, folder: RunFolder) -> str | None:
+    """The innermost line of the run's own code in it, or of a function that was typed in."""
+    # a script may stand in a folder that is reached by a link
+    codes = (f"{folder.group.code}/", f"{os.path.realpath(folder.group.code)}/")
+    frames = list(_FRAME.finditer(traceback))
+    own = [match for match in frames if match["file"].startswith(codes) or match["file"][:1] not in "/<"]
+    typed = [match for match in frames if _TYPED.match(match["file"])]
+    if not (own or typed):
+        return None
+    frame = (own or typed)[-1]
+    file = frame["file"].removeprefix(codes[0]).removeprefix(codes[1])
+    return f"{file}:{frame['line']} in {frame['function'].strip()}"
+
+
+def _launch_log(folder: RunFolder, state: dict[str, Any]) -> str | None:
+    log = folder.launch_log(state["job_id"]) if state["job_id"] else None
+    return short_path(log) if log is not None and log.exists() else None
+
+
+def facts(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
+    """For programs."""
+    found = why(folder, state)
+    known = {name: state[name] for name in ("run", "state", "reason")}
+    known["before"] = [asdict(each) for each in attempts.before(folder, _waits(state, found))]
+    return known | {"why": None if found is None else _facts(found)}
+
+
+def _facts(found: Why) -> dict[str, Any]:
+    cause = found.cause
+    of_cause = {"cause": cause.name, "words": cause.words, "is_clusters": cause.is_clusters}
+    return of_cause | {name: value for name, value in vars(found).items() if name != "cause"}
+
+
+def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    found = why(folder, state)
+    yield f"{state['state']}  {state['run']}" + (f": {state['reason']}" if state["reason"] else "")
+    yield from _history(folder, _waits(state, found))
+    if found is None:
+        if state["state"] == states.COMPLETED:
+            yield _of_the_result(folder) or "nothing went wrong in the end"
+        elif state["attempts"]:
+            yield "nothing has gone wrong that it has not started again after"
+        else:
+            yield "it has not started yet"
+        yield from _warned(folder, state)
+        return
+    if found.line is not None:
+        yield f"line      {found.line}"
+    yield f"why       {found.cause.words}"
+    yield f"where     {' '.join(_where(found))}"
+    if found.error:
+        yield f"error     {found.error}"
+    if found.lagged is not None:
+        yield f"lagged    {found.lagged}"
+    yield f"mend      {found.mend}"
+    if found.log is not None:
+        yield f"log       {found.log}"
+
+
+def _where(found: Why) -> Iterator[str]:
+    if found.who:
+        yield found.who
+    if found.node is not None:
+        yield f"on {found.node}"
+    if found.attempt is not None:
+        yield f"in attempt {found.attempt}"
+    if (at := time_of(found.time)) is not None:
+        yield f"at {at:%Y-%m-%d %H:%M:%S}"
+
+
+def _warned(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
+    """What the newest attempt outlives, such as a disk that is full."""
+    log = end_of(folder.rank_log(state["attempts"], 0))
+    said = [line for line in log.splitlines() if line.startswith(WARNING)]
+    for line in said[-SHOWN_WARNINGS:]:
+        yield f"warning   {line.removeprefix(WARNING)}"
+
+
+def _of_the_result(folder: RunFolder) -> str | None:
+    """What is wrong with what a complete run has come to."""
+    metrics = (read_json(folder.result) or {}).get("result", {}) | records.read_state(folder)["metrics"]
+    wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+    if not wrong:
+        return None
+    return f"it came to its end, and {' and '.join(wrong)} to no number: {failures.NOT_A_NUMBER.mend}"
+
+
+def _waits(state: dict[str, Any], found: Why | None) -> bool:
+    """Whether the run waits for its next attempt, and its newest one belongs to the history."""
+    return found is None and state["state"] in (states.PENDING, states.REQUEUED)
+
+
+def _history(folder: RunFolder, waits: bool) -> Iterator[str]:
+    """The attempts before, each with what ended it, and what was lost of them."""
+    for each in attempts.before(folder, waits):
+        yield f"attempt {each.attempt} {each.ended}; {each.then}"
+    for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")):
+        yield f"damaged   {short_path(path)} was not what had been written, and was left out"

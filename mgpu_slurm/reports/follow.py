@@ -1,0 +1,158 @@
+"""Following a run: the log of one rank as it grows, over attempts, and what happens to the run, until it ends."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core import records, states
+from mgpu_slurm.core.hostlist import compress
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry import logs
+from mgpu_slurm.registry.sweep_state import summary_of
+from mgpu_slurm.registry.watch import Watch
+from mgpu_slurm.reports.rank_warnings import Warned, told, warnings
+from mgpu_slurm.reports.sweep_status import new_lines
+
+PAUSE = 0.1
+"""Seconds between two looks at the files."""
+
+LISTING_PAUSE = 1.0
+"""A folder of logs has those of thousands of ranks."""
+
+GROUP_PAUSE = 1.0
+"""A group may have thousands."""
+
+
+def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator[str]:
+    """Yields pieces of text as they appear, and ends with the run.
+
+    Args:
+        after_attempt: attempts up to this one are not shown.
+    """
+    known_events = len(records.events(folder)) if after_attempt else 0
+    shown = _Shown(folder, rank, after_attempt)
+    waits_for = ""
+    notes: list[str] = []
+    watch = Watch(folder, notes.append)
+    ended = False
+    while not ended:
+        # the state is read before the logs: what was written before the end is shown before the end
+        state = watch.state()
+        ended = not states.is_alive(state["state"])
+        yield from _said(notes)
+        # what it is expected to be changes all the time
+        reason = state["reason"].partition(", ")[0] if state["state"] == states.PENDING else ""
+        if reason not in ("", waits_for):
+            waits_for = reason
+            yield f"-- {state['state']}: {state['reason']}\n"
+        events = records.events(folder)
+        for event in events[known_events:]:
+            if event["event"] == "started":
+                # after all that was said before it
+                yield from shown.new(event["attempt"] - 1, look_at_warnings=True)
+            yield from _told(event)
+        known_events = len(events)
+        attempts = [event["attempt"] for event in events if event["event"] == "started"]
+        yield from shown.new(max(attempts, default=0), look_at_warnings=ended)
+        if not ended:
+            time.sleep(PAUSE)
+
+
+class _Shown:
+    """Logs and warnings of a run, as far as they were shown."""
+
+    def __init__(self, folder: RunFolder, rank: int, after_attempt: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._after_attempt = after_attempt
+        self._tails: dict[Path, _Tail] = {}
+        self._warnings: set[Warned] = set()
+        self._next_look = 0.0
+
+    def new(self, up_to: int, look_at_warnings: bool) -> Iterator[str]:
+        """What was added.
+
+        Args:
+            up_to: the last attempt to be shown.
+            look_at_warnings: now, and not once in a while.
+        """
+        for path in logs.of_rank(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
+            yield from self._tails.setdefault(path, _Tail(path)).read()
+        if look_at_warnings or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LISTING_PAUSE
+            # the rank that is followed says its own in its log
+            of_others = {warned for warned in warnings(self._folder) if warned.rank != self._rank}
+            new = {warned for warned in of_others - self._warnings if self._after_attempt < warned.attempt <= up_to}
+            yield from (f"-- warning: {line}\n" for line in told(new))
+            self._warnings |= new
+
+
+def follow_group(folder: RunFolder, without: Iterable[int] = ()) -> Iterator[str]:
+    """Yields a line whenever a run of the group starts or ends, or a trial of the sweep ends; ends with the last one.
+
+    Args:
+        without: trials that are not told of.
+    """
+    notes: list[str] = []
+    watch = Watch(folder, notes.append)
+    shown: dict[str, str] = {}
+    shown_trials = set(without)
+    while True:
+        found = watch.states()
+        yield from _said(notes)
+        yield from (f"{line}\n" for line in new_lines(summary_of(folder), shown_trials))
+        for state in found:
+            if state["state"] not in (shown.get(state["run"]), states.PENDING):
+                shown[state["run"]] = state["state"]
+                yield f"-- {state['run']}  {state['state']}{_words(state)}\n"
+        if not any(states.is_alive(state["state"]) for state in found):
+            return
+        time.sleep(GROUP_PAUSE)
+
+
+def _said(notes: list[str]) -> Iterator[str]:
+    """Each note once."""
+    while notes:
+        yield f"-- {notes.pop(0)}\n"
+
+
+def _words(state: dict[str, Any]) -> str:
+    """What there is to say of a run that has changed."""
+    if state["state"] == states.COMPLETED:
+        return "".join(f"  {name} {value:.4g}" for name, value in state["metrics"].items())
+    return f": {state['reason']}" if state["reason"] else ""
+
+
+def _told(event: dict[str, Any]) -> Iterator[str]:
+    if event["event"] == "started":
+        attempt = f", attempt {event['attempt']}" if event["attempt"] > 1 else ""
+        yield f"-- started on {compress(event['nodes'])}{attempt}\n"
+    elif event["event"] == "requeued":
+        yield "-- requeued: it starts again from its newest checkpoint\n"
+    elif event["event"] == "retried":
+        # one that is whole and has no name yet is found by the next attempt
+        place = "" if event["checkpoint"] is None else f" from step {event['checkpoint']}"
+        soon = f" in {event['pause']:.0f} s" if event.get("pause") else ""
+        yield f"-- failed: {event['why']}\n-- it starts again{soon}{place}\n"
+
+
+class _Tail:
+    """What was added to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        # a look may come in the middle of a letter
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self) -> Iterator[str]:
+        with open(self._path, "rb") as file:
+            file.seek(self._position)
+            added = file.read()
+        self._position += len(added)
+        if added:
+            yield self._decoder.decode(added)

@@ -1,0 +1,411 @@
+"""What runs have said of themselves, point by point: from `metrics.jsonl`, and of foreign runs from their event files.
+
+A run that was started again repeats steps. What a later attempt or writer says of a tag stands in the place of all that
+earlier ones said of that step and of those after it: they are of a past that the run went back behind.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_slurm.core import records, states
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.formatting import counted, program
+from mgpu_slurm.core.layout import TRIALS, RunFolder
+from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.metrics.event_reader import EventFile, Floats, Integers, read_files
+from mgpu_slurm.registry import current_state, lookup
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import Spec, read_spec
+from mgpu_slurm.sweeps import hparams
+
+On = Literal["step", "progress"]
+
+EVENT_FILES = "*tfevents*"
+MADE_HERE = "aggregate.json"
+"""A folder with this file holds curves of several runs, and is no run itself."""
+
+PRUNED = "PRUNED"
+"""The state of a trial that its study gave up."""
+_STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, PRUNED: PRUNED, "FAIL": states.FAILED}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run: its values by rising, distinct steps."""
+
+    steps: Integers
+    values: Floats
+
+
+@dataclass
+class History:
+    """All curves of one run."""
+
+    name: str
+    place: str
+    """What it was found as: its group, or the folder that was named."""
+    state: str = ""
+    """As `status` has it; empty for a run that is not ours."""
+    target: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values by dotted name."""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What was not read, and why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run to be read: one of ours, or a folder with event files."""
+
+    name: str
+    place: str
+    path: Path
+    own: RunFolder | None = None
+    is_study: bool = False
+    """Whether it stands for all trials of a sweep, also those that are to come."""
+
+    @property
+    def curves(self) -> Path:
+        """The folder of its event files."""
+        return self.path if self.own is None else self.own.tensorboard
+
+
+def sources(words: Sequence[str], made_here: bool = False) -> list[Source]:
+    """The runs that words name: runs, groups, sweeps, or folders with event files somewhere below.
+
+    A sweep is one of them as a whole; see `trials_of`.
+
+    Args:
+        made_here: whether curves that `aggregate` wrote are runs too.
+
+    Raises:
+        UserError: a word names nothing.
+    """
+    found: dict[Path, Source] = {}
+    for word in words:
+        for source in _sources_of(word, made_here):
+            if source.own is None and len(words) > 1:
+                # every logger has its version_0
+                source = replace(source, name=_below_its_place(source))
+            found.setdefault(source.path.resolve(), source)
+    return list(found.values())
+
+
+def _below_its_place(source: Source) -> str:
+    place = Path(source.place).absolute().name
+    return source.name if source.name == place else f"{place}/{source.name}"
+
+
+def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
+    head, slash, number = word.rpartition(f"/{TRIALS}/")
+    if slash and number.isdigit():
+        yield _one_trial(lookup.find(head), int(number))
+        return
+    folder = Path(word)
+    if folder.is_dir():
+        below = list(_below(folder, made_here))
+        if below:
+            yield from below
+            return
+        if os.sep in word or word in (os.curdir, os.pardir):
+            raise UserError(f"folder {word!r} holds no run and no event files: name another")
+    yield from _members(lookup.find(word))
+
+
+def trials_of(found: Sequence[Source]) -> list[Source]:
+    """The runs, with the trials that have begun in the place of each sweep."""
+    return [run for source in found for run in (_trials(source) if source.is_study else [source])]
+
+
+def _trials(study: Source) -> Iterator[Source]:
+    assert study.own is not None
+    names = os.listdir(study.own.trials) if study.own.trials.is_dir() else []
+    for number in sorted(int(name) for name in names if name.isdigit()):
+        yield _trial(study.own.of_trial(number))
+
+
+def _one_trial(study: RunFolder, number: int) -> Source:
+    found = _trial(study.of_trial(number))
+    if not found.path.is_dir():
+        raise UserError(f"there is no trial {number} in {study.run}, or it has not begun: see `{program()} status`")
+    return found
+
+
+def _trial(folder: RunFolder) -> Source:
+    return Source(folder.run, folder.group.run, folder.path, folder)
+
+
+def _members(folder: RunFolder) -> Iterator[Source]:
+    if records.read_state(folder)["kind"] == "sweep":
+        # its tasks are workers, which train one trial after another and have no curves themselves
+        yield Source(folder.run, folder.run, folder.path, folder, is_study=True)
+        return
+    for member in lookup.members(folder):
+        yield Source(member.run, member.group.run, member.path, member)
+
+
+def _below(folder: Path, made_here: bool) -> Iterator[Source]:
+    """The runs in a folder: ours, and each folder with event files; what is hidden is none."""
+    seen = set()
+    for path, subfolders, files in os.walk(folder, followlinks=True):
+        place = os.path.realpath(path)
+        if place in seen:
+            # a link that leads to where the walk has been
+            subfolders.clear()
+            continue
+        seen.add(place)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if "spec.yaml" in files and "state.json" in files:
+            yield from _members(RunFolder(Path(path).absolute()))
+            subfolders.clear()
+        elif MADE_HERE in files and not made_here:
+            subfolders.clear()
+        elif fnmatch.filter(files, EVENT_FILES):
+            name = os.path.relpath(path, folder).removeprefix("tensorboard/")
+            yield Source(folder.absolute().name if name == os.curdir else name, str(folder), Path(path))
+
+
+def read(found: Sequence[Source], on: On, note: Note = quiet) -> list[History]:
+    """The history of each run.
+
+    Args:
+        on: by what its points are numbered; a run that has no such numbers says so in its notes.
+        note: hears that a cluster does not answer.
+    """
+    found = trials_of(found)
+    # of all runs together: what is alike is read side by side
+    events = _event_files([source.curves for source in found if not _has_metrics(source)])
+    states_by_run = _states([source.own for source in found if source.own is not None], note)
+    specs: dict[RunFolder, Spec] = {}
+    histories = []
+    for source in found:
+        if source.own is None:
+            histories.append(_foreign(source, events[source.curves], on))
+            continue
+        if source.own.group not in specs:
+            # the YAML of a large group is parsed once
+            specs[source.own.group] = read_spec(source.own.group)
+        history = _own(source, source.own, specs[source.own.group], events.get(source.curves), on)
+        history.state = states_by_run[source.own]
+        histories.append(history)
+    return histories
+
+
+def _has_metrics(source: Source) -> bool:
+    return source.own is not None and source.own.metrics.exists()
+
+
+def _event_files(folders: list[Path]) -> dict[Path, list[EventFile]]:
+    """What lies in each folder, oldest writer first."""
+    paths = {folder: [path for path in folder.glob(EVENT_FILES) if path.is_file()] for folder in folders}
+    files = iter(read_files([path for found in paths.values() for path in found]))
+    # the clock of the first record tells two writers of one second apart, which names do not
+    return {folder: sorted(itertools.islice(files, len(found)), key=_age) for folder, found in paths.items()}
+
+
+def _age(file: EventFile) -> tuple[float, str]:
+    return file.started if math.isfinite(file.started) else -math.inf, file.path.name
+
+
+def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
+    trials = {folder: _state_of_trial(folder) for folder in folders if _is_trial(folder)}
+    # a group as a whole: its history is read once
+    groups = dict.fromkeys(folder.group for folder in folders if folder not in trials)
+    if not groups:
+        return trials
+    return trials | {folder: state["state"] for folder, state in current_state.current(groups, note)}
+
+
+def _is_trial(folder: RunFolder) -> bool:
+    return folder.path.parent.name == TRIALS
+
+
+def _state_of_trial(folder: RunFolder) -> str:
+    """As its outcome says; one without is at work, or goes on later."""
+    for outcome in (folder.result, folder.failure):
+        told = read_json(outcome)
+        if told is not None:
+            return _STATES_OF_TRIALS.get(told.get("state"), states.UNKNOWN)
+    return states.UNKNOWN
+
+
+# -- runs of ours
+
+
+def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] | None, on: On) -> History:
+    if folder.task is not None:
+        spec = spec.of_task(folder.task)
+    target, config = _identity(spec)
+    history = History(source.name, source.place, target=target, config=config)
+    if files is None:
+        _read_metrics(folder.metrics, on, history)
+    else:
+        _read_events(files, on, history)
+    if _is_trial(folder):
+        history.config |= _config_of_trial(folder)
+    elif spec.config_base is not None and folder.config.exists():
+        history.config |= flattened(configs.read_yaml(folder.config))
+    return history
+
+
+def _config_of_trial(folder: RunFolder) -> dict[str, Any]:
+    """All of it, or of one without a config of its own, such as a command, its parameters."""
+    if folder.config.exists():
+        return flattened(configs.read_yaml(folder.config))
+    return hparams.parameters_of(folder)
+
+
+def _identity(spec: Spec) -> tuple[str, dict[str, Any]]:
+    """What a run runs, and with which values: those of a command are its `--name value` and `name=value`."""
+    if spec.target.command is None:
+        return spec.target.label, flattened(spec.config)
+    words, config, rest = list(spec.target.command), {}, []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        if equals and name:
+            config[name] = value
+        elif word.startswith("--") and name and words and not words[0].startswith("--"):
+            config[name] = words.pop(0)
+        else:
+            rest.append(word)
+    return " ".join(rest), config
+
+
+def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"model.width": 32}` for `{"model": {"width": 32}}`."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            found |= flattened(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _read_metrics(path: Path, on: On, history: History) -> None:
+    writers: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    damaged = 0
+    # what is behind the last line's end is being written, or its writer has died
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            record = json.loads(line)
+            attempt, step = int(record.get("attempt", 1)), int(record[on])
+            values = {str(name): float(value) for name, value in record["metrics"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            damaged += 1
+            continue
+        for name, value in values.items():
+            writers.setdefault(name, {}).setdefault(attempt, []).append((step, value))
+    repeated = 0
+    for name, by_attempt in writers.items():
+        points = [zip(*by_attempt[attempt], strict=True) for attempt in sorted(by_attempt)]
+        arrays = [(np.asarray(steps, np.int64), np.asarray(values, np.float64)) for steps, values in points]
+        history.curves[name] = newest(arrays)
+        repeated = max(repeated, sum(map(_repeated, arrays)))
+    if repeated:
+        mend = ", --on progress keeps them apart" if on == "step" else ""
+        history.notes.append(f"{counted(repeated, 'report')} at the {on} of a later one left out{mend}")
+    if damaged:
+        history.notes.append(f"{counted(damaged, 'damaged line')} of {path.name} skipped")
+
+
+# -- runs of others
+
+
+def _foreign(source: Source, files: list[EventFile], on: On) -> History:
+    history = History(source.name, source.place)
+    _read_events(files, on, history)
+    history.config = flattened(_lightning_config(source.path) or history.config)
+    return history
+
+
+def _lightning_config(folder: Path) -> dict[str, Any]:
+    """What Lightning's loggers keep beside their event files; none where it is not plain values."""
+    path = folder / "hparams.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        return configs.read_yaml(path)
+    except UserError:
+        return {}
+
+
+def _read_events(files: list[EventFile], on: On, history: History) -> None:
+    if files and on != "step":
+        history.notes.append(f"its event files do not tell {on}")
+        return
+    for file in files:
+        history.config |= file.config
+        if file.damaged:
+            history.notes.append(f"{counted(file.damaged, 'damaged record')} of {file.path.name} skipped")
+    repeated = 0
+    for tag in dict.fromkeys(tag for file in files for tag in file.scalars):
+        writers = list(_still_true(files, tag))
+        repeated = max(repeated, sum(map(_repeated, writers)))
+        curve = newest(writers)
+        if len(curve.steps):
+            history.curves[tag] = curve
+    if repeated:
+        history.notes.append(f"{counted(repeated, 'point')} at the step of a later one of the same writer left out")
+
+
+def _still_true(files: list[EventFile], tag: str) -> Iterator[tuple[Integers, Floats]]:
+    """What each writer, oldest first, says of a tag and did not take back by a restart."""
+    for place, file in enumerate(files):
+        points = file.scalars.get(tag)
+        if points is None:
+            continue
+        later = [step for newer in files[place + 1 :] for _, step in newer.restarts]
+        kept = np.ones(len(points.steps), bool) if not later else points.steps < min(later)
+        for record, step in file.restarts:
+            kept &= (points.records > record) | (points.steps < step)
+        yield points.steps[kept], points.values[kept]
+
+
+# -- repeated steps
+
+
+def newest(writers: Sequence[tuple[Integers, Floats]]) -> Curve:
+    """One curve of what several writers said, oldest first: a newer one replaces all from its first step on.
+
+    Of two values that one writer gave for a step the last one counts.
+    """
+    parts: list[tuple[Integers, Floats]] = []
+    for steps, values in reversed(writers):
+        if not len(steps):
+            continue
+        first = min((int(part[0][0]) for part in parts), default=None)
+        kept: NDArray[np.bool_] = np.ones(len(steps), bool) if first is None else steps < first
+        if kept.any():
+            parts.append(_last_of_each(steps[kept], values[kept]))
+    if not parts:
+        return Curve(np.empty(0, np.int64), np.empty(0))
+    parts.reverse()
+    return Curve(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
+
+
+def _repeated(points: tuple[Integers, Floats]) -> int:
+    """How many points of one writer another one of the same writer stands in the place of."""
+    return len(points[0]) - len(np.unique(points[0]))
+
+
+def _last_of_each(steps: Integers, values: Floats) -> tuple[Integers, Floats]:
+    """By rising steps."""
+    # the first of each from behind
+    found, places = np.unique(steps[::-1], return_index=True)
+    return found, values[::-1][places]

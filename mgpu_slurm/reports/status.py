@@ -1,0 +1,229 @@
+"""How runs stand, as a table for people and as facts for programs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+from mgpu_slurm.core.formatting import counted, duration, program, time_of
+from mgpu_slurm.core.states import is_alive, overall
+
+FACTS = (
+    "run",
+    "kind",
+    "state",
+    "job_id",
+    "attempts",
+    "nodes",
+    "ranks",
+    "step",
+    "progress",
+    "metrics",
+    "submitted",
+    "started",
+    "ended",
+    "reason",
+    "group",
+)
+"""The names that `status --json` gives for each run; programs rely on them."""
+
+HEADER = ["RUN", "STATE", "TRY", "RANKS", "STEP", "PROGRESS", "AGE", "TIME", "REASON, METRICS"]
+
+_LEFT_OUT_FIRST = ("AGE", "RANKS", "TRY", "STEP", "TIME", "PROGRESS")
+"""What a narrow terminal has no room for, in this order."""
+_LEAST_ROOM_FOR_METRICS = 16
+_LONGEST_NAME = 28
+"""Of a run, where there is little room: its middle is left out."""
+
+
+def facts(state: dict[str, Any]) -> dict[str, Any]:
+    """For programs; of a sweep also its trials, its best one and its workers."""
+    found = {name: state.get(name) for name in FACTS} | {"group": _group(state["run"])}
+    if state["kind"] == "sweep":
+        found |= {"trials": state["trials"], "best": state["best"], "workers": list(map(facts, state["workers"]))}
+    return found
+
+
+def overview(states: list[dict[str, Any]], room: os.terminal_size | None = None) -> str:
+    """One line a run, or one a group.
+
+    Args:
+        states: newest first, the runs of a group side by side.
+        room: of a terminal; lines fit its width, and those that are left out are of older runs that have ended.
+    """
+    entries = []
+    for group, runs in _by_group(states):
+        entries += runs if group is None else [summary(group, runs)]
+    # the header, the line on those that are left out, and the next prompt
+    shown = entries if room is None else _with_room(entries, room.lines - 3)
+    lines = _lines(shown)
+    if room is not None and max(map(len, lines)) > room.columns:
+        lines = [_cut(line, room.columns) for line in _narrow_lines(shown, room.columns, _LEAST_ROOM_FOR_METRICS)]
+    if left := len(entries) - len(shown):
+        lines.append(f"and {left} older ones, which have ended; all of them: {program()} status | less")
+    return "\n".join(lines)
+
+
+def _with_room(entries: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    alive = sum(is_alive(state["state"]) for state in entries)
+    others = max(0, count - alive)
+    shown = []
+    for state in entries:
+        if is_alive(state["state"]):
+            shown.append(state)
+        elif others:
+            shown.append(state)
+            others -= 1
+    return shown
+
+
+def table(states: list[dict[str, Any]], groups: Collection[str] = (), room: os.terminal_size | None = None) -> str:
+    """All of each run, and a line more for each of these groups behind its runs.
+
+    Args:
+        room: of a terminal; where it is too narrow for a line, its reason and metrics are below it.
+    """
+    entries = []
+    for group, runs in _by_group(states):
+        entries += runs if group is None or group not in groups else [*runs, summary(group, runs)]
+    lines = _lines(entries)
+    if room is None or max(map(len, lines)) <= room.columns:
+        return "\n".join(lines)
+    head, *lines = _narrow_lines([entry | {"reason": "", "metrics": {}} for entry in entries], room.columns)
+    told = [head]
+    for line, entry in zip(lines, entries, strict=True):
+        told.append(line)
+        below = [entry["run"]] if _shortened(entry["run"]) != entry["run"] else []
+        for text in filter(None, [*below, _details(entry)]):
+            told += textwrap.wrap(text, room.columns, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(told)
+
+
+def _lines(entries: list[dict[str, Any]]) -> list[str]:
+    return _aligned(_rows(entries))
+
+
+def _narrow_lines(entries: list[dict[str, Any]], columns: int, least_for_last: int = 0) -> list[str]:
+    """Lines with as many columns as fit.
+
+    Args:
+        least_for_last: columns of the terminal that reasons and metrics get at least; they may take more.
+    """
+    rows = [[_shortened(row[0]), *row[1:]] for row in _rows(entries)]
+    for name in _LEFT_OUT_FIRST:
+        # reasons and metrics may be cut
+        wide = {title: max(map(len, (title, *cells))) for title, *cells in zip(*rows, strict=True)}
+        if HEADER[-1] in wide:
+            wide[HEADER[-1]] = least_for_last
+        if sum(wide.values()) + 2 * (len(wide) - 1) <= columns:
+            break
+        kept = [title != name for title in rows[0]]
+        rows = [list(itertools.compress(row, kept)) for row in rows]
+    return _aligned(rows)
+
+
+def _rows(entries: list[dict[str, Any]]) -> list[list[str]]:
+    """The header and a row for each entry, without columns that are empty."""
+    now = datetime.now(timezone.utc)
+    rows = [_row(state, now) for state in entries]
+    # plain commands have neither steps nor progress, and a narrow terminal better uses for the room
+    filled = [any(row[place] for row in rows) for place in range(len(HEADER))]
+    return [list(itertools.compress(row, filled)) for row in (HEADER, *rows)]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    from tabulate import tabulate
+
+    # the header as a row among rows: tabulate pads what it knows to be one
+    return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
+
+
+def _shortened(name: str) -> str:
+    """`train-imagene...-115015-eb8f`: with its beginning and its end a run is found by eye."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    end = len("-hhmmss-xxxx")
+    return f"{name[: _LONGEST_NAME - end - 3]}...{name[-end:]}"
+
+
+def _cut(line: str, columns: int) -> str:
+    return line if len(line) <= columns else f"{line[: columns - 3]}..."
+
+
+def _by_group(states: list[dict[str, Any]]) -> Iterator[tuple[str | None, list[dict[str, Any]]]]:
+    for group, members in itertools.groupby(states, key=lambda state: _group(state["run"])):
+        yield group, list(members)
+
+
+def _group(run: str) -> str | None:
+    return run.rpartition("/")[0] or None
+
+
+def summary(group: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a group: what its runs have in common, and the mean and spread of their metrics."""
+    counts = Counter(state["state"] for state in runs)
+    alive = any(is_alive(state) for state in counts)
+    ends = [state["ended"] for state in runs if state["ended"]]
+    return {
+        "run": group,
+        "state": overall(runs),
+        "attempts": max(state["attempts"] for state in runs),
+        "nodes": runs[0]["nodes"],
+        "ranks": runs[0]["ranks"],
+        "step": min(state["step"] for state in runs),
+        "progress": min(state["progress"] for state in runs),
+        "metrics": spread(runs),
+        "submitted": runs[0]["submitted"],
+        "started": min((state["started"] for state in runs if state["started"]), default=None),
+        "ended": None if alive else max(ends, default=None),
+        "reason": f"{counted(len(runs), 'run')}: " + ", ".join(f"{count} {state}" for state, count in counts.items()),
+    }
+
+
+def spread(runs: list[dict[str, Any]]) -> dict[str, str]:
+    """Mean and standard deviation of each metric, over the runs that have it."""
+    values: dict[str, list[float]] = {}
+    for state in runs:
+        for name, value in (state.get("metrics") or {}).items():
+            values.setdefault(name, []).append(value)
+    return {name: _mean_and_deviation(found) for name, found in values.items()}
+
+
+def _mean_and_deviation(values: list[float]) -> str:
+    if not all(map(math.isfinite, values)):
+        # there is no spread about one that has diverged
+        return f"{sum(values):.4g}"
+    mean = f"{statistics.fmean(values):.4g}"
+    return mean if len(values) == 1 else f"{mean}±{statistics.stdev(values):.2g}"
+
+
+def _row(state: dict[str, Any], now: datetime) -> list[str]:
+    submitted = time_of(state["submitted"])
+    started, ended = time_of(state.get("started")), time_of(state.get("ended"))
+    return [
+        state["run"],
+        state["state"],
+        str(state["attempts"]),
+        f"{state['nodes']}x{state['ranks'] // state['nodes']}",
+        str(state["step"] or ""),
+        str(state["progress"] or ""),
+        duration((now - submitted).total_seconds()) if submitted else "",
+        duration(((ended or now) - started).total_seconds()) if started else "",
+        _details(state),
+    ]
+
+
+def _details(state: dict[str, Any]) -> str:
+    metrics = " ".join(f"{name}={_short(value)}" for name, value in (state.get("metrics") or {}).items())
+    return "  ".join(filter(None, [state["reason"], metrics]))
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"

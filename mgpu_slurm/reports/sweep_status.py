@@ -1,0 +1,177 @@
+"""How a sweep stands, for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from mgpu_slurm.core import records, states
+from mgpu_slurm.core.formatting import counted, duration, program, short_path, time_of
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry.current_state import State
+from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
+from mgpu_slurm.request.spec import read_spec
+
+WORDS = {"COMPLETE": "complete", "PRUNED": "given up", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
+"""Optuna's states of a trial, in the order in which they are told."""
+
+
+def lines(folder: RunFolder, workers: Sequence[State], room: int | None = None) -> list[str]:
+    """All that there is to say of a sweep.
+
+    Args:
+        room: columns of a terminal, to which lines are cut.
+    """
+    summary = summary_of(folder, workers)
+    state = overall(workers, summary)
+    told = [
+        f"study     {folder.run}  {state}{_why(folder.run, workers, summary, state)}",
+        f"trials    {_trials(summary)}",
+        f"best      {_trial(summary, summary['best'])}",
+        *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary["known"])),
+        *_last_failure(folder, summary),
+        f"spent     {_spent(folder, len(workers), summary)}",
+        *_left(workers, summary),
+        "",
+        *_workers(workers),
+    ]
+    return [line[:room] for line in told]
+
+
+def _why(study: str, workers: Sequence[State], summary: dict[str, Any], state: str) -> str:
+    over = summary["over"]
+    if over is not None:
+        return f": {over['reason']}"
+    if states.is_alive(state) or state == states.COMPLETED:
+        return ""
+    goes_on = (
+        f"; `{program()} resume {study}` goes on" if summary["trials"]["RUNNING"] + summary["trials"]["WAITING"] else ""
+    )
+    told = reason(workers, summary, state)
+    return f": {told}{'' if 'resume' in told else goes_on}"
+
+
+def _trials(summary: dict[str, Any]) -> str:
+    counts = summary["trials"]
+    told = ", ".join(f"{counts[state]} {words}" for state, words in WORDS.items() if counts[state])
+    return f"{sum(counts.values())}: {told}" if told else "none yet"
+
+
+def _last_failure(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
+    failed = [trial for trial in summary["recent"] if trial["state"] == "FAIL"]
+    return [
+        f"failed    trial {trial['number']}: {trial['reason']}  ({short_path(folder.of_trial(trial['number']).logs)})"
+        for trial in failed[-1:]
+    ]
+
+
+def _trial(summary: dict[str, Any], trial: dict[str, Any] | None) -> str:
+    if trial is None:
+        return "none yet"
+    how = "" if trial["state"] == "COMPLETE" else f", {WORDS[trial['state']]}"
+    return f"{summary['metric']} {trial['value']:.6g}  (trial {trial['number']}{how})  {parameters(trial['params'])}"
+
+
+def parameters(values: dict[str, Any]) -> str:
+    return "  ".join(f"{name}={_short(value)}" for name, value in values.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _spent(folder: RunFolder, workers: int, summary: dict[str, Any]) -> str:
+    """The time for which workers have had their nodes, and about how much giving trials up has saved."""
+    gpus = read_spec(folder).resources.gpus
+    hours = sum(records.hours(folder.of_task(number)) for number in range(workers))
+    told = _hours(hours, gpus)
+    complete, complete_seconds = summary["seconds"].get("complete", (0, 0.0))
+    pruned, pruned_seconds = summary["seconds"].get("pruned", (0, 0.0))
+    if complete and pruned:
+        saved = max(0.0, pruned * complete_seconds / complete - pruned_seconds) / 3600
+        told += f"; giving {counted(pruned, 'trial')} up has saved about {_hours(saved, gpus)}"
+    return told
+
+
+def _hours(hours: float, gpus: int) -> str:
+    return f"{hours * gpus:.2f} GPU-hours" if gpus else f"{duration(hours * 3600)} of workers"
+
+
+def _seconds(worker: State, now: datetime) -> float:
+    begun = time_of(worker["started"])
+    return 0.0 if begun is None else ((time_of(worker["ended"]) or now) - begun).total_seconds()
+
+
+def _left(workers: Sequence[State], summary: dict[str, Any]) -> list[str]:
+    """About how long the trials that are left take, by those that have ended."""
+    running = sum(worker["state"] == states.RUNNING for worker in workers)
+    lengths = [trial["seconds"] for trial in summary["recent"] if trial["seconds"] is not None]
+    left = summary["trials"]["WAITING"]
+    if not running or not lengths or summary["over"] is not None:
+        return []
+    rounds = math.ceil(left / running) + (1 if summary["trials"]["RUNNING"] else 0) / 2
+    return [f"left      about {duration(rounds * sum(lengths) / len(lengths))}"]
+
+
+def _workers(workers: Sequence[State]) -> list[str]:
+    from tabulate import tabulate
+
+    now = datetime.now(timezone.utc)
+    rows = [["WORKER", "STATE", "TRY", "JOB", "TRIAL", "PROGRESS", "TIME", "METRICS, REASON"]]
+    for worker in sorted(workers, key=_by_life):
+        trial = worker.get("trial")
+        has_trial = trial is not None and worker["state"] == states.RUNNING
+        metrics = "  ".join(f"{name}={_short(value)}" for name, value in worker["metrics"].items()) if has_trial else ""
+        rows.append(
+            [
+                worker["run"].rpartition("/")[2],
+                worker["state"],
+                str(worker["attempts"]),
+                worker["job_id"] or "",
+                str(trial) if has_trial else "",
+                str(worker["progress"] or "") if has_trial else "",
+                duration(_seconds(worker, now)) if worker["started"] else "",
+                "  ".join(filter(None, [metrics, worker["reason"]])),
+            ]
+        )
+    return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
+
+
+def _by_life(worker: State) -> tuple[bool, bool]:
+    """Those at work first, then those that will be."""
+    return worker["state"] != states.RUNNING, not states.is_alive(worker["state"])
+
+
+def trial_line(trial: dict[str, Any], summary: dict[str, Any]) -> str:
+    """What has become of a trial."""
+    words = WORDS[trial["state"]]
+    value = f"  {summary['metric']} {trial['value']:.6g}" if trial["value"] is not None else ""
+    at = f" at {trial['progress']}" if trial["state"] == "PRUNED" and trial["progress"] is not None else ""
+    seconds = f"  ({duration(trial['seconds'])})" if trial["seconds"] is not None else ""
+    why = f": {trial['reason']}" if trial["reason"] else ""
+    is_best = summary["best"] is not None and summary["best"]["number"] == trial["number"]
+    mark = "  best so far" if is_best else ""
+    return f"-- trial {trial['number']:>3}  {words}{at}{why}{value}  {parameters(trial['params'])}{seconds}{mark}"
+
+
+def ending_lines(folder: RunFolder, workers: Sequence[State]) -> list[str]:
+    """What a person wants to read when a sweep is over."""
+    summary = summary_of(folder)
+    told = lines(folder, workers)
+    told = told[: told.index("")]
+    if summary["best"] is not None:
+        told.append(f"more      {program()} best {folder.run}   (all values, and the command that trains it again)")
+    return told
+
+
+def new_lines(summary: dict[str, Any], shown: set[int]) -> list[str]:
+    """What has become of trials since the last look.
+
+    Args:
+        shown: numbers of trials that were told of; the new ones are added.
+    """
+    new = [trial for trial in summary["recent"] if trial["number"] not in shown]
+    shown |= {trial["number"] for trial in new}
+    return [trial_line(trial, summary) for trial in new]

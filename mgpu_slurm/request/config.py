@@ -1,0 +1,298 @@
+"""YAML files, `key=value` overrides and typed values: one way from text to a validated dataclass.
+
+The same functions serve a job's config, the cluster file and `spec.yaml`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mgpu_slurm.core.errors import UserError, nearest
+
+T = TypeVar("T")
+
+# YAML 1.1 reads 1e-3 as a string; people mean a number.
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def _loader() -> Any:
+    import yaml
+
+    base = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(base):  # type: ignore[misc, valid-type]
+        """A safe loader that reads 1e-3 as a number and refuses a key that stands twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    mark = key_node.start_mark
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", mark)
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+        def construct_yaml_int(self, node: Any) -> Any:
+            # YAML 1.1 reads the time 4:00:00 as 14400, in base 60
+            return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{_FLOAT.pattern}$"), list("-+0123456789."))
+    return Loader
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        UserError: with file, line and column, where the text is no YAML.
+    """
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise UserError(f"{place}: {error.problem}: mend the YAML there") from None
+    except yaml.YAMLError as error:
+        first_line = str(error).splitlines()[0]
+        raise UserError(f"{source}: {first_line}: mend the YAML there") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; an empty file is an empty mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {str(path)!r} ({error.strerror}): check the path") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{str(path)!r} is not a text file in UTF-8: save it as UTF-8") from None
+    value = parse_yaml(text, str(path))
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected `key: value` lines, found a {type(value).__name__}")
+    return value
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML text of plain values, keys in their own order."""
+    import yaml
+
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=False)
+    return text
+
+
+def parse_overrides(items: typing.Sequence[str]) -> dict[str, Any]:
+    """`["lr=0.1", "model.width=32"]` as a nested mapping; values are read as YAML."""
+    values: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
+            raise UserError(f"{item!r} is no key=value: write the key, nested ones with dots, before the =")
+        put(values, key, _parse_value(item, text), item)
+    return values
+
+
+def put(values: dict[str, Any], key: str, value: Any, what: str) -> None:
+    """Sets a value by its dotted name: `model.width` inside of `model`.
+
+    Args:
+        what: names the value in errors.
+
+    Raises:
+        UserError: what it lies in has been set whole.
+    """
+    *parents, last = key.split(".")
+    place = values
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise UserError(f"{what!r} sets a key inside {parent!r}, which another key=value sets whole")
+    place[last] = value
+
+
+def _parse_value(item: str, text: str) -> Any:
+    if not text:
+        return ""
+    try:
+        return parse_yaml(text, item)
+    except UserError:
+        raise UserError(f"{item!r}: the value is no whole YAML value: put it in quotes that reach it") from None
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over` laid on top, mappings merged key by key; neither argument is changed."""
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            value = merge(merged[key], value)
+        merged[key] = value
+    return merged
+
+
+def only(values: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that are wanted: the keys of `wanted`, in nested mappings too."""
+    return {
+        key: only(values[key], inner) if isinstance(inner, dict) and isinstance(values[key], dict) else values[key]
+        for key, inner in wanted.items()
+    }
+
+
+def fill(cls: type[T], values: dict[str, Any], what: str) -> T:
+    """An instance of the dataclass from plain values, all names and types checked.
+
+    Args:
+        cls: a dataclass (standard library or pydantic) or a pydantic model; nested ones are filled too.
+        values: plain values, as YAML or JSON gives them.
+        what: the name of the thing in errors, for example ``config of jobs.digits:train``.
+
+    Raises:
+        UserError: names the first wrong key (with the nearest right one) or value (with what was expected).
+    """
+    _refuse_unknown_keys(cls, values, what, prefix="")
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+    try:
+        try:
+            adapter = TypeAdapter(cls, config=ConfigDict(arbitrary_types_allowed=True))
+        except PydanticUserError as error:
+            if error.code != "type-adapter-config-unused":
+                raise
+            adapter = TypeAdapter(cls)
+        return adapter.validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{what}: {_explain(first)}") from None
+
+
+def _explain(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"]
+    if problem["type"] == "missing":
+        return f"{key!r} has no default and was not given: add {key}=VALUE"
+    message = message.removeprefix("Value error, ").removeprefix("Input ").removeprefix("should be ")
+    # which says the same again
+    message = message.partition(", unable to parse")[0]
+    # pydantic speaks of Python's types, and these come from YAML
+    message = message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
+    if problem["type"] in ("value_error", "assertion_error"):
+        return f"{key}: {message}" if key else message
+    return f"{key}={problem['input']!r}: expected {message}"
+
+
+def _refuse_unknown_keys(cls: Any, values: dict[str, Any], what: str, prefix: str) -> None:
+    types_of_fields = field_types(cls)
+    if types_of_fields is None:
+        return
+    for key, value in values.items():
+        if key not in types_of_fields:
+            raise UserError(f"{what}: unknown key {prefix + str(key)!r}{nearest(str(key), list(types_of_fields))}")
+        nested = _dataclass_in(types_of_fields[key])
+        if nested is not None and isinstance(value, dict):
+            _refuse_unknown_keys(nested, value, what, f"{prefix}{key}.")
+
+
+def field_types(cls: Any) -> dict[str, Any] | None:
+    """Names and types of the fields that can be given, or None where the class has no fixed fields."""
+    if dataclasses.is_dataclass(cls):
+        hints = typing.get_type_hints(cls, include_extras=True)
+        return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    if hasattr(cls, "model_fields"):
+        return {name: field.annotation for name, field in cls.model_fields.items()}
+    return None
+
+
+def types_in(cls: Any) -> dict[type, dict[str, Any]]:
+    """The types of the fields of a dataclass, its bases and those in it, for `settle_classes` in another process."""
+    found: dict[type, dict[str, Any]] = {}
+    waiting = [cls]
+    while waiting:
+        kind = waiting.pop()
+        waiting += typing.get_args(kind)
+        if not isinstance(kind, type) or not dataclasses.is_dataclass(kind) or kind in found:
+            continue
+        found[kind] = typing.get_type_hints(kind, include_extras=True)
+        waiting += [*found[kind].values(), *kind.__mro__[1:]]
+    return found
+
+
+def settle_classes(types_of_fields: dict[type, dict[str, Any]]) -> None:
+    """Mends dataclasses that came pickled from another process.
+
+    They lack their types, whose names may mean nothing in this one, and the sentinel of what has no default.
+    """
+    for cls, hints in types_of_fields.items():
+        own = inspect.get_annotations(cls)
+        cls.__annotations__ = {name: hints[name] for name in own}
+        for field in dataclasses.fields(cls):
+            field.type = hints[field.name]
+            for default in ("default", "default_factory"):
+                if isinstance(getattr(field, default), type(dataclasses.MISSING)):
+                    setattr(field, default, dataclasses.MISSING)
+
+
+def _dataclass_in(annotation: Any) -> Any:
+    """The dataclass that an annotation such as `Model` or `Model | None` names, or None."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        found = [_dataclass_in(part) for part in typing.get_args(annotation)]
+        return next((cls for cls in found if cls is not None), None)
+    return annotation if field_types(annotation) is not None else None
+
+
+def to_plain(value: Any, what: str | None = None) -> Any:
+    """A config as plain values that YAML and JSON can hold; paths become text, NumPy's numbers Python's.
+
+    Args:
+        what: names the value in errors.
+
+    Raises:
+        UserError: where a value has no plain form.
+    """
+    from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+    try:
+        return to_jsonable_python(value, inf_nan_mode="constants", fallback=_plain_number)
+    except (PydanticSerializationError, TypeError) as error:
+        raise UserError(f"{what or f'config {type(value).__name__}'}: {error}: use plain values there") from None
+
+
+def _plain_number(value: Any) -> Any:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{value!r} is of type {type(value).__name__}")
+
+
+def _field_names(value: Any) -> list[str]:
+    """The fields of an instance of a dataclass or a pydantic model; none for anything else."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return list(getattr(type(value), "model_fields", ()))
+
+
+def absolute_paths(value: Any, base: Path) -> Any:
+    """The config with every `Path` in it made absolute: the job runs in another folder than the submission."""
+    if isinstance(value, Path):
+        return base / value.expanduser()
+    names = _field_names(value)
+    for name in names:
+        old = getattr(value, name)
+        new = absolute_paths(old, base)
+        if new is not old:
+            # frozen ones too: nobody else holds this config yet
+            object.__setattr__(value, name, new)
+    if names:
+        return value
+    if isinstance(value, (list, set, frozenset)) or type(value) is tuple:
+        return type(value)(absolute_paths(item, base) for item in value)
+    if isinstance(value, dict):
+        return {key: absolute_paths(item, base) for key, item in value.items()}
+    return value

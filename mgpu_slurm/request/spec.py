@@ -1,0 +1,325 @@
+"""The typed request: what a user asked for, validated once, written to `spec.yaml`, read again by every later part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import signal as signals
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.core.files import write_whole
+from mgpu_slurm.core.layout import LONGEST_NAME, RUN_NAME, RunFolder
+from mgpu_slurm.request import config as configs
+
+ExecutorName = Literal["slurm", "allocation", "local"]
+Kind = Literal["run", "sweep"]
+Readers = Literal["owner", "group"]
+
+ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
+"""The number of the attempt, from 1, in the environment of every rank."""
+
+FLIGHT_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
+"""Of torch: what the files begin with that its flight recorders write; the rank's number follows."""
+
+STUCK_AFTER_VARIABLE = "MGPU_STUCK_AFTER"
+"""Minutes, in the environment of every rank; see `Spec.stuck_after`."""
+
+SETUP_FAILED_VARIABLE = "MGPU_SETUP_FAILED"
+"""The first line of a cluster's `setup` that failed, in the environment of every rank; not set where none did."""
+
+REQUEUE_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: a rank that exits with it asks to be started again as the next attempt."""
+
+TERMINATED_EXIT_CODE = 143
+"""128 + SIGTERM, as a shell reports a process that SIGTERM ended: a rank that saved and left because it was told to."""
+
+DEFAULT_LEAD = 120
+"""Seconds between the lead signal and the time limit, where the limit is long enough and nothing was said."""
+
+SEED_PLACE = "{seed}"
+"""Where the seed goes in a command that is run with several."""
+
+_SEEDS = re.compile(r"(?P<runs>[1-9]\d*)(?:%(?P<at_once>[1-9]\d*))?")
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+
+
+def parse_time(text: str) -> int:
+    """Seconds of a time limit in sbatch's forms: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S` (sbatch(1), --time)."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise UserError(f"--time {text!r}: expected minutes or one of M:S, H:M:S, D-H, D-H:M, D-H:M:S")
+    parts = [int(part) for part in match["clock"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total == 0:
+        raise UserError(f"--time {text!r}: a run needs more than no time")
+    return total
+
+
+def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
+    """Name and lead (seconds, None without a time limit) of `USR2@120` or `USR2`.
+
+    The lead is at most a fifth of a short time limit where it is not given.
+    """
+    name, at, lead_text = text.partition("@")
+    name = name.upper().removeprefix("SIG")
+    if f"SIG{name}" not in signals.Signals.__members__ or name in ("KILL", "STOP", "TERM", "CHLD", "HUP"):
+        raise UserError(f"--signal {text!r}: {name!r} is no signal to announce the time limit with; use USR1 or USR2")
+    if not at:
+        return name, None if limit is None else min(DEFAULT_LEAD, max(1, limit // 5))
+    if not lead_text.isdigit():
+        raise UserError(f"--signal {text!r}: expected NAME@SECONDS, for example USR2@120")
+    lead = int(lead_text)
+    if limit is None:
+        raise UserError(f"--signal {text!r}: a lead needs a --time to lead")
+    if lead >= limit:
+        raise UserError(
+            f"--signal {text!r}: the lead of {lead} s is not shorter than the time limit of {limit} s:"
+            " lower the one or raise the other"
+        )
+    return name, lead
+
+
+def announcement(text: str, limit: int | None, executor: ExecutorName) -> tuple[str, int | None]:
+    """Name and lead of the signal before a run's time limit; see `parse_signal`."""
+    name, lead = parse_signal(text, limit)
+    # a partition has a limit also where none was asked for
+    return name, DEFAULT_LEAD if lead is None and executor == "slurm" else lead
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What is asked of the cluster, in sbatch's own words; None is not sent to SLURM."""
+
+    nodes: int = 1
+    ntasks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    """As typed, in one of sbatch's forms."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    nodelist: str | None = None
+    reservation: str | None = None
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """Any other option of sbatch, by its long name; an empty value is a flag without one."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("ntasks_per_node", 1), ("gpus_per_node", 0), ("cpus_per_task", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                flag = name.replace("_", "-")
+                raise UserError(f"--{flag} {value}: expected a whole number of at least {least}")
+        if self.time is not None:
+            parse_time(self.time)
+
+    @property
+    def time_limit(self) -> int | None:
+        """Seconds, or None for none asked."""
+        return None if self.time is None else parse_time(self.time)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """One rank per GPU unless asked otherwise; one where there are none."""
+        return self.ntasks_per_node or self.gpus_per_node or 1
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def gpus(self) -> int:
+        """Of all nodes together; 0 also where nothing is said of them."""
+        return self.nodes * (self.gpus_per_node or 0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What each rank runs: a job function of the snapshot, a pickled one, or a command. Exactly one is set."""
+
+    function: str | None = None
+    """`package.module:name` or `path/to/file.py:name`, the path relative to the working directory."""
+    pickled: str | None = None
+    """The name of a function that was given as an object and lies pickled in the run folder."""
+    command: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert sum(value is not None for value in (self.function, self.pickled, self.command)) == 1, self
+
+    @property
+    def is_command(self) -> bool:
+        return self.command is not None
+
+    @property
+    def label(self) -> str:
+        """For people: `jobs.digits:train`, or the command line."""
+        import shlex
+
+        return self.function or self.pickled or shlex.join(self.command or ())
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One submitted training, whole: `resume` needs nothing else."""
+
+    run: str
+    target: Target
+    executor: ExecutorName
+    resources: Resources
+    config: dict[str, Any] = field(default_factory=dict)
+    """The job's config as plain values, defaults filled in unless `config_base` is set."""
+    config_base: str | None = None
+    """The folder that relative paths in the config start from, where it is as it was given: the job completes it, from
+    these values at each attempt, and writes it to `config.yaml`. None for a whole config."""
+    signal: str = "USR2"
+    lead: int | None = None
+    """Seconds between the signal and the time limit; None without a time limit."""
+    kind: Kind = "run"
+    tasks: int | None = None
+    """Of how many tasks its job array is: runs, one per seed, or a sweep's workers; None for a run of its own, and for
+    one of those."""
+    at_once: int | None = None
+    """How many of them may run at the same time; None for as many as there is room for."""
+    after: tuple[str, ...] = ()
+    """What the first attempt waits for: `afterok:RUN` or `afterany:RUN`."""
+    max_requeues: int = 20
+    retries: int | None = None
+    """How often in a row the run starts again, whatever it has failed of; None for what the cluster did alone."""
+    stuck_after: float = 30.0
+    """Minutes without progress on a rank after which an attempt is ended, and the next one started; 0 for never."""
+    kill_wait: int = 30
+    """Seconds between SIGTERM and SIGKILL, locally and in an allocation; for jobs in the queue the site has its own."""
+    cluster: str | None = None
+    setup: tuple[str, ...] = ()
+    """Shell lines of the batch script before the ranks start."""
+    rename: dict[str, str | None] = field(default_factory=dict)
+    """How this cluster wants an sbatch flag said, None for never; see `submission.cluster_file`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    readable_by: Readers = "owner"
+    project: str = ""
+    """The folder that was snapshotted."""
+    workdir: str = "."
+    """Where the ranks stand, relative to the snapshot."""
+    python: str = ""
+    submitted: str = ""
+    """ISO 8601 with the zone."""
+
+    def __post_init__(self) -> None:
+        check_run_name(self.run.partition("/")[0])
+        if self.max_requeues < 0:
+            raise UserError(f"--max-requeues {self.max_requeues}: expected 0 or more")
+        if self.retries is not None and self.retries < 0:
+            raise UserError(f"--retries {self.retries}: expected 0 or more")
+        if not 0 <= self.stuck_after < math.inf:
+            raise UserError(f"--stuck-after {self.stuck_after:g}: expected minutes, or 0 for never")
+
+    @property
+    def original(self) -> Path:
+        """The folder that relative paths in its command and config start from."""
+        return Path(self.config_base) if self.config_base is not None else Path(self.project) / self.workdir
+
+    @property
+    def rank_part(self) -> str:
+        """Return what every rank starts as, by its name in `mgpu_slurm.job`."""
+        return "worker" if self.kind == "sweep" else "rank"
+
+    def of_task(self, task: int) -> Spec:
+        """One run of a group with its own name and seed, or one worker of a sweep, as a run of its own."""
+        assert self.tasks is not None
+        one = replace(self, run=f"{self.run}/{task}", tasks=None, at_once=None)
+        if self.kind == "sweep":
+            return one
+        if self.target.command is None:
+            return replace(one, config=self.config | {"seed": self.config["seed"] + task})
+        command = tuple(word.replace(SEED_PLACE, str(task)) for word in self.target.command)
+        return replace(one, target=Target(command=command))
+
+    def check_seeds(self) -> None:
+        """Raises UserError where the seeds would reach nothing."""
+        if self.tasks is None:
+            return
+        if self.target.command is not None:
+            if not any(SEED_PLACE in word for word in self.target.command):
+                raise UserError(
+                    f"--seeds {self.tasks}: nothing in the command takes the seed; write {SEED_PLACE} where it belongs,"
+                    f" for example --seed {SEED_PLACE}"
+                )
+        elif type(self.config.get("seed")) is not int:
+            raise UserError(
+                f"--seeds {self.tasks}: the config of {self.target.label} has no whole number `seed`;"
+                " add `seed: int = 0` and use it"
+            )
+
+    def write(self, folder: RunFolder) -> None:
+        plain = configs.to_plain(self)
+        write_whole(folder.spec, configs.dump_yaml({key: value for key, value in plain.items() if value is not None}))
+
+
+def read_spec(folder: RunFolder) -> Spec:
+    """The spec of a run, or of a whole group.
+
+    Raises:
+        UserError: where the file is missing or was edited into something else.
+    """
+    spec = configs.fill(Spec, configs.read_yaml(folder.spec), str(folder.spec))
+    return spec if folder.task is None else spec.of_task(folder.task)
+
+
+def parse_seeds(text: str) -> tuple[int, int | None]:
+    """Number of runs, and of those at the same time, of `5` or, with sbatch's own sign for it, `100%10`."""
+    match = _SEEDS.fullmatch(text)
+    if match is None:
+        raise UserError(f"--seeds {text!r}: expected a number of runs, or one with a limit at a time: 100%10")
+    return int(match["runs"]), int(match["at_once"]) if match["at_once"] else None
+
+
+def check_run_name(name: str) -> None:
+    if not RUN_NAME.fullmatch(name):
+        raise UserError(
+            f"run name {name!r}: use letters, digits, '.', '_' and '-'"
+            f" (at most {LONGEST_NAME} with the time that is added, the first a letter or digit)"
+        )
+
+
+def sbatch_pairs(items: tuple[str, ...]) -> dict[str, str]:
+    """`--sbatch KEY=VALUE` as a mapping; `KEY` alone is a flag without a value."""
+    pairs: dict[str, str] = {}
+    for item in items:
+        key, _, value = item.removeprefix("--").partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
+            raise UserError(
+                f"--sbatch {item!r}: expected KEY=VALUE with a long option of sbatch, for example mail-type=END"
+            )
+        own = {name.replace("_", "-") for name in RESOURCE_FLAGS}
+        if key in own:
+            raise UserError(f"--sbatch {item!r}: write --{key} {value} instead")
+        pairs[key] = value
+    return pairs
+
+
+RESOURCE_FLAGS = tuple(f.name for f in dataclasses.fields(Resources) if f.name != "sbatch")
+
+
+def resources_from(flags: dict[str, Any], what: str) -> Resources:
+    """Resources from sbatch's long names (`gpus-per-node`), as a YAML file or a caller gives them."""
+    values: dict[str, Any] = {}
+    for key, value in flags.items():
+        name = key.replace("-", "_")
+        if name not in RESOURCE_FLAGS and name != "sbatch":
+            known = [flag.replace("_", "-") for flag in RESOURCE_FLAGS]
+            raise UserError(f"{what}: unknown flag {key!r}{nearest(key, known)}")
+        values[name] = str(value) if name in ("time", "mem") and value is not None else value
+    return configs.fill(Resources, values, what)

@@ -1,0 +1,120 @@
+"""SLURM's accounting: how each start of a job ended, and who got the nodes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from mgpu_slurm.core import states
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.slurm import commands
+from mgpu_slurm.slurm.jobs import ids_in
+
+TAKEN_WITHIN = timedelta(seconds=60)
+"""After nodes were taken, for the job that they were taken for to begin."""
+
+# the name is last, since it may hold a bar
+_FIELDS = ("JobID", "State", "Submit", "Start", "End", "JobName")
+_OWNER_FIELDS = ("JobID", "User", "Partition", "Start")
+
+
+@dataclass(frozen=True)
+class AccountedStart:
+    """One start of a job in SLURM's accounting; a requeued job has several."""
+
+    job_id: str
+    state: str
+    end: str | None
+    name: str = ""
+    submit: str | None = None
+    """When it was submitted, or requeued for this start."""
+    is_by_user: bool = False
+    """Whether a user cancelled it."""
+
+
+@dataclass(frozen=True)
+class Taker:
+    """A job that has got nodes which others had."""
+
+    job_id: str
+    user: str
+    partition: str
+
+
+def sacct_command(job_ids: Sequence[str]) -> list[str]:
+    """Asks for every start of the jobs, requeued ones included, without their steps."""
+    assert job_ids
+    return ["sacct", "--noheader", "-P", "-X", "-D", "-o", ",".join(_FIELDS), "-j", ",".join(job_ids)]
+
+
+def accounted(job_ids: Sequence[str]) -> list[AccountedStart] | None:
+    """Every start of the jobs that accounting knows, oldest first; nothing where the site has none.
+
+    None where it does not answer.
+    """
+    try:
+        return parse_sacct(commands.run(sacct_command(job_ids)))
+    except ClusterError as error:
+        is_there_none = "accounting storage is disabled" in str(error) or "no sacct on PATH" in str(error)
+        return [] if is_there_none else None
+
+
+def named_command(name: str, since: datetime) -> list[str]:
+    """Asks for this user's jobs of a name that were submitted since a time."""
+    start = since.astimezone().replace(tzinfo=None).isoformat(timespec="seconds")
+    return ["sacct", "--noheader", "-P", "-X", "-D", "-o", ",".join(_FIELDS), "--name", name, "-S", start]
+
+
+def named(name: str, since: datetime) -> list[AccountedStart] | None:
+    """Return every start of these jobs; None if there is no accounting, or it does not answer."""
+    try:
+        return parse_sacct(commands.run(named_command(name, since)))
+    except ClusterError:
+        return None
+
+
+def parse_sacct(output: str) -> list[AccountedStart]:
+    """All starts, oldest first: the last one of a job says how it ended."""
+    rows = [line.split("|", len(_FIELDS) - 1) for line in output.splitlines()]
+    rows = [row for row in rows if len(row) == len(_FIELDS)]
+    rows.sort(key=lambda row: (row[2], row[3]))
+    return [start for row in rows for start in _accounted_starts(row)]
+
+
+def _accounted_starts(row: list[str]) -> list[AccountedStart]:
+    job_ids, word, submit, _, end, name = row
+    state, times = states.from_slurm(word), [commands.time_of(end), commands.time_of(submit)]
+    is_by_user = " by " in word  # as in `CANCELLED by 1000`
+    return [AccountedStart(job_id, state, times[0], name, times[1], is_by_user) for job_id in ids_in(job_ids)]
+
+
+def began_command(nodes: Sequence[str], since: datetime, until: datetime) -> list[str]:
+    """Asks for whose jobs were on any of the nodes meanwhile."""
+    span = ["-S", since.isoformat(timespec="seconds"), "-E", until.isoformat(timespec="seconds")]
+    return ["sacct", "--noheader", "-P", "-X", "-a", "-o", ",".join(_OWNER_FIELDS), "-N", ",".join(nodes), *span]
+
+
+def began_on(nodes: Sequence[str], after: str) -> list[Taker]:
+    """The jobs that began on these nodes at a time or soon after it, as far as accounting shows those of others.
+
+    Args:
+        after: as accounting writes it, in this machine's zone.
+    """
+    begin = datetime.fromisoformat(after)
+    try:
+        output = commands.run(began_command(nodes, begin, begin + TAKEN_WITHIN))
+    except ClusterError:
+        return []
+    return parse_began(output, begin)
+
+
+def parse_began(output: str, after: datetime) -> list[Taker]:
+    """Those that began neither before nor long after, in the order of their ids."""
+    rows = [line.split("|") for line in output.splitlines()]
+    found = []
+    for row in rows:
+        start = commands.time_of(row[3]) if len(row) == len(_OWNER_FIELDS) and ids_in(row[0]) else None
+        if start is not None and after <= datetime.fromisoformat(start) <= after + TAKEN_WITHIN:
+            found.append(Taker(*row[:3]))
+    return found

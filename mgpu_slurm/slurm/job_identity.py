@@ -1,0 +1,80 @@
+"""Whether a job that SLURM lists is the one that a run submitted: SLURM uses ids again.
+
+A controller that was reset begins with 1 again, and the clusters of a federation may use the same ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime, timedelta
+
+from mgpu_slurm.core import records
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.slurm import commands, jobs
+from mgpu_slurm.slurm.accounting import AccountedStart
+from mgpu_slurm.slurm.jobs import QueuedJob
+
+CLOCKS_DIFFER = timedelta(minutes=5)
+"""By how much the controller's clock may differ from that of the submission; beyond it munge refuses to work."""
+
+
+def is_of(folder: RunFolder, job: QueuedJob | AccountedStart) -> bool:
+    """Return whether a job with the id of a run's job, or of a group's array, is that job.
+
+    Its name is the run's, unless the site changes names; then the time of its submission decides, as far as that was
+    written down.
+    """
+    if job.name == folder.group.run or job.submit is None:
+        return True
+    at = datetime.fromisoformat(job.submit).astimezone()
+    earliest, latest = _span(folder, whole(job.job_id))
+    if earliest is not None and at < earliest - CLOCKS_DIFFER:
+        return False
+    # SLURM calls a requeue a submission too
+    is_requeued = isinstance(job, QueuedJob) and job.restarts > 0
+    return latest is None or is_requeued or at <= latest + CLOCKS_DIFFER
+
+
+def _span(folder: RunFolder, job_id: str) -> tuple[datetime | None, datetime | None]:
+    """Return between which times the job was submitted; None for one that nobody has written down."""
+    submitted = [each for each in records.submissions_of(folder) if each.job_id == job_id]
+    if submitted:
+        return submitted[-1].begun, submitted[-1].confirmed
+    state = records.read_state(folder)
+    if state["executor"] == "allocation" and state["submitted"]:
+        # the allocation was there before the run
+        return None, datetime.fromisoformat(state["submitted"])
+    return None, None
+
+
+def whole(job_id: str) -> str:
+    """Return the id of the array for that of one of its tasks."""
+    return job_id.partition("_")[0]
+
+
+def strangers(folder: RunFolder, job_ids: Collection[str]) -> list[QueuedJob]:
+    """Return the jobs that SLURM has under the ids of a run's or group's jobs, and that are others.
+
+    Raises:
+        Unanswered: the controller does not answer.
+    """
+    listed = jobs.queued(commands.whole_jobs(job_ids)) if job_ids else {}
+    if listed is None:
+        raise commands.Unanswered("SLURM's controller does not answer: try again later")
+    asked = [job for job in listed.values() if job.job_id in job_ids or whole(job.job_id) in job_ids]
+    return [job for job in asked if not is_of(folder, job)]
+
+
+def check(folder: RunFolder, job_ids: Collection[str]) -> None:
+    """Refuse to act on jobs by their ids if SLURM uses one of the ids for another job by now.
+
+    Raises:
+        Unanswered: the controller does not answer.
+        ClusterError: it does use one.
+    """
+    for job in strangers(folder, job_ids):
+        raise ClusterError(
+            f"job {job.job_id} is not run {folder.run}'s any more: SLURM has used the id again"
+            f" (job {job.name!r}, submitted at {job.submit}); nothing was done to it"
+        )

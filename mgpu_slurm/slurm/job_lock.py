@@ -1,0 +1,74 @@
+"""Which job works on a run: of all jobs that were ever submitted for it, one at a time.
+
+A submission has a token, and `claims/<token>` of the run holds the id of the job that came first with it. SLURM may
+have taken a submission twice, an earlier job may still come when a later one was submitted, and a job that was started
+again by SLURM is the same job.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from mgpu_slurm.core import records
+from mgpu_slurm.core.files import sync_folder
+from mgpu_slurm.core.layout import RunFolder
+
+
+def take(folder: RunFolder, token: str, job_id: str) -> str:
+    """Claims a run for a job, once and for all; the id of the job that has the run, this one or another.
+
+    Args:
+        folder: of one run.
+        token: of the job's own submission.
+        job_id: as SLURM's commands know it.
+    """
+    for later in [token, *_tokens_after(folder, token)]:
+        holder = _claim(folder.claims / later, job_id)
+        if holder != job_id:
+            return holder
+    return job_id
+
+
+def _tokens_after(folder: RunFolder, token: str) -> list[str]:
+    """Tokens of the run's later submissions, oldest first.
+
+    A job that takes those too leaves nothing to their jobs, which may come or not; or it leaves the run to one that
+    has come already.
+    """
+    tokens = [submission.token for submission in records.submissions_of(folder)]
+    return tokens[tokens.index(token) + 1 :] if token in tokens else []
+
+
+def _claim(path: Path, job_id: str) -> str:
+    """Writes the claim whole, or not at all where there is one; whose it is."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(job_id)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o640)
+        # unlike a rename it fails where the name is taken, also between two machines
+        os.link(temporary, path)
+        sync_folder(path.parent)
+    except FileExistsError:
+        return path.read_text()
+    finally:
+        os.unlink(temporary)
+    return job_id
+
+
+def holder(folder: RunFolder, token: str) -> str | None:
+    """The job that came with a token, or None.
+
+    Args:
+        folder: of a run or a group; of a group the id is the array's.
+    """
+    own = folder.claims / token
+    if own.exists():
+        return own.read_text()
+    of_a_task = next(folder.tasks.glob(f"*/claims/{token}"), None)
+    return None if of_a_task is None else of_a_task.read_text().partition("_")[0]

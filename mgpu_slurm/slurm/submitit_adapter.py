@@ -1,0 +1,97 @@
+"""Submission by submitit. The only module that imports it.
+
+submitit hands a script to sbatch and reads the answer; the script is ours, and what submitit pickles beside it is
+never read: the job's ranks read `spec.yaml`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from submitit import SlurmExecutor
+from submitit.core.utils import FailedJobError
+
+from mgpu_slurm.core.errors import ClusterError, UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.slurm import sbatch
+from mgpu_slurm.slurm.commands import Unanswered
+
+_SUBMITIT_PATTERNS = ("%j", "%t", "%A", "%a")
+
+
+class _ScriptExecutor(SlurmExecutor):
+    """Submits a script that is already written."""
+
+    def __init__(self, folder: str, script: str) -> None:
+        super().__init__(folder)
+        self._script = script
+
+    @classmethod
+    def affinity(cls) -> int:
+        # a login node needs sbatch only, and submitit's own asks for srun
+        return 2
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._script
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        # submitit's own has no time limit
+        return sbatch.command("--parsable", str(submission_file_path))
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        # submitit's own takes the first "job 500" of a banner
+        return sbatch.job_id_in(string if isinstance(string, str) else string.decode(errors="replace"))
+
+
+def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
+    """Queues a batch script and returns the id of its job.
+
+    Args:
+        folder: submitit keeps its files in `submitit/` below.
+        environ: what sbatch, and with it the job, inherits (see `commands.scrubbed_environment`). This process's own
+            environment is changed to it for the call.
+
+    Raises:
+        Unanswered: a job may be queued all the same (see `sbatch.Handover`).
+        ClusterError: there is no sbatch, or it refused.
+    """
+    place = str(folder.path / "submitit")
+    if any(pattern in place for pattern in _SUBMITIT_PATTERNS):
+        raise UserError(
+            f"runs folder {str(folder.path.parent)!r}: %j, %t, %A and %a mean something to SLURM: set MGPU_RUNS"
+        )
+    if shutil.which("sbatch", path=environ.get("PATH", "")) is None:
+        raise ClusterError("no sbatch on PATH: log in to the cluster, or run here with --executor local")
+    with _process_environment(environ):
+        try:
+            return str(_ScriptExecutor(place, script).submit(int).job_id)
+        except FailedJobError as error:
+            failed = error.__cause__
+            if not isinstance(failed, subprocess.CalledProcessError):
+                raise Unanswered(f"sbatch was not waited for: {failed}") from None
+            raise sbatch.failure(failed.returncode, failed.output) from None
+
+
+@contextlib.contextmanager
+def _process_environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Sets and removes only what differs: other threads may read the environment meanwhile."""
+    before = dict(os.environ)
+    _change_environment(wanted)
+    try:
+        yield
+    finally:
+        _change_environment(before)
+
+
+def _change_environment(wanted: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

@@ -1,0 +1,170 @@
+"""The cluster file, `mgpu.yaml`: what a site wants said and how, as data.
+
+The project's file (in the working directory) wins over the user's (`~/.config/mgpu_slurm/mgpu.yaml`); clusters are
+merged by name, key by key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core import files
+from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.core.formatting import parse_size
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import Readers, parse_signal, resources_from
+
+FILE_NAME = "mgpu.yaml"
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_FORM = re.compile(r"[a-z][a-z0-9-]*(=.*)?")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What one cluster needs; the keys of the file are these names with dashes."""
+
+    name: str | None = None
+    """Its key in the file; None for the cluster of a machine without a file."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Defaults for resources, by sbatch's long names; `sbatch` holds any other option."""
+    setup: tuple[str, ...] = ()
+    """Shell lines of the batch script before the ranks start."""
+    rename: dict[str, str | None] = field(default_factory=dict)
+    """How this site wants a flag said, `{}` being its value (`gpus-per-node: "gres=gpu:{}"`); None for never."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """For the ranks."""
+    readable_by: Readers = "owner"
+    signal: str = "USR2"
+    """The signal before the time limit, with a lead in seconds where one is wanted: `USR2@120`."""
+    max_requeues: int = 20
+    kill_wait: int = 30
+    """Seconds between SIGTERM and SIGKILL, locally and in an allocation."""
+    snapshot_limit: int = 100_000_000
+    """Bytes of code that a run may copy."""
+
+    def __post_init__(self) -> None:
+        resources_from(self.flags, "flags")
+        parse_signal(self.signal, limit=sys.maxsize)
+        for name, number in (("max-requeues", self.max_requeues), ("kill-wait", self.kill_wait)):
+            if number < 0:
+                raise UserError(f"{name} {number}: expected 0 or more")
+        for name in self.environment:
+            if not _VARIABLE.fullmatch(name):
+                raise UserError(f"environment {name!r}: expected the name of a variable, such as NCCL_DEBUG")
+        for flag, form in self.rename.items():
+            if not _OPTION.fullmatch(flag) or (form is not None and not _FORM.fullmatch(form)):
+                raise UserError(
+                    f"rename {flag}: {form!r}: expected options of sbatch without --, such as 'gres=gpu:{{}}'"
+                )
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """The project's and the user's cluster file as one."""
+
+    job: str | None = None
+    """The target that is run where none is named."""
+    cluster: str | None = None
+    """The cluster that is meant where none is named."""
+    clusters: dict[str, Cluster] = field(default_factory=dict)
+
+    def named(self, name: str | None) -> Cluster:
+        """The cluster of this name; for None the file's own choice, the only one, or an empty one where there are none.
+
+        Raises:
+            UserError: unknown name, or several clusters and no choice.
+        """
+        chosen = name or self.cluster
+        if chosen is not None:
+            if chosen not in self.clusters:
+                hint = nearest(chosen, list(self.clusters)) or f": there is no `clusters:` in {FILE_NAME}"
+                raise UserError(f"unknown cluster {chosen!r}{hint}")
+            return self.clusters[chosen]
+        if len(self.clusters) > 1:
+            known = ", ".join(self.clusters)
+            raise UserError(f"several clusters ({known}): choose with --cluster, or with `cluster:` in {FILE_NAME}")
+        return next(iter(self.clusters.values()), Cluster())
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The top level of the file, clusters still as plain values."""
+
+    job: str | None = None
+    cluster: str | None = None
+    clusters: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+
+
+def load(cwd: Path) -> ClusterFile:
+    """What the cluster files say; an empty `ClusterFile` where there are none.
+
+    Raises:
+        UserError: unknown key or wrong value, with the file; or the project's file is a stranger's.
+    """
+    merged: dict[str, Any] = {}
+    project_file = cwd / FILE_NAME
+    if project_file.exists():
+        files.refuse_strangers(project_file, "who could run commands as you by it: use a copy of your own")
+    for path in (user_file(), project_file):
+        if path.exists():
+            # each file is checked by itself, so that an error names the one to mend
+            merged = configs.merge(merged, _plain(configs.read_yaml(path), str(path)))
+    return _typed(merged, FILE_NAME)
+
+
+def user_file() -> Path:
+    """The file of this user for all projects, whether or not it is there."""
+    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(home) / "mgpu_slurm" / FILE_NAME
+
+
+def _plain(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """The file's values, checked, in the form that merges."""
+    keys = configs.fill(_Keys, values, source)
+    plain = values | {"clusters": {name: _with_texts(cluster or {}) for name, cluster in keys.clusters.items()}}
+    _typed(plain, source)
+    return plain
+
+
+def _with_texts(cluster: dict[str, Any]) -> dict[str, Any]:
+    """Numbers as the texts that SLURM and the environment want, where YAML made them numbers."""
+    flags = cluster.get("flags")
+    changed = dict(cluster)
+    if isinstance(flags, dict) and isinstance(flags.get("sbatch"), dict):
+        changed["flags"] = flags | {"sbatch": _texts(flags["sbatch"])}
+    if isinstance(cluster.get("environment"), dict):
+        changed["environment"] = _texts(cluster["environment"])
+    return changed
+
+
+def _texts(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: str(value) if type(value) is int else value for key, value in values.items()}
+
+
+def _typed(values: dict[str, Any], source: str) -> ClusterFile:
+    clusters = values.get("clusters", {})
+    return ClusterFile(
+        job=values.get("job"),
+        cluster=values.get("cluster"),
+        clusters={name: _cluster(name, cluster, f"{source}: cluster {name!r}") for name, cluster in clusters.items()},
+    )
+
+
+def _cluster(name: str, values: dict[str, Any], what: str) -> Cluster:
+    known = [field.name.replace("_", "-") for field in fields(Cluster) if field.name != "name"]
+    for key in values:
+        if key not in known:
+            raise UserError(f"{what}: unknown key {key!r}{nearest(str(key), known)}")
+    try:
+        limit = {"snapshot-limit": parse_size(str(values["snapshot-limit"]))} if "snapshot-limit" in values else {}
+    except UserError as error:
+        raise UserError(f"{what}: snapshot-limit: {error}") from None
+    fields_given = {key.replace("-", "_"): value for key, value in (values | limit).items()}
+    return configs.fill(Cluster, fields_given | {"name": name}, what)

@@ -1,0 +1,68 @@
+"""The real job function's word on its config, by an import of its module: it may take seconds, for torch alone.
+
+A process of its own does it, never the command line's: `python -m mgpu_slurm.submission.config_check`, with the
+question on standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request import target
+
+
+@dataclass(frozen=True)
+class Question:
+    target: str
+    workdir: str
+    """The folder in the snapshot where the job will stand."""
+    original: str
+    """The folder from which paths in the config are meant."""
+    values: list[dict[str, Any]]
+    """What `--config` and `key=value` give; or several sets of values, each of which has to fit."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    config: dict[str, Any]
+    """The whole config as plain values, defaults filled in and paths absolute; of several the first."""
+    is_settled: bool = True
+    """See `JobFunction.is_settled`."""
+    error: str | None = None
+
+
+def ask(question: Question) -> Answer:
+    """Import the target here and now, and check the values."""
+    target.stand_in(Path(question.workdir))
+    try:
+        job = target.load(question.target, Path(question.workdir))
+        base = Path(question.original)
+        config, *_ = [job.fill_plain(values, base) for values in question.values]
+        return Answer(config, job.is_settled(config, base))
+    except UserError as error:
+        return Answer({}, error=str(error))
+    except Exception as error:
+        # the config's own code, such as a __post_init__, may raise anything
+        words = target.in_own_words(error, question.target, Path(question.workdir))
+        return Answer({}, error=f"config of {question.target} cannot be made: {words}")
+
+
+def reply(make: Callable[[], Any]) -> None:
+    """Prints as JSON what `make` gives; what the user's code prints meanwhile belongs to no answer."""
+    # the snapshot holds what the user has, not what this look at it compiles
+    sys.dont_write_bytecode = True
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answers.write(json.dumps(make()) + "\n")
+    answers.close()
+
+
+if __name__ == "__main__":
+    reply(lambda: asdict(ask(Question(**json.loads(sys.stdin.read())))))

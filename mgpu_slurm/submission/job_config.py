@@ -1,0 +1,113 @@
+"""The job's config at submission: completed and checked as far as that takes no import of the job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core import interpreter
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request import job_function
+from mgpu_slurm.request.job_function import JobFunction
+from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.submission import job_source
+from mgpu_slurm.submission.config_check import Answer, Question
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The config of a submission."""
+
+    config: dict[str, Any]
+    """For the spec: whole, or as it was given."""
+    base: str | None
+    """The folder that relative paths in it start from; None for a whole config. See `Spec.config_base`."""
+    known: dict[str, Any]
+    """As much of the whole config as is known."""
+    is_checked: bool = True
+    """Whether the job will take it for certain."""
+
+
+def complete(
+    spec: Spec,
+    values: Sequence[dict[str, Any]],
+    folder: RunFolder,
+    cwd: Path,
+    imports: bool,
+    function: Callable[..., Any] | None = None,
+) -> Completed:
+    """Return the job's config.
+
+    Args:
+        values: those that differ from the job's defaults; where there are several sets of them, each has to fit, and
+            the config is that of the first.
+        folder: holds the snapshot; a function that no module holds is pickled there.
+        cwd: what relative paths among the values are relative to.
+        imports: whether to import the job, also if its source tells all.
+        function: the target, where it was given as an object.
+
+    Raises:
+        UserError: the job cannot be called, or the values do not fit.
+    """
+    target = spec.target
+    if target.is_command:
+        if any(values):
+            raise UserError(f"key=value {next(iter(values[0]))!r}: a command has no config; put it behind --")
+        return Completed({}, None, {})
+    if function is not None:
+        job = job_function.from_callable(function, target.label)
+        if target.pickled is not None:
+            _pickle(job, folder)
+        return _completed(job, spec, values, cwd)
+    assert target.function is not None
+    workdir = folder.code / spec.workdir
+    reading = job_source.read(target.function, workdir)
+    is_whole = reading is not None and reading.is_whole
+    # a group has its seed, and a sweep its epochs, from the whole config
+    if imports or (spec.tasks is not None and not is_whole):
+        answer = _ask(Question(target.function, str(workdir), str(cwd), list(values)))
+        if answer.error is not None:
+            raise UserError(answer.error)
+        return _of_whole(spec, values[0], answer.config, answer.is_settled, cwd)
+    if reading is not None and is_whole:
+        return _completed(reading.job, spec, values, cwd)
+    known, *_ = [{}] if reading is None else [reading.job.fill_plain(each, cwd) for each in values]
+    return Completed(values[0], str(cwd), known, is_checked=False)
+
+
+def _completed(job: JobFunction, spec: Spec, values: Sequence[dict[str, Any]], cwd: Path) -> Completed:
+    config, *_ = [job.fill_plain(each, cwd) for each in values]
+    return _of_whole(spec, values[0], config, job.is_settled(config, cwd), cwd)
+
+
+def _of_whole(spec: Spec, given: dict[str, Any], config: dict[str, Any], is_settled: bool, cwd: Path) -> Completed:
+    if is_settled or spec.kind == "sweep":
+        return Completed(config, None, config)
+    # the seed of each run of a group is counted from it
+    seed = {"seed": config["seed"]} if spec.tasks is not None and "seed" in config else {}
+    return Completed(given | seed, str(cwd), config)
+
+
+def _pickle(job: JobFunction, folder: RunFolder) -> None:
+    """The config's class travels with the function, and the types of its fields: their names may mean nothing
+    elsewhere."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    folder.function.write_bytes(cloudpickle.dumps((job, configs.types_in(job.config_class))))
+
+
+def _ask(question: Question) -> Answer:
+    command = interpreter.command(sys.executable, "mgpu_slurm.submission.config_check")
+    done = subprocess.run(command, input=json.dumps(asdict(question)), stdout=subprocess.PIPE, text=True, check=False)
+    if not done.stdout:
+        raise UserError(
+            f"target {question.target!r} ended the process that imported it, without an error: import it by hand"
+        )
+    return Answer(**json.loads(done.stdout))

@@ -1,0 +1,155 @@
+"""What a call names that the run's code lacks: programs that are not there, and files that git ignores."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request.spec import SEED_PLACE, Spec, Target
+
+_WORDS = re.compile(r"""'([^']+)'|"([^"]+)"|([^\s'",;:()=]+)""")
+
+_BETWEEN_WORDS = re.compile(r"""[\s'"|;&<>()]+""")
+
+
+def advice(name: str) -> str:
+    """Return what to do about a file or folder that the run's code lacks."""
+    return f"{name} is not in the snapshot: use its absolute path or $MGPU_PROJECT"
+
+
+def left_out(path: str, live: Path, stand: Path) -> str | None:
+    """Return the first part of a relative path that the project has and the snapshot lacks, such as `data/`.
+
+    Args:
+        live: the folder in the project that the path starts from.
+        stand: the same folder in the snapshot.
+    """
+    if not path or os.path.isabs(path) or not os.path.lexists(live / path) or os.path.lexists(stand / path):
+        return None
+    normal = Path(os.path.normpath(path))
+    parts = [Path(*normal.parts[: count + 1]) for count in range(len(normal.parts))]
+    first = next((part for part in parts if not os.path.lexists(stand / part)), normal)
+    return f"{first}/" if (live / first).is_dir() else str(first)
+
+
+def left_out_in(text: str, live: Path, stand: Path) -> str | None:
+    """Return the first such part among all paths that a text, such as an error, mentions."""
+    for groups in _WORDS.findall(text):
+        # the folder of the code may be reached by a link
+        word = "".join(groups).removeprefix(f"{os.path.realpath(stand)}/").removeprefix(f"{stand}/")
+        if (found := left_out(word, live, stand)) is not None:
+            return found
+    return None
+
+
+def settled(spec: Spec, code: Path) -> tuple[Spec, list[str]]:
+    """Return the spec with a command that its ranks will find, and notes for people on what they will not.
+
+    Args:
+        code: the snapshot.
+
+    Raises:
+        UserError: there is no such program or script.
+    """
+    if spec.target.command is None:
+        return spec, []
+    stand = code / spec.workdir
+    _check_script(spec, stand)
+    program, *arguments = spec.target.command
+    found, note = _program(program, spec, stand)
+    notes = [] if note is None else [f"command   {note}"]
+    words = _words(arguments)
+    for name in dict.fromkeys(filter(None, (_argument_left_out(word, spec.original, stand) for word in words))):
+        notes.append(f"note      {advice(name)}")
+    return replace(spec, target=Target(command=(found, *arguments))), notes
+
+
+def notes_on_config(given: Any, config: Any, spec: Spec, code: Path) -> list[str]:
+    """Return notes for people on paths that were given as text and that the ranks will not find.
+
+    Args:
+        given: the values of the call.
+        config: the same values as the job gets them: what has the type of a path is absolute there.
+    """
+    found = (left_out(text, spec.original, code / spec.workdir) for text in _texts(given, config))
+    return [f"note      {advice(name)}" for name in dict.fromkeys(filter(None, found))]
+
+
+def _texts(given: Any, config: Any) -> Iterator[str]:
+    if isinstance(given, dict) and isinstance(config, dict):
+        for key, value in given.items():
+            yield from _texts(value, config.get(key))
+    elif isinstance(given, list) and isinstance(config, list):
+        for value, each in zip(given, config, strict=False):
+            yield from _texts(value, each)
+    elif isinstance(given, str) and given == config:
+        yield given
+
+
+def _words(arguments: list[str]) -> list[str]:
+    """Return arguments, and the words of the text that a shell gets by `-c`, maybe after other options."""
+    texts = [text for option, text in pairwise(arguments) if re.fullmatch(r"-\w*c", option)]
+    return [*arguments, *(word for text in texts for word in _BETWEEN_WORDS.split(text))]
+
+
+def _argument_left_out(word: str, live: Path, stand: Path) -> str | None:
+    """Of an argument, or of its value where it is `--name=value`."""
+    return left_out(word, live, stand) or left_out(word.partition("=")[2], live, stand)
+
+
+def _check_script(spec: Spec, stand: Path) -> None:
+    """Better now than after a day in the queue."""
+    interpreter, script, *_ = (*(spec.target.command or ()), "", "")
+    is_known = Path(interpreter).name.startswith("python") and script.endswith(".py") and SEED_PLACE not in script
+    if is_known and not (stand / script).exists():
+        raise UserError(
+            f"command {interpreter} {script}: the run's code, as it is taken from {spec.project!r}, has no {script};"
+            " files that git ignores are not in it"
+        )
+
+
+def _program(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
+    """The program as the ranks have to start it, and a note on that where there is one."""
+    if "{" in name or name in ("python", "python3"):
+        # a value of each run goes there; or the interpreter of the submission
+        return name, None
+    path, problem = _look_for(name, spec, stand)
+    if problem is None:
+        return path, None if path == name else f"{name} is not in the snapshot: it is started as {path}"
+    if not _is_brought_in_the_job(spec):
+        raise UserError(f"command {shlex.quote(name)} {problem}")
+    return name, f"{shlex.quote(name)} {problem}, unless the job's setup or container brings it"
+
+
+def _look_for(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
+    """The program's path, and what is wrong with it."""
+    if "/" not in name:
+        places = (spec.environment.get("PATH", os.environ.get("PATH")), str(Path(spec.python).parent))
+        if any(shutil.which(name, path=place) for place in places):
+            return name, None
+        hint = f": write ./{name} for the file here" if (stand / name).is_file() else ": install it, or give its path"
+        return name, f"is not on PATH{hint}"
+    if not os.path.exists(stand / name) and os.path.exists(spec.original / name):
+        name = os.path.normpath(spec.original / name)
+    if not os.path.exists(stand / name):
+        return name, "is not there: check the path"
+    if os.path.isdir(stand / name):
+        return name, "is a folder: name the program in it"
+    if not os.access(stand / name, os.X_OK):
+        return name, "may not be executed: chmod +x, or name its interpreter"
+    return name, None
+
+
+def _is_brought_in_the_job(spec: Spec) -> bool:
+    """Whether the job sees other programs than the place of submission."""
+    if spec.executor == "local":
+        return False
+    return bool(spec.setup) or any("container" in option for option in spec.resources.sbatch)

@@ -1,0 +1,390 @@
+"""From a request to a plan: all that will happen, typed and printable, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core import records
+from mgpu_slurm.core.errors import ClusterError, UserError, nearest
+from mgpu_slurm.core.formatting import counted, program
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.executors import held_allocation, simulated
+from mgpu_slurm.executors.held_allocation import Allocation
+from mgpu_slurm.registry import dependencies
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request import job_function
+from mgpu_slurm.request import target as targets
+from mgpu_slurm.request.spec import (
+    ExecutorName,
+    Resources,
+    Spec,
+    Target,
+    announcement,
+    check_run_name,
+    parse_seeds,
+    resources_from,
+)
+from mgpu_slurm.slurm import commands, sbatch, script
+from mgpu_slurm.slurm.outage import wait_out
+from mgpu_slurm.slurm.script import Array
+from mgpu_slurm.submission import cluster_file as clusters
+from mgpu_slurm.submission import snapshot
+from mgpu_slurm.submission.cluster_file import Cluster, ClusterFile
+from mgpu_slurm.submission.job_config import Completed
+
+DEMO_TARGET = "jobs.digits"
+
+_NOT_CHECKED = (
+    "check     when the job starts: its source does not tell all of its config (`--dry-run --check` imports it)"
+)
+
+WORKER_REQUEUES = 1000
+"""How often a sweep's worker may start again at its time limit."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, by a command line or from Python, before any default."""
+
+    target: str | Callable[..., Any] | None = None
+    """The name of a job function, or the function itself."""
+    command: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
+    """The job's config, as far as it was given."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Resources by sbatch's long names."""
+    executor: str = "auto"
+    cluster: str | None = None
+    name: str | None = None
+    signal: str | None = None
+    max_requeues: int | None = None
+    retries: int | None = None
+    stuck_after: float | None = None
+    """Minutes."""
+    seeds: str | None = None
+    """`5`, or with a limit at a time `100%10`."""
+    workers: int | None = None
+    """Of a sweep: how many; its study is called by the name as it stands."""
+    probes: tuple[dict[str, Any], ...] = ()
+    """Of a sweep: values that trials may give the job's config beside the others; it has to take each of them."""
+    after: tuple[str, ...] = ()
+    """Runs that have to complete before."""
+    after_any: tuple[str, ...] = ()
+    """Runs that have to end before, however they end."""
+    project: Path | None = None
+    """The folder to snapshot; None for the one that the target belongs to."""
+    dry_run: bool = False
+    check: bool = False
+    """Whether to import the job to check its config."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that will happen. The job's config in it is as given, until the target itself has completed it."""
+
+    spec: Spec
+    folder: RunFolder
+    """Where the run will live."""
+    notes: tuple[str, ...]
+    """What was decided for the user, in words."""
+    snapshot_limit: int
+    """Bytes."""
+    whole_config: dict[str, Any] = field(default_factory=dict)
+    """The job's config with all of its defaults, as far as they are known; of a sweep, that of one trial."""
+
+    @property
+    def script(self) -> str:
+        """The script that sbatch gets, exact but for the mark of the submission and the ids of jobs to wait for."""
+        array = None if self.spec.tasks is None else Array(0, tuple(range(self.spec.tasks)))
+        return script.render(self.spec, self.folder, sbatch.new_token(), array, ",".join(self.spec.after))
+
+    def with_config(self, completed: Completed) -> Plan:
+        """With the config as far as it is complete; trials of a sweep share only what was given."""
+        config = completed.config
+        shared = configs.only(config, self.spec.config) if self.spec.kind == "sweep" else config
+        spec = replace(self.spec, config=shared, config_base=completed.base)
+        notes = self.notes if completed.is_checked else (*self.notes, _NOT_CHECKED)
+        return replace(self, spec=spec, whole_config=completed.known, notes=notes)
+
+    def lines(self) -> list[str]:
+        """For people, before the start."""
+        spec, resources = self.spec, self.spec.resources
+        # the seed of a group stands on a line of its own
+        is_seeded = spec.tasks is not None and spec.kind == "run"
+        shown = {key: value for key, value in spec.config.items() if key != "seed" or not is_seeded}
+        config = "  ".join(f"{key}={value}" for key, value in shown.items())
+        nodes = counted(resources.nodes, "simulated node" if spec.executor == "local" else "node")
+        ranks = f"{resources.ranks} = {nodes} x {resources.ranks_per_node}"
+        return [
+            f"{'study' if spec.kind == 'sweep' else 'run':<9} {spec.run}",
+            f"target    {spec.target.label}",
+            *([f"config    {config}"] if config else []),
+            *([f"seeds     {self._seeds(spec.tasks)}"] if spec.tasks is not None and is_seeded else []),
+            f"ranks     {ranks}",
+            *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
+            *self.notes,
+            f"folder    {self.folder.path}",
+        ]
+
+    def _seeds(self, runs: int) -> str:
+        first = self.spec.config.get("seed", 0)
+        limit = f", at most {self.spec.at_once} at a time" if self.spec.at_once else ""
+        return f"{first} to {first + runs - 1}, one run each{limit}"
+
+
+def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
+    """Decides everything that can be decided without the target's own code.
+
+    Args:
+        note: hears that a cluster which does not answer is waited for.
+
+    Raises:
+        UserError: something in the request or the cluster file is wrong.
+        ClusterError: SLURM was asked for and is not there, or does not answer.
+    """
+    file = clusters.load(cwd)
+    executor, why = _executor(request)
+    chosen = _cluster(file, request.cluster, executor)
+    given = {key: value for key, value in request.flags.items() if value is not None}
+    held = wait_out(lambda: held_allocation.held(os.environ), note) if executor == "allocation" else None
+    if held is None:
+        profile = commands.flags_of_profile(os.environ) if executor == "slurm" else {}
+        asked = resources_from(profile | configs.merge(chosen.flags, given), "the call")
+        resources, shares = _with_gpus(asked, executor, request, note)
+        limit = resources.time_limit
+    else:
+        resources, shares = _with_share(held, given)
+        limit = held.limit(resources)
+        why = held.describe()
+    target, root = _target(request, file.job, cwd)
+    root = request.project or root
+    signal, lead = announcement(request.signal or _site_signal(chosen, limit), limit, executor)
+    tasks, at_once = _tasks(request, executor)
+    spec = Spec(
+        run=_name(request, target),
+        target=target,
+        executor=executor,
+        resources=resources,
+        config=request.values,
+        signal=signal,
+        lead=lead,
+        kind="run" if request.workers is None else "sweep",
+        tasks=tasks,
+        at_once=at_once,
+        after=dependencies.named(request.after, request.after_any),
+        max_requeues=_max_requeues(request, chosen),
+        retries=request.retries,
+        stuck_after=Spec.stuck_after if request.stuck_after is None else request.stuck_after,
+        kill_wait=chosen.kill_wait,
+        cluster=chosen.name or None,
+        setup=tuple(chosen.setup),
+        rename=chosen.rename,
+        environment=chosen.environment,
+        readable_by=chosen.readable_by,
+        project=str(root),
+        workdir=_workdir(cwd, root),
+        python=sys.executable,
+        submitted=records.now(),
+    )
+    notes = (f"executor  {executor}: {why}", *shares)
+    return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit)
+
+
+def _name(request: Request, target: Target) -> str:
+    if request.workers is not None:
+        assert request.name is not None
+        return request.name
+    return _run_name(_short_name(target) if request.name is None else request.name)
+
+
+def _tasks(request: Request, executor: ExecutorName) -> tuple[int | None, int | None]:
+    """How many tasks a job array has, and how many of them may run at the same time."""
+    if request.workers is not None:
+        # all share one machine, or what is held of a cluster; in a queue each starts when there is room for it
+        return request.workers, None if executor == "slurm" else request.workers
+    return (None, None) if request.seeds is None else parse_seeds(request.seeds)
+
+
+def _max_requeues(request: Request, chosen: Cluster) -> int:
+    if request.workers is not None:
+        # a worker comes back for as long as there are trials
+        return WORKER_REQUEUES
+    return chosen.max_requeues if request.max_requeues is None else request.max_requeues
+
+
+def _executor(request: Request) -> tuple[ExecutorName, str]:
+    """Which executor, and why; never falls back from one that was asked for."""
+    has_sbatch = shutil.which("sbatch") is not None
+    held = os.environ.get(held_allocation.JOB_VARIABLE)
+    if request.executor == "auto":
+        here = f"; --executor allocation would use job {held}, which is held here" if held else ""
+        return ("slurm", f"sbatch is on PATH{here}") if has_sbatch else ("local", "there is no sbatch on PATH")
+    if request.executor == "slurm":
+        if not has_sbatch and not request.dry_run:
+            raise ClusterError(
+                "--executor slurm: there is no sbatch on PATH: log in to the cluster, or use --executor local"
+            )
+        return "slurm", "asked for"
+    if request.executor == "local":
+        return "local", "asked for"
+    if request.executor == "allocation":
+        return "allocation", "asked for"
+    raise UserError(f"--executor {request.executor!r}: expected auto, slurm, allocation or local")
+
+
+def _cluster(file: ClusterFile, name: str | None, executor: ExecutorName) -> Cluster:
+    """This machine is none of the clusters: its executor takes one that was named, or the one called `local`."""
+    if executor != "local" or name is not None:
+        return file.named(name)
+    return file.clusters.get("local", Cluster())
+
+
+def _site_signal(chosen: Cluster, limit: int | None) -> str:
+    """The cluster's signal; its lead is for runs that have a time limit to lead."""
+    return chosen.signal.partition("@")[0] if limit is None else chosen.signal
+
+
+def _with_share(held: Allocation, given: dict[str, Any]) -> tuple[Resources, list[str]]:
+    """A run's share of the allocation, and how that came; the cluster's flags are for what is asked of SLURM anew."""
+    resources = held_allocation.take(held, given)
+    count = resources.gpus_per_node
+    how = "as asked" if given.get("gpus-per-node") is not None else f"as {held.label} has"
+    notes = [f"gpus      {count} per node, {how}" if count else f"gpus      none, {how}"]
+    nodes = held_allocation.choose(held, resources)
+    if held_allocation.shares_cores(nodes, resources):
+        least = min(node.cpus for node in nodes)
+        notes.append(
+            f"cores     {least} on a node for {resources.ranks_per_node} ranks, which share:"
+            f" salloc takes --ntasks-per-node and --cpus-per-task"
+        )
+    return resources, notes
+
+
+def _with_gpus(
+    resources: Resources, executor: ExecutorName, request: Request, note: Note
+) -> tuple[Resources, list[str]]:
+    """The resources with the GPUs per node decided, and how that came."""
+    decided, how = _gpus_decided(resources, executor, request, note)
+    return decided, [f"gpus      {how}"]
+
+
+def _gpus_decided(resources: Resources, executor: ExecutorName, request: Request, note: Note) -> tuple[Resources, str]:
+    asked = resources.gpus_per_node
+    if executor == "local":
+        return _with_local_gpus(resources, request.workers or 1)
+    if asked is not None:
+        return resources, f"{asked} per node, as asked"
+    if request.dry_run and shutil.which("sinfo") is None:
+        return resources, "not known here: there is no sinfo to ask; set gpus-per-node"
+    found = wait_out(lambda: commands.gpus_per_node(resources.partition), note)
+    where = f"partition {resources.partition}" if resources.partition else "the default partition"
+    if not found:
+        return resources, f"none: the nodes of {where} have none"
+    return replace(resources, gpus_per_node=found), f"{found} per node, all that the nodes of {where} have"
+
+
+def _with_local_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
+    """
+    Args:
+        workers: that share the machine; where there are too few GPUs for all, some wait for others to end.
+    """
+    available = len(simulated.visible_gpus())
+    asked = resources.gpus_per_node
+    if asked is not None:
+        if asked * resources.nodes > available:
+            raise UserError(
+                f"--gpus-per-node {asked} on {resources.nodes} simulated nodes takes {asked * resources.nodes} GPUs,"
+                f" and this machine shows {available}: lower one of them, or use 0 for none"
+            )
+        return resources, f"{asked} per simulated node, as asked"
+    share = max(available // (resources.nodes * workers), min(1, available // resources.nodes))
+    if share == 0:
+        few = f"{available} for {resources.nodes} nodes" if available else "this machine shows none"
+        # said to the ranks too, who would otherwise all take the same GPU
+        return replace(resources, gpus_per_node=0), f"none: {few}"
+    return replace(resources, gpus_per_node=share), f"{share} per simulated node, this machine's {available} shared out"
+
+
+def _target(request: Request, default: str | None, cwd: Path) -> tuple[Target, Path]:
+    """What the ranks run, and the project folder it belongs to."""
+    if request.command:
+        if request.target is not None:
+            raise UserError(f"both a target ({request.target}) and a command after --: give one of them")
+        if len(request.command) == 1 and " " in request.command[0] and shutil.which(request.command[0]) is None:
+            raise UserError(f"command {request.command[0]!r}: it is one word; leave out the quotes around all of it")
+        return Target(command=request.command), snapshot.find_root(cwd)
+    if callable(request.target):
+        return function_target(request.target), snapshot.find_root(cwd)
+    name = request.target or default or _demo_target(cwd)
+    return _named_target(name, cwd)
+
+
+def _demo_target(cwd: Path) -> str:
+    if (cwd / "jobs" / "digits.py").is_file():
+        return DEMO_TARGET
+    raise UserError(
+        f"no target given and no `job:` in mgpu.yaml: name one, or run `{program()} init` for a starter project"
+    )
+
+
+def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
+    module, function = targets.split(name)
+    if not module.endswith(".py"):
+        if (cwd / module).is_file() or "/" in module or module == ".":
+            raise UserError(f"target {name!r}: it is no Python file and no name of a module; a command goes behind --")
+        return Target(function=f"{module}:{function}"), snapshot.find_root(cwd)
+    path = Path(os.path.normpath(cwd / Path(module).expanduser()))
+    if not path.is_file():
+        others = [other.name for other in path.parent.glob("*.py")]
+        raise UserError(f"target {name!r}: there is no file {str(path)!r}{nearest(path.name, sorted(others))}")
+    root = snapshot.find_root(path.parent)
+    if not path.is_relative_to(root):
+        # a root reached through a link
+        path, root = path.resolve(), root.resolve()
+    return Target(function=f"{os.path.relpath(path, root / _workdir(cwd, root))}:{function}"), root
+
+
+def function_target(function: Callable[..., Any]) -> Target:
+    """A function of a module is named, so that the snapshot's code runs; one of a notebook or script is pickled."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    # refuses what is no job function
+    job_function.from_callable(function, name)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    is_named = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is function
+    if not is_named:
+        return Target(pickled=name)
+    assert module is not None
+    return Target(function=f"{module.__name__}:{name}")
+
+
+def _workdir(cwd: Path, root: Path) -> str:
+    """Where in the project the user stands, which is where the job will stand in the snapshot."""
+    return os.path.relpath(cwd, root) if cwd.is_relative_to(root) else "."
+
+
+def _short_name(target: Target) -> str:
+    """A name for the run from its target: `digits`, `train`."""
+    if target.command is not None:
+        scripts = [word for word in target.command if word.endswith((".py", ".sh"))]
+        words = Path((scripts or [target.command[0]])[0]).stem
+    elif target.function is not None:
+        module = targets.split(target.function)[0]
+        words = Path(module).stem if module.endswith(".py") else module.rpartition(".")[2]
+    else:
+        words = (target.pickled or "").rpartition(".")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", words).strip("-._")[:60] or "run"
+
+
+def _run_name(name: str) -> str:
+    check_run_name(name)
+    return f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

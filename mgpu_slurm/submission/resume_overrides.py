@@ -1,0 +1,140 @@
+"""What a resumed run gets anew: other resources, or its project's code as it is now. All of it, or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core import files, layout, records
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import RESOURCE_FLAGS, Spec, announcement, read_spec, resources_from
+from mgpu_slurm.submission import cluster_file as clusters
+from mgpu_slurm.submission import environment, job_config, snapshot
+
+
+@dataclass(frozen=True)
+class Again:
+    """What makes a run start again by itself, as in its spec; None for as before."""
+
+    signal: str | None = None
+    """As `--signal` takes it."""
+    max_requeues: int | None = None
+    retries: int | None = None
+    stuck_after: float | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is asked for beside going on."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Resources by sbatch's long names; None for as before."""
+    again: Again = Again()
+    new_code: bool = False
+    """Whether to take the project's code as it is now, and the calling environment's packages."""
+    probes: tuple[dict[str, Any], ...] = ()
+    """Of a sweep: values that a new code's config has to take beside those of all trials."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in self.flags.items() if value is not None}
+
+    def __bool__(self) -> bool:
+        return self.new_code or bool(self.given or self.again.given)
+
+
+NO_CHANGE = Change()
+
+
+@contextmanager
+def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
+    """The folder's spec with the change, written down; an error inside the block undoes it.
+
+    Args:
+        folder: of a run of its own, or of a whole group.
+
+    Raises:
+        UserError: the change does not fit the run.
+    """
+    before = read_spec(folder)
+    if not change:
+        yield before
+        return
+    if folder.task is not None:
+        raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
+    spec = _with_again(_with_resources(before, change.given), change.again.given)
+    with _new_code(folder, spec, change.probes) if change.new_code else nullcontext(spec) as spec:
+        try:
+            spec.write(folder)
+            records.update_state(folder, nodes=spec.resources.nodes, ranks=spec.resources.ranks)
+            yield spec
+        except BaseException:
+            before.write(folder)
+            records.update_state(folder, nodes=before.resources.nodes, ranks=before.resources.ranks)
+            raise
+    records.record_event(folder, "changed", flags=change.given | change.again.given, new_code=change.new_code)
+
+
+def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
+    had = {name.replace("_", "-"): getattr(spec.resources, name) for name in (*RESOURCE_FLAGS, "sbatch")}
+    resources = resources_from(configs.merge(had, given), "the call")
+    lead = spec.lead
+    if resources.time != spec.resources.time:
+        _, usual = announcement(spec.signal, spec.resources.time_limit, spec.executor)
+        # a lead that was asked for is what a save needs
+        asked = spec.signal if lead == usual else f"{spec.signal}@{lead}"
+        _, lead = announcement(asked, resources.time_limit, spec.executor)
+    return replace(spec, resources=resources, lead=lead)
+
+
+def _with_again(spec: Spec, given: dict[str, Any]) -> Spec:
+    if "signal" in given:
+        signal, lead = announcement(given["signal"], spec.resources.time_limit, spec.executor)
+        given = given | {"signal": signal, "lead": lead}
+    return replace(spec, **given)
+
+
+@contextmanager
+def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[dict[str, Any]]) -> Iterator[Spec]:
+    """Puts a new snapshot in the place of the code, and keeps the code before as `code-<attempts>`."""
+    if spec.target.pickled is not None:
+        raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by a name: submit it anew")
+    staging = RunFolder(folder.path / f"{layout.STAGING_PREFIX}code")
+    shutil.rmtree(staging.path, ignore_errors=True)
+    staging.create(spec.readable_by)
+    limit = clusters.load(Path.cwd()).named(spec.cluster).snapshot_limit
+    old = folder.path / f"code-{max(state['attempts'] for _, state in records.read_states(folder))}"
+    facts_before = files.read_json(folder.environment)
+    try:
+        taken = snapshot.take(Path(spec.project), staging.code, limit, folder.path.parent, spec.workdir)
+        facts = environment.describe(taken)
+        spec = replace(spec, python=sys.executable)
+        values = [configs.merge(spec.config, probe) for probe in probes] or [spec.config]
+        completed = job_config.complete(spec, values, staging, spec.original, imports=False)
+        # trials share only what was given
+        config = configs.only(completed.config, spec.config) if spec.kind == "sweep" else completed.config
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder.code, old)
+        os.rename(staging.code, folder.code)
+        files.write_json(folder.environment, facts)
+        try:
+            yield replace(spec, config=config, config_base=completed.base)
+        except BaseException:
+            shutil.rmtree(folder.code)
+            os.rename(old, folder.code)
+            files.write_json(folder.environment, facts_before)
+            raise
+    finally:
+        shutil.rmtree(staging.path, ignore_errors=True)

@@ -1,0 +1,383 @@
+"""The code snapshot: a copy of the project as it was at submission, so that later edits do not reach a queued run.
+
+Inside a git repository it holds what git tracks, as it lies on disk now, and new files that git does not ignore;
+nested repositories and submodules count with their files. Outside git it holds the folder without caches, hidden
+folders and virtual environments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.files import set_mode
+from mgpu_slurm.core.formatting import human_size
+from mgpu_slurm.core.layout import RUNS, RunFolder
+
+MAX_FILES = 50_000
+"""Above this a project folder is mistaken for a data folder, and every submission would crawl."""
+
+_CHUNK = 1 << 20
+_LARGEST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What was copied, and which state of the project it was."""
+
+    root: Path
+    """The folder that was copied."""
+    commit: str | None
+    """None outside git and before the first commit."""
+    dirty: bool
+    """Whether the files differ from the commit; new files count. False outside git."""
+    files: int
+    bytes: int
+    digest: str
+    """sha256 over relative names, kinds (file, executable, link) and content: equal for equal code, anywhere."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A file or link of the project as it was when it was listed."""
+
+    name: str
+    """Relative to the root, with undecodable bytes as surrogates."""
+    mode: int
+    size: int
+    modified_ns: int
+
+
+def find_root(anchor: Path) -> Path:
+    """The folder to snapshot for a submission from the folder `anchor`: its git top level, else the folder itself.
+
+    A folder that its repository ignores (a project below a home folder kept in git) stands for itself, and so does the
+    code of a run, from inside of which another one is submitted.
+
+    Raises:
+        UserError: where git refuses the repository, for example because another user owns it.
+    """
+    anchor = anchor.absolute()
+    for folder in (anchor, *anchor.parents):
+        if RunFolder(folder.parent).code == folder and RunFolder(folder.parent).spec.exists():
+            return folder
+    output = _git(anchor, "rev-parse", "--show-toplevel")
+    if output is None:
+        return anchor
+    top = Path(os.fsdecode(output.removesuffix(b"\n")))
+    if top.samefile(anchor):
+        return top
+    is_foreign = _git(anchor, "check-ignore", ".") and not _git(anchor, "ls-files", "-z", "--", ".")
+    return anchor if is_foreign else top
+
+
+def take(root: Path, destination: Path, limit: int, skip: Path, workdir: str = ".") -> Snapshot:
+    """Copies the project to `destination`, a folder that does not exist yet.
+
+    Args:
+        root: the project, from `find_root`.
+        destination: becomes the copy; its parent has to exist.
+        limit: the most bytes that all files may have together.
+        skip: a folder that never belongs to the code: where the runs live.
+        workdir: where the job will stand, relative to the root; made where no file of the code lies in it.
+
+    Raises:
+        UserError: over the limit, over `MAX_FILES`, or where a file cannot be read; nothing is left behind then.
+    """
+    skipped = _relative_name(skip, root)
+    tracked = _git_names(root, skipped) if (root / ".git").exists() else None
+    if tracked is None:
+        commit, dirty = None, False
+        mend = "move data out of the folder, or keep the code in a git repository with a .gitignore"
+        entries = _entries(root, _walk_names(root, skipped), mend)
+    else:
+        commit, dirty = _git_state(root, skipped)
+        mend = "add what is not code to .gitignore"
+        entries = _entries(root, tracked, mend)
+    _check_size(root, entries, limit, mend)
+    destination.mkdir()
+    try:
+        files, size, digest = _copy(root, destination, entries)
+        (destination / workdir).mkdir(parents=True, exist_ok=True)
+    except BaseException:
+        shutil.rmtree(destination, ignore_errors=True)
+        raise
+    return Snapshot(root, commit, dirty, files, size, digest)
+
+
+def _relative_name(folder: Path, root: Path) -> str | None:
+    """The name of `folder` relative to the root, or None where it does not lie below it."""
+    # only the parent is resolved: runs/ may itself be a link to a scratch file system
+    folder = folder.absolute()
+    name = os.path.relpath(os.path.join(os.path.realpath(folder.parent), folder.name), os.path.realpath(root))
+    return None if name == "." or name.split(os.sep)[0] == ".." else name
+
+
+# --- what belongs to the project -------------------------------------------------------------------------------------
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """What git prints, or None where there is no git or no work tree.
+
+    Raises:
+        UserError: where git refuses for any other reason; copying the folder as if it had no git would hide that.
+    """
+    # GIT_DIR and its kin, set inside hooks, would name another repository than the folder's
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
+    except (FileNotFoundError, PermissionError):
+        return None
+    # check-ignore says no with exit code 1 and no word
+    if done.returncode == 0 or (done.returncode == 1 and not done.stderr):
+        return done.stdout
+    message = os.fsdecode(done.stderr)
+    if "not a git repository" in message or "must be run in a work tree" in message:
+        return None
+    if "dubious ownership" in message:
+        raise UserError(
+            f"git refuses the repository of {str(folder)!r} because another user owns it:"
+            f" run `git config --global --add safe.directory {_repository_in(message) or folder}`"
+        )
+    first_line = (message.splitlines() or [f"exit code {done.returncode}"])[0]
+    raise UserError(f"git cannot read the repository of {str(folder)!r} ({first_line}): mend it, or submit elsewhere")
+
+
+def _repository_in(message: str) -> str | None:
+    found = re.search(r"dubious ownership in repository at '(.+)'", message)
+    return found[1] if found else None
+
+
+def _git_names(root: Path, skipped: str | None) -> list[str] | None:
+    """Tracked and new files of a repository and of those nested in it, or None where git is missing.
+
+    Names of tracked files that were deleted are among them.
+    """
+    excluded = [] if skipped is None else [f"--exclude=/{_escape_pattern(skipped)}"]
+    output = _git(root, "ls-files", "-z", "-c", "-o", "--exclude-standard", *excluded)
+    if output is None:
+        return None
+    names: list[str] = []
+    for name in {os.fsdecode(name).removesuffix("/") for name in output.split(b"\0") if name}:
+        if skipped is not None and _is_below(name, skipped):
+            continue
+        # a submodule, or a repository that was cloned into this one: git lists its folder only
+        if os.path.lexists(root / name / ".git") and not os.path.islink(root / name):
+            names += _nested_names(root, name, skipped)
+        else:
+            names.append(name)
+    return names
+
+
+def _nested_names(root: Path, name: str, skipped: str | None) -> Iterator[str]:
+    inner_skipped = skipped.removeprefix(f"{name}/") if skipped and skipped.startswith(f"{name}/") else None
+    inner_names = _git_names(root / name, inner_skipped)
+    # a submodule whose .git leads nowhere still holds code
+    for inner in _walk_names(root / name, inner_skipped) if inner_names is None else inner_names:
+        yield f"{name}/{inner}"
+
+
+def _git_state(root: Path, skipped: str | None) -> tuple[str | None, bool]:
+    """Commit (None before the first) and whether the files differ from it."""
+    excluded = [] if skipped is None else ["--", ".", f":(exclude,literal){skipped}"]
+    flags = ["--porcelain=v2", "--branch", "-z", "--untracked-files=normal", "--ignore-submodules=none"]
+    output = _git(root, "status", *flags, "--no-renames", "--no-ahead-behind", *excluded) or b""
+    commit, dirty = None, False
+    for record in output.split(b"\0"):
+        if record.startswith(b"# branch.oid ") and not record.endswith(b"(initial)"):
+            commit = record.rpartition(b" ")[2].decode()
+        elif record and not record.startswith(b"# "):
+            dirty = True
+    return commit, dirty
+
+
+def _walk_names(root: Path, skipped: str | None) -> Iterator[str]:
+    """Files and links of a folder that is in no git repository."""
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        for name, is_folder in _children(root, folder):
+            if name == skipped:
+                continue
+            if not is_folder:
+                yield name
+            elif not _is_left_out(root / name):
+                pending.append(name)
+
+
+def _children(root: Path, folder: str) -> list[tuple[str, bool]]:
+    """Relative names in a folder and whether each is a folder; empty where it vanished."""
+    try:
+        with os.scandir(root / folder) as found:
+            return [(os.path.join(folder, item.name), item.is_dir(follow_symlinks=False)) for item in found]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except PermissionError as error:
+        raise _cannot_copy(os.path.join(root, folder), error) from None
+
+
+def _is_left_out(folder: Path) -> bool:
+    is_others = folder.name.startswith(".") or folder.name in ("__pycache__", "node_modules")
+    return is_others or os.path.exists(folder / "pyvenv.cfg") or _holds_runs(folder)
+
+
+def _holds_runs(folder: Path) -> bool:
+    """Also where runs live elsewhere now."""
+    return folder.name == RUNS and next(folder.glob("*/spec.yaml"), None) is not None
+
+
+def _escape_pattern(name: str) -> str:
+    """A name as a .gitignore pattern that matches it alone."""
+    return re.sub(r"([*?\[\\])", r"\\\1", name)
+
+
+def _is_below(name: str, folder: str) -> bool:
+    return name == folder or name.startswith(folder + "/")
+
+
+# --- how much it is --------------------------------------------------------------------------------------------------
+
+
+def _entries(root: Path, names: Iterable[str], mend: str) -> list[_Entry]:
+    """Files and links among the names, sorted; what is gone or is neither (a pipe, a socket) is left out."""
+    entries = []
+    for name in names:
+        try:
+            facts = os.lstat(root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise _cannot_copy(os.path.join(root, name), error) from None
+        if not (stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode)):
+            continue
+        size = facts.st_size if stat.S_ISREG(facts.st_mode) else 0
+        entries.append(_Entry(name, facts.st_mode, size, facts.st_mtime_ns))
+        if len(entries) > MAX_FILES:
+            raise _too_many(root, entries, mend)
+    entries = _without_names_behind_links(entries)
+    return sorted(entries, key=lambda entry: os.fsencode(entry.name))
+
+
+def _without_names_behind_links(entries: list[_Entry]) -> list[_Entry]:
+    """Drops files that git tracks below a folder which a link has since replaced: the link itself is copied."""
+    links = {entry.name for entry in entries if stat.S_ISLNK(entry.mode)}
+    return [entry for entry in entries if links.isdisjoint(_parents(entry.name))]
+
+
+def _parents(name: str) -> Iterator[str]:
+    while name := os.path.dirname(name):
+        yield name
+
+
+def _too_many(root: Path, entries: list[_Entry], mend: str) -> UserError:
+    (most, _), *_ = Counter(entry.name.split("/")[0] for entry in entries).most_common(1)
+    return UserError(f"the code in {str(root)!r} has more than {MAX_FILES:,} files, most of them in {most!r}: {mend}")
+
+
+def _check_size(root: Path, entries: list[_Entry], limit: int, mend: str) -> None:
+    total = sum(entry.size for entry in entries)
+    if total <= limit:
+        return
+    largest = sorted(entries, key=lambda entry: -entry.size)[:_LARGEST_SHOWN]
+    shown = ", ".join(f"{entry.name!r} {human_size(entry.size)}" for entry in largest)
+    raise UserError(
+        f"the code in {str(root)!r} takes {human_size(total)}, over the limit of {human_size(limit)}"
+        f" (largest: {shown}): {mend}, or raise snapshot-limit: in mgpu.yaml"
+    )
+
+
+# --- the copy --------------------------------------------------------------------------------------------------------
+
+
+def _copy(root: Path, destination: Path, entries: list[_Entry]) -> tuple[int, int, str]:
+    """Copies files and links; returns their number, the bytes and the digest of what arrived."""
+    present = {entry.name for entry in entries} | {parent for entry in entries for parent in _parents(entry.name)}
+    digest = hashlib.sha256()
+    files = size = 0
+    set_mode(destination, 0o750)
+    made = {""}
+    for entry in entries:
+        _make_folders(destination, os.path.dirname(entry.name), made)
+        try:
+            if stat.S_ISLNK(entry.mode):
+                kind, copied = b"link", 0
+                content = _copy_link(root, destination, entry.name, present)
+            else:
+                kind = b"executable" if entry.mode & 0o100 else b"file"
+                copied, content = _copy_file(root / entry.name, destination / entry.name, entry)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            continue
+        except OSError as error:
+            raise _cannot_copy(os.path.join(root, entry.name), error) from None
+        files += 1
+        size += copied
+        digest.update(b"\0".join((kind, os.fsencode(entry.name), content)))
+    return files, size, digest.hexdigest()
+
+
+def _make_folders(destination: Path, name: str, made: set[str]) -> None:
+    if name in made:
+        return
+    _make_folders(destination, os.path.dirname(name), made)
+    folder = destination / name
+    folder.mkdir()
+    # whatever the umask: the run folder above decides who may look in
+    set_mode(folder, 0o750)
+    made.add(name)
+
+
+def _copy_file(source: Path, target: Path, entry: _Entry) -> tuple[int, bytes]:
+    """Bytes and sha256 of what was copied."""
+    digest = hashlib.sha256()
+    size = 0
+    with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
+        while chunk := reader.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+            _write_all(writer.fileno(), chunk)
+        os.fchmod(writer.fileno(), 0o750 if entry.mode & 0o100 else 0o640)
+        os.utime(writer.fileno(), ns=(entry.modified_ns, entry.modified_ns))
+    return size, digest.digest()
+
+
+def _write_all(descriptor: int, chunk: bytes) -> None:
+    while chunk:
+        chunk = chunk[os.write(descriptor, chunk) :]
+
+
+def _copy_link(root: Path, destination: Path, name: str, present: set[str]) -> bytes:
+    """sha256 of the link's text in the project: the digest must not depend on where the project lies."""
+    text = os.readlink(root / name)
+    os.symlink(_link_text(root, name, text, present), destination / name)
+    return hashlib.sha256(os.fsencode(text)).digest()
+
+
+def _link_text(root: Path, name: str, text: str, present: set[str]) -> str:
+    """The link as it is where it leads into the snapshot, else absolute: back to what it leads to now."""
+    if os.path.isabs(text):
+        return text
+    plain = os.path.join(root, os.path.dirname(name), text)
+    target = os.path.realpath(plain)
+    inside = os.path.relpath(target, os.path.realpath(root))
+    leads_out = inside.split(os.sep)[0] == ".."
+    left_out = inside != "." and inside not in present and os.path.lexists(target)
+    if not leads_out and not left_out:
+        return text
+    normal = os.path.normpath(plain)
+    # `..` behind a link to a folder means that folder's parent, which text alone does not know
+    return normal if os.path.realpath(normal) == target else plain
+
+
+def _cannot_copy(path: str, error: OSError) -> UserError:
+    return UserError(f"cannot copy {path!r} into the code snapshot ({error.strerror}): mend that or move it away")

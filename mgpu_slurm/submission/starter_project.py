@@ -1,0 +1,32 @@
+"""`mgpu-slurm init`: a starter project."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from mgpu_slurm.core.errors import UserError
+
+STARTER_FILES = ("train.py", "sweep.yaml", "mgpu.yaml")
+
+
+def write(folder: Path) -> list[Path]:
+    """Writes the files of a starter project into a folder, which is made where it is missing; all of them or none.
+
+    Raises:
+        UserError: one of the files is there already, or nothing can be written.
+    """
+    paths = [folder / name for name in STARTER_FILES]
+    present = [path.name for path in paths if path.exists() or path.is_symlink()]
+    if present:
+        raise UserError(
+            f"{', '.join(present)} in {str(folder)!r} would be overwritten: use another folder, or move it away"
+        )
+    starter = resources.files("mgpu_slurm.submission") / "starter"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            path.write_text((starter / path.name).read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"folder {str(folder)!r} cannot be written ({error.strerror}): use another folder") from None
+    return paths

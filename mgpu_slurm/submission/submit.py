@@ -1,0 +1,283 @@
+"""Submitting: the plan made real, in a folder that is hidden until it is complete.
+
+A request that is refused leaves no folder behind; a submission that is killed leaves a run that works or a hidden
+folder that the next submission removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from mgpu_slurm.core import files, layout, records, states
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.executors import slurm_queue, supervisors
+from mgpu_slurm.executors.slurm_queue import Job
+from mgpu_slurm.registry import current_state, dependencies, index
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import Spec, read_spec
+from mgpu_slurm.slurm import commands
+from mgpu_slurm.submission import environment, job_config, missing, plan, resume_overrides, snapshot
+from mgpu_slurm.submission.plan import Plan, Request
+from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
+
+STALE_STAGING_SECONDS = 3600
+
+
+Addition: TypeAlias = Callable[[Plan, RunFolder], None]
+"""Puts more into the folder of a run that is being made; the plan is complete."""
+
+
+def nothing(made: Plan, staging: RunFolder) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What was submitted, and as what."""
+
+    plan: Plan
+    job_id: str
+
+
+def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Submission:
+    """Submits a run and returns as soon as its executor has taken it.
+
+    Args:
+        note: hears that a cluster which does not answer is waited for.
+        add: puts more into the folder, before anybody sees it.
+
+    Raises:
+        UserError: something in the call or a file is wrong; no run folder is left.
+        MayBeQueued: the cluster did not answer, and may have taken the job; the run stays.
+        ClusterError: the cluster refused or did not answer; no run folder is left.
+    """
+    cwd, runs = Path.cwd(), layout.runs_root()
+    made = plan.make(request, cwd, runs, note)
+    layout.make_writable(runs)
+    if not os.environ.get(layout.RUNS_VARIABLE):
+        why = "who could replace your runs in it: set MGPU_RUNS to a folder of yours, or to this one if you trust them"
+        files.refuse_strangers(runs, why)
+    _remove_stale_staging(runs)
+    dependency = dependencies.sbatch_option(made.spec.after) if made.spec.executor == "slurm" else ""
+    with _staged(made, runs) as staging, supervisors.supervisor(made.spec, made.folder, staging) as supervisor:
+        made = _complete(made, request, staging, cwd)
+        add(made, staging)
+        index.remember_root(runs)
+        if supervisor is None:
+            # before the run can be seen: one that was never asked for would pend for ever
+            jobs = slurm_queue.announce(staging, None if made.spec.tasks is None else range(made.spec.tasks), note)
+            _show(staging, made)
+            try:
+                return Submission(made, slurm_queue.submit(made.folder, made.spec, jobs, dependency, note))
+            finally:
+                if not slurm_queue.may_have_arrived(made.folder, jobs):
+                    shutil.rmtree(made.folder.path, ignore_errors=True)
+        job_id = supervisor.claim(staging)
+        _show(staging, made)
+        supervisor.go(made.folder)
+        return Submission(made, job_id)
+
+
+def _show(staging: RunFolder, made: Plan) -> None:
+    """Gives the folder its name, under which it can be seen."""
+    try:
+        staging.path.rename(made.folder.path)
+    except OSError:
+        if not made.folder.path.exists():
+            raise
+        raise UserError(f"{made.spec.run!r} was made by somebody else at the same moment: try again") from None
+
+
+def rehearse(request: Request, note: Note = quiet, add: Addition = nothing) -> Plan:
+    """The plan of a submission, complete and checked, with nothing started and nothing left behind."""
+    cwd, runs = Path.cwd(), layout.runs_root()
+    made = plan.make(request, cwd, runs, note)
+    with tempfile.TemporaryDirectory(prefix="mgpu-") as folder, _staged(made, Path(folder)) as staging:
+        made = _complete(made, request, staging, cwd)
+        add(made, staging)
+        return made
+
+
+def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_CHANGE, note: Note = quiet) -> str:
+    """Starts what has ended again, as its next attempt; the job id.
+
+    Args:
+        asked: the run or group.
+        folders: the run, or those runs of the group that are to start.
+        note: hears that a cluster which does not answer is waited for.
+
+    Raises:
+        UserError: one is alive, or the change does not fit, or what they wait for has failed.
+        MayBeQueued: the cluster did not answer, and may have taken the job; the runs pend.
+        ClusterError: the cluster refused; the runs stay as they ended.
+    """
+    with _locked(asked.group):
+        # what never arrived in SLURM's queue may have none
+        before = [(folder, files.read_json(folder.state)) for folder in folders]
+        # what never arrived in SLURM's queue has no end on disk
+        now = dict(current_state.current([asked]))
+        for folder in folders:
+            if states.is_alive(now[folder]["state"]):
+                raise UserError(f"run {folder.run} is being resumed by somebody else")
+        if change:
+            _check_shares_with_none_alive(asked, now)
+        _check_has_none_elsewhere(asked.group)
+        jobs: list[Job] = []
+        try:
+            return _start_again(asked, folders, change, jobs, note)
+        except BaseException:
+            if not slurm_queue.may_have_arrived(asked.group, jobs):
+                for folder, state in before:
+                    if state is None:
+                        folder.state.unlink(missing_ok=True)
+                    else:
+                        files.write_json(folder.state, state)
+            raise
+
+
+def _check_shares_with_none_alive(asked: RunFolder, now: dict[RunFolder, dict[str, Any]]) -> None:
+    alive = [folder for folder, state in now.items() if states.is_alive(state["state"])]
+    if alive:
+        raise UserError(
+            f"run {alive[0].run} is {now[alive[0]]['state']}, and all of group {asked.run} shares its resources and"
+            " code: resume it with a change when all have ended, or without one now"
+        )
+
+
+def _check_has_none_elsewhere(group: RunFolder) -> None:
+    """A group has its jobs on one cluster at a time."""
+    cluster = records.read_state(group)["slurm_cluster"]
+    if cluster is None or cluster == commands.cluster_name():
+        return
+    found = [state for _, state in records.read_states(group)]
+    current_state.check_are_of_this_cluster(state for state in found if states.is_alive(state["state"]))
+
+
+def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change, jobs: list[Job], note: Note) -> str:
+    """Fills in the jobs that SLURM is asked for."""
+    with resume_overrides.applied(asked, change) as spec, supervisors.supervisor_again(spec, asked) as supervisor:
+        job_id = None if supervisor is None else supervisor.claim(asked)
+        # those of a group are the coordinator's until they have a supervisor of their own
+        now_with = {name: records.read_state(asked).get(name) for name in ("supervisor", "host")}
+        now_with["slurm_cluster"] = _slurm_cluster(spec)
+        if asked.group not in folders:
+            records.update_state(asked.group, slurm_cluster=now_with["slurm_cluster"])
+        for folder in {asked, *folders}:
+            # to end what was before
+            folder.cancel_wish.unlink(missing_ok=True)
+        for folder in folders:
+            folder.create_task()
+            records.note_unseen_end(folder)
+            before = records.read_state(folder)
+            records.record_event(folder, "resumed", state=before["state"], reason=before["reason"])
+            _reset_state(folder, job_id if folder == asked else None, now_with)
+        if supervisor is not None:
+            assert job_id is not None
+            supervisor.go(asked)
+            return job_id
+        tasks = [folder.task for folder in folders if folder.task is not None]
+        dependency = dependencies.sbatch_option(dependencies.left(asked, spec.after))
+        jobs += slurm_queue.announce(asked.group, tasks or None, note)
+        try:
+            return slurm_queue.submit(asked.group, read_spec(asked.group), jobs, dependency, note)
+        except BaseException as stopped:
+            if not slurm_queue.may_have_arrived(asked.group, jobs):
+                raise
+            problem = stopped
+    # the job may come, and what was changed for it stays
+    raise problem
+
+
+def _reset_state(folder: RunFolder, job_id: str | None, now_with: dict[str, Any]) -> None:
+    records.update_state(
+        folder,
+        state="PENDING",
+        reason="",
+        job_id=job_id,
+        submitted=records.now(),
+        started=None,
+        ended=None,
+        **now_with,
+    )
+
+
+def _slurm_cluster(spec: Spec) -> str | None:
+    return None if spec.executor == "local" else commands.cluster_name()
+
+
+@contextmanager
+def _locked(folder: RunFolder) -> Iterator[None]:
+    """Nobody else on this machine starts the run meanwhile; on file systems without locks this is a wish."""
+    descriptor = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _staged(made: Plan, runs: Path) -> Iterator[RunFolder]:
+    """A hidden folder beside the runs; it is gone afterwards unless it was renamed into a run."""
+    files.open_to(made.spec.readable_by)
+    # two may make a sweep of one name at the same moment
+    staging = RunFolder(runs / f"{layout.STAGING_PREFIX}{made.spec.run}-{secrets.token_hex(4)}")
+    staging.create(made.spec.readable_by)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging.path, ignore_errors=True)
+
+
+def _remove_stale_staging(runs: Path) -> None:
+    """What killed submissions left."""
+    for path in runs.glob(f"{layout.STAGING_PREFIX}*"):
+        # another submission may be done with its own meanwhile
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > STALE_STAGING_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Plan:
+    """Take the snapshot, complete the config, and write the run's files."""
+    taken = snapshot.take(
+        Path(made.spec.project), staging.code, made.snapshot_limit, layout.runs_root(), made.spec.workdir
+    )
+    spec, notes = missing.settled(made.spec, staging.code)
+    made = replace(made, spec=spec)
+    facts = environment.describe(taken)
+    given = request.target if callable(request.target) else None
+    values = [configs.merge(request.values, probe) for probe in request.probes] or [request.values]
+    made = made.with_config(job_config.complete(made.spec, values, staging, cwd, request.check, given))
+    notes += missing.notes_on_config(request.values, made.whole_config, made.spec, staging.code)
+    made = replace(made, notes=(*made.notes, *notes))
+    if made.spec.kind == "run":
+        made.spec.check_seeds()
+    made.spec.write(staging)
+    files.write_json(staging.environment, facts)
+    resources = made.spec.resources
+    records.update_state(
+        staging,
+        run=made.spec.run,
+        kind=made.spec.kind,
+        executor=made.spec.executor,
+        slurm_cluster=_slurm_cluster(made.spec),
+        nodes=resources.nodes,
+        ranks=resources.ranks,
+        submitted=made.spec.submitted,
+        tasks=made.spec.tasks,
+    )
+    return made

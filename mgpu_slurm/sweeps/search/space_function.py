@@ -1,0 +1,105 @@
+"""A space that is a function of the user's: what it chooses for a trial, and whether the job takes that.
+
+`python -m mgpu_slurm.sweeps.search.space_function FOLDER` tries it out: a process of its own imports the user's code.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import Trial
+
+from mgpu_slurm.core import interpreter
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request import target
+from mgpu_slurm.request.spec import Spec, read_spec
+from mgpu_slurm.submission import config_check
+from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.search.space import Values, nested
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.training import entry
+
+DRAWS = 8
+"""Trials that are drawn from it beforehand, at random."""
+
+
+def load(name: str, workdir: Path) -> Callable[[Trial], Values]:
+    """What gives a trial its parameters as the function of that name does; what that raises is passed on.
+
+    Args:
+        workdir: where the job stands in its code.
+
+    Raises:
+        UserError: there is no such function, or its module cannot be imported.
+    """
+    function = target.attribute(name, workdir)
+
+    def choose(trial: Trial) -> Values:
+        values = function(trial)
+        if not isinstance(values, dict):
+            raise UserError(f"{name} has returned {values!r}: expected a mapping of parameters")
+        plain: Values = configs.to_plain(values)
+        return plain
+
+    return choose
+
+
+def try_out(folder: RunFolder) -> None:
+    """Draws some trials, and looks whether the job takes them.
+
+    Args:
+        folder: the sweep's, with its code, its spec and its file.
+
+    Raises:
+        UserError: the function cannot be imported or fails, or its values do not fit.
+    """
+    command = interpreter.command(sys.executable, "mgpu_slurm.sweeps.search.space_function", str(folder.path))
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+    if not answer:
+        raise UserError("space: the function ended the process that called it, without an error: call it by hand")
+    problem = json.loads(answer)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def _problem(folder: RunFolder) -> str | None:
+    """What is wrong with the space of a sweep, in a line."""
+    spec, sweep = read_spec(folder), sweep_file.load(folder.sweep)
+    assert isinstance(sweep.space, str)
+    workdir = folder.code / spec.workdir
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    try:
+        takes, choose = _takes(sweep, spec, folder), load(sweep.space, workdir)
+        for _ in range(min(DRAWS, sweep.trials or DRAWS)):
+            try:
+                takes(choose(study.ask()))
+            except optuna.TrialPruned:
+                # Optuna's word for a combination that makes no sense
+                continue
+    except UserError as error:
+        return f"space {sweep.space}: {error}"
+    except Exception as error:
+        return f"space {sweep.space}: {target.in_own_words(error, sweep.space, workdir)}"
+    return None
+
+
+def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], Any]:
+    """What raises an error where a trial with these values would not start."""
+    if sweep.command:
+        target.stand_in(folder.code / spec.workdir)
+        return lambda values: sweep_file.check_takes(sweep.command, values)
+    job = entry.job_function(spec, folder)
+    return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
+
+
+if __name__ == "__main__":
+    config_check.reply(lambda: _problem(RunFolder(Path(sys.argv[1]))))

@@ -1,0 +1,113 @@
+"""What a sweep has found: its best trial, and how to train that again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import program, short_path
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry import sweep_state
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best trial of a study so far."""
+
+    study: str
+    metric: str
+    direction: str
+    number: int
+    value: float
+    params: dict[str, Any]
+    """Those that were searched, by name."""
+    config: dict[str, Any]
+    """All that the job got."""
+    folder: str
+    command: str
+    """Trains it again: of a shell, or of Python where the job is a function that was typed in there."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        width = max(9, *(len(name) for name in self.params)) if self.params else 9
+        return [
+            f"{'best':<{width}} {self.metric} {self.value!r}, trial {self.number} of study {self.study}",
+            *(f"{name:<{width}} {_text(value)}" for name, value in self.params.items()),
+            f"{'folder':<{width}} {self.folder}",
+            f"{'again':<{width}} {self.command}",
+        ]
+
+
+def best(folder: RunFolder) -> Best:
+    """
+    Raises:
+        UserError: it is no sweep, or no trial is complete.
+    """
+    if not sweep_state.is_sweep(folder):
+        raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
+    summary = sweep_state.summary_of(folder)
+    found = summary["best"]
+    if found is None:
+        raise UserError(f"study {folder.run}: no trial is complete yet: see `{program()} status {folder.run}`")
+    sweep = sweep_file.load(folder.sweep)
+    trial = folder.of_trial(found["number"])
+    config = configs.read_yaml(trial.config) if trial.config.exists() else sweep.fixed | found["params"]
+    return Best(
+        study=folder.run,
+        metric=sweep.metric,
+        direction=sweep.direction,
+        number=found["number"],
+        value=found["value"],
+        params=found["params"],
+        config=config,
+        folder=str(trial.path),
+        command=_command(folder, sweep, trial, config),
+    )
+
+
+def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str, Any]) -> str:
+    spec = read_spec(folder)
+    resources = configs.read_yaml(folder.sweep).get("resources") or {}
+    # this machine's is taken without being named
+    if spec.cluster not in (None, "local"):
+        resources = {"cluster": spec.cluster} | resources
+    if spec.target.pickled is not None:
+        given = {str(name).replace("-", "_"): value for name, value in resources.items() if value is not None}
+        return f"submit({', '.join([spec.target.pickled, str(config), *(f'{k}={v!r}' for k, v in given.items())])})"
+    flags = _flags(resources)
+    start, config_file = f"{program()} submit", short_path(trial.config)
+    place = Path(spec.project, spec.workdir)
+    if place.is_dir() and not place.samefile("."):
+        # target and command are named as from there
+        interpreter, _, rest = start.partition(" ")
+        interpreter = os.path.abspath(interpreter) if "/" in interpreter else interpreter
+        start, config_file = f"cd {shlex.quote(str(place))} && {interpreter} {rest}", str(trial.config)
+    if sweep.command:
+        return f"{start} {flags}-- {shlex.join(sweep_file.words_of(sweep.command, config))}"
+    return f"{start} {shlex.quote(spec.target.label)} {flags}--config {shlex.quote(config_file)}"
+
+
+def _flags(resources: dict[str, Any]) -> str:
+    """The resources of a worker, as `submit` takes them."""
+    words = []
+    for name, value in resources.items():
+        if value is None:
+            continue
+        if name == "sbatch":
+            words += [f"--sbatch {shlex.quote(f'{key}={inner}')}" for key, inner in value.items()]
+        else:
+            words.append(f"--{str(name).replace('_', '-')} {shlex.quote(str(value))}")
+    return "".join(f"{word} " for word in words)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,165 @@
+"""What failed trials say: of the sweep, where all fail alike, or of one worker, whose node may be broken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from optuna.trial import FrozenTrial, TrialState
+
+from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.study import trial_queue as studies
+
+FIRST_FAILURES = 5
+"""Trials, or all where there are fewer, that end the sweep when they fail alike and none has gone well."""
+
+EARLY_FAILURES = 2
+"""Trials that may fail alike on one worker, while none has gone well, before it waits for the others' first news."""
+
+LATER_FAILURES = 3
+"""Trials that may fail alike on one worker in a row, when others have gone well, before another worker tries one."""
+
+_NUMBER = re.compile(r"\d[\d.eE+-]*")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker on the nodes that it has now."""
+
+    worker: int
+    since: datetime
+
+
+def goes_well(trials: Sequence[FrozenTrial]) -> bool:
+    """Whether any trial has come to anything."""
+    return any(map(_goes_well, trials))
+
+
+def _goes_well(trial: FrozenTrial) -> bool:
+    ended_well = trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
+    return ended_well or (trial.state != TrialState.FAIL and bool(trial.intermediate_values))
+
+
+def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | None:
+    """Why trials that have not begun would fail too; None where nothing says so.
+
+    Args:
+        limit: how many trials there may be.
+    """
+    failed = [trial for trial in trials if trial.state == TrialState.FAIL]
+    if goes_well(trials) or len(set(map(_kind_of, failed))) != 1:
+        return None
+    if len(failed) < min(FIRST_FAILURES, limit or FIRST_FAILURES):
+        return None
+    alike = "the only trial" if len(failed) == 1 else f"all of the first {len(failed)} trials"
+    return f"{alike} failed alike: {failed[-1].system_attrs.get(studies.REASON)}"
+
+
+def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
+    """Return whether so many of the first trials have failed alike there that the next one should wait for news."""
+    return not goes_well(trials) and len(_streak(trials, place)) >= EARLY_FAILURES
+
+
+def is_news_due(trials: Sequence[FrozenTrial]) -> bool:
+    """Whether a worker of whom no failure is the last news trains a trial that has said nothing yet."""
+    failing = {worker for worker, trial in _last_ended(trials).items() if trial.state == TrialState.FAIL}
+    silent = [trial for trial in trials if trial.state == TrialState.RUNNING and not trial.intermediate_values]
+    return any(failing.isdisjoint(studies.claims(trial)) for trial in silent)
+
+
+def workers_with_trials(trials: Sequence[FrozenTrial]) -> set[int]:
+    return {worker for trial in trials for worker in studies.claims(trial)}
+
+
+def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial, reason: str) -> bool:
+    """Return whether a trial that has failed there should be tried on another worker before it counts as failed.
+
+    The node may be broken when trial after trial fails alike there. Whether it is shows when the same parameters are
+    trained elsewhere. Each time that the trial has failed there too, it takes twice as many failures.
+    """
+    cleared = sum(_verdict(each, place) is False for each in trials)
+    streak = _streak(trials, place)
+    is_alike = not streak or _kind_of(streak[-1]) == _kind(reason)
+    before = len(streak) if is_alike else 0
+    return samplers.DOUBT not in trial.system_attrs and before + 1 >= LATER_FAILURES << cleared and goes_well(trials)
+
+
+def is_in_doubt(trials: Sequence[FrozenTrial], place: Place) -> bool:
+    """Return whether a trial that has failed there still has to show whether it fails on another worker too."""
+    unfinished = [trial for trial in trials if not trial.state.is_finished()]
+    return any(_is_doubted(trial, place) and _verdict(trial, place) is None for trial in unfinished)
+
+
+def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:
+    """Return what is wrong with a worker on whose node a trial failed that does well on another; None if nothing is."""
+    for trial in trials:
+        if _verdict(trial, place):
+            reason = trial.system_attrs[samplers.DOUBT]["reason"]
+            return f"trial {trial.number} failed here, and does well elsewhere: {reason}"
+    return None
+
+
+def innocent(trials: Sequence[FrozenTrial], place: Place) -> list[int]:
+    """Return the numbers of the trials that a broken worker has failed for the reason that its node gave."""
+    kinds = {_kind(trial.system_attrs[samplers.DOUBT]["reason"]) for trial in trials if _verdict(trial, place)}
+    failed = [trial for trial in _ended_at(trials, place) if trial.state == TrialState.FAIL]
+    return [trial.number for trial in failed if _kind_of(trial) in kinds]
+
+
+def _is_doubted(trial: FrozenTrial, place: Place) -> bool:
+    doubt = trial.system_attrs.get(samplers.DOUBT)
+    return (
+        doubt is not None and doubt["worker"] == place.worker and datetime.fromisoformat(doubt["time"]) >= place.since
+    )
+
+
+def _verdict(trial: FrozenTrial, place: Place) -> bool | None:
+    """Return whether a trial that has failed there does well elsewhere; None while nothing tells."""
+    if not _is_doubted(trial, place) or place.worker in studies.claims(trial):
+        return None
+    if samplers.has_failed(trial):
+        return False
+    # what it had reported where it failed says nothing
+    is_further = len(trial.intermediate_values) > trial.system_attrs[samplers.DOUBT]["reports"]
+    return True if is_further or trial.state in (TrialState.COMPLETE, TrialState.PRUNED) else None
+
+
+def _streak(trials: Sequence[FrozenTrial], place: Place) -> list[FrozenTrial]:
+    """The last failures of one kind there, with nothing else between them."""
+    streak: list[FrozenTrial] = []
+    for trial in reversed(_ended_at(trials, place)):
+        if trial.state != TrialState.FAIL or (streak and _kind_of(trial) != _kind_of(streak[0])):
+            break
+        streak.insert(0, trial)
+    return streak
+
+
+def _ended_at(trials: Sequence[FrozenTrial], place: Place) -> list[FrozenTrial]:
+    own = [trial for trial in trials if place.worker in studies.claims(trial)]
+    return [trial for trial in _by_end(own) if _begun(trial) >= place.since]
+
+
+def _last_ended(trials: Sequence[FrozenTrial]) -> dict[int, FrozenTrial]:
+    """By worker."""
+    return {worker: trial for trial in _by_end(trials) for worker in studies.claims(trial)}
+
+
+def _by_end(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    ended = [trial for trial in trials if trial.datetime_complete is not None]
+    return sorted(ended, key=lambda trial: (trial.datetime_complete, trial.number))
+
+
+def _begun(trial: FrozenTrial) -> datetime:
+    assert trial.datetime_start is not None
+    return trial.datetime_start.astimezone()
+
+
+def _kind_of(trial: FrozenTrial) -> str:
+    return _kind(trial.system_attrs.get(studies.REASON, ""))
+
+
+def _kind(reason: str) -> str:
+    """Return what an error is, whichever values of the trial its message names."""
+    return _NUMBER.sub("...", reason)

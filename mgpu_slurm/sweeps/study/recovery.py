@@ -1,0 +1,174 @@
+"""Trials whose worker is gone: found by asking who is alive, and queued again or failed.
+
+Nothing here goes by a clock: a worker that is slow, or was suspended, keeps its trial.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from mgpu_slurm.core import records, retry, states
+from mgpu_slurm.core.files import write_json, write_whole
+from mgpu_slurm.core.formatting import first_line
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.registry import current_state
+from mgpu_slurm.sweeps import hparams
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.file_locks import locked
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a worker's attempt ended."""
+
+    reason: str
+    is_trials_fault: bool = False
+    """Whether the trial's own code raised an error, which it would do again."""
+
+
+def look(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet, every: float = 0.0) -> list[int]:
+    """`recover`, unless another worker does it: hundreds that find nothing to do at the same moment ask SLURM once.
+
+    Args:
+        every: seconds; where somebody has looked in that time, this one does not.
+    """
+    if time.time() - _last_look(folder) < every:
+        return []
+    before = _looks(folder)
+    with locked(folder.looks.with_suffix(".lock")):
+        if _looks(folder) != before:
+            # one that began after the caller came here
+            return []
+        write_whole(folder.looks, str(before + 1), sync=False)
+        return recover(study, folder, sweep, note)
+
+
+def _last_look(folder: RunFolder) -> float:
+    return folder.looks.stat().st_mtime if folder.looks.exists() else 0.0
+
+
+def _looks(folder: RunFolder) -> int:
+    """How many looks have begun."""
+    return int(folder.looks.read_text()) if folder.looks.exists() else 0
+
+
+def recover(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet) -> list[int]:
+    """Takes trials away from workers that are dead; their numbers.
+
+    Args:
+        folder: of the sweep.
+        note: hears that SLURM does not answer, so that nobody can tell who is dead.
+    """
+    # who runs what is read first: a worker that starts after that is not taken for dead
+    suspects = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    if not suspects:
+        return []
+    found = {member.task: state for member, state in current_state.current([folder], note)}
+    orphans = [
+        trial for trial in suspects if not any(_may_live(found, *each) for each in studies.claims(trial).items())
+    ]
+    if not orphans:
+        return []
+    with locked(folder.trials_lock):
+        now = {trial.number: trial for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+        left = [
+            trial
+            for trial in orphans
+            # somebody else may have done it meanwhile
+            if trial.number in now and studies.claims(now[trial.number]) == studies.claims(trial)
+        ]
+        for trial in left:
+            if claims := studies.claims(trial):
+                release(study, folder, trial, _death(folder, found, claims), sweep)
+            else:
+                # who gave it back, or released it, died over that
+                studies.give_back(study, trial)
+    return [trial.number for trial in left]
+
+
+def _may_live(found: dict[int | None, dict[str, Any]], worker: int, attempt: int) -> bool:
+    """Whether an attempt of a worker may be at work; what is read of the worker may be a little old."""
+    state = found.get(worker)
+    if state is None or attempt > state["attempts"]:
+        return True
+    return bool(attempt == state["attempts"] and state["state"] in states.MAY_RUN)
+
+
+def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep) -> bool:
+    """Queues a trial again, or fails it where it has cost too many workers; whether it has failed.
+
+    The caller holds the lock.
+    """
+    own = _made(folder.of_trial(trial.number))
+    lost = sorted({*trial.system_attrs.get(studies.LOSSES, []), records.attempts_started(own)})
+    reason = death.reason if death.is_trials_fault else f"{death.reason} ({len(lost)} of {sweep.max_retries + 1} times)"
+    if death.is_trials_fault or len(lost) > sweep.max_retries:
+        fail(study, own, trial, death, sweep, told=reason)
+        return True
+    records.record_event(own, "lost", reason=reason)
+    study._storage.set_trial_system_attr(trial._trial_id, studies.LOSSES, lost)
+    studies.give_back(study, trial)
+    return False
+
+
+def fail(
+    study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep, told: str | None = None
+) -> None:
+    """End a trial without a value, in its folder and in the study.
+
+    Args:
+        folder: of the trial.
+        death: its reason is alike for trials that fail alike.
+        told: the reason with what is this trial's own, for its folder.
+    """
+    record = {"run": folder.run, "state": "FAIL", "message": told or death.reason, "ended": records.now()}
+    write_outcome(_made(folder), record)
+    studies.fail(study, trial, death.reason, death.is_trials_fault)
+    with hparams.may_fail():
+        hparams.write_end(folder, sweep, "failed")
+
+
+def write_outcome(trial: RunFolder, record: dict[str, Any]) -> None:
+    """Writes how a trial ended: the one file that says so, where another was written by who died before it was told."""
+    file, other = trial.result, trial.failure
+    if record["state"] == "FAIL":
+        file, other = other, file
+    retry.patiently(lambda: write_json(file, record, sync=False), f"{str(file)!r} cannot be written")
+    other.unlink(missing_ok=True)
+
+
+def _made(trial: RunFolder) -> RunFolder:
+    trial.path.mkdir(parents=True, exist_ok=True)
+    return trial
+
+
+def _death(folder: RunFolder, found: dict[int | None, dict[str, Any]], claims: dict[int, int]) -> Death:
+    for worker, attempt in claims.items():
+        known = of_attempt(folder.of_task(worker), attempt)
+        if known is not None:
+            return known
+    worker, attempt = next(iter(claims.items()))
+    state = found[worker]
+    if states.is_alive(state["state"]) or state["attempts"] > attempt:
+        # what it is now is not how that attempt ended
+        return Death(f"worker {worker} was ended, and starts again")
+    how = f": {state['reason']}" if state["reason"] else ""
+    return Death(f"worker {worker} is {state['state']}{how}")
+
+
+def of_attempt(worker: RunFolder, attempt: int) -> Death | None:
+    """How an attempt of a worker ended, as far as it was written down where it ran."""
+    for event in records.events(worker):
+        if event["event"] == "ended" and event["attempt"] == attempt and "message" in event:
+            message = first_line(event["message"])
+            if event["trial"] is not None:
+                return Death(f"{event['error']}: {message}", is_trials_fault=True)
+            return Death(f"its ranks died: {message}")
+    return None

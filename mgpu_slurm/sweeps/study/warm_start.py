@@ -1,0 +1,149 @@
+"""What an earlier study is good for: trials to start with, or the region around its best ones as a grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from optuna.study import Study
+from optuna.trial import FixedTrial, FrozenTrial, TrialState, create_trial
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry import lookup, sweep_state
+from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.search.space import Choice, Float, Int, Parameter, Space, Values, label
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import summary
+from mgpu_slurm.sweeps.study import trial_queue as studies
+
+BEST_SHARE = 0.1
+"""Of the complete trials, those whose region is searched again."""
+
+LEAST_BEST = 3
+POINTS = 3
+"""Of each range, in a grid around the best trials."""
+
+
+def find(name: str) -> tuple[RunFolder, Sweep, Study]:
+    """A study by the name of its sweep.
+
+    Raises:
+        UserError: there is no such sweep.
+    """
+    folder = lookup.find(name)
+    if not sweep_state.is_sweep(folder):
+        raise UserError(f"{name!r} is no sweep: name a study")
+    sweep = sweep_file.load(folder.sweep)
+    return folder, sweep, studies.load(sweep, folder.journal)
+
+
+# -- to start with
+
+
+def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
+    """An earlier study's trials, as far as they lie in the space of this one.
+
+    Raises:
+        UserError: its trials are judged by something else.
+    """
+    _, other, known = find(name)
+    if (other.metric, other.direction) != (sweep.metric, sweep.direction):
+        raise UserError(
+            f"warm_start {name}: it is to {other.direction} {other.metric}, and this study to {sweep.direction}"
+            f" {sweep.metric}: its trials say nothing here"
+        )
+    found = known.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+    copies = [copy for copy in (_copied(trial, other, sweep) for trial in found) if copy is not None]
+    if not copies:
+        raise UserError(f"warm_start {name}: none of its {len(found)} trials lies in this space: leave it out")
+    return copies
+
+
+def add(study: Study, known: Sequence[FrozenTrial]) -> None:
+    """Lets a new study know these trials."""
+    for trial in known:
+        study.add_trial(trial)
+    studies.note(study, studies.ORIGINS, len(known))
+
+
+def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | None:
+    params, distributions = trial.params, trial.distributions
+    if isinstance(sweep.space, Space):
+        values = summary.parameters(trial, other)
+        if not sweep.space.takes(values):
+            return None
+        fixed = FixedTrial({key: label(value) for key, value in values.items()})
+        sweep.space.suggest(fixed)
+        params, distributions = fixed.params, fixed.distributions
+    return create_trial(
+        state=trial.state,
+        value=trial.value,
+        params=params,
+        distributions=distributions,
+        intermediate_values=trial.intermediate_values,
+        system_attrs={studies.ORIGIN: other.study},
+    )
+
+
+# -- to search around
+
+
+def around(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The values of a sweep file, with a grid around the best trials of an earlier study as their space.
+
+    Each range becomes some points between the ends of the best tenth of its trials, each choice those that occur there.
+
+    Raises:
+        UserError: there is no such sweep, or too few of its trials are complete.
+    """
+    folder, sweep, study = find(name)
+    if not isinstance(sweep.space, Space):
+        raise UserError(f"--around {name}: its space is a function, of which nobody knows the ranges")
+    complete = summary.ranked(summary.own_trials(study), sweep.direction)
+    if len(complete) < LEAST_BEST:
+        raise UserError(f"--around {name}: {len(complete)} of its trials are complete: it takes {LEAST_BEST}")
+    best = [summary.parameters(trial, sweep) for trial in complete[: max(LEAST_BEST, _share(len(complete)))]]
+    changed = {key: value for key, value in values.items() if key not in ("enqueue", "warm_start")}
+    if changed.get("study") == folder.run:
+        changed["study"] = f"{folder.run}-around"
+    return changed | {"sampler": "grid", "space": _grid(sweep.space, best)}
+
+
+def _share(trials: int) -> int:
+    return math.ceil(trials * BEST_SHARE)
+
+
+def _grid(space: Space, best: Sequence[Values]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for parameter in space.parameters:
+        # that of a choice which none of the best has made is not asked for any more
+        there = [values[parameter.name] for values in best if parameter.name in values]
+        if not there:
+            continue
+        found[parameter.name] = {"choice": _points(parameter, there)}
+        when = {
+            name: [value for value in allowed if value in found[name]["choice"]]
+            for name, allowed in parameter.when.items()
+        }
+        if when:
+            found[parameter.name]["when"] = when
+    return found
+
+
+def _points(parameter: Parameter, there: list[Any]) -> list[Any]:
+    if isinstance(parameter, Choice):
+        return [value for value in parameter.values if value in there]
+    assert isinstance(parameter, (Float, Int))
+    low, high = min(there), max(there)
+    between = [_between(low, high, place / (POINTS - 1), parameter.log) for place in range(POINTS)]
+    if isinstance(parameter, Int):
+        steps = [round((value - parameter.low) / parameter.step) for value in between]
+        return list(dict.fromkeys(parameter.low + step * parameter.step for step in steps))
+    # four digits say as much as a tenth of some trials can
+    return list(dict.fromkeys(float(f"{value:.4g}") for value in between))
+
+
+def _between(low: float, high: float, share: float, log: bool) -> float:
+    return low * (high / low) ** share if log else low + (high - low) * share

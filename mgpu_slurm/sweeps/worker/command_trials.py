@@ -1,0 +1,245 @@
+"""A trial that is a command: each rank of the worker starts it as a child, and rank 0 hears what it reports.
+
+Every trial has a rendezvous of its own, as a script's process group cannot outlive its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_slurm.core import failures, processes
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.files import end_of, read_jsonl
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.processes import TRIAL_VARIABLE
+from mgpu_slurm.job import store_server
+from mgpu_slurm.metrics import report_socket
+from mgpu_slurm.metrics.report_socket import Desk
+from mgpu_slurm.rank.calls import Agreed, Call
+from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.signals import Stop, StopFlag
+from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
+from mgpu_slurm.sweeps.worker.study_client import Ending, Participant
+from mgpu_slurm.training import entry
+from mgpu_slurm.training.entry import Rank
+
+LOOK_EVERY = 0.2
+"""Seconds between two words of the ranks on how their children are."""
+
+PATIENCE_FOR_SIGTERM = 1.0
+"""Seconds."""
+
+GRACE = 5.0
+"""Seconds that a child gets to end, once it is told to or another rank's has failed."""
+
+
+@dataclass
+class _Heard:
+    """What rank 0 has heard of the script."""
+
+    given_up: str | None = None
+    progress: int = 0
+    error: NoMoreHere | None = None
+    """Of the study; all ranks are told when the children have ended."""
+
+
+@dataclass(frozen=True)
+class _Exit:
+    """How a rank's child has ended."""
+
+    rank: int
+    code: int
+    """Negative for a signal."""
+
+
+class CommandTrainer:
+    """Trains by starting the trial's command on every rank."""
+
+    def __init__(self, rank: Rank, stop: StopFlag, agreement: Agreement, participant: Participant | None) -> None:
+        self._rank = rank
+        self._stop = stop
+        self._agreement = agreement
+        self._participant = participant
+        is_here = rank.spec.executor == "local" or rank.spec.resources.nodes == 1
+        self._address: str = "127.0.0.1" if is_here else agreement.told(lambda: rank.facts.node_name)
+        """Of rank 0's node."""
+
+    def train(self, order: Assignment, folder: RunFolder) -> Ending:
+        heard = _Heard()
+        with closing(Desk(lambda progress, metrics: self._judge(heard, progress, metrics))) as desk:
+            # served by this process until the children have ended
+            port, store = self._rendezvous()
+            child = self._start(order, folder, desk, port)
+            exited, stop = self._wait(child, folder, desk)
+            if stop is Stop.NO and exited.code in (TERMINATED_EXIT_CODE, -signal.SIGTERM):
+                stop = self._late_word()
+            del store
+        return _ending(folder, heard, exited, stop)
+
+    def _judge(self, heard: _Heard, progress: int, metrics: dict[str, float]) -> str | None:
+        assert self._participant is not None
+        heard.progress = progress
+        try:
+            participant = self._participant
+            heard.given_up = undisturbed(lambda: participant.judge(progress, metrics))
+        except NoMoreHere as error:
+            heard.error, heard.given_up = error, str(error)
+        return heard.given_up
+
+    def _rendezvous(self) -> tuple[int, Any]:
+        """The port of a store that rank 0 serves, and on rank 0 the store."""
+        made = []
+
+        def make() -> int:
+            # as the run's own: the loopback interface, or what the job's other nodes can reach
+            listener = store_server.bind("127.0.0.1" if self._address.startswith("127.") else "")
+            port: int = listener.getsockname()[1]
+            made.append(store_server.serve(listener))
+            return port
+
+        return self._agreement.told(make), made
+
+    def _start(self, order: Assignment, folder: RunFolder, desk: Desk, port: int) -> subprocess.Popen[bytes]:
+        spec = self._rank.spec
+        program, words = entry.program_of(spec, order.words)
+        if program is None:
+            raise UserError(f"command {words[0]!r} {entry.why_not_found(words[0])}")
+        variables = store_server.exports(self._address, port) | {
+            ATTEMPT_VARIABLE: str(order.attempt),
+            TRIAL_VARIABLE: str(folder.path),
+            report_socket.VARIABLE: desk.name,
+        }
+        parent = os.getpid()
+
+        def enter() -> None:
+            processes.die_with_parent(signal.SIGKILL, parent)
+            # by default it would kill a script that knows nothing of it
+            signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
+
+        return subprocess.Popen(words, executable=program, env=os.environ | variables, preexec_fn=enter)
+
+    def _wait(self, child: subprocess.Popen[bytes], folder: RunFolder, desk: Desk) -> tuple[_Exit, Stop]:
+        """Until the children of all ranks have ended; how, and what was asked for meanwhile."""
+        descriptor = os.pidfd_open(child.pid)
+        deadline: float | None = None
+        ended_by_sigterm: float | None = None
+        # the children hear it too, and what they take to end is their own affair
+        self._stop.is_heeded = True
+        try:
+            desk.watch(descriptor)
+            while True:
+                desk.serve(LOOK_EVERY)
+                code = child.poll()
+                if code == -signal.SIGTERM:
+                    # of a stop this process may hear a little later than its child
+                    ended_by_sigterm = ended_by_sigterm or time.monotonic()
+                    is_new = time.monotonic() < ended_by_sigterm + PATIENCE_FOR_SIGTERM
+                    if (is_new or deadline is not None or self._stop.due is not Stop.NO) and _left(folder):
+                        # a stop that ends a shell or launcher leaves behind what may still save
+                        code = None
+                stop = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=bool(code)))
+                if not self._agreement.total([float(code is None)])[0]:
+                    return self._first_failure(child), stop.stop
+                if deadline is None and (stop.failed or stop.stop is Stop.LEAVE):
+                    if stop.stop is Stop.LEAVE:
+                        processes.tell(signal.SIGTERM, [child.pid])
+                    deadline = time.monotonic() + GRACE
+                elif deadline is not None and time.monotonic() > deadline:
+                    _kill(child, folder)
+        finally:
+            os.close(descriptor)
+
+    def _late_word(self) -> Stop:
+        """What this worker was asked for, where a SIGTERM that has ended the children may still be on its way here."""
+        give_up = time.monotonic() + PATIENCE_FOR_SIGTERM
+        while True:
+            is_over = time.monotonic() > give_up
+            agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=is_over))
+            if agreed.stop is not Stop.NO or agreed.failed:
+                return agreed.stop
+            time.sleep(0.05)
+
+    def _first_failure(self, child: subprocess.Popen[bytes]) -> _Exit:
+        codes = [0.0] * self._rank.facts.world_size
+        codes[self._rank.facts.rank] = float(child.returncode)
+        exits = [_Exit(rank, int(code)) for rank, code in enumerate(self._agreement.total(codes))]
+        # those that were killed because of another one come last
+        failed = sorted((each for each in exits if each.code), key=lambda each: each.code == -signal.SIGKILL)
+        return failed[0] if failed else exits[0]
+
+
+def _ending(folder: RunFolder, heard: _Heard, exited: _Exit, stop: Stop) -> Ending:
+    if stop is Stop.END:
+        leave = Leave(TERMINATED_EXIT_CODE, "asked to end")
+        return Ending(lambda own: own.give_back(is_late=False, has_saved=False), leave)
+    if exited.code == REQUEUE_EXIT_CODE or stop is Stop.LEAVE:
+        # what a script has saved nobody knows but by what it has reported
+        leave = Leave(REQUEUE_EXIT_CODE, "the time limit is near")
+        return Ending(lambda own: own.give_back(is_late=True, has_saved=own.has_reported()), leave)
+    return Ending(lambda own: _tell(own, folder, heard, exited))
+
+
+def _tell(own: Participant, folder: RunFolder, heard: _Heard, exited: _Exit) -> None:
+    """Called on rank 0 alone."""
+    if heard.error is not None:
+        raise heard.error
+    if heard.given_up is not None:
+        own.prune(heard.given_up, heard.progress)
+    elif exited.code < 0 or exited.code == TERMINATED_EXIT_CODE:
+        signum = -exited.code if exited.code < 0 else signal.SIGTERM
+        own.lose(f"its command was ended by {signal.Signals(signum).name}")
+    elif exited.code:
+        lines = _lines(folder, exited.rank)
+        reason = f"its command ended with exit code {exited.code}" + "".join(f": {line[:200]}" for line in lines[-1:])
+        if failures.cause_of({"message": reason}, "\n".join(lines)) is failures.FORGERY:
+            own.lose(reason)
+        else:
+            own.fail(reason)
+    else:
+        reported = _reported(folder)
+        has_trained = heard.progress > 0
+        own.complete(_printed(folder) or reported, reported, 0, heard.progress, has_trained)
+
+
+def _reported(folder: RunFolder) -> dict[str, float]:
+    """The metrics of the script's last report."""
+    metrics: dict[str, float] = {}
+    for record in read_jsonl(folder.metrics):
+        metrics = record["metrics"]
+    return metrics
+
+
+def _printed(folder: RunFolder) -> dict[str, float]:
+    """The numbers of the JSON object in rank 0's last line, where there is one."""
+    with suppress(ValueError, IndexError):
+        found = json.loads(_lines(folder, rank=0)[-1])
+        if isinstance(found, dict):
+            return {str(name): float(value) for name, value in found.items() if isinstance(value, (int, float))}
+    return {}
+
+
+def _lines(folder: RunFolder, rank: int) -> list[str]:
+    """What a rank of the newest attempt has printed last, without empty lines."""
+    logs = sorted(folder.logs.glob(f"*-{rank}.log"), key=lambda path: int(path.name.partition("-")[0]))
+    text = end_of(logs[-1]) if logs else ""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _kill(child: subprocess.Popen[bytes], folder: RunFolder) -> None:
+    """End a trial's command, and what it has started."""
+    for pid in {*processes.descendants(child.pid), *_left(folder)}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    child.kill()
+
+
+def _left(folder: RunFolder) -> list[int]:
+    return processes.carrying(TRIAL_VARIABLE, str(folder.path))

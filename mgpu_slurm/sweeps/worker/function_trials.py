@@ -1,0 +1,116 @@
+"""A trial that is a call of a job function, in the worker's own process and process group."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from mgpu_slurm.core import checkpoint_names as checkpoints
+from mgpu_slurm.core import retry
+from mgpu_slurm.core.errors import ForgeryError, RunFailed, RunStopped, TrialPruned
+from mgpu_slurm.core.files import write_whole
+from mgpu_slurm.core.formatting import first_line
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.metrics.reporter import odd_result, result_of
+from mgpu_slurm.rank import crash, preflight
+from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.signals import Stop, StopFlag
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE
+from mgpu_slurm.sweeps.search.space import nested
+from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
+from mgpu_slurm.sweeps.worker.study_client import Ending, Participant
+from mgpu_slurm.training import entry
+from mgpu_slurm.training.entry import Rank
+from mgpu_slurm.training.run import Judge, Run
+
+FAILED_EXIT_CODE = 1
+
+
+class FunctionTrainer:
+    """Trains by calling the job function, each time with a run of its own."""
+
+    def __init__(
+        self, rank: Rank, stop: StopFlag, device: torch.device, agreement: Agreement, participant: Participant | None
+    ) -> None:
+        self._rank = rank
+        self._stop = stop
+        self._device = device
+        self._agreement = agreement
+        self._judge = _judge_of(participant)
+        self._watchdog = entry.watchdog_of(rank)
+        self._job = entry.job_function(rank.spec, rank.folder)
+
+    def train(self, order: Assignment, folder: RunFolder) -> Ending:
+        """
+        Raises:
+            RunStopped: the ranks have to be started again.
+            SweepFailed: there is no sense in going on.
+            ForgeryError: a stranger has written to the rendezvous, which is no fault of the trial.
+        """
+        facts = self._rank.facts
+        before = checkpoints.newest(folder) if facts.rank == 0 else None
+        run = Run(
+            facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._judge, self._watchdog
+        )
+        try:
+            result = self._call(run, order, folder)
+            return Ending(lambda own: own.complete(result, run.last_metrics, run.step, run.progress, run.has_trained))
+        except TrialPruned as pruned:
+            reason = pruned.reason
+            return Ending(lambda own: own.prune(reason, run.progress))
+        except RunStopped as stopped:
+            is_late = stopped.exit_code == REQUEUE_EXIT_CODE
+            return Ending(
+                lambda own: own.give_back(is_late, has_saved=checkpoints.newest(folder) != before),
+                Leave(stopped.exit_code, stopped.reason),
+            )
+        except (NoMoreHere, ForgeryError):
+            raise
+        except BaseException as error:
+            return self._failed(order, error, run)
+        finally:
+            run.close()
+
+    def _call(self, run: Run, order: Assignment, folder: RunFolder) -> dict[str, float]:
+        spec = self._rank.spec
+        values = configs.merge(spec.config, nested(order.values))
+        config = self._job.fill(values, spec.original)
+        if run.is_main:
+            text = configs.dump_yaml(configs.to_plain(config))
+            retry.for_the_disk(lambda: write_whole(folder.config, text, sync=False), folder.config)
+        returned = self._job.call(run, config)
+        run.finish()
+        warning = odd_result(returned) if run.is_main else None
+        preflight.warn([warning] if warning is not None else [], folder, run.attempt, self._rank.facts)
+        return result_of(returned, run.last_metrics, run.has_trained)
+
+    def _failed(self, order: Assignment, error: BaseException, run: Run) -> Ending:
+        """Ends the trial for what its code has raised."""
+        shown = crash.own_traceback(error)
+        print(shown, end="", file=sys.stderr, flush=True)
+        record = crash.record(error, shown, self._rank.facts)
+        if self._rank.facts.world_size == 1 and not _has_spoilt_the_device(error):
+            return Ending(lambda own: own.fail(f"{record['error']}: {first_line(record['message'])}"))
+        # the others may be in the middle of a collective, and this rank's next one would answer theirs
+        entry.record_failure(self._rank, record | {"trial": order.number})
+        # new ranks would not know that the time limit is near
+        code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
+        if code == FAILED_EXIT_CODE:
+            crash.leave_soon(code, run.await_save)
+        raise RunStopped(code, "a trial has failed: the ranks start again") from None
+
+
+def _judge_of(participant: Participant | None) -> Judge:
+    """Rank 0's own; what goes wrong with the study there is no error of the trial."""
+    return _nobody if participant is None else lambda *report: undisturbed(lambda: participant.judge(*report))
+
+
+def _nobody(progress: int, metrics: dict[str, float]) -> str | None:
+    raise RunFailed("only rank 0 deals with the study")
+
+
+def _has_spoilt_the_device(error: BaseException) -> bool:
+    """Whether the GPU answers every later call with this error too."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)

@@ -1,0 +1,184 @@
+"""What a trial leaves behind in a process that goes on with the next one: put back, or measured.
+
+Settings of Python and torch are put back to what they were before the first trial. Memory, threads and open files that
+stay are counted; from some growth on it is better to start the ranks anew. A module's own global state is nobody's to
+put back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mgpu_slurm.core import processes
+
+GROWTH_OF_MEMORY = 1 << 30
+"""Bytes of main memory that trials may leave, all together; or half of what the process had, if that is more."""
+
+GROWTH_OF_GPU_MEMORY = 1 << 28
+"""Bytes of GPU memory that tensors of earlier trials may hold."""
+
+GROWTH_OF_THREADS = 16
+GROWTH_OF_FILES = 64
+
+COLLECT_EVERY = 1.0
+"""Seconds in which trials may leave their garbage to one collection for all of them, which looks through the study of
+this process too."""
+
+LITTLE_MEMORY = 1 << 26
+"""Bytes that trials may leave to a later collection."""
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`, from its malloc.h."""
+
+
+def keep_freed_memory() -> None:
+    """From now on this process keeps up to 64 MB that it has freed, so that it need not ask the system for them again.
+
+    These are the values which glibc comes to by itself in a process that frees large blocks (mallopt(3)). To choose a
+    trial's parameters takes blocks just beyond the first ones, which go back to the system at each step of it; with a
+    thousand trials to choose by, about a tenth of the time went to getting them again, page by page.
+    """
+    with suppress(OSError, AttributeError):
+        # another C library has no such thing
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 26)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    memory: int
+    """Bytes, resident."""
+    gpu_memory: int
+    """Bytes of living tensors."""
+    threads: int
+    files: int
+
+    @classmethod
+    def now(cls) -> Held:
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+        return cls(
+            memory=pages * resource.getpagesize(),
+            # 0 where no GPU was used
+            gpu_memory=torch.cuda.memory_allocated(),
+            threads=processes.thread_count(),
+            files=len(os.listdir("/proc/self/fd")),
+        )
+
+
+def growth(before: Held, now: Held) -> str | None:
+    """What trials have left that is too much; None where all is well."""
+    if now.memory - before.memory > max(GROWTH_OF_MEMORY, before.memory // 2):
+        return f"{(now.memory - before.memory) / 2**30:.1f} GiB of memory"
+    if now.gpu_memory - before.gpu_memory > GROWTH_OF_GPU_MEMORY:
+        return f"{(now.gpu_memory - before.gpu_memory) / 2**30:.1f} GiB of GPU memory"
+    if now.threads - before.threads > GROWTH_OF_THREADS:
+        return f"{now.threads - before.threads} threads"
+    if now.files - before.files > GROWTH_OF_FILES:
+        return f"{now.files - before.files} open files"
+    return None
+
+
+class Reset:
+    """Settings of this process as they were when this was made."""
+
+    def __init__(self) -> None:
+        self._folder = os.getcwd()
+        self._environ = dict(os.environ)
+        self._path = list(sys.path)
+        self._arguments = list(sys.argv)
+        self._filters = list(warnings.filters)
+        self._signals = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+        self._torch = _torch_settings()
+        self._collected = -math.inf
+        """When, by the monotonic clock."""
+        self._left: Held | None = None
+        """What this process held after the last collection."""
+
+    def apply(self) -> None:
+        """Puts them back, and frees what nobody refers to."""
+        os.chdir(self._folder)
+        if os.environ != self._environ:
+            os.environ.clear()
+            os.environ.update(self._environ)
+        sys.path[:] = self._path
+        sys.argv[:] = self._arguments
+        warnings.filters[:] = self._filters  # type: ignore[index]
+        # before its handler: by default the signal ends the process
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in self._signals.items():
+            if handler is not None and signal.getsignal(signum) is not handler:
+                signal.signal(signum, handler)
+        _set_torch_settings(self._torch)
+        # a trial that sets no seed is not to depend on those before it
+        seed = int.from_bytes(os.urandom(4), "little")
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        if (
+            self._left is None
+            or time.monotonic() >= self._collected + COLLECT_EVERY
+            or _is_much(self._left, Held.now())
+        ):
+            self._collect()
+
+    def _collect(self) -> None:
+        gc.collect()
+        if self._left is None:
+            # what the first trial has loaded is there for good, and need not be looked through again
+            gc.freeze()
+        # does nothing where no GPU was used
+        torch.cuda.empty_cache()
+        self._collected, self._left = time.monotonic(), Held.now()
+
+
+def _is_much(before: Held, now: Held) -> bool:
+    """Whether what trials have left cannot wait."""
+    return now.memory > before.memory + LITTLE_MEMORY or replace(now, memory=before.memory) != before
+
+
+def _torch_settings() -> dict[str, Any]:
+    return {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "anomaly": torch.is_anomaly_enabled(),
+    }
+
+
+def _set_torch_settings(settings: dict[str, Any]) -> None:
+    if settings == _torch_settings():
+        # to set what is set already loads half of torch, at the first time
+        return
+    torch.set_default_dtype(settings["dtype"])
+    torch.set_num_threads(settings["threads"])
+    torch.set_grad_enabled(settings["grad"])
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
+    torch.set_float32_matmul_precision(settings["precision"])
+    torch.backends.cudnn.benchmark = settings["benchmark"]
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+    torch.autograd.set_detect_anomaly(settings["anomaly"])

@@ -1,0 +1,168 @@
+"""The trial that a worker trains: what the study hears of it, and its end, in its folder and in the study."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import Any
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from mgpu_slurm.core import records, retry
+from mgpu_slurm.core.files import read_json, write_json
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.sweeps import hparams
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import recovery
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.file_locks import locked
+from mgpu_slurm.sweeps.study.recovery import Death
+from mgpu_slurm.sweeps.study.trial_queue import Worker
+from mgpu_slurm.sweeps.worker.messages import Superseded
+
+HOPELESS = "hopeless beside the others"
+"""Why the pruner gives a trial up."""
+
+
+class OwnTrial:
+    """A trial that is this worker's, from its beginning here to its end here."""
+
+    def __init__(self, study: Study, sweep: Sweep, sweep_folder: RunFolder, worker: Worker, trial: Trial) -> None:
+        self.number = trial.number
+        self.folder = sweep_folder.of_trial(trial.number)
+        self.has_reported = False
+        """Whether it has told the study anything new here."""
+        self._study = study
+        self._sweep = sweep
+        self._sweep_folder = sweep_folder
+        self._worker = worker
+        self._trial = trial
+        self._began = time.monotonic()
+        self._has_parameters = False
+        """Whether all of them are chosen, so that a sampler can learn from a failure."""
+        frozen = self.frozen()
+        _keep_apart(self.folder, frozen)
+        self.folder.logs.mkdir(parents=True, exist_ok=True)
+        self.attempt = records.attempts_started(self.folder) + 1
+        before = frozen.intermediate_values
+        self._reported = set(before)
+        """Progress at which the study has a value."""
+        self.last_value: float | None = before[max(before)] if before else None
+        """Of the metric; None before it was reported."""
+
+    def frozen(self) -> FrozenTrial:
+        """As the study has it now."""
+        return self._study._storage.get_trial(self._trial._trial_id)
+
+    def record(self, event: str, **facts: Any) -> None:
+        """Adds to its history."""
+        records.settle_event(self.folder, event, attempt=self.attempt, **facts)
+
+    def record_parameters(self) -> None:
+        """Write down whose folder it is, before anything in it depends on the parameters."""
+        self._has_parameters = True
+        if not self.folder.parameters.exists():
+            params = self.frozen().params
+            path = self.folder.parameters
+            retry.for_the_disk(lambda: write_json(path, params), path)
+
+    def judge(self, progress: int, value: float) -> str | None:
+        """Tells the study; why the trial is to end, or None where it goes on."""
+        self.last_value = value
+        if not math.isfinite(value):
+            return f"{self._sweep.metric} is {value}"
+        self._check_is_mine()
+        if progress not in self._reported:
+            # one that goes on from a checkpoint repeats what came after that
+            self._trial.report(value, progress)
+            self._reported.add(progress)
+            self.has_reported = True
+        if progress >= (self._sweep.pruner.max_resource or math.inf):
+            # it is at its end: to give it up would save nothing, and tell the sampler less
+            return None
+        return HOPELESS if self._trial.should_prune() else None
+
+    def _check_is_mine(self) -> None:
+        """One that was taken for dead and lives, as on a node that SLURM gave up, has its trial no more."""
+        if studies.claims(self.frozen()).get(self._worker.number) != self._worker.attempt:
+            raise Superseded(f"trial {self.number} has been given to another worker")
+
+    # -- its end here; all raise Superseded where it is not this worker's any more
+
+    def complete(self, result: dict[str, float], value: float, step: int, progress: int) -> None:
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            self._write_result("COMPLETE", result=result, value=value, step=step, progress=progress)
+            self._study.tell(self._trial, value)
+        with hparams.may_fail():
+            hparams.write_end(self.folder, self._sweep, "done", {self._sweep.metric: value})
+        self._end(f"{self._sweep.metric} {value:.6g}")
+
+    def prune(self, reason: str, progress: int) -> None:
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            self._write_result("PRUNED", reason=reason, progress=progress)
+            if reason != HOPELESS:
+                studies.blame(self._study, self.frozen(), reason, self._has_parameters)
+            self._study.tell(self._trial, state=TrialState.PRUNED)
+        with hparams.may_fail():
+            hparams.write_end(self.folder, self._sweep, "pruned")
+        self._end(f"given up at progress {progress}: {reason}")
+
+    def fail(self, reason: str) -> None:
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            recovery.fail(self._study, self.folder, self.frozen(), Death(reason, self._has_parameters), self._sweep)
+        self._end(f"failed: {reason}")
+
+    def doubt(self, reason: str) -> None:
+        """Let another worker try it: this one's node may be broken."""
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            studies.doubt(self._study, self.frozen(), self._worker, reason)
+        self._end(f"failed: {reason}: given back, as this node may be broken")
+
+    def lose(self, reason: str) -> bool:
+        """It begins again elsewhere, unless it has cost too many workers; whether that has failed it."""
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            has_failed = recovery.release(self._study, self._sweep_folder, self.frozen(), Death(reason), self._sweep)
+        self._end(reason)
+        return has_failed
+
+    def give_back(self) -> None:
+        """It goes on elsewhere."""
+        with locked(self._sweep_folder.trials_lock):
+            self._check_is_mine()
+            studies.give_back(self._study, self.frozen())
+        self._end("given back: it goes on later")
+
+    def _write_result(self, state: str, **facts: Any) -> None:
+        record = {"run": self.folder.run, "state": state, **facts, "ended": records.now()}
+        recovery.write_outcome(self.folder, record)
+
+    def _end(self, how: str) -> None:
+        self.record("ended", how=how)
+        print(f"-- trial {self.number}: {how}  ({time.monotonic() - self._began:.1f} s)", flush=True)
+
+
+def _keep_apart(folder: RunFolder, trial: FrozenTrial) -> None:
+    """Move a folder away that is another trial's, whose checkpoints this one must not continue from.
+
+    A study that was restored from an older copy gives numbers again. A trial that begins for the first time has no
+    folder yet; one that was given back has the folder in which its parameters are written down.
+    """
+    if studies.SECONDS in trial.system_attrs:
+        recorded = read_json(folder.parameters)
+        if recorded is None or recorded == trial.params:
+            return
+    elif not records.attempts_started(folder):
+        return
+    folder.set_aside.mkdir(exist_ok=True)
+    name = folder.path.name
+    places = (folder.set_aside / f"{name}-{count}" for count in itertools.count(1))
+    place = next(place for place in places if not place.exists())
+    folder.path.rename(place)
+    print(f"mgpu_slurm: WARNING: {folder.run} was another trial with other parameters: moved to {place}", flush=True)

@@ -1,0 +1,195 @@
+"""A sweep's worker on each rank: trial after trial, without leaving its nodes or its process group.
+
+Rank 0 alone deals with the study. What goes wrong in a trial ends that trial; where ranks may not be in step any more
+after it, all of them end, and are started again in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mgpu_slurm.core import retry
+from mgpu_slurm.core.errors import RunStopped
+from mgpu_slurm.core.files import write_json
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.records import now
+from mgpu_slurm.job import output
+from mgpu_slurm.rank.calls import Agreed, Call
+from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.signals import Stop, StopFlag
+from mgpu_slurm.request import target
+from mgpu_slurm.sweeps.worker.command_trials import CommandTrainer
+from mgpu_slurm.sweeps.worker.function_trials import FAILED_EXIT_CODE, FunctionTrainer
+from mgpu_slurm.sweeps.worker.messages import (
+    RAISED_TOGETHER,
+    Assignment,
+    BrokenWorker,
+    Leave,
+    SweepFailed,
+    as_plain,
+    from_plain,
+    undisturbed,
+)
+from mgpu_slurm.sweeps.worker.process_reset import Held, Reset, growth, keep_freed_memory
+from mgpu_slurm.sweeps.worker.study_client import Ending, Participant
+from mgpu_slurm.training import entry
+from mgpu_slurm.training.entry import Rank
+
+
+class Trainer(Protocol):
+    """Trains trials on one rank."""
+
+    def train(self, order: Assignment, folder: RunFolder) -> Ending:
+        """One trial, to its end or to where it goes on later; what has become of it."""
+
+
+def serve(rank: Rank, stop: StopFlag) -> None:
+    """Trains trial after trial on this rank, until there is nothing to do."""
+    # what a study names by its import path is the run's own too
+    target.stand_in(rank.folder.code / rank.spec.workdir)
+    # a context on the GPU would take memory from the commands
+    own_device = torch.device("cpu") if rank.spec.target.is_command else None
+    with entry.joined(rank, own_device) as device, closing(Agreement(rank.facts, RAISED_TOGETHER)) as agreement:
+        participant = _participant(rank, agreement)
+        trainer: Trainer
+        if rank.spec.target.is_command:
+            trainer = CommandTrainer(rank, stop, agreement, participant)
+        else:
+            trainer = FunctionTrainer(rank, stop, device, agreement, participant)
+        with entry.telling_first(rank):
+            WorkerRank(rank, stop, agreement, participant, trainer).serve()
+
+
+def _participant(rank: Rank, agreement: Agreement) -> Participant | None:
+    """Rank 0's; where that fails, all ranks hear of it."""
+    made: list[Participant] = []
+
+    def make() -> None:
+        keep_freed_memory()
+        participant = Participant(rank.folder, rank.spec, rank.attempt)
+        participant.settle()
+        made.append(participant)
+
+    agreement.told(make)
+    return made[0] if made else None
+
+
+class WorkerRank:
+    """One rank of a worker."""
+
+    def __init__(
+        self, rank: Rank, stop: StopFlag, agreement: Agreement, participant: Participant | None, trainer: Trainer
+    ) -> None:
+        self._rank = rank
+        self._stop = stop
+        self._agreement = agreement
+        self._participant = participant
+        self._trainer = trainer
+        self._reset = Reset()
+        self._held: Held | None = None
+
+    def serve(self) -> None:
+        """Trains until there is nothing to do.
+
+        Raises:
+            RunStopped: the worker has to leave its nodes.
+            SweepFailed: there is no sense in going on.
+            BrokenWorker: nor is there for this one.
+        """
+        try:
+            while True:
+                order = self._next()
+                if isinstance(order, Leave):
+                    self._leave(order)
+                    return
+                ending = self._train(order)
+                self._told(ending.tell)
+                if ending.leave is not None:
+                    self._leave(ending.leave)
+                self._reset.apply()
+                if too_much := self._too_much():
+                    # the mark is still there: the ranks are started again in their place
+                    print(f"mgpu_slurm: trials have left {too_much}: starting the ranks again", flush=True)
+                    return
+        except (SweepFailed, BrokenWorker):
+            self._mark_finished()
+            raise
+
+    def _next(self) -> Assignment | Leave:
+        order = None
+        while order is None:
+            order = self._ask()
+        return order
+
+    def _ask(self) -> Assignment | Leave | None:
+        agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due))
+        return from_plain(self._told(lambda own: as_plain(own.next(agreed.stop))))
+
+    def _train(self, order: Assignment) -> Ending:
+        folder = self._rank.folder.group.of_trial(order.number)
+        retry.for_the_disk(lambda: folder.logs.mkdir(parents=True, exist_ok=True), folder.logs)
+        with self._logging_to(folder.rank_log(order.attempt, self._rank.facts.rank)):
+            if self._participant is not None:
+                retry.for_the_disk(self._unfinished.touch, self._unfinished)
+            return self._trainer.train(order, folder)
+
+    def _told(self, ask: Callable[[Participant], Any]) -> Any:
+        """What rank 0's participant says, on every rank.
+
+        Raises:
+            NoMoreHere: the study cannot be asked, or has no use for these ranks.
+        """
+
+        def ask_it() -> Any:
+            participant = self._participant
+            assert participant is not None
+            return undisturbed(lambda: ask(participant))
+
+        return self._agreement.told(ask_it)
+
+    def _leave(self, order: Leave) -> None:
+        print(f"mgpu_slurm: {order.reason}", flush=True)
+        self._mark_finished()
+        if self._participant is not None and not order.exit_code:
+            self._participant.dismiss()
+            record = {"run": self._rank.folder.run, "result": {"trials": self._participant.ended}, "ended": now()}
+            result = self._rank.folder.result
+            retry.for_the_disk(lambda: write_json(result, record), result)
+        if order.exit_code == FAILED_EXIT_CODE:
+            raise SweepFailed(order.reason)
+        if order.exit_code:
+            raise RunStopped(order.exit_code, order.reason)
+
+    @property
+    def _unfinished(self) -> Path:
+        return self._rank.folder.unfinished(self._rank.attempt)
+
+    def _mark_finished(self) -> None:
+        """Nothing here is to be started again in its place."""
+        if self._participant is not None:
+            self._unfinished.unlink(missing_ok=True)
+
+    @contextmanager
+    def _logging_to(self, log: Path) -> Iterator[None]:
+        """What the trial prints is its own."""
+        output.send_to(log)
+        try:
+            yield
+        finally:
+            output.send_to(self._rank.folder.rank_log(self._rank.attempt, self._rank.facts.rank))
+
+    def _too_much(self) -> str | None:
+        """What trials have left on any rank that is too much; nothing after the first, which loads what all need."""
+        own = growth(self._held, Held.now()) if self._held is not None else None
+        if self._held is None:
+            self._held = Held.now()
+        agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=own is not None))
+        if agreed.stop is not Stop.NO:
+            # new ranks would not know of it
+            return None
+        return own or ("too much on other ranks" if agreed.failed else None)

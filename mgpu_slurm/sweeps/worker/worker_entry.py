@@ -1,0 +1,35 @@
+"""What each rank of a sweep's worker runs, in place of `mgpu_slurm.training.entry`.
+
+It hears signals before it loads what the work needs: a time limit may be near when ranks start again in their place.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.rank.signals import StopFlag
+from mgpu_slurm.training import entry
+from mgpu_slurm.training.entry import Rank
+
+
+def run_rank(folder: RunFolder) -> int:
+    return entry.run_rank(folder, work)
+
+
+def work(rank: Rank) -> int:
+    # half of the lead is for a checkpoint at the next boundary; a trial that makes none leaves all the same
+    stop = StopFlag(leave_after=(rank.spec.lead or 0) / 2)
+    return entry.guarded(rank, stop, lambda: _serve(rank, stop))
+
+
+def _serve(rank: Rank, stop: StopFlag) -> None:
+    # torch and optuna take seconds
+    from mgpu_slurm.sweeps.worker import trial_loop
+
+    trial_loop.serve(rank, stop)
+
+
+if __name__ == "__main__":
+    entry.exit_process(run_rank(RunFolder(Path(sys.argv[1]))))

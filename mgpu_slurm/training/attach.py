@@ -1,0 +1,152 @@
+"""`attach()`: the same `Run` in a script that a torchrun-style command started, or nobody did."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import signal
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from mgpu_slurm.checkpoints import folder as checkpoints
+from mgpu_slurm.core import layout
+from mgpu_slurm.core.errors import ForgeryError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.processes import RUN_VARIABLE, TRIAL_VARIABLE
+from mgpu_slurm.metrics import report_socket
+from mgpu_slurm.rank import crash, devices, preflight, rendezvous
+from mgpu_slurm.rank.rank_info import from_environment
+from mgpu_slurm.rank.signals import (
+    LEAD_SECONDS_VARIABLE,
+    PART_OF_LEAD,
+    StopFlag,
+    ignore_stop_signals,
+    leave_from_here,
+    wish_to_requeue,
+)
+from mgpu_slurm.rank.signed_store import signed
+from mgpu_slurm.rank.watchdog import Watchdog, watchdog
+from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE
+from mgpu_slurm.training.run import Run
+
+if TYPE_CHECKING:
+    from mgpu_slurm.rank.rank_info import RankFacts
+
+_attached: list[Run] = []
+
+
+def attach() -> Run:
+    """This process's run; the same object at each call.
+
+    Submitted as a command, it is the submitted run; in a sweep it is a trial, and `report` does not return where the
+    study gives that up. Under a plain torchrun or srun, or alone, it is a new one in `runs/<script>-attached-<time>` of
+    the working directory. A process group that the script has made is used and left
+    to it; else one is made, and destroyed at the end of the process.
+
+    A rank that fails should raise an error: its process then ends soon, whatever threads it has. `sys.exit("message")`
+    calls no hook, so Python first waits for threads that are not daemons.
+    """
+    if not _attached:
+        _attached.append(_make())
+    return _attached[0]
+
+
+def _make() -> Run:
+    facts = from_environment()
+    device = devices.choose(facts)
+    stop = StopFlag()
+    stop.listen()
+    # called last: an interpreter that ends gives handled signals back their default, which is to kill it
+    atexit.register(ignore_stop_signals, signal.SIGTERM)
+    lead = os.environ.get(LEAD_SECONDS_VARIABLE) if _is_the_run() else None
+    stop.see_to_it(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
+    attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+    if _is_the_run():
+        atexit.register(_say_that_it_comes_back, stop, attempt)
+    shared = None
+    if facts.world_size > 1 and not dist.is_initialized():
+        shared = rendezvous.join(facts, device)
+        atexit.register(_destroy_group)
+    desk = os.environ.get(report_socket.VARIABLE)
+    judge = None if desk is None else report_socket.Caller(desk)
+    run = Run(facts, _folder(facts), device, attempt, stop, judge=judge, watchdog=_watchdog_of(facts, attempt))
+    preflight.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
+    if _is_the_run() or facts.world_size > 1:
+        _leave_soon_after_an_error(run)
+    # the interpreter notes an error that nobody caught; the others may wait for this rank then
+    atexit.register(lambda: run.close(waits=not hasattr(sys, "last_value")))
+    return run
+
+
+def _leave_soon_after_an_error(run: Run) -> None:
+    """Bound the end of this process after an error that nobody catches: the other ranks may wait for it, while it waits
+    for a thread of its own or for them."""
+    show = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        show(kind, error, frames)
+        sys.stdout.flush()
+        if not (sys.flags.inspect or sys.flags.interactive):
+            crash.leave_soon(crash.exit_code(error), run.await_save)
+
+    sys.excepthook = shown
+
+
+def _watchdog_of(facts: RankFacts, attempt: int) -> Watchdog | None:
+    # of a trial its worker says how it ended
+    folder = RunFolder(Path(os.environ[RUN_VARIABLE])) if _is_the_run() else None
+    return watchdog(float(os.environ.get(STUCK_AFTER_VARIABLE, "0")), facts, folder, attempt)
+
+
+def _is_the_run() -> bool:
+    """And no trial, nor started by hand."""
+    return RUN_VARIABLE in os.environ and TRIAL_VARIABLE not in os.environ
+
+
+def _say_that_it_comes_back(stop: StopFlag, attempt: int) -> None:
+    """A shell or launcher around this script may end with another exit code than the script."""
+    if stop.comes_back:
+        wish_to_requeue(RunFolder(Path(os.environ[RUN_VARIABLE])), attempt)
+
+
+def _leave_at_last() -> None:
+    """Where this process reaches no boundary before the time limit."""
+    folder = RunFolder(Path(os.environ[RUN_VARIABLE]))
+    if checkpoints.any_whole(folder):
+        attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+        leave_from_here(REQUEUE_EXIT_CODE, lambda: wish_to_requeue(folder, attempt))
+
+
+def _folder(facts: RankFacts) -> Path:
+    for variable in (TRIAL_VARIABLE, RUN_VARIABLE):
+        if variable in os.environ:
+            return Path(os.environ[variable])
+    script = Path(sys.argv[0]).stem or "python"
+    name = f"{script}-attached-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    if facts.world_size > 1:
+        name = _told(name, facts)
+    folder = layout.runs_root() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _told(name: str, facts: RankFacts) -> str:
+    """Return rank 0's name of the new run."""
+    store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
+    if facts.rank == 0:
+        store.set("mgpu_slurm folder", name)
+    told = str(store.get("mgpu_slurm folder"), "utf-8")
+    if not layout.RUN_NAME.fullmatch(told):
+        raise ForgeryError(f"{told!r}, which came as rank 0's name of the new run, is none")
+    return told
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

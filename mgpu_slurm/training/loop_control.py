@@ -1,0 +1,324 @@
+"""Where a run saves and where it stops: at the same place on all ranks, and where it can go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from mgpu_slurm.checkpoints.saver import Saver
+from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.core.errors import RunStopped, UserError
+from mgpu_slurm.data import randomness
+from mgpu_slurm.data.loader_positions import LoaderPlace
+from mgpu_slurm.data.loaders import Loader
+from mgpu_slurm.data.streams import Drawn
+from mgpu_slurm.rank.calls import Agreed, Call
+from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.signals import Stop, StopFlag
+from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.training.meter import Meter
+from mgpu_slurm.training.progress import Position
+
+
+class Steering:
+    """One rank's part: it takes down what is wished, agrees with the others, and does what was agreed at the next place
+    for it: a batch of the restored loader, or the end of an epoch."""
+
+    def __init__(
+        self,
+        position: Position,
+        device: torch.device,
+        rank: int,
+        agreement: Agreement,
+        keeper: Keeper,
+        stop: StopFlag,
+        alive: Callable[[], None],
+    ) -> None:
+        self._position = position
+        self._device = device
+        self._agreement = agreement
+        self._alive = alive
+        self._agreed = Agreed()
+        self._evaluates, self._has_evaluated = True, False
+        """Whether an evaluation may follow this pass: in the first one nobody knows; and whether there was any."""
+        self._last_place: int | None = None
+        self._place: int | None = None
+        """The last batch of the pass before at which the run could stop, None where nobody knows; and of this pass so
+        far."""
+        self._epoch_of_pass: int | None = None
+        """That of `state.epochs` in which the loader that is restored has given batches of this pass."""
+        self.stop = stop
+        self.saver = Saver(keeper, rank, agreement.tally(), self.is_so_anywhere, alive)
+        self.keeps = False
+        """Whether there is anything to save, and so to come back to."""
+        self.save_wanted = False
+        self.has_gradients = False
+        """It is in the middle of a step."""
+        self.random_to_restore: dict[str, Any] | None = None
+        self.meters: dict[str, Meter] = {}
+        self.drawn = Drawn()
+        self._overdue = Overdue()
+
+    # -- agreeing; every rank makes these calls
+
+    def together(self, call: Call) -> None:
+        self._exchange(call)
+
+    def is_so_anywhere(self, is_so: bool, call: Call = Call.SAVE) -> bool:
+        """Whether that is so on any rank."""
+        return self._exchange(call, failed=is_so).failed
+
+    def is_same_everywhere(self, number: int) -> bool:
+        """Return whether a number of 32 bits is the same on all ranks."""
+        total, ranks = self._exchange_sums(Call.PASS, [float(number), 1.0])
+        return total == number * ranks
+
+    def _exchange(self, call: Call, failed: bool = False) -> Agreed:
+        wish = replace(self._wish(), failed=failed)
+        agreed, (digests, _) = self._agreement.with_values(call, wish, [float(self.drawn.digest), 0.0])
+        self._remember(agreed)
+        self._alive()
+        self.drawn.check(digests)
+        return agreed
+
+    def _exchange_sums(self, call: Call, values: list[float]) -> list[float]:
+        agreed, sums = self._agreement.with_sums(call, self._wish(), values)
+        self._remember(agreed)
+        self._alive()
+        return sums
+
+    def _wish(self) -> Agreed:
+        save = self.keeps and not self._agreed.save and (self.save_wanted or self.saver.is_due_now())
+        return Agreed(self.stop.due, save)
+
+    def _remember(self, agreed: Agreed) -> None:
+        self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
+        if agreed.save:
+            # what is agreed is not asked for again
+            self.save_wanted = False
+
+    # -- the places
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Those that are left, from 1; at the end of each a checkpoint is written."""
+        position = self._position
+        position.begin_epochs(total)
+        if not position.goes_on_in_pass:
+            self._restore_random()
+        try:
+            for epoch in range(position.next_epoch, total + 1):
+                position.epoch = epoch
+                yield epoch
+                position.epoch = None
+                position.next_epoch = epoch + 1
+                self.together(Call.EPOCH)
+                self._act(in_pass=False, save=True, wait=epoch == total)
+        finally:
+            # also if the job has left the loop
+            position.last_epoch = 0
+
+    def before_batch(self, loader: Loader, place: LoaderPlace) -> None:
+        """In a pass over any loader.
+
+        Args:
+            place: That of the pass, not of the loader if the pass leaves that as it is.
+        """
+        is_restored = loader is self._position.loader and place is loader.place
+        self._position.loaders.note_batch(place)
+        if is_restored:
+            self._check_epoch(is_first=place.batches == 1)
+            if self._position.goes_on_in_pass:
+                self._position.goes_on_in_pass = False
+                self._position.loaders.warn_of_missing()
+            self._restore_random()
+            if loader.batch == 0:
+                self._begin_pass()
+        else:
+            self._has_evaluated = True
+        self._remember(self._agreement.step(self._wish()))
+        self.saver.check()
+        self._alive()
+        # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
+        # unless nothing is saved anyway
+        if (is_restored and not self.has_gradients) or not self.keeps:
+            self.saver.release()
+            self._act(in_pass=True, save=self.saver.is_due_at(self._position.step))
+            if is_restored:
+                self._hold_at_last(loader)
+        else:
+            if is_restored:
+                # a step that was not counted, or the middle of one
+                self._overdue.stepped(self._is_wanted(), self._why_no_boundary)
+            self._leave_evaluation()
+
+    def _check_epoch(self, is_first: bool) -> None:
+        """Refuse a pass that lasts into another epoch: at the end of an epoch, the position in it is not saved."""
+        began, now = self._epoch_of_pass if not is_first else None, self._position.epoch
+        if began is not None and now not in (None, began):
+            raise UserError(
+                f"run.loader: a loop over {self._position.loader_name!r} has lasted from epoch {began} to epoch {now},"
+                " where a restarted run could not continue it: begin a loop over it in each epoch, or do not give it to"
+                " run.restore: then the run stops between epochs only"
+            )
+        self._epoch_of_pass = now
+
+    def step_done(self) -> None:
+        """Note a step of the optimizer."""
+        self.has_gradients = False
+        # what trains does more than look
+        self._position.awaits_epochs = False
+        self._overdue.stepped(self._is_wanted(), self._why_no_boundary)
+
+    def finish(self) -> None:
+        """Wait until every rank's job function has returned, and write the checkpoint that is still wanted."""
+        self.together(Call.FINISH)
+        if self.keeps and (self._agreed.save or self.saver.is_due_at(self._position.step)):
+            self._position.leave_loop()
+            self.saver.save(*self._moment(in_pass=False))
+            self._agreed = replace(self._agreed, save=False)
+        self.saver.finish()
+
+    def warn_of_lost_save(self) -> None:
+        """Say that a checkpoint is wanted, and that there is no place for it any more."""
+        if self.keeps and (self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step)):
+            print(
+                "mgpu_slurm: WARNING: a checkpoint that was asked for has not been written: call run.finish() at the"
+                " end of the script, on all ranks",
+                flush=True,
+            )
+
+    def _is_wanted(self) -> bool:
+        """Whether a save or a stop is wanted at the next boundary."""
+        if self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step):
+            return True
+        return self.keeps and (self.stop.due is not Stop.NO or self.saver.is_due_now())
+
+    def _why_no_boundary(self) -> str:
+        if not self.keeps:
+            return "run.restore has not been called, so there is nothing to save"
+        if self.has_gradients:
+            return (
+                "each batch comes between run.backward and the optimizer's step, which counts if it is made by"
+                " run.update or by a torch optimizer"
+            )
+        return (
+            "the loop is over no run.loader that was given to run.restore, whose batches are such places, as the ends"
+            " of epochs of state.epochs are"
+        )
+
+    def reported(self) -> None:
+        """After each report, the only place in many a loop of one's own that keeps nothing."""
+        if not self.keeps:
+            self._act(in_pass=False)
+
+    def _restore_random(self) -> None:
+        """At the very place where the state was taken, so that what user code draws before it changes nothing."""
+        if self.random_to_restore is not None:
+            randomness.set_random_state(self.random_to_restore, self._device)
+            self.random_to_restore = None
+
+    # -- where it evaluates
+
+    def begin_evaluation(self) -> None:
+        """Every rank calls it."""
+        self._has_evaluated = True
+        self.together(Call.SHARD)
+        self._leave_evaluation()
+
+    def mean(self, total: float, count: float) -> float:
+        """The sum of `total` over the ranks divided by the sum of `count`. Every rank calls it."""
+        total, count = self._exchange_sums(Call.MEAN, [total, count])
+        self._leave_evaluation()
+        return total / count if count else float("nan")
+
+    def _hold_at_last(self, loader: Loader) -> None:
+        """An evaluation may follow, and nowhere in that can a run stop."""
+        self._place = loader.batch
+        last = loader.last_place if self._last_place is None else self._last_place
+        if not self._evaluates or loader.batch != last:
+            return
+        facts, own = self._moment(in_pass=True)
+        # nobody waits long for another checkpoint that is still being written, and all do the same
+        if not self.is_so_anywhere(self.saver.is_writing_other(facts)):
+            self.saver.hold(facts, own)
+
+    def _begin_pass(self) -> None:
+        if self._place is not None:
+            # by the pass before, which may have been left in the middle, or of a step
+            self._evaluates, self._last_place = self._has_evaluated, self._place
+
+    def _leave_evaluation(self) -> None:
+        """Where a stop was agreed, with what was copied in the pass before: all that came after is done again."""
+        if self._agreed.stop is not Stop.NO and self.saver.save_held(self._position.step):
+            self.stop.is_heeded = True
+            self.saver.finish()
+            self._leave()
+
+    # -- what was agreed
+
+    def _act(self, in_pass: bool, save: bool = False, wait: bool = False) -> None:
+        """Does it, on all ranks at the same place.
+
+        Args:
+            in_pass: whether that is in a pass over a loader.
+            save: whether a checkpoint is due here anyway.
+            wait: until it is written.
+        """
+        self.stop.is_heeded = self._agreed.stop is not Stop.NO
+        self._overdue.at_boundary()
+        if self.keeps and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
+            self.saver.save(*self._moment(in_pass))
+        # asked again: a stop may have been agreed while the checkpoint before was waited for
+        if wait or self._agreed.stop is not Stop.NO:
+            self.saver.finish()
+        self._agreed = replace(self._agreed, save=False)
+        self._leave()
+
+    def _moment(self, in_pass: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where the run stands, and what this rank keeps for itself."""
+        meters = {name: meter.state() for name, meter in self.meters.items()}
+        return self._position.facts(in_pass), {"random": randomness.random_state(self._device), "meters": meters}
+
+    def _leave(self) -> None:
+        """If that was agreed."""
+        step = self._position.step
+        # a run that keeps nothing would start at nothing, again and again
+        if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self.keeps):
+            self.stop.comes_back = True
+            _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {step}")
+        if self._agreed.stop is Stop.END:
+            _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {step}")
+
+
+def _stop(exit_code: int, reason: str) -> NoReturn:
+    print(f"mgpu_slurm: {reason}", flush=True)
+    raise RunStopped(exit_code, reason)
+
+
+AFTER = 100
+"""Steps without a boundary."""
+
+
+class Overdue:
+    """Counts the steps for which a save or a stop has been wanted, and warns once."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._has_warned = False
+
+    def stepped(self, is_wanted: bool, reason: Callable[[], str]) -> None:
+        """Count a step that is no boundary."""
+        self._steps = self._steps + 1 if is_wanted else 0
+        if self._steps >= AFTER and not self._has_warned:
+            self._has_warned = True
+            print(
+                f"mgpu_slurm: WARNING: a checkpoint or a stop has been wanted for {AFTER} steps, and there was no place"
+                f" for it: {reason()}",
+                flush=True,
+            )
+
+    def at_boundary(self) -> None:
+        self._steps = 0

@@ -1,0 +1,155 @@
+"""Counting the optimizer steps of a run, whoever makes them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mgpu_slurm.checkpoints.tensors import is_spread
+
+_DEPTH = 3
+"""How far `_inside` looks into an object: a wrapper holds its optimizers in an attribute, a list or a dict."""
+
+
+class StepCounter:
+    """Reports each step of the run: one `step` through the counter, whatever steps inside it, and one for each
+    `step()` of a torch optimizer elsewhere."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        """
+        Args:
+            done: is called after each step.
+        """
+        self._done = done
+        self._outermost: torch.optim.Optimizer | None = None
+        """The optimizer that is stepping now; its `step()` may call that of others, or its base class's."""
+        self._updated: Any = None
+        """What `step` is stepping."""
+        self._has_stepped = False
+        """Whether a torch optimizer inside of that has changed parameters."""
+        self._is_paused = False
+        self.close = _listen(self)
+
+    def step(self, optimizer: Any) -> None:
+        """Call `optimizer.step()`, and count it as one step, unless it was skipped for infinite gradients."""
+        self._updated, self._has_stepped = optimizer, False
+        try:
+            with _heard_scalers() as skips:
+                optimizer.step()
+        finally:
+            self._updated = self._outermost = None
+        if self._has_stepped:
+            is_skipped = False
+        elif skips:
+            is_skipped = all(skips)
+        else:
+            is_skipped = _has_skipped_by_itself(optimizer)
+        if not is_skipped:
+            self._done()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing in this block."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._outermost is None:
+            self._outermost = optimizer
+
+    def _ends(self, optimizer: torch.optim.Optimizer) -> None:
+        is_outermost = self._outermost is optimizer
+        if is_outermost:
+            self._outermost = None
+        # set by torch's GradScaler for fused optimizers, which skip the step themselves
+        if self._is_paused or getattr(optimizer, "found_inf", None):
+            return
+        if self._updated is None:
+            if is_outermost:
+                self._done()
+        elif optimizer is not self._updated:
+            self._has_stepped = True
+
+
+def _listen(counter: StepCounter) -> Callable[[], object]:
+    """Have the counter hear of every step of a torch optimizer, for as long as it exists; return what ends that."""
+    counts = weakref.ref(counter)
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (own := counts()) is not None:
+            own._begins(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (own := counts()) is not None:
+            own._ends(optimizer)
+
+    hooks = ExitStack()
+    hooks.callback(register_optimizer_step_pre_hook(before).remove)
+    hooks.callback(register_optimizer_step_post_hook(after).remove)
+    return weakref.finalize(counter, hooks.close)
+
+
+def _steps_visibly(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
+    """Whether torch calls its hooks for this optimizer: not for a subclass that does not call torch's `__init__`."""
+    return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
+
+
+@contextmanager
+def _heard_scalers() -> Iterator[list[bool]]:
+    """Collect of each step through a GradScaler in this block whether it was skipped: an object may have its scaler
+    anywhere."""
+    skips: list[bool] = []
+    original = torch.amp.GradScaler.step
+
+    def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        result = original(scaler, optimizer, *args, **kwargs)
+        # before `update` forgets it; one that is disabled has found nothing
+        if scaler.is_enabled():
+            skips.append(any(found.item() for found in scaler._found_inf_per_device(optimizer).values()))
+        return result
+
+    torch.amp.GradScaler.step = step  # type: ignore[assignment,method-assign]
+    try:
+        yield skips
+    finally:
+        torch.amp.GradScaler.step = original  # type: ignore[method-assign]
+
+
+def _has_skipped_by_itself(optimizer: Any) -> bool:
+    """Whether an object of which no torch optimizer has stepped has skipped infinite gradients without a GradScaler."""
+    if _steps_visibly(optimizer):
+        return False
+    groups = [group for each in _inside(optimizer) for group in each.param_groups]
+    gradients = [each.grad for group in groups for each in group["params"] if each.grad is not None]
+    return bool(gradients) and not _are_finite(gradients)
+
+
+def _are_finite(gradients: list[torch.Tensor]) -> bool:
+    """Whether gradients are finite, on all ranks if they are spread over these."""
+    # in 16 bits, the norm of finite numbers may be infinite
+    norms = [gradient.float().norm() for gradient in gradients]
+    whole = [norm.full_tensor() if is_spread(norm) else norm for norm in norms]
+    return bool(torch.stack([norm.to(whole[0].device) for norm in whole]).isfinite().all())
+
+
+def _inside(value: Any, depth: int = _DEPTH) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers that an object holds."""
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    else:
+        items = list(getattr(value, "__dict__", {}).values())
+    for item in items:
+        if isinstance(item, torch.optim.Optimizer):
+            yield item
+        elif depth > 1 and not isinstance(item, (torch.Tensor, torch.nn.Module)):
+            yield from _inside(item, depth - 1)

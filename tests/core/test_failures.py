@@ -1,0 +1,196 @@
+"""What an attempt failed of, by what was recorded of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from typing import Any
+
+import click
+import pytest
+
+from mgpu_slurm.cli import main
+from mgpu_slurm.core import failures
+from mgpu_slurm.core.failures import cause_of, cause_of_reason, first_stuck, node_of
+
+
+def of_rank(error: str, message: str, consequence: bool = False) -> dict[str, Any]:
+    return {"rank": 1, "node": "n2", "error": error, "message": message, "consequence": consequence}
+
+
+@pytest.mark.parametrize(
+    ("failure", "name"),
+    [
+        ({"message": "rank 1 was ended by SIGKILL"}, "killed"),
+        ({"message": "rank 1 on n2: Killed"}, "killed"),
+        ({"message": "srun was ended by SIGKILL"}, "killed"),
+        ({"message": "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"}, "launch"),
+        ({"message": "srun waited for 60 s, and SLURM did not start the ranks' step"}, "held-up"),
+        (of_rank("RuntimeError", "Connection closed by peer [127.0.0.1]:4711", consequence=True), "connection"),
+        (of_rank("DistNetworkError", "Broken pipe"), "connection"),
+        (of_rank("DistNetworkError", "failed to recv, got 0 bytes. Connection was likely closed."), "connection"),
+        (of_rank("OSError", str(OSError(errno.ESTALE, os.strerror(errno.ESTALE), "data.bin"))), "disk"),
+        (of_rank("AcceleratorError", "CUDA error: uncorrectable ECC error encountered"), "gpu"),
+        (of_rank("Stuck", "no progress for 30 min since step 8: it is at train.py:12 in load"), "stuck"),
+        (of_rank("RuntimeError", "No CUDA GPUs are available"), "gpu"),
+    ],
+)
+def test_what_the_cluster_did(failure: dict[str, Any], name: str) -> None:
+    cause = cause_of(failure)
+    assert (cause.name, cause.is_clusters, cause.spoils_node) == (name, True, name in ("gpu", "launch"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [
+        ("its supervisor process was killed", "supervisor"),
+        ("the run it waited for did not complete", "dependency"),
+        ("waited for run first, which is FAILED", "dependency"),
+        ("what it waited for is not to be found (there is no run 'first'): submit it anew", "dependency-gone"),
+    ],
+)
+def test_why_a_run_that_no_rank_ended_has_ended(reason: str, name: str) -> None:
+    cause = cause_of_reason(reason)
+    assert cause is not None
+    assert cause.name == name
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "name"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB.", "gpu-memory"),
+        ("RuntimeError", "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "gpu-library"),
+        ("AcceleratorError", "CUDA error: device-side assert triggered", "gpu-assert"),
+        (
+            "DistBackendError",
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE,"
+            " Timeout(ms)=600000) ran for 600029 milliseconds before timing out.",
+            "collective-timeout",
+        ),
+        ("RendezvousError", "waited 300 s: ranks 1, 3 have not come", "rendezvous"),
+        ("RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Killed. ", "host-memory"),
+    ],
+)
+def test_words_of_torch_that_need_a_gpu_or_a_cluster(error: str, message: str, name: str) -> None:
+    assert cause_of(of_rank(error, message)).name == name
+
+
+ADVICE = sorted({cause.mend for cause in vars(failures).values() if isinstance(cause, failures.Cause)})
+
+
+@pytest.mark.parametrize("advice", ADVICE)
+def test_commands_and_flags_that_are_advised_are_there(advice: str) -> None:
+    commands: dict[str, click.Command] = main.cli.commands
+    flags = {flag for command in commands.values() for option in command.params for flag in option.opts}
+    for call in re.findall(r"`mgpu-slurm ([^`]+)`", advice):
+        name, *words = call.partition(" -- ")[0].split()
+        own = {flag for option in commands[name].params for flag in option.opts}
+        assert {word for word in words if word.startswith("--")} <= own, call
+    assert set(re.findall(r"--[a-z-]+", advice)) <= flags
+    assert set(re.findall(r"`([a-z]+)(?: |`)", advice)) <= {*commands, "df", "sacct", "dmesg", "setup"}
+
+
+@pytest.mark.parametrize("message", ["rank 0 on n1 was ended by SIGTERM", "rank 1 on n2: Terminated"])
+def test_one_that_was_told_to_end_did_not_fail_of_its_program(message: str) -> None:
+    cause = cause_of({"message": message})
+    assert (cause.name, cause.is_clusters) == ("terminated", False)
+
+
+def test_of_a_script_the_end_of_its_log_tells() -> None:
+    said = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'nowhere'\n"
+    failure = {"message": "rank 0 ended with exit code 1: ModuleNotFoundError: No module named 'nowhere'"}
+    assert cause_of(failure, said).name == "import"
+    assert cause_of(failure).name == "program"
+    assert cause_of({}).name == "unknown"
+    # the last error, not one that was seen to
+    handled = "[rank0]: ConnectionResetError: Connection reset by peer\n[rank0]: ValueError: no data\nbye\n"
+    assert cause_of(failure, handled).name == "program"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        of_rank("ValueError", "the data is broken"),
+        of_rank("FileNotFoundError", "[Errno 2] No such file or directory: 'data.bin'"),
+        of_rank("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB."),
+        of_rank("AcceleratorError", "CUDA error: device-side assert triggered"),
+        {"message": "rank 1 on n2 ended with exit code 1: ValueError: Killed"},
+        {"message": "rank 1 was ended by SIGSEGV"},
+        {"message": "rank 1 on n2: Out Of Memory"},
+        of_rank("DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:77, invalid usage. Duplicate GPU detected"),
+        {},
+    ],
+)
+def test_what_the_program_did(failure: dict[str, Any]) -> None:
+    assert not cause_of(failure).is_clusters
+
+
+def stuck(rank: int, waits: bool, collectives: int = 0, place: int = 0) -> dict[str, Any]:
+    record = of_rank("Stuck", "no progress for 30 min since step 8: it waits for other ranks", waits)
+    return record | {
+        "rank": rank,
+        "collectives": collectives,
+        "doing": f"is in place {place}",
+        "time": f"2026-01-01T00:00:0{rank}",
+    }
+
+
+class TestStuckRanks:
+    """Which of them holds up the others."""
+
+    def test_the_one_that_does_not_wait(self) -> None:
+        assert first_stuck([stuck(0, True, 3), stuck(1, False, 3), stuck(2, True, 3)], 3) == stuck(1, False, 3)
+
+    def test_where_all_wait_the_one_that_has_come_less_far(self) -> None:
+        assert first_stuck([stuck(0, True, 4), stuck(1, True, 4), stuck(2, True, 3)], 3) == stuck(2, True, 3)
+
+    def test_where_they_wait_in_different_places_both_are_told(self) -> None:
+        found = first_stuck([stuck(0, True, place=1), stuck(1, True, place=2)], 2)
+        assert found is not None
+        assert found["message"].endswith("it waits for other ranks, and rank 1 is in place 2")
+
+    def test_the_one_that_says_nothing(self) -> None:
+        found = first_stuck([stuck(0, True), stuck(2, True)], 4)
+        assert found is not None
+        assert found["message"] == (
+            "ranks 1, 3 did not answer any more, and rank 0 had no progress for 30 min since step 8:"
+            " it waits for other ranks"
+        )
+        assert cause_of(found).name == "stuck"
+
+    def test_one_that_says_where_it_stands_comes_before_silent_ones(self) -> None:
+        assert first_stuck([stuck(0, True), stuck(2, False)], 4) == stuck(2, False)
+
+    def test_what_others_saw_of_their_end_does_not_matter(self) -> None:
+        lost = of_rank("RuntimeError", "Connection closed by peer", consequence=True) | {"rank": 2}
+        assert first_stuck([stuck(0, True), stuck(1, False), lost], 3) == stuck(1, False)
+
+    def test_an_error_comes_before_it(self) -> None:
+        assert first_stuck([stuck(0, True), of_rank("ValueError", "broken")], 2) is None
+        assert first_stuck([], 2) is None
+
+
+def test_where() -> None:
+    def place(failure: dict[str, Any]) -> str | None:
+        return node_of(failure, cause_of(failure))
+
+    assert place(of_rank("ValueError", "broken")) == "n2"
+    assert place({"message": "rank 1 on n2: Killed"}) == "n2"
+    assert place({"message": "rank 1 on gpu-07.cluster ended with exit code 1"}) == "gpu-07.cluster"
+    assert (
+        place({"message": "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"}) == "n2"
+    )
+    # of several nobody knows which, and a machine has no other node
+    assert place({"message": "ranks 1-2 on n[1-2]: Killed"}) is None
+    assert place({"message": "rank 1 was ended by SIGKILL"}) is None
+    # who waited was not the one
+    assert place(of_rank("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete")) is None
+    assert place(of_rank("RuntimeError", "Connection closed by peer", consequence=True)) is None
+
+
+def test_what_this_package_warned_of_is_no_cause() -> None:
+    """A full disk that has passed, and then somebody kills the rank."""
+    said = "mgpu_slurm: WARNING: metrics have to wait in memory: [Errno 28] No space left on device; training goes on\n"
+    killed = {"message": "rank 0 was ended by SIGKILL", "who": "rank 0"}
+    assert cause_of(killed, f"{said}[  1]  step 7      loss 0.1\n") is failures.KILLED

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import human_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("12B", 12),
+        ("100MB", 100_000_000),
+        ("100 mb", 100_000_000),
+        ("1.5GiB", 1_610_612_736),
+        ("2KiB", 2048),
+        ("1kb", 1000),
+        ("3TB", 3_000_000_000_000),
+        ("0.1GB", 100_000_000),
+        (" 7 MiB ", 7 * 1024 * 1024),
+    ],
+)
+def test_parse_size_reads_decimal_and_binary_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "1,5GB", "10 parsecs", "1e3", "nan", "1.MB", "5M", "٣MB"])
+def test_parse_size_refuses_nonsense_and_names_it(text: str) -> None:
+    with pytest.raises(UserError, match="such as 100MB") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 KB"),
+        (1550, "1.6 KB"),
+        (99_940, "99.9 KB"),
+        (99_960, "100 KB"),
+        (999_499, "999 KB"),
+        (999_600, "1.0 MB"),
+        (120_000_000, "120 MB"),
+        (4_200_000_000, "4.2 GB"),
+        (10**15, "1.0 PB"),
+        (1234 * 10**15, "1234 PB"),
+    ],
+)
+def test_human_size_has_three_digits_at_most(size: int, text: str) -> None:
+    assert human_size(size) == text
+
+
+def test_what_human_size_writes_parse_size_reads() -> None:
+    for size in (0, 512, 1500, 2_500_000, 120_000_000, 7 * 10**12):
+        assert parse_size(human_size(size)) == size

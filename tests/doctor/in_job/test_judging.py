@@ -1,0 +1,236 @@
+"""What is made of what the ranks of a checkup have measured."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.doctor.check_results import Finding
+from mgpu_slurm.doctor.in_job import gpus, network, node_facts
+from mgpu_slurm.doctor.in_job.team import Answer, Member
+
+GB = 1 << 30
+
+
+def answered(*values: Any, ranks_per_node: int = 1) -> list[Answer]:
+    """The answers of ranks 0, 1, ... in their order."""
+    members = [Member(rank, node := rank // ranks_per_node, f"n{node + 1}", rank % ranks_per_node)
+               for rank in range(len(values))]  # fmt: skip
+    return [Answer(member, value) for member, value in zip(members, values, strict=True)]
+
+
+def seen(found: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.level, finding.text) for finding in found]
+
+
+def versions(*differences: str) -> dict[str, Any]:
+    return {"differences": list(differences), "python": "3.11.2", "packages": 60}
+
+
+def test_nodes_with_the_versions_of_the_submission_are_one_line() -> None:
+    found = node_facts.judge_versions(answered(versions(), versions()))
+    assert seen(found) == [("ok", "n[1-2]: Python 3.11.2 and all packages as at the submission")]
+
+
+def test_other_versions_fail_where_ranks_could_not_work_together() -> None:
+    other_torch, other_numpy = "torch 2.12.0 instead of 2.13.0", "numpy 2.0 instead of 2.1"
+    found = node_facts.judge_versions(answered(versions(), versions(other_torch, other_numpy), versions(other_numpy)))
+    assert seen(found)[1:] == [("failed", f"n2: {other_torch}, {other_numpy}"), ("warning", f"n3: {other_numpy}")]
+
+
+def test_cores() -> None:
+    enough = {"asked": 4, "usable": 4, "on_machine": 16, "ranks": 2}
+    few = {"asked": 4, "usable": 1, "on_machine": 16, "ranks": 2}
+    found = node_facts.judge_cores(answered(enough, enough, few, few, ranks_per_node=2))
+    assert seen(found) == [
+        ("ok", "ranks 0-1 on n1: 4 cores each (4 asked for)"),
+        ("warning", "ranks 2-3 on n2: asked for 4 cores for each rank, and this one may use 1"),
+    ]
+    unbound = {"asked": None, "usable": 16, "on_machine": 16, "ranks": 2}
+    found = node_facts.judge_cores(answered(unbound, unbound, ranks_per_node=2))
+    assert seen(found) == [("ok", "ranks 0-1 on n1: 16 cores shared by 2 ranks (none asked for)")]
+
+
+def limits(**changed: Any) -> dict[str, Any]:
+    usual = {"shared_memory": 8 * GB, "files": 131072, "locked": resource.RLIM_INFINITY, "infiniband": ["mlx5_0"]}
+    return usual | changed
+
+
+def test_limits() -> None:
+    assert seen(node_facts.judge_limits(answered(limits(), limits(shared_memory=4 * GB)))) == [
+        ("ok", "shared memory (/dev/shm): 4.0 GB free on n2")
+    ]
+    narrow = limits(shared_memory=64 << 20, files=1024, locked=64 << 10)
+    assert seen(node_facts.judge_limits(answered(limits(), narrow))) == [
+        ("warning", "shared memory (/dev/shm): 0.1 GB free on n2, which loader workers fill soon"),
+        ("warning", "open files: 1024 for each process on n2 (ulimit -n)"),
+        ("warning", "locked memory: 64 KB on n2 (ulimit -l), which have InfiniBand"),
+    ]
+
+
+def test_little_locked_memory_is_fine_without_infiniband() -> None:
+    found = node_facts.judge_limits(answered(limits(locked=64 << 10, infiniband=[])))
+    assert [finding.level for finding in found] == ["ok"]
+
+
+def gpu(identity: str | None, asked: int | None = 2, visible: int = 2) -> dict[str, Any]:
+    return {"asked": asked, "visible": visible, "gpu": identity, "name": "NVIDIA H200" if identity else ""}
+
+
+def test_gpus() -> None:
+    found = gpus.judge_gpus(answered(gpu("GPU-a"), gpu("GPU-b"), ranks_per_node=2))
+    assert seen(found) == [("ok", "ranks 0-1 on n1: NVIDIA H200")]
+    found = gpus.judge_gpus(answered(gpu("GPU-a"), gpu("GPU-a"), gpu(None, visible=0), ranks_per_node=2))
+    assert [finding.level for finding in found] == ["failed", "warning", "ok"]
+    assert found[0].text.startswith("rank 2 on n2: asked for 2 GPUs on each node, and torch sees none")
+    assert found[1].text == "ranks 0-1 compute on the same GPU, GPU-a of n1"
+    found = gpus.judge_gpus(answered(gpu(None, asked=None, visible=0)))
+    assert seen(found) == [("ok", "no GPUs were asked for, and none are seen")]
+
+
+def health(**changed: Any) -> dict[str, Any]:
+    usual = {"uuid": "GPU-a", "name": "NVIDIA H200", "uncorrected": 0, "retirement_pending": None, "slowed": []}
+    return usual | {"remapping": [0, 0, 0, 0], "temperature": 41, "others": 0, "persistent": 1} | changed
+
+
+def test_healthy_gpus_are_one_line() -> None:
+    found = gpus.judge_gpu_health(answered({"gpus": [health(), health(temperature=63)]}))
+    assert seen(found) == [("ok", "n1: 2 GPUs without memory errors or slowdown, 63 C at most")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        ({"uncorrected": 3}, "failed", "has had 3 uncorrectable memory errors since its driver was loaded"),
+        ({"remapping": [0, 1, 1, 0]}, "failed", "has memory rows that wait for a reset"),
+        ({"retirement_pending": 1}, "failed", "has memory pages that wait for a reset"),
+        ({"slowed": ["too hot"]}, "warning", "is slowed down: too hot"),
+        ({"others": 20 * GB}, "warning", "processes outside of this run hold 20.0 GB of its memory"),
+    ],
+)
+def test_ill_gpus_are_named_with_their_node(changed: dict[str, Any], level: str, words: str) -> None:
+    (found,) = gpus.judge_gpu_health(answered({"gpus": [health(), health(uuid="GPU-b", **changed)]}))
+    assert found.level == level
+    assert found.text.startswith("n1: GPU GPU-b (NVIDIA H200)")
+    assert words in found.text
+    assert "--exclude n1" in found.mend
+
+
+def test_gpus_that_do_not_know_some_values_are_not_ill() -> None:
+    unknown = dict.fromkeys(("uncorrected", "retirement_pending", "remapping", "temperature", "persistent"))
+    found = gpus.judge_gpu_health(answered({"gpus": [health(**unknown)]}))
+    assert [finding.level for finding in found] == ["ok"]
+
+
+def test_without_the_library_the_health_is_not_read() -> None:
+    found = gpus.judge_gpu_health(answered({"gpus": None}, {"gpus": None}))
+    words = "n[1-2]: the health of the GPUs was not read: nvidia-ml-py is not installed"
+    assert seen(found) == [("warning", words)]
+
+
+def test_gpus_that_nvml_does_not_list_are_not_called_healthy() -> None:
+    found = gpus.judge_gpu_health(answered({"gpus": []}))
+    assert seen(found) == [("ok", "n1: the health of the GPUs is not known: NVML does not list them (as with MIG)")]
+
+
+def test_gpus_of_other_jobs_on_the_node_are_left_alone() -> None:
+    """NVML knows all of a node; here the last is lost, and an older binding gives bytes."""
+
+    class Lost(Exception):
+        pass
+
+    def handle(index: int) -> int:
+        if index == 3:
+            raise Lost
+        return index
+
+    identities = ["GPU-a", b"GPU-b", "GPU-c"]
+    nvml = SimpleNamespace(
+        NVMLError=Lost,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetUUID=lambda index: identities[index],
+    )
+    # torch leaves the prefix out
+    assert list(gpus.handles(nvml, {"b", "c", "of another node"})) == [1, 2]
+
+
+def test_nvml_has_the_names_that_are_used_here() -> None:
+    nvml = importlib.import_module("pynvml")
+    used = set(re.findall(r"nvml\.(\w+)", Path(gpus.__file__).read_text()))
+    missing = {name for name in used | set(gpus.THROTTLE_REASONS) if not hasattr(nvml, name)}
+    assert missing == set()
+
+
+def looked_up(forward: float | None = 0.001, backward: float | None = 0.001) -> dict[str, Any]:
+    return {"address": "10.0.0.2" if forward is not None else None, "forward": forward, "backward": backward}
+
+
+def test_names() -> None:
+    assert seen(network.judge_names(answered({"n1": looked_up(), "n2": looked_up()}))) == [
+        ("ok", "names of nodes are found on n1: 1 ms at most")
+    ]
+    assert seen(network.judge_names(answered({"n2": looked_up(forward=None), "n3": looked_up(backward=1.0)}))) == [
+        ("failed", "n1 finds no address for n2"),
+        ("warning", "n1 takes 1.0 s to find the name to 10.0.0.2 (n3)"),
+    ]
+    # a resolver that did not answer in the time that it was given
+    (found,) = network.judge_names(answered({"n2": looked_up(backward=None)}))
+    assert found.text == "n1 takes 15.0 s to find the name to 10.0.0.2 (n2)"
+
+
+def test_a_port_behind_a_firewall() -> None:
+    (found,) = network.judge_ports(answered({"n2": {"port": 12345, "problem": "timed out"}}, {"n1": {"seconds": 0.1}}))
+    assert (found.level, found.text) == ("failed", "n1 does not reach n2 on port 12345: timed out")
+
+
+def reduced(**changed: Any) -> dict[str, Any]:
+    usual = {"making": 0.1, "small": 0.002, "large": 0.064, "backend": "gloo", "interfaces": {"eth0": 1000, "ib0": 0}}
+    return usual | {"transport": ""} | changed
+
+
+def test_all_reduce() -> None:
+    assert seen(network.judge_gloo(answered(reduced(), reduced(large=0.0671)))) == [
+        ("ok", "all-reduce by gloo, ranks 0-1 on n[1-2]: 1 MB in 2 ms, 64 MB in 67 ms (1 GB/s)")
+    ]
+    (found,) = network.judge_gloo(answered(reduced(), reduced(large=6.4)))
+    assert found.level == "warning"
+    assert "the fastest interface (eth0 (1 Gb/s), ib0) by GLOO_SOCKET_IFNAME" in found.mend
+    (found,) = network.judge_gloo(answered(reduced(small=0.7, large=None), reduced(small=0.6, large=None)))
+    assert found.text == "all-reduce by gloo, ranks 0-1 on n[1-2]: 1 MB in 700 ms, so 64 MB was not tried"
+
+
+def test_the_network_that_nccl_goes_by_is_told() -> None:
+    found = network.judge_nccl(answered(reduced(backend="nccl", transport="IB"), reduced(backend="nccl")))
+    assert seen(found)[1:] == [("ok", "NCCL goes between nodes by IB")]
+
+
+@pytest.mark.parametrize(
+    ("log", "name"),
+    [
+        ("n1:41:41 [0] NCCL INFO NET/Plugin: none\nn1:41:77 [0] NCCL INFO Using network Socket\nrest\n", "Socket"),
+        ("n1:41:77 [0] NCCL INFO Using network AWS Libfabric\n", "AWS Libfabric"),
+        ("trained\n", ""),
+    ],
+)
+def test_nccls_own_words_on_its_network(log: str, name: str) -> None:
+    assert network.nccl_transport(log) == name
+
+
+def test_interfaces_that_are_up_are_listed_with_their_speed(tmp_path: Path) -> None:
+    for name, state, speed in (
+        ("lo", "unknown", "0"),
+        ("eth0", "up", "25000"),
+        ("eth1", "down", "-1"),
+        ("ib0", "up", ""),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(f"{state}\n")
+        (tmp_path / name / "speed").write_text(f"{speed}\n")
+    assert network.interfaces_of(tmp_path) == {"eth0": 25000, "ib0": 0}

@@ -1,0 +1,121 @@
+"""What is made of a SLURM's version, partitions and settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from mgpu_slurm.doctor import slurm_checks
+from mgpu_slurm.doctor.check_results import Finding
+from mgpu_slurm.slurm.site import Association, Partition
+
+MAIN = Partition("main", True, "UP", None, None, None, "OFF", 0, Counter({"idle": 4}), (2,))
+
+
+def seen(finding: Finding) -> tuple[str, str]:
+    return finding.level, finding.text
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "words"),
+    [
+        ((22, 5, 8), "ok", "SLURM 22.05.8: has all that is used; ranks get their cores by SRUN_CPUS_PER_TASK"),
+        ((21, 8), "ok", "SLURM 21.08: has all that is used; ranks get their cores by what sbatch was asked"),
+        ((20, 2, 7), "failed", "SLURM 20.02.7: srun has no --overlap before 20.11"),
+    ],
+)
+def test_versions(version: tuple[int, ...], level: str, words: str) -> None:
+    assert seen(slurm_checks.version_finding(version)) == (level, words)
+
+
+@pytest.mark.parametrize(
+    ("partition", "level", "words"),
+    [
+        (MAIN, "ok", "partition main (default): 4 nodes, 2 GPUs each, no time limit"),
+        (
+            replace(MAIN, max_time="1-00:00:00", default_time="01:00:00", max_nodes=8, gpus_per_node=(0, 4, 8)),
+            "ok",
+            "partition main (default): 4 nodes, 0, 4 or 8 GPUs each, time limit 1-00:00:00 (default 01:00:00),"
+            " at most 8 nodes a job",
+        ),
+        (
+            replace(
+                MAIN, is_default=False, nodes=Counter({"idle": 1, "down*": 2}), max_time="60:00", gpus_per_node=(0,)
+            ),
+            "ok",
+            "partition main: 3 nodes (2 down*), no GPUs, time limit 60:00 (default the limit)",
+        ),
+        (
+            replace(MAIN, state="INACTIVE"),
+            "warning",
+            "partition main (default): 4 nodes, 2 GPUs each, no time limit: it is INACTIVE",
+        ),
+        (
+            replace(MAIN, nodes=Counter({"drained": 1})),
+            "failed",
+            "partition main (default): 1 node (1 drained), 2 GPUs each, no time limit: no node of it is usable",
+        ),
+        (
+            replace(MAIN, is_default=False, nodes=Counter({"drained": 1})),
+            "warning",
+            "partition main: 1 node (1 drained), 2 GPUs each, no time limit: no node of it is usable",
+        ),
+    ],
+    ids=["plain", "limits", "some down", "closed", "default without nodes", "other without nodes"],
+)
+def test_partitions(partition: Partition, level: str, words: str) -> None:
+    assert seen(slurm_checks.partition_finding(partition)) == (level, words)
+
+
+def test_a_controller_that_takes_its_time_is_told() -> None:
+    assert seen(slurm_checks.controller_finding("hpc", 0.02)) == ("ok", "controller of hpc answers in 20 ms")
+    assert seen(slurm_checks.controller_finding("hpc", 4.0)) == ("warning", "controller of hpc answers in 4.0 s")
+
+
+def settings(**changed: str) -> dict[str, str]:
+    usual = {"JobRequeue": "1", "MaxArraySize": "1001", "KillWait": "30 sec", "SelectType": "select/cons_tres"}
+    return usual | {"JobSubmitPlugins": "(null)"} | changed
+
+
+def test_usual_settings_are_fine() -> None:
+    found = list(slurm_checks.setting_findings(settings(), [MAIN]))
+    assert [seen(finding) for finding in found] == [
+        ("ok", "runs ask to be requeued; where that is refused they submit their own next job"),
+        ("ok", "a job array holds 1001 runs at most; larger groups are several arrays"),
+        ("ok", "a run that is cancelled has 30 s to save its work (KillWait)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "partition", "level", "words"),
+    [
+        ({"JobRequeue": "0"}, MAIN, "ok", "which is not the site's default (JobRequeue=0)"),
+        ({"KillWait": "15 sec"}, MAIN, "warning", "a run that is cancelled has 15 s to save its work"),
+        ({}, replace(MAIN, preempt_mode="REQUEUE", grace=60), "ok", "one that is preempted 90 s"),
+        ({}, replace(MAIN, preempt_mode="CANCEL"), "warning", "preemption cancels runs in main, and does not requeue"),
+        ({"SelectType": "select/cons_res"}, MAIN, "warning", "SLURM does not count GPUs with --gpus-per-node there"),
+        ({"JobSubmitPlugins": "lua"}, MAIN, "ok", "JobSubmitPlugins=lua: the site may change or refuse"),
+    ],
+)
+def test_unusual_settings(changed: dict[str, str], partition: Partition, level: str, words: str) -> None:
+    found = [f for f in slurm_checks.setting_findings(settings(**changed), [partition]) if words in f.text]
+    assert [finding.level for finding in found] == [level]
+
+
+def test_settings_that_a_version_does_not_have_are_not_judged() -> None:
+    assert list(slurm_checks.setting_findings({}, [MAIN])) == []
+
+
+def test_the_tightest_of_several_accounts_limits_is_named() -> None:
+    rights = [Association("a", None, 100, ()), Association("b", 4, 50, ()), Association("b", 8, None, ())]
+    words = "accounts a, b; at most 4 jobs running and 50 jobs submitted at a time"
+    assert seen(slurm_checks.account_finding(rights)) == ("ok", words)
+    assert slurm_checks.account_finding([Association("a", None, None, ())]).text == "account a"
+
+
+def test_defaults_for_sbatch_that_do_not_reach_runs_are_named() -> None:
+    (found,) = slurm_checks.variable_findings({"SBATCH_ACCOUNT": "lab", "SBATCH_EXPORT": "NONE", "SBATCH_MEM": "4"})
+    assert seen(found) == ("warning", "SBATCH_EXPORT, SBATCH_MEM in this shell do not reach runs")
+    assert list(slurm_checks.variable_findings({"SLURM_CONF": "/etc"})) == []

@@ -1,0 +1,184 @@
+"""A run that asks to be started again from inside its job, where SLURM requeues it and where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core import files, records
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.job import requeue
+from mgpu_slurm.job.requeue import Job, start_again, start_again_in_time, starts
+from mgpu_slurm.registry import current_state
+from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.slurm import job_lock, outage, script
+from mgpu_slurm.slurm.script import Array
+from tests.slurm_stand_in import StandIn, stand_in
+
+REFUSES = """\
+echo "$@" >> '{state}/requeued'
+echo 'Requested operation is presently disabled for job 9' >&2; exit 1
+"""
+RECORD = """\
+printf '%s\\n' "$@" > '{state}/arguments'
+env > '{state}/environ'
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    slurm = stand_in(tmp_path / "slurm")
+    slurm.write("scontrol", REFUSES.format(state=slurm.state))
+    real = slurm.state / "bin" / "real-sbatch"
+    real.write_text(real.read_text().replace("#!/bin/sh\n", "#!/bin/sh\n" + RECORD.format(state=slurm.state)))
+    monkeypatch.setenv("PATH", slurm.environ["PATH"])
+    monkeypatch.setattr(outage, "PAUSES", (0.01,))
+    monkeypatch.setattr(requeue, "SCONTROL_TAKES", 0.3)
+    monkeypatch.setattr(requeue, "PATIENCE", 0.1)
+    return slurm
+
+
+@pytest.fixture
+def spec() -> Spec:
+    return Spec("digits", Target(command=("true",)), "slurm", Resources(sbatch={"comment": "project 7"}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, spec: Spec) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "digits")
+    folder.create()
+    spec.write(folder)
+    files.write_whole(folder.submission(), script.render(spec, folder, "mgpu-1"))
+    records.update_state(folder, executor="slurm", state="RUNNING", job_id="9")
+    records.record_event(folder, "submitting", token="mgpu-1")
+    records.record_event(folder, "submitted", token="mgpu-1", job_id="9")
+    return folder
+
+
+def arguments(slurm: StandIn) -> list[str]:
+    return (slurm.state / "arguments").read_text().splitlines()
+
+
+def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+    slurm.write("scontrol", f"echo \"$@\" >> '{slurm.state}/requeued'\n")
+    assert start_again_in_time(folder, spec, Job("9", "mgpu-1")) == 75
+    assert (slurm.state / "requeued").read_text() == "requeue 9\n"
+    assert slurm.calls == []
+    state = records.read_state(folder)
+    assert (state["state"], state["job_id"]) == ("REQUEUED", "9")
+
+
+def test_another_job_that_has_the_id_by_now_is_not_requeued(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+    slurm.write("squeue", "echo '9|RUNNING|2025-05-01T12:00:00|0|N/A|N/A|other|None|'\n")
+    with pytest.raises(ClusterError, match=r"job 9 is not run digits's any more"):
+        start_again_in_time(folder, spec, Job("9", "mgpu-1"))
+    assert not (slurm.state / "requeued").exists()
+    assert slurm.calls == []
+
+
+@pytest.mark.parametrize("answer", ["refuses", "hangs"])
+def test_where_slurm_does_not_requeue_another_job_waits_for_the_end_of_this_one(
+    folder: RunFolder, spec: Spec, slurm: StandIn, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    if answer == "hangs":
+        slurm.write("scontrol", "exec sleep 600\n")
+    monkeypatch.setenv("SLURM_CPU_BIND", "mask")
+    monkeypatch.setenv("RANK", "3")
+    start_again_in_time(folder, spec, Job("9", "mgpu-1"))
+    (queued,) = slurm.queue
+    job_id, _, comment = queued.partition("|")
+    token = comment.removeprefix("project 7 ")
+    assert arguments(slurm) == [
+        "--parsable",
+        f"--comment=project 7 {token}",
+        "--dependency=afterany:9",
+        str(folder.submission()),
+        token,
+    ]
+    environ = (slurm.state / "environ").read_text().splitlines()
+    assert [line for line in environ if line.startswith(("SLURM_CPU_BIND", "RANK="))] == []
+    state = records.read_state(folder)
+    assert (state["state"], state["job_id"]) == ("REQUEUED", job_id)
+    assert state["reason"].startswith(f"goes on as job {job_id}: scontrol ")
+    newest = records.submissions(folder)[-1]
+    assert (newest.token, newest.job_id) == (token, job_id)
+    # status asks for the new job
+    assert current_state.state(folder)["state"] == "PENDING"
+
+
+def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+    array = Array(1001, (1001, 1004))
+    files.write_whole(folder.submission(1001), script.render(spec, folder, "mgpu-2", array))
+    records.record_event(folder, "submitting", token="mgpu-2", first=1001, tasks="1001,1004")
+    run = folder.of_task(1004)
+    run.create_task()
+    start_again(run, spec, Job("9_3", "mgpu-2"))
+    token = slurm.queue[0].rpartition(" ")[2]
+    assert arguments(slurm) == [
+        "--parsable",
+        f"--comment=project 7 {token}",
+        "--dependency=afterany:9_3",
+        "--array=3",
+        str(folder.submission(1001)),
+        token,
+    ]
+    assert records.read_state(run)["job_id"] == "42_3"
+    assert [submission.token for submission in records.submissions_of(run)] == ["mgpu-2", token]
+    assert job_lock.take(run, token, "42_3") == "42_3"
+
+
+def test_jobs_that_wait_for_the_run_wait_for_its_new_job_too(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+    slurm.write("scontrol", 'echo "$*" >> "$0.calls"; case $1 in requeue) echo "is disabled" >&2; exit 1 ;; esac\n')
+    slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'; echo '51|afterok:8(unfulfilled)'\n")
+    assert start_again_in_time(folder, spec, Job("9", "mgpu-1")) == 0
+    calls = (slurm.state / "bin" / "scontrol.calls").read_text().splitlines()
+    assert calls == ["requeue 9", "update JobId=50 Dependency=afterok:9,afterok:42"]
+
+
+def test_where_they_cannot_be_told_they_do_not_start_too_soon(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+    slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'\n")
+    assert start_again_in_time(folder, spec, Job("9", "mgpu-1")) == 75
+
+
+def test_a_site_s_own_names_for_options_are_used(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+    spec.rename.update({"comment": None, "dependency": "after={}"})
+    start_again_in_time(folder, spec, Job("9", "mgpu-1"))
+    assert arguments(slurm)[:2] == ["--parsable", "--after=afterany:9"]
+    assert not any(word.startswith("--comment") for word in arguments(slurm))
+
+
+@pytest.mark.parametrize("happens", ["take-and-time-out", "take-and-die"])
+def test_an_answer_that_is_lost_makes_no_second_job(
+    folder: RunFolder, spec: Spec, slurm: StandIn, happens: str
+) -> None:
+    slurm.plan(happens)
+    start_again_in_time(folder, spec, Job("9", "mgpu-1"))
+    assert len(slurm.queue) == 1
+    assert records.read_state(folder)["job_id"] == "42"
+
+
+def test_where_neither_works_both_reasons_are_told(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+    slurm.plan("refuse")
+    with pytest.raises(ClusterError, match=r"presently disabled for job 9; nor is another .*: .*Invalid partition"):
+        start_again_in_time(folder, spec, Job("9", "mgpu-1"))
+    assert slurm.queue == []
+
+
+def test_requeues_count_over_the_jobs_that_continue_each_other_and_not_over_a_resume(
+    folder: RunFolder, spec: Spec, slurm: StandIn
+) -> None:
+    slurm.write("scontrol", "")
+    first = Job("9", "mgpu-1")
+    start_again_in_time(folder, spec, first)
+    start_again_in_time(folder, spec, first)
+    assert len(starts(folder, first, "requeued")) == 2
+    slurm.write("scontrol", REFUSES.format(state=slurm.state))
+    start_again_in_time(folder, spec, first)
+    second = Job("42", records.submissions(folder)[-1].token)
+    assert len(starts(folder, second, "requeued")) == 3
+    start_again_in_time(folder, spec, second)
+    assert len(starts(folder, Job("43", records.submissions(folder)[-1].token), "requeued")) == 4
+    records.record_event(folder, "submitting", token="resumed")
+    assert len(starts(folder, Job("44", "resumed"), "requeued")) == 0

@@ -1,0 +1,73 @@
+"""What is read from srun's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.job.srun_log import LaunchLog, first_failure
+
+ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("srun: error: n2: task 1: Killed", "rank 1 on n2: Killed"),
+        ("srun: error: n[1-2]: tasks 0-3: Exited with exit code 2", "ranks 0-3 on n[1-2] ended with exit code 2"),
+        (
+            "srun: error: gpu07: task 5: Segmentation fault (core dumped)",
+            "rank 5 on gpu07: Segmentation fault (core dumped)",
+        ),
+        ("srun: error: gpu07: task 5: Out Of Memory", "rank 5 on gpu07: Out Of Memory"),
+    ],
+)
+def test_first_failure_in_sruns_words(line: str, told: str) -> None:
+    consequence = "srun: launch/slurm: _step_signal: Terminating StepId=9.0\nsrun: error: n1: task 0: Terminated\n"
+    log = f"site banner\n{line}\n{consequence}"
+    assert first_failure(log) == told
+
+
+def test_ranks_that_srun_could_not_start_are_told_in_its_words() -> None:
+    refusal = "srun: error: Unable to create step for job 9: Invalid generic resource (gres) specification"
+    assert first_failure(f"site banner\n{refusal}\n") == refusal
+    assert first_failure("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n") is None
+
+
+def test_a_rank_that_was_out_of_memory_comes_first(tmp_path: Path) -> None:
+    """The others lose their connections to it, and srun may hear of them before."""
+    lost = "srun: error: n[1-2]: tasks 0-3: Exited with exit code 1\n"
+    path = tmp_path / "launch-9.log"
+    log = LaunchLog(path)
+    path.write_text(lost)
+    assert not log.tells_of_too_little_memory()
+    path.write_text(f"{lost}srun: error: n2: task 4: Out Of Memory\n")
+    assert log.tells_of_too_little_memory()
+    assert first_failure(path.read_text()) == "rank 4 on n2: Out Of Memory"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_slurms_doing"),
+    [
+        (ABORTED, True),
+        # where all tasks have left already
+        ("srun: Job step aborted\n", True),
+        ("srun: error: n2: task 1: Exited with exit code 3\n", False),
+        (f"srun: error: Task launch for StepId=9.0 failed on node n2: Invalid job credential\n{ABORTED}", False),
+        (f"srun: error: Application launch failed: Communication connection failure\n{ABORTED}", False),
+        (f"srun: error: timeout waiting for task launch, started 1 of 2 tasks\n{ABORTED}", False),
+        (f"{ABORTED}srun: error: Task launch for StepId=9.0 failed on node n2: Job credential revoked\n", True),
+    ],
+)
+def test_whether_slurm_ended_the_ranks_is_read_from_what_srun_adds(
+    tmp_path: Path, words: str, is_slurms_doing: bool
+) -> None:
+    """One that leaves with 0 when it is told to may be gone before the batch step gets its own SIGTERM."""
+    path = tmp_path / "launch-9.log"
+    # of an earlier start
+    path.write_text(ABORTED)
+    log = LaunchLog(path)
+    with path.open("a") as file:
+        file.write(words)
+    assert log.tells_of_an_abort() is is_slurms_doing

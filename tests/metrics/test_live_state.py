@@ -1,0 +1,75 @@
+"""What rank 0 says of itself comes into `state.json` without the training having to wait for it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.core import files, layout, records
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.metrics.live_state import LiveState
+from mgpu_slurm.metrics.reporter import Reporter
+from tests.support import wait_until
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    records.update_state(folder, attempts=1, state="RUNNING")
+    return folder
+
+
+def test_it_is_written_soon_without_another_call(folder: RunFolder) -> None:
+    live = LiveState(folder, 1, nullcontext)
+    assert live.is_stale
+    live.show(step=3, progress=1)
+    assert not live.is_stale
+    wait_until(lambda: records.read_state(folder)["progress"] == 1)
+    # the thread pauses now, and then finds these
+    live.show(step=4)
+    live.show(progress=2)
+    wait_until(lambda: [records.read_state(folder)[name] for name in ("step", "progress")] == [4, 2])
+    live.close()
+
+
+def test_a_report_does_not_wait_for_it(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk on which a rename hangs holds nothing up; metrics and curves are on the disk when `report` returns."""
+    gate, passed = os.pipe()
+    replace = os.replace
+
+    def hangs(*arguments: Any) -> None:
+        os.read(gate, 1)
+        replace(*arguments)
+
+    monkeypatch.setattr(layout.os, "replace", hangs)
+    reporter = Reporter(folder, 1)
+    for progress in (1, 2, 3):
+        reporter.report(progress, 10 * progress, {"loss": 0.5})
+        assert len(list(files.read_jsonl(folder.metrics))) == progress
+    (events,) = folder.tensorboard.iterdir()
+    assert events.read_bytes().count(b"loss") == 3
+    os.write(passed, b"...")
+    reporter.close(31)
+    state = records.read_state(folder)
+    assert (state["step"], state["progress"], state["metrics"]) == (31, 3, {"loss": 0.5})
+    assert state["state"] == "RUNNING"
+
+
+def test_an_attempt_does_not_speak_for_a_later_one(folder: RunFolder) -> None:
+    records.update_state(folder, attempts=2, step=7)
+    live = LiveState(folder, 1, nullcontext)
+    live.show(step=3)
+    live.close()
+    assert records.read_state(folder)["step"] == 7
+
+
+def test_what_was_not_submitted_has_no_state(tmp_path: Path) -> None:
+    live = LiveState(RunFolder(tmp_path), 1, nullcontext)
+    live.show(step=3)
+    live.close()
+    assert list(tmp_path.iterdir()) == []

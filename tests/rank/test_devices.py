@@ -1,0 +1,117 @@
+"""Which device a rank takes; the tests marked `gpu` need one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm.data import randomness
+from mgpu_slurm.doctor.in_job import gpus
+from mgpu_slurm.rank import devices
+from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.signals import StopFlag
+from mgpu_slurm.training.run import Run
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "chosen"),
+    [(1, 0, 0), (1, 3, 0), (4, 3, 3), (2, 3, 1)],
+    ids=["one for one", "bound by the site", "by local rank", "shared in turn"],
+)
+def test_the_gpu_of_a_local_rank(visible: int, local_rank: int, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert devices.choose(RankFacts(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
+
+
+def test_threads_are_the_cores_shared_out_unless_slurm_gave_each_task_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    assert devices.threads_per_rank(1) == cores
+    assert devices.threads_per_rank(10 * cores) == 1
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "7")
+    assert devices.threads_per_rank(2) == 7
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
+    device = devices.choose(RankFacts())
+    run = Run(RankFacts(), tmp_path, device, 1, StopFlag())
+    model = run.wrap(nn.Linear(2, 1))
+    assert next(model.parameters()).device == device
+    for (batch,) in run.loader(TensorDataset(torch.ones(4, 2)), batch_size=2):
+        assert batch.device == device
+        run.backward(model(batch).mean())
+    for (batch,) in run.shard(TensorDataset(torch.ones(4, 2))):
+        assert batch.device == device
+    run.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_gpus_random_numbers_go_on_where_they_were() -> None:
+    device = devices.choose(RankFacts())
+    state = randomness.random_state(device)
+    first = torch.rand(3, device=device)
+    randomness.set_random_state(state, device)
+    assert torch.equal(torch.rand(3, device=device), first)
+
+
+def trained(folder: Path, device: torch.device, stop_at: int | None) -> tuple[int, list[torch.Tensor]]:
+    """Train on this device, and leave at a step after a save, or continue to the end.
+
+    Returns:
+        the step at which it began, and the weights; none if it was left.
+    """
+    run = Run(RankFacts(), folder, device, 1, StopFlag())
+    run.seed(0, deterministic=True)
+    model = run.wrap(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    features = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    data = run.loader(TensorDataset(features), batch_size=8, shuffle=True)
+    state = run.restore(model=model, optimizer=optimizer, data=data)
+    began = state.step
+    run.checkpoints(every_steps=2)
+    for _ in state.epochs(2):
+        for (batch,) in data:
+            if run.step == stop_at:
+                run.close()
+                return began, []
+            run.backward(model(batch).square().mean())
+            run.update(optimizer)
+    run.finish()
+    run.close()
+    return began, [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_a_training_goes_on_exactly_on_its_device(on: str, tmp_path: Path) -> None:
+    device = torch.device(on) if on == "cpu" else devices.choose(RankFacts())
+    try:
+        _, whole = trained(tmp_path / "whole", device, None)
+        assert trained(tmp_path / "parts", device, stop_at=7) == (0, [])
+        began, weights = trained(tmp_path / "parts", device, None)
+        # one that starts anew would come to the same weights
+        assert began == 6
+        assert all(map(torch.equal, whole, weights))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_nvml_knows_the_gpus_that_torch_sees() -> None:
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    seen = devices.visible_identities()
+    assert len(list(gpus.handles(nvml, set(seen)))) == len(seen) > 0

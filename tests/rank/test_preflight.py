@@ -1,0 +1,109 @@
+"""What a rank finds around it, compared with what was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.core.files import read_jsonl
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.rank import preflight
+from mgpu_slurm.rank.rank_info import RankFacts
+
+
+def node(python: str = "3.11.2", **packages: str) -> dict[str, Any]:
+    return {"python": {"version": python, "executable": "/opt/venv/bin/python"}, "packages": packages}
+
+
+@pytest.mark.parametrize(
+    ("here", "warning"),
+    [
+        (node(torch="2.13.0", numpy="2.1"), None),
+        (node(torch="2.13.0", numpy="2.1", extra="1.0"), None),
+        (node(torch="2.12.0+cpu", numpy="2.1"), "this node has torch 2.12.0+cpu instead of 2.13.0"),
+        (node(torch="2.13.0"), "this node has no numpy (2.1 at the submission)"),
+        (
+            node("3.10.1", torch="2.12.0", numpy="2.0"),
+            "this node has Python 3.10.1 instead of 3.11.2, torch 2.12.0 instead of 2.13.0, numpy 2.0 instead of 2.1",
+        ),
+    ],
+    ids=["same", "more than needed", "another torch", "missing", "all at once"],
+)
+def test_other_versions_than_at_the_submission_are_named(here: dict[str, Any], warning: str | None) -> None:
+    assert preflight.version_warning(node(torch="2.13.0", numpy="2.1"), here) == warning
+
+
+def test_many_differences_are_counted_not_listed() -> None:
+    names = [f"package{number}" for number in range(9)]
+    submitted, here = node(**dict.fromkeys(names, "1.0")), node(**dict.fromkeys(names, "2.0"))
+    warning = preflight.version_warning(submitted, here)
+    assert warning is not None
+    assert warning.count("instead of") == preflight.SHOWN_DIFFERENCES
+    assert warning.endswith("package4 2.0 instead of 1.0 and 4 more")
+
+
+def test_a_run_without_a_record_of_its_submission_has_nothing_to_compare() -> None:
+    assert preflight.version_warning(None, node()) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "usable", "on_machine", "warning"),
+    [
+        (4, 2, 4, 16, None),
+        (4, 2, 16, 16, None),
+        (4, 1, 2, 16, "asked for 4 cores for each rank, and this one may use 2"),
+        (4, 2, 4, 4, "asked for 4 cores for each rank, and 2 ranks share the 4 of this node"),
+    ],
+    ids=["bound to its own", "room for all", "too few", "shared"],
+)
+def test_fewer_cores_than_asked_for(asked: int, ranks: int, usable: int, on_machine: int, warning: str | None) -> None:
+    assert preflight.cores_warning(asked, ranks, usable, on_machine) == warning
+
+
+@pytest.mark.parametrize(
+    ("asked", "visible", "warning"),
+    [
+        (None, 0, None),
+        (0, 0, None),
+        (4, 4, None),
+        (4, 1, None),
+        (1, 0, "asked for 1 GPU on each node, and torch sees none: it computes on the CPU"),
+        (4, 0, "asked for 4 GPUs on each node, and torch sees none: it computes on the CPU"),
+    ],
+)
+def test_gpus_that_were_asked_for_and_are_not_there(asked: int | None, visible: int, warning: str | None) -> None:
+    assert preflight.missing_gpus_warning(asked, visible) == warning
+
+
+def test_ranks_on_the_same_gpu_are_told_of_each_other() -> None:
+    gpus: list[preflight.RankGpu] = [("n1", "GPU-a"), ("n1", "GPU-b"), ("n1", "GPU-a"), ("n2", "GPU-c")]
+    shared = "ranks 0,2 compute on the same GPU, GPU-a of n1"
+    assert preflight.shared_gpu_warnings(gpus) == {0: shared, 2: shared}
+
+
+def test_ranks_without_gpus_share_none() -> None:
+    assert preflight.shared_gpu_warnings([("n1", None), ("n1", None)]) == {}
+
+
+def test_a_warning_stands_in_the_ranks_own_log_and_in_a_file_for_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    preflight.warn(["few cores", "old torch"], folder, 2, RankFacts(3, 4, 1, 2, 1, "n2"))
+    assert capsys.readouterr().out == "mgpu_slurm: warning: few cores\nmgpu_slurm: warning: old torch\n"
+    assert [line["text"] for line in read_jsonl(folder.rank_warnings(2, 3))] == ["few cores", "old torch"]
+
+
+def test_where_nothing_is_wrong_nothing_is_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    preflight.warn([], folder, 1, RankFacts())
+    assert list(folder.logs.iterdir()) == []
+
+
+def test_a_warning_that_cannot_be_kept_is_still_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preflight.warn(["few cores"], RunFolder(tmp_path / "gone"), 1, RankFacts())
+    assert "few cores" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""Ranks that find each other, or say who is missing."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgpu_slurm.core.errors import RendezvousError
+from mgpu_slurm.job import store_server
+from mgpu_slurm.rank import devices, rendezvous
+from mgpu_slurm.rank.rank_info import RankFacts
+from tests.ranks import join_ranks
+from tests.support import wait_until
+
+
+def joined(facts: RankFacts) -> str:
+    rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=2))
+    torch.distributed.destroy_process_group()
+    return "joined"
+
+
+def joined_once_there(facts: RankFacts, place: Path, present: int) -> str:
+    """However long their processes take to start, the ranks come at one time."""
+    (place / str(facts.rank)).touch()
+    wait_until(lambda: len(list(place.iterdir())) == present)
+    return joined(facts)
+
+
+def test_a_missing_rank_is_named_by_every_rank_that_came(tmp_path: Path) -> None:
+    present = [RankFacts(rank, 4, rank, 4, node_name="n1") for rank in (0, 2)]
+    for answer in join_ranks(joined_once_there, present, tmp_path, 2):
+        assert answer.startswith("RendezvousError: rank 1, 3 of 4 has not arrived after 2 s")
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    (answer,) = join_ranks(joined, [RankFacts(1, 2, 1, 2, node_name="n7")])
+    assert answer.startswith("RendezvousError: rank 0 has not arrived after 2 s (told by rank 1 on n7)")
+
+
+def test_ranks_that_believe_in_different_worlds_are_told_so(tmp_path: Path) -> None:
+    different = [RankFacts(0, 2, 0, 2), RankFacts(1, 3, 1, 3, node_name="n2")]
+    answers = join_ranks(joined_once_there, different, tmp_path, 2)
+    assert all("rank 1 on n2 believes in a world of 3 ranks, rank 0 in one of 2" in answer for answer in answers)
+
+
+def joined_with_gpu(facts: RankFacts) -> str | None:
+    # which GPU a rank has is the one fact that no machine without GPUs can give
+    devices.identity = lambda device: "GPU-a" if facts.rank < 2 else "GPU-b"
+    warning = rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=20))
+    torch.distributed.destroy_process_group()
+    return warning
+
+
+def test_ranks_that_share_a_gpu_are_told_so() -> None:
+    answers = join_ranks(joined_with_gpu, [RankFacts(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
+    shared = "ranks 0-1 compute on the same GPU, GPU-a of n1"
+    assert answers == [shared, shared, None]
+
+
+def test_ports_are_bound_outside_of_the_range_from_which_linux_takes_its_own() -> None:
+    low, high = store_server._ephemeral_range()
+    listeners = [store_server.bind("127.0.0.1") for _ in range(30)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    assert len(set(ports)) == 30
+    assert not any(low <= port <= high for port in ports)
+
+
+def test_ports_are_those_that_a_site_leaves_open() -> None:
+    with store_server.bind("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        with store_server.bind("127.0.0.1", range(port, port + 20)) as listener:
+            assert port < listener.getsockname()[1] < port + 20
+        with pytest.raises(RendezvousError, match=f"no port of SrunPortRange {port}-{port} could be bound"):
+            store_server.bind("127.0.0.1", range(port, port + 1))
+
+
+def test_a_rank_without_an_address_says_who_sets_it() -> None:
+    (answer,) = join_ranks(joined_without_address, [RankFacts(0, 2, 0, 2)])
+    assert "rank 0 of 2 has no MASTER_ADDR and MASTER_PORT" in answer
+
+
+def joined_without_address(facts: RankFacts) -> None:
+    rendezvous.join(facts, torch.device("cpu"), environ={})

@@ -1,0 +1,114 @@
+"""Real ranks for tests: processes with a gloo group between them, and what each of them returned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgpu_slurm.core.errors import RunStopped
+from mgpu_slurm.job import store_secret, store_server
+from mgpu_slurm.rank import rendezvous
+from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.signals import StopFlag
+from mgpu_slurm.training.run import Run
+from tests.forks import FORKS
+
+Work = Callable[..., Any]
+KILLED = "killed"
+
+
+class Failed(str):
+    """The error that a rank raised, as text."""
+
+
+def run_ranks(
+    work: Work, world_size: int, *arguments: Any, folder: Path | None = None, may_fail: bool = False
+) -> list[Any]:
+    """Call `work(run, *arguments)` on each rank; return what each returned, or that it was stopped or killed, as text.
+
+    Args:
+        may_fail: return the error of a rank that raises one as text too.
+
+    Raises:
+        AssertionError: a rank has failed, and none may.
+    """
+    folder = folder or Path(tempfile.mkdtemp())
+    facts = [RankFacts(rank, world_size, rank, world_size) for rank in range(world_size)]
+    answers = join_ranks(_with_run, facts, work, folder, arguments)
+    failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failed)}
+    assert may_fail or not failed, f"failed, by rank: {failed}"
+    return answers
+
+
+def join_ranks(body: Work, facts: list[RankFacts], *arguments: Any) -> list[Any]:
+    """Calls `body(facts, *arguments)` in a process for each of the facts, with a rendezvous to meet at."""
+    listener = store_server.bind("127.0.0.1")
+    secret_file = Path(tempfile.mkdtemp()) / "secret"
+    store_secret.create(secret_file)
+    variables = store_server.exports("127.0.0.1", listener.getsockname()[1])
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", store_secret.VARIABLE: str(secret_file)}
+    store = store_server.serve(listener)
+    started = []
+    for own in facts:
+        here, there = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=_process, args=(there, body, own, variables, arguments))
+        process.start()
+        there.close()
+        started.append((process, here))
+    processes = [process for process, _ in started]
+    try:
+        answers = [_answer(here, processes) for _, here in started]
+        for process in processes:
+            process.join(60)
+            assert process.exitcode in (0, -signal.SIGKILL)
+    finally:
+        # else this program would wait for them at its end
+        for process in processes:
+            process.kill()
+    del store
+    return answers
+
+
+def _answer(here: Connection, processes: list[ForkServerProcess]) -> Any:
+    give_up = time.monotonic() + 90
+    while not here.poll(0.1):
+        assert time.monotonic() < give_up, "a rank did not answer"
+        if any(process.exitcode == -signal.SIGKILL for process in processes) and not here.poll(10):
+            # what starts ranks ends them too when one has died: this one may wait for it
+            for process in processes:
+                process.kill()
+    try:
+        return here.recv()
+    except EOFError:
+        return KILLED
+
+
+def _process(there: Connection, body: Work, facts: RankFacts, variables: dict[str, str], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(variables)
+    try:
+        there.send(body(facts, *arguments))
+    except RunStopped as stopped:
+        there.send(f"RunStopped: {stopped}")
+    except BaseException as error:
+        there.send(Failed(f"{type(error).__name__}: {error}"))
+
+
+def _with_run(facts: RankFacts, work: Work, folder: Path, arguments: tuple[Any, ...]) -> Any:
+    if facts.world_size > 1:
+        rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=60))
+    try:
+        return work(Run(facts, folder, torch.device("cpu"), 1, StopFlag()), *arguments)
+    finally:
+        if facts.world_size > 1:
+            torch.distributed.destroy_process_group()

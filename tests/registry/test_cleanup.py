@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry.cleanup import Usage, delete_checkpoints, delete_run, usage
+
+NAME = "digits-20260102-030405-abcd"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path / "runs" / NAME)
+
+
+def make_run(path: Path) -> RunFolder:
+    folder = RunFolder(path)
+    folder.create()
+    sizes = {
+        folder.checkpoint(1) / "model.pt": 5000,
+        folder.checkpoint(2) / "deep" / "model.pt": 6000,
+        folder.rank_log(1, 0): 70,
+        folder.tensorboard / "events": 300,
+        folder.code / "logs" / "train.py": 40,
+        folder.spec: 9,
+        folder.path / "trials" / "0" / "notes": 1,
+    }
+    for file, size in sizes.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x" * size)
+    return folder
+
+
+def test_usage_adds_up_each_part(folder: RunFolder) -> None:
+    assert usage(folder) == Usage(checkpoints=11_000, logs=70, tensorboard=300, code=40, other=10)
+    assert usage(folder).total == 11_420
+
+
+def test_usage_of_a_group_is_that_of_its_runs_too(folder: RunFolder) -> None:
+    for task, size in ((0, 8), (1, 16)):
+        checkpoint = folder.of_task(task).checkpoint(1)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model.pt").write_bytes(b"x" * size)
+        folder.of_task(task).metrics.write_bytes(b"x")
+    assert usage(folder) == Usage(checkpoints=11_024, logs=70, tensorboard=300, code=40, other=12)
+
+
+def test_usage_of_a_folder_that_is_gone_is_nothing(tmp_path: Path) -> None:
+    assert usage(RunFolder(tmp_path / "gone")).total == 0
+
+
+def test_usage_does_not_count_what_links_lead_to(folder: RunFolder, tmp_path: Path) -> None:
+    big = tmp_path / "data.bin"
+    big.write_bytes(b"x" * 1_000_000)
+    (folder.code / "data.bin").symlink_to(big)
+    (folder.code / "project").symlink_to(tmp_path)
+    assert usage(folder).code < 1000
+
+
+def test_delete_run_leaves_nothing_and_touches_no_other_run(folder: RunFolder, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "runs" / "other")
+    before = usage(other)
+    delete_run(folder)
+    assert os.listdir(tmp_path / "runs") == ["other"]
+    assert usage(other) == before
+
+
+def test_deleting_twice_is_fine(folder: RunFolder) -> None:
+    delete_checkpoints(folder)
+    delete_checkpoints(folder)
+    delete_run(folder)
+    delete_run(folder)
+    assert not folder.path.exists()
+
+
+def test_delete_checkpoints_leaves_the_rest(folder: RunFolder) -> None:
+    before = usage(folder)
+    names = set(os.listdir(folder.path))
+    delete_checkpoints(folder)
+    assert set(os.listdir(folder.path)) == names - {"checkpoints"}
+    assert usage(folder).total == before.total - before.checkpoints
+
+
+def test_delete_follows_no_link(folder: RunFolder, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "kept").touch()
+    (folder.code / "scratch").symlink_to(scratch)
+    delete_checkpoints(folder)
+    folder.checkpoints.symlink_to(scratch)
+    delete_checkpoints(folder)
+    assert not folder.checkpoints.is_symlink()
+    delete_run(folder)
+    assert (scratch / "kept").exists()
+
+
+def test_an_interrupted_deletion_is_finished_by_the_next(folder: RunFolder, tmp_path: Path) -> None:
+    for name in (NAME, "another"):
+        half = tmp_path / "runs" / f".deleted-{name}" / "checkpoints"
+        half.mkdir(parents=True)
+        (half / "model.pt").touch()
+    delete_run(folder)
+    assert os.listdir(tmp_path / "runs") == []
+
+
+def test_deletions_of_one_run_at_the_same_time_all_succeed(folder: RunFolder) -> None:
+    for number in range(300):
+        (folder.checkpoints / f"part-{number}").touch()
+    problems: list[BaseException] = []
+
+    def delete() -> None:
+        try:
+            delete_run(folder)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=delete) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert os.listdir(folder.path.parent) == []
+
+
+def test_what_may_not_be_deleted_is_named(folder: RunFolder, ordinary_user: None) -> None:
+    folder.checkpoint(1).chmod(0o500)
+    with pytest.raises(UserError, match="Permission denied") as caught:
+        delete_checkpoints(folder)
+    assert "model.pt" in str(caught.value)
+
+
+def test_a_runs_folder_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(UserError, match="Not a directory") as caught:
+        delete_run(RunFolder(tmp_path / "runs" / NAME))
+    assert "\n" not in str(caught.value)

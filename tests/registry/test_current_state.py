@@ -1,0 +1,290 @@
+"""What runs there are and how they stand, as far as a SLURM that answers can be played by two scripts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core import processes, records
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry import current_state, index, lookup
+from tests.support import UNKNOWN_JOB
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MGPU_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\n{UNKNOWN_JOB}\n")
+    scontrol.chmod(0o755)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def make_run(runs: Path) -> Callable[..., RunFolder]:
+    def make(name: str, job_id: str | None = None, state: str = "RUNNING") -> RunFolder:
+        folder = RunFolder(runs / name)
+        folder.create()
+        records.update_state(folder, executor="slurm", job_id=job_id, state=state, submitted=records.now())
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def answers(runs: Path) -> Callable[[str, str], None]:
+    """Makes a SLURM command print a text."""
+
+    def make(command: str, text: str) -> None:
+        script = runs.parent / "bin" / command
+        script.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\n")
+        script.chmod(0o755)
+
+    return make
+
+
+def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    running, ended = make_run("running", "42"), make_run("ended", "41")
+    answers("squeue", "42|PENDING|N/A|0|N/A|N/A||Priority|\n")
+    answers("sacct", "41|TIMEOUT|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|\n")
+    states = {folder.run: state for folder, state in current_state.current([running, ended])}
+    assert (states["running"]["state"], states["running"]["reason"]) == ("PENDING", "Priority")
+    assert states["ended"]["state"] == "TIMEOUT"
+    # SLURM forgets, the run does not
+    answers("sacct", "")
+    assert current_state.state(ended)["state"] == "TIMEOUT"
+
+
+def test_the_end_of_a_job_is_slurms_and_not_when_somebody_looked(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("cancelled", "42")
+    answers("squeue", "42|CANCELLED|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||BeginTime|\n")
+    state = current_state.state(folder)
+    assert state["ended"].startswith("2024-05-01T12:05:00")
+    # BeginTime is why it had pended
+    assert (state["state"], state["reason"]) == ("CANCELLED", "cancelled")
+
+
+def test_a_submission_without_an_answer_is_looked_for_by_its_token(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    there, not_there = make_run("there", None, "PENDING"), make_run("not-there", None, "PENDING")
+    records.record_event(there, "submitting", token="mgpu-1", time="2024-05-01T12:00:00+00:00")
+    records.record_event(not_there, "submitting", token="mgpu-2", time="2024-05-01T12:00:00+00:00")
+    answers("sacct", "")
+    answers("squeue", "42|mgpu-1\n42|PENDING|N/A|0|N/A|N/A||Priority|\n")
+    states = {folder.run: state for folder, state in current_state.current([there, not_there])}
+    assert (states["there"]["state"], states["there"]["job_id"]) == ("PENDING", "42")
+    assert states["not-there"]["state"] == "FAILED"
+    assert states["not-there"]["reason"].startswith("never arrived in SLURM's queue")
+    assert [submission.job_id for submission in records.submissions(there)] == ["42"]
+
+
+def test_a_run_that_is_being_submitted_pends(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    answers("squeue", "")
+    folder = make_run("new", None, "PENDING")
+    records.record_event(folder, "submitting", token="mgpu-1")
+    assert current_state.state(folder)["state"] == "PENDING"
+
+
+def test_a_job_that_nobody_knows_is_lost(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("gone", "40")
+    answers("squeue", "")
+    answers("sacct", "")
+    state = current_state.state(folder)
+    assert (state["state"], state["reason"].partition(":")[0]) == ("FAILED", "lost")
+
+
+def test_a_controller_that_does_not_answer_makes_no_job_lost(make_run: Callable[..., RunFolder], runs: Path) -> None:
+    folder = make_run("waiting", "40")
+    squeue = runs.parent / "bin" / "squeue"
+    squeue.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n")
+    squeue.chmod(0o755)
+    assert current_state.state(folder)["state"] == "RUNNING"
+
+
+def test_the_job_id_is_known_before_the_job_has_started(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("queued", None, "PENDING")
+    records.record_event(folder, "submitting", token="mgpu-1")
+    records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
+    start = (datetime.now() + timedelta(days=1)).isoformat(timespec="seconds")
+    answers("squeue", f"77|PENDING|N/A|0|{start}|N/A||Resources|\n")
+    assert current_state.state(folder)["reason"] == f"Resources, expected to start at {start.replace('T', ' ')}"
+    # a limit of a year is none
+    answers("squeue", "77|PENDING|N/A|0|2999-05-01T12:00:00|N/A||Resources|\n")
+    assert current_state.state(folder)["reason"] == "Resources, after jobs that have no time limit"
+    assert lookup.find("77").run == "queued"
+
+
+def test_runs_are_found_by_the_beginning_of_their_name_and_from_elsewhere(
+    make_run: Callable[..., RunFolder], runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_run("digits-1")
+    make_run("digits-2")
+    index.remember_root(runs)
+    index.remember_root(runs)
+    assert len((tmp_path / "state" / "mgpu_slurm" / "runs-folders.jsonl").read_text().splitlines()) == 1
+    monkeypatch.setenv("MGPU_RUNS", str(tmp_path / "elsewhere"))
+    assert lookup.find("digits-2").run == "digits-2"
+    with pytest.raises(UserError, match="not clear, it may be digits-1, digits-2"):
+        lookup.find("digits")
+    make_run("dig-20261121-150000-ab12")
+    assert lookup.find("dig").run == "dig-20261121-150000-ab12"
+    with pytest.raises(UserError, match=r"no run 'digit-1' \(did you mean 'digits-1'\?\)"):
+        lookup.find("digit-1")
+
+
+def test_a_state_that_cannot_be_read_hides_no_other_run(make_run: Callable[..., RunFolder]) -> None:
+    make_run("good", state="COMPLETED")
+    bad = make_run("bad", state="COMPLETED")
+    bad.state.write_text("{")
+    states = {folder.run: state["state"] for folder, state in lookup.all_states()}
+    assert states == {"good": "COMPLETED", "bad": "UNKNOWN"}
+
+
+HERE = os.uname().nodename
+GONE = [os.getpid(), 1]
+"""A supervisor whose process id belongs to another process by now."""
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "reason"),
+    [
+        ("TIMEOUT", "TIMEOUT", "its allocation 42 reached its time limit; `resume` inside a new one goes on"),
+        ("COMPLETED", "CANCELLED", "its allocation 42 was released; `resume` inside a new one goes on"),
+        ("COMPLETING", "RUNNING", ""),
+        ("RUNNING", "RUNNING", ""),
+    ],
+)
+def test_a_run_inside_an_allocation_ends_with_it_wherever_its_supervisor_is(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None], job: str, state: str, reason: str
+) -> None:
+    folder = make_run("held", "42")
+    records.update_state(folder, executor="allocation", host="elsewhere", supervisor=[1, 1])
+    answers("squeue", f"42|{job}|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||None|\n")
+    found = current_state.state(folder)
+    assert (found["state"], found["reason"]) == (state, reason)
+    assert records.read_state(folder)["state"] == state
+    if state != "RUNNING":
+        assert found["ended"].startswith("2024-05-01T12:05:00")
+
+
+def test_a_run_whose_allocation_everybody_has_forgotten_has_ended(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("held", "42")
+    records.update_state(folder, executor="allocation", host="elsewhere", supervisor=[1, 1])
+    answers("squeue", "")
+    answers("sacct", "")
+    assert current_state.state(folder)["state"] == "CANCELLED"
+
+
+def test_a_run_without_a_supervisor_is_lost_also_where_its_allocation_lives(
+    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    folder = make_run("held", "42")
+    records.update_state(folder, executor="allocation", host=HERE, supervisor=GONE)
+    answers("squeue", "42|RUNNING|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||None|\n")
+    found = current_state.state(folder)
+    assert found["state"] == "FAILED"
+    assert found["reason"].startswith("lost: its supervisor process is gone")
+
+
+def test_a_supervisor_that_lives_is_believed_without_a_question(make_run: Callable[..., RunFolder], runs: Path) -> None:
+    folder = make_run("held", "42")
+    supervisor = [os.getpid(), processes.started_at(os.getpid())]
+    records.update_state(folder, executor="allocation", host=HERE, supervisor=supervisor)
+    squeue = runs.parent / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/sh\ntouch {runs.parent}/asked\n")
+    squeue.chmod(0o755)
+    assert current_state.state(folder)["state"] == "RUNNING"
+    assert not (runs.parent / "asked").exists()
+
+
+@pytest.fixture
+def make_group(make_run: Callable[..., RunFolder]) -> Callable[..., RunFolder]:
+    def make(name: str, job_id: str, tasks: int) -> RunFolder:
+        folder = make_run(name, state="PENDING")
+        records.update_state(folder, tasks=tasks)
+        records.record_event(folder, "submitting", token=f"mgpu-{name}", first=0, tasks=f"0-{tasks - 1}")
+        records.record_event(folder, "submitted", token=f"mgpu-{name}", job_id=job_id)
+        return folder
+
+    return make
+
+
+def start(task: RunFolder, job_id: str) -> None:
+    task.create_task()
+    records.update_state(task, state="RUNNING", job_id=job_id)
+    records.record_event(task, "started", attempt=1, job_id=job_id, nodes=["n1"])
+
+
+REST_OF_42 = "42_2|RUNNING|N/A|0|2024-05-01T12:00:00|N/A||None|\n"
+
+
+def test_of_an_array_that_is_still_there_slurm_keeps_nothing_of_a_task_that_was_cancelled_while_it_waited(
+    make_group: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    group = make_group("group", "42", 3)
+    start(group.of_task(1), "42_1")
+    start(group.of_task(2), "42_2")
+    answers("squeue", REST_OF_42)
+    answers("sacct", "")
+    found = [(state["state"], state["reason"].partition(":")[0]) for _, state in current_state.current([group])]
+    # one that has run did not wait
+    assert found == [("CANCELLED", "cancelled before it started"), ("FAILED", "lost"), ("RUNNING", "")]
+
+
+def test_an_accounting_that_does_not_answer_lets_nothing_be_cancelled(
+    make_group: Callable[..., RunFolder], answers: Callable[[str, str], None], runs: Path
+) -> None:
+    group = make_group("group", "42", 3)
+    start(group.of_task(2), "42_2")
+    answers("squeue", REST_OF_42)
+    sacct = runs.parent / "bin" / "sacct"
+    sacct.write_text("#!/bin/sh\necho 'sacct: error: slurm_persist_conn_open: failed' >&2; exit 1\n")
+    sacct.chmod(0o755)
+    state = current_state.current([group])[0][1]
+    assert state["reason"].startswith("lost: SLURM has forgotten it, and its accounting")
+    assert not group.of_task(0).state.exists()
+
+
+def test_a_group_stays_together_also_where_a_part_of_it_was_submitted_again(
+    make_group: Callable[..., RunFolder], make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    answers("squeue", "")
+    answers("sacct", "")
+    group = make_group("group", "42", 3)
+    make_run("other", "43")
+    start(group.of_task(1), "44_1")
+    records.update_state(group.of_task(1), submitted="2999-01-01T00:00:00+00:00")
+    names = [state["run"] for _, state in lookup.all_states()]
+    assert names == ["group/0", "group/1", "group/2", "other"]
+
+
+def test_a_run_of_a_group_that_goes_on_alone_is_found_by_its_new_job(
+    make_group: Callable[..., RunFolder], answers: Callable[[str, str], None]
+) -> None:
+    group = make_group("group", "42", 3)
+    start(group.of_task(1), "57_1")
+    assert lookup.find("57_1").run == "group/1"
+    assert lookup.find("42_2").run == "group/2"
+    assert lookup.find("42").run == "group"

@@ -1,0 +1,62 @@
+"""What flight recorders left is read, and nothing in it runs code; tests/end_to_end/test_stuck.py has real ones."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.reports import flight_records
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    (tmp_path / "logs").mkdir()
+    return RunFolder(tmp_path)
+
+
+def collective(number: int, group: str = "0", is_p2p: bool = False) -> dict[str, Any]:
+    return {"collective_seq_id": number, "process_group": (group, ""), "is_p2p": is_p2p, "profiling_name": "nccl:sum"}
+
+
+def leave(folder: RunFolder, rank: str, *entries: dict[str, Any]) -> None:
+    Path(f"{folder.flight_prefix(1)}{rank}").write_bytes(pickle.dumps({"version": "2.10", "entries": list(entries)}))
+
+
+def test_those_that_have_not_come_are_named(folder: RunFolder) -> None:
+    leave(folder, "0", collective(1), collective(2), collective(7, "inner"))
+    leave(folder, "1", collective(1), collective(9, is_p2p=True))
+    leave(folder, "2", collective(1))
+    # gloo counts its own
+    leave(folder, "0-cpu", collective(50))
+    leave(folder, "3", collective(1), collective(2))
+    assert flight_records.lagging(folder, 1) == (
+        "ranks 1, 2 had not come to nccl:sum, number 2 of its group, where rank 0 was"
+    )
+    assert flight_records.lagging(folder, 2) is None
+
+
+def test_where_all_are_at_the_same_nobody_is(folder: RunFolder) -> None:
+    for rank in ("0", "1"):
+        leave(folder, rank, collective(1), collective(2))
+    assert flight_records.lagging(folder, 1) is None
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hacked",)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", pickle.dumps([1]), pickle.dumps({"entries": [Evil()]})])
+def test_what_is_none_is_left_out(
+    content: bytes, folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave(folder, "0", collective(2))
+    Path(f"{folder.flight_prefix(1)}1").write_bytes(content)
+    assert flight_records.lagging(folder, 1) is None
+    assert not Path("hacked").exists()

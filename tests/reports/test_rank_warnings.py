@@ -1,0 +1,26 @@
+"""Warnings of ranks, as those see them who look at another rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mgpu_slurm.core.files import append_jsonl
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.reports.rank_warnings import Warned, told, warnings
+
+
+def test_all_warnings_of_a_run_are_found(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    for attempt, rank in ((2, 0), (1, 10), (1, 3)):
+        append_jsonl(folder.rank_warnings(attempt, rank), {"rank": rank, "node": "n2", "text": "few cores"})
+    folder.rank_log(1, 3).write_text("other files do not count\n")
+    assert {(warned.attempt, warned.rank) for warned in warnings(folder)} == {(1, 3), (1, 10), (2, 0)}
+
+
+def test_what_several_ranks_say_alike_is_one_line() -> None:
+    few = [Warned(1, rank, f"n{1 + rank // 2}", "few cores") for rank in range(4)]
+    assert told([Warned(2, 0, "n1", "few cores"), Warned(1, 3, "n2", "old torch"), *few]) == [
+        "ranks 0-3 on n[1-2]: few cores",
+        "rank 3 on n2: old torch",
+    ]

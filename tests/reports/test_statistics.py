@@ -1,0 +1,82 @@
+"""Statistics over runs, step by step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from mgpu_slurm.reports.history import Curve
+from mgpu_slurm.reports.statistics import NAMES, RESAMPLES, SEED, Summary, confidence_interval, summarize
+
+
+def curve(points: dict[int, float]) -> Curve:
+    return Curve(np.asarray(sorted(points), np.int64), np.asarray([points[step] for step in sorted(points)], float))
+
+
+def at(summary: Summary, step: int) -> dict[str, float]:
+    place = summary.steps.tolist().index(step)
+    return {name: float(summary.values[name][place]) for name in NAMES} | {"count": int(summary.count[place])}
+
+
+RUNS = some.lists(some.dictionaries(some.integers(0, 12), some.floats(-1e6, 1e6), min_size=1), min_size=1, max_size=6)
+
+
+@given(RUNS)
+def test_each_step_has_the_statistics_of_the_runs_that_have_it(runs: list[dict[int, float]]) -> None:
+    summary = summarize([curve(points) for points in runs])
+    assert summary.steps.tolist() == sorted({step for points in runs for step in points})
+    for step in summary.steps.tolist():
+        values = [points[step] for points in runs if step in points]
+        found = at(summary, step)
+        assert found["count"] == len(values)
+        assert found["mean"] == pytest.approx(statistics.fmean(values), abs=1e-6)
+        assert found["median"] == pytest.approx(statistics.median(values), abs=1e-6)
+        assert (found["min"], found["max"]) == (min(values), max(values))
+        if len(values) == 1:
+            assert all(math.isnan(found[name]) for name in ("std", "ci_low", "ci_high"))
+        else:
+            assert found["std"] == pytest.approx(statistics.stdev(values), abs=1e-6)
+            assert min(values) <= found["ci_low"] <= found["ci_high"] <= max(values)
+
+
+def test_the_interval_is_that_of_whole_runs_drawn_with_replacement() -> None:
+    values = np.random.default_rng(5).normal(size=(4, 3))
+    low, high = confidence_interval(values)
+    draws = np.random.default_rng(SEED).multinomial(4, [0.25] * 4, size=RESAMPLES)
+    for step in range(3):
+        means = sorted(sum(draw * values[:, step]) / 4 for draw in draws)
+        assert low[step] == pytest.approx(np.percentile(means, 2.5))
+        assert high[step] == pytest.approx(np.percentile(means, 97.5))
+
+
+def test_the_interval_of_many_runs_holds_the_mean_about_95_times_in_100() -> None:
+    values = np.random.default_rng(1).exponential(size=(40, 1500))
+    low, high = confidence_interval(values)
+    assert 0.90 < np.mean((low < 1) & (high > 1)) < 0.965
+
+
+def test_the_same_runs_give_the_same_interval_however_many_steps_there_are() -> None:
+    values = np.random.default_rng(2).normal(size=(7, 5000))
+    whole, part = confidence_interval(values), confidence_interval(values[:, 4000:4001])
+    assert [whole[0][4000], whole[1][4000]] == pytest.approx([part[0][0], part[1][0]], rel=1e-12)
+
+
+def test_runs_that_agree_have_no_spread() -> None:
+    summary = summarize([curve({1: 0.1}) for _ in range(7)])
+    found = at(summary, 1)
+    assert (found["ci_low"], found["ci_high"]) == (0.1, 0.1)
+
+
+def test_a_value_that_is_not_finite_shows_at_its_step_only() -> None:
+    runs = [curve({1: 1.0, 2: math.nan, 3: math.inf, 4: 1.0}), curve({1: 3.0, 2: 3.0, 3: 3.0, 4: 3.0})]
+    summary = summarize(runs)
+    assert summary.count.tolist() == [2, 2, 2, 2]
+    assert [at(summary, step)["mean"] for step in (1, 3, 4)] == [2, math.inf, 2]
+    diverged = at(summary, 2)
+    assert all(math.isnan(diverged[name]) for name in NAMES)
+    assert [math.isnan(at(summary, step)["ci_low"]) for step in (1, 2, 3, 4)] == [False, True, True, False]

@@ -1,0 +1,43 @@
+"""What a terminal shows of sweeps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mgpu_slurm.core import states
+from mgpu_slurm.core.files import write_json
+from mgpu_slurm.core.records import read_state
+from mgpu_slurm.reports import status_view, sweep_status
+from mgpu_slurm.sweeps.study import summary
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from tests.reports.sweeps import make_sweep
+
+
+def test_workers_at_work_come_first_and_then_those_that_wait(tmp_path: Path) -> None:
+    made = make_sweep(tmp_path)
+    write_json(made.folder.summary, summary.summarize(made.study, made.sweep))
+    some = [states.COMPLETED, states.PENDING, states.RUNNING, states.FAILED, states.RUNNING]
+    state = read_state(made.folder)
+    workers = [state | {"run": f"digits/{number}", "state": each} for number, each in enumerate(some)]
+    told = sweep_status.lines(made.folder, workers)
+    assert [line.split()[0] for line in told[told.index("") + 2 :]] == ["2", "4", "1", "0", "3"]
+
+
+def test_the_last_failure_is_told_with_its_place(tmp_path: Path) -> None:
+    made = make_sweep(tmp_path)
+    for reason in ("ValueError: first", "ValueError: second"):
+        number = made.begin()
+        studies.fail(made.study, made.study.trials[number], reason)
+    write_json(made.folder.summary, summary.summarize(made.study, made.sweep))
+    told = sweep_status.lines(made.folder, [read_state(made.folder)])
+    assert [line for line in told if line.startswith("failed")] == [
+        f"failed    trial 1: ValueError: second  ({made.folder.trials}/1/logs)"
+    ]
+
+
+def test_a_screen_is_filled_and_says_what_it_leaves_out() -> None:
+    told = [f"line {number}" for number in range(10)]
+    assert status_view.fitting(told, os.terminal_size((80, 11))) == told
+    assert status_view.fitting(told, os.terminal_size((80, 5))) == [*told[:3], "... 7 more lines, for a taller window"]
+    assert status_view.fitting(told, os.terminal_size((8, 2))) == ["line 0", "... 9 mo"]

@@ -1,0 +1,186 @@
+"""Which config a function takes, how it is called with it, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request import job_function
+
+if TYPE_CHECKING:
+    from mgpu_slurm import Run
+
+HERE = Path("/here")
+
+
+@dataclass
+class Model:
+    width: int = 16
+    data: Path = Path("data")
+
+
+def called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
+    """What a function that returns its values is called with."""
+    job = job_function.from_callable(function, "job:train")
+    return job.call("run", job.fill(values, HERE))
+
+
+def plain(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    return job_function.from_callable(function, "job:train").fill_plain(values, HERE)
+
+
+def by_name(run: Run, lr: float = 0.1, epochs=3, *, name="x", data: Path = Path("d"), kind: Literal["a", "b"] = "a"):  # type: ignore[no-untyped-def]
+    return run, lr, epochs, name, data, kind
+
+
+def test_values_are_passed_by_name_with_the_types_of_annotations_and_defaults() -> None:
+    given = {"lr": "1e-2", "epochs": 5, "name": "y", "data": "sub", "kind": "b"}
+    assert called(by_name, given) == ("run", 0.01, 5, "y", HERE / "sub", "b")
+    assert called(by_name, {}) == ("run", 0.1, 3, "x", HERE / "d", "a")
+    assert plain(by_name, {"lr": 1}) == {"lr": 1.0, "epochs": 3, "name": "x", "data": "/here/d", "kind": "a"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lr": "fast"}, "config of job:train: lr='fast': expected a valid number"),
+        ({"epochs": 1.5}, "config of job:train: epochs=1.5: expected a valid integer"),
+        ({"name": 3}, "name=3: expected a valid string"),
+        ({"kind": "c"}, "kind='c': expected 'a' or 'b'"),
+        ({"lrr": 1}, r"unknown key 'lrr' \(did you mean 'lr'\?\)"),
+    ],
+)
+def test_values_that_do_not_fit_are_named(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        called(by_name, values)
+
+
+def test_a_parameter_without_a_default_has_to_be_given() -> None:
+    def train(run: Any, lr: float, *, epochs: int) -> Any:
+        return lr, epochs
+
+    assert called(train, {"lr": 1, "epochs": 2}) == (1.0, 2)
+    with pytest.raises(UserError, match="'epochs' has no default and was not given: add epochs=VALUE"):
+        called(train, {"lr": 1})
+
+    def one(run: Any, steps: int) -> int:
+        return steps
+
+    assert called(one, {"steps": "4"}) == 4
+
+
+def test_dataclasses_lists_and_functions_as_defaults() -> None:
+    def train(run, *, model: Model, layers=[1], loss=print, table={}, seed=None, on=False):  # type: ignore[no-untyped-def]  # noqa: B006
+        layers.append(9)
+        return model, layers, loss, table, seed, on
+
+    given = {"model": {"width": 3}, "seed": 7, "on": True}
+    expected = (Model(3, HERE / "data"), [1, 9], print, {}, 7, True)
+    assert called(train, given) == expected
+    # a default that is changed is changed for one call
+    assert called(train, given) == expected
+    assert "loss" not in plain(train, given)
+    with pytest.raises(UserError, match="unknown key 'loss'"):
+        called(train, given | {"loss": 1})
+    with pytest.raises(UserError, match=r"unknown key 'model.widht' \(did you mean 'width'\?\)"):
+        called(train, {"model": {"widht": 3}})
+
+
+def test_what_functools_partial_has_set_is_a_default() -> None:
+    def train(run: Any, lr: float = 0.1, epochs: int = 3) -> Any:
+        return lr, epochs
+
+    assert called(functools.partial(train, lr=0.5), {"epochs": 4}) == (0.5, 4)
+
+
+def untyped(run, config):  # type: ignore[no-untyped-def]
+    return config
+
+
+def emptied(run, config=None):  # type: ignore[no-untyped-def]
+    return config
+
+
+def mapped(run: Any, values: Mapping[str, Any], verbose: bool = False) -> Any:
+    return values
+
+
+def wrapped(*words: Any, **more: Any) -> Any:
+    return words[1]
+
+
+def after_run(run: Any, *words: Any) -> Any:
+    return words[0]
+
+
+@pytest.mark.parametrize("function", [untyped, emptied, mapped, wrapped, after_run, lambda run, c, /: c])
+def test_one_parameter_takes_the_whole_mapping(function: Any) -> None:
+    assert called(function, {"lr": "fast", "model": {"width": 1}}) == {"lr": "fast", "model": {"width": 1}}
+    assert called(function, {}) == {}
+
+
+def test_one_parameter_takes_the_whole_dataclass() -> None:
+    def train(run: Any, config: Model, verbose: bool = False) -> Any:
+        return config, verbose
+
+    def optional(run: Any, config: Model | None = None) -> Any:
+        return config
+
+    assert called(train, {"width": "2"}) == (Model(2, HERE / "data"), False)
+    assert called(optional, {"width": "2"}) == Model(2, HERE / "data")
+    with pytest.raises(UserError, match="'verbose' is a parameter next to the one that takes all values"):
+        called(train, {"verbose": True})
+
+
+def test_two_dataclasses_are_two_values() -> None:
+    def both(run: Any, model: Model, other: Model) -> Any:
+        return model.width, other.width
+
+    assert called(both, {"model": {"width": 1}, "other": {"width": 2}}) == (1, 2)
+
+
+def test_a_key_that_names_a_parameter_next_to_the_mapping_is_refused() -> None:
+    with pytest.raises(UserError, match="config of job:train: 'verbose' is a parameter next to the one"):
+        called(mapped, {"verbose": True})
+
+
+@pytest.mark.parametrize("values", [{"lr": 0.5}, {"epochs": 4, "lr": 0.5}])
+def test_a_value_for_a_parameter_that_would_take_them_all_is_refused(values: dict[str, Any]) -> None:
+    def train(run, lr, epochs=3):  # type: ignore[no-untyped-def]
+        return lr
+
+    with pytest.raises(UserError, match=r"'lr' is a parameter without .*: annotate it, lr: float, to be given 0.5"):
+        called(train, values)
+    # one that is said to take them all may have a key of its own name
+    assert called(mapped, {"values": 1}) == {"values": 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda run: None, r"cannot be called with \(run, config\): it is <lambda>\(run\); give it these two"),
+        (lambda: None, r"cannot be called with \(run, config\): it is <lambda>\(\)"),
+        (lambda *, run, lr: None, r"cannot be called with \(run, config\)"),
+        (lambda run, **values: None, r"with \*\*values nobody can tell which config values it takes"),
+        (lambda run, lr=0.1, **values: None, r"with \*\*values nobody can tell"),
+        (lambda run, lr=0.1, /: None, "config values are passed by name, and 'lr' cannot be: leave out the /"),
+        (3, r"target 'job:train' is of type int, no function"),
+    ],
+)
+def test_functions_that_cannot_be_called_so_are_refused(function: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        job_function.from_callable(function, "job:train")
+
+
+def test_an_annotation_that_cannot_be_resolved_is_named() -> None:
+    def train(run: Any, lr: Nothing = 1) -> None:  # type: ignore[name-defined]  # noqa: F821
+        pass
+
+    with pytest.raises(UserError, match="annotation of 'lr' in train cannot be resolved: name 'Nothing'"):
+        job_function.from_callable(train, "job:train")

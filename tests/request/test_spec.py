@@ -1,0 +1,120 @@
+"""The request: what is refused, and that the file gives back what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.request import spec
+from mgpu_slurm.request.spec import Resources, Spec, Target
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("60", 3600), ("1:30", 90), ("1:00:00", 3600), ("1-0", 86400), ("2-3:04", 183840), ("1-2:3:4", 93784)],
+)
+def test_times_in_all_forms_of_sbatch(text: str, seconds: int) -> None:
+    assert spec.parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["-5", "0", "0:00", "ten", "", "1:2:3:4", "1-", "1.5"])
+def test_what_is_no_time_is_named(text: str) -> None:
+    with pytest.raises(UserError, match=f"--time '{text}'"):
+        spec.parse_time(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "expected"),
+    [
+        ("USR2", None, ("USR2", None)),
+        ("USR2", 3600, ("USR2", 120)),
+        ("USR2", 50, ("USR2", 10)),
+        ("SIGUSR1@30", 60, ("USR1", 30)),
+        ("usr1@30", 60, ("USR1", 30)),
+    ],
+)
+def test_signals_and_their_lead(text: str, limit: int | None, expected: tuple[str, int | None]) -> None:
+    assert spec.parse_signal(text, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "words"),
+    [
+        ("USR2@60", 60, "lead of 60 s is not shorter than the time limit of 60 s"),
+        ("USR2@60", None, "needs a --time"),
+        ("USR3", 60, "'USR3' is no signal"),
+        ("KILL", 60, "'KILL' is no signal to announce the time limit with"),
+        ("TERM", 60, "'TERM' is no signal"),
+        ("_IGN", 60, "'_IGN' is no signal"),
+        ("USR2@soon", 60, "expected NAME@SECONDS"),
+    ],
+)
+def test_signals_that_cannot_be(text: str, limit: int | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        spec.parse_signal(text, limit)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"nodes": 0}, "--nodes 0: expected a whole number of at least 1"),
+        ({"gpus-per-node": -1}, "--gpus-per-node -1"),
+        ({"time": -5}, "--time '-5'"),
+        ({"node": 2}, r"unknown flag 'node' \(did you mean 'nodes'\?\)"),
+        ({"nodes": "two"}, "nodes='two': expected a valid integer"),
+    ],
+)
+def test_resources_that_cannot_be(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        spec.resources_from(flags, "the call")
+
+
+def test_one_rank_per_gpu_unless_asked_otherwise() -> None:
+    assert Resources(nodes=2).ranks == 2
+    assert Resources(nodes=2, gpus_per_node=4).ranks == 8
+    assert Resources(nodes=2, gpus_per_node=4, ntasks_per_node=1).ranks == 2
+    assert Resources(gpus_per_node=0).ranks == 1
+
+
+@pytest.mark.parametrize("name", ["a/b", "a b", "", ".a", "-a", "a\n", "ä", "x" * 101])
+def test_run_names_that_no_folder_and_no_job_can_have(name: str) -> None:
+    with pytest.raises(UserError, match="run name"):
+        spec.check_run_name(name)
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [("nodes=3", "write --nodes 3 instead"), ("=x", "expected KEY=VALUE"), ("Mail=x", "expected KEY=VALUE")],
+)
+def test_sbatch_options_that_are_none(item: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        spec.sbatch_pairs((item,))
+
+
+def test_the_file_gives_back_the_whole_request(tmp_path: Path) -> None:
+    written = Spec(
+        run="digits-1",
+        target=Target(command=("python", "a b.py", "--x=$(y)")),
+        executor="slurm",
+        resources=Resources(nodes=2, time="1-2:03:04", sbatch={"mail-type": "END"}),
+        config={"lr": 1e-5, "name": "null", "deep": {"on": True, "none": None}},
+        rename={"mem": None, "gpus-per-node": "gres=gpu:{}"},
+        setup=("module load cuda",),
+        environment={"A": "0"},
+        lead=30,
+    )
+    folder = RunFolder(tmp_path / "digits-1")
+    folder.create()
+    written.write(folder)
+    assert spec.read_spec(folder) == written
+
+
+def test_an_edited_file_that_makes_no_sense_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    folder.create()
+    folder.spec.write_text("run: r\ntarget: {function: 'a:b'}\nexecutor: slrum\nresources: {}\n")
+    with pytest.raises(UserError, match=r"spec\.yaml: executor='slrum': expected 'slurm'"):
+        spec.read_spec(folder)

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.slurm import accounting, commands, jobs
+from mgpu_slurm.slurm.commands import NodeGroup
+
+FakeCommand = Callable[[str, str], None]
+
+
+@pytest.fixture
+def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommand:
+    """Puts a shell script of a name on PATH; nothing else is there but the system's own tools."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def write(name: str, body: str) -> None:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+
+    return write
+
+
+def test_a_submission_is_found_by_its_token() -> None:
+    output = "41|(null)\n42|project-7 mgpu-ab12\n43|mgpu-ab1\n"
+    assert commands.marked_command() == ["squeue", "--me", "--noheader", "--states=all", "-o", "%F|%k"]
+    assert commands.parse_marked(output, "mgpu-ab12") == "42"
+    assert commands.parse_marked(output, "mgpu-ab1") == "43"
+    assert commands.parse_marked(output, "mgpu-ffff") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("1-02:03:04", 93784), ("2:03:04", 7384), ("59:30", 3570), ("0:00", 0), ("UNLIMITED", None), ("INVALID", None)],
+)
+def test_how_much_time_a_job_has_left(said: str, seconds: int | None) -> None:
+    assert commands.parse_time_left(f"{said}\n") == seconds
+
+
+def test_the_look_for_a_submission_asks_the_queue(fake_command: FakeCommand) -> None:
+    fake_command("squeue", 'echo "42|mgpu-ab12"')
+    assert commands.job_marked("mgpu-ab12") == "42"
+    fake_command("squeue", "exit 1")
+    with pytest.raises(ClusterError):
+        commands.job_marked("mgpu-ab12")
+
+
+BANNERS = ("|   Maintenance on Monday   |", "| a | b | c | d | e | f | g |", "Your job 500 has ended.", "a|b|c", "")
+
+
+@pytest.mark.parametrize(
+    ("parse", "line"),
+    [
+        (jobs.parse_squeue, "44_1|RUNNING|N/A|0|2024-05-01T11:00:00|NONE||None|"),
+        (accounting.parse_sacct, "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|a"),
+        (commands.parse_sinfo, "gpu*|4|gpu:a100:8(S:0-1)"),
+        (lambda output: commands.parse_marked(output, "mgpu-1"), "42|mgpu-1"),
+    ],
+)
+def test_a_sites_banners_are_no_answers(parse: Callable[[str], object], line: str) -> None:
+    banners = "".join(f"{banner}\n" for banner in BANNERS)
+    assert parse(f"{banners}{line}\n{banners}") == parse(line)
+    assert not parse(banners)
+
+
+def test_scancel_command() -> None:
+    assert commands.scancel_command(["42", "43_1"]) == ["scancel", "42", "43_1"]
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("", 0),
+        ("gpu:4", 4),
+        ("gpu", 1),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:4(S:0,2-3),nvme:1", 4),
+        ("gpu:v100:2(S:0),gpu:a100:6(S:1)", 8),
+        ("nvme:2,mps:400,shard:gpu:16", 0),
+        ("gpu:1g.10gb:7", 7),
+        ("gpu:no_consume:2", 2),
+    ],
+)
+def test_gpus_in_generic_resources(gres: str, count: int) -> None:
+    assert commands.gpus_in(gres) == count
+
+
+def test_sinfo_command() -> None:
+    assert commands.sinfo_command(None) == ["sinfo", "--noheader", "--all", "-o", "%P|%D|%G"]
+    # sinfo 22.05: "Conflicting options, -a and -p, specified"
+    assert commands.sinfo_command("gpu,big") == ["sinfo", "--noheader", "--partition=gpu,big", "-o", "%P|%D|%G"]
+
+
+def test_gpus_per_node_are_what_every_gpu_node_of_the_partition_has() -> None:
+    groups = commands.parse_sinfo("cpu*|20|(null)\ngpu|4|gpu:a100:8(S:0-1)\ngpu|2|gpu:v100:4(S:0-1)\ngpu|1|(null)\n")
+    assert groups == [
+        NodeGroup(True, 0),
+        NodeGroup(False, 8),
+        NodeGroup(False, 4),
+        NodeGroup(False, 0),
+    ]
+    assert commands.gpus_of(groups, None) == 0
+    assert commands.gpus_of(groups[1:], "gpu") == 4
+    assert commands.gpus_of([], "gpu") == 0
+
+
+def test_gpus_per_node_asks_the_cluster(fake_command: FakeCommand) -> None:
+    answers = 'case "$*" in *--partition=gpu*) echo "gpu|4|gpu:a100:8(S:0-1)";; *) echo "cpu*|9|(null)";; esac'
+    fake_command("sinfo", answers)
+    assert (commands.gpus_per_node("gpu"), commands.gpus_per_node(None)) == (8, 0)
+
+
+def test_a_partition_that_sinfo_does_not_list_is_named(fake_command: FakeCommand) -> None:
+    # sinfo says nothing of it, and that with exit code 0
+    fake_command("sinfo", "true")
+    with pytest.raises(ClusterError, match=r"^--partition gpuu: the cluster has none of that name"):
+        commands.gpus_per_node("gpuu")
+
+
+def test_a_profile_s_defaults_for_sbatch_are_flags() -> None:
+    environ = {"SBATCH_ACCOUNT": "lab", "SBATCH_PARTITION": "", "SBATCH_TIMELIMIT": "5", "SLURM_ACCOUNT": "x"}
+    assert commands.flags_of_profile(environ) == {"account": "lab"}
+
+
+def test_scrubbed_environment_drops_what_another_job_left() -> None:
+    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "MGPU_RUNS": "/runs", "RANKING": "1", "GPUS": "0"}
+    leaked = [
+        *("SLURM_CPU_BIND", "SLURM_JOB_ID", "SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "PMIX_RANK", "PMI_FD"),
+        *("OMPI_COMM_WORLD_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"),
+        *("MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "MGPU_PROJECT"),
+    ]
+    environ = kept | dict.fromkeys(leaked, "x")
+    assert commands.scrubbed_environment(environ) == kept
+    assert set(environ) == {*kept, *leaked}
+
+
+def test_threads_that_a_run_was_given_are_no_wish_of_its_user() -> None:
+    wish = {"OMP_NUM_THREADS": "4"}
+    assert commands.scrubbed_environment(wish | {"MGPU_THREADS": "4"}) == {}
+    assert commands.scrubbed_environment(wish | {"MGPU_THREADS": "2"}) == wish
+    assert commands.scrubbed_environment(wish) == wish
+
+
+def test_run_gives_standard_output_and_hides_the_user_s_own_filters(
+    fake_command: FakeCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    fake_command("squeue", 'echo noise >&2; echo "$@" "[$SQUEUE_PARTITION$SLURM_TIME_FORMAT]" "$SLURM_CONF"')
+    assert commands.run(["squeue", "a b"]) == "a b [] /etc/slurm.conf\n"
+
+
+def test_run_without_the_command(fake_command: FakeCommand) -> None:
+    with pytest.raises(ClusterError, match=r"^no sinfo on PATH: call this on a login node of the cluster$"):
+        commands.run(["sinfo"])
+
+
+def test_run_gives_up_on_a_command_that_does_not_answer(fake_command: FakeCommand) -> None:
+    fake_command("sinfo", "exec tail -f /dev/null")
+    with pytest.raises(ClusterError, match=r"^sinfo did not answer within 0\.1 s"):
+        commands.run(["sinfo"], timeout=0.1)
+
+
+def test_run_reports_a_failure_in_one_line(fake_command: FakeCommand) -> None:
+    fake_command("scancel", 'echo "Welcome to HPC" >&2; echo "scancel: error: no such job" >&2; echo more >&2; exit 3')
+    with pytest.raises(ClusterError, match=r"^scancel failed \(exit code 3\): scancel: error: no such job$"):
+        commands.run(["scancel", "42"])
+
+
+def test_run_reports_a_failure_without_words(fake_command: FakeCommand) -> None:
+    fake_command("scancel", "exit 1")
+    with pytest.raises(ClusterError, match=r"exit code 1.*said nothing"):
+        commands.run(["scancel", "42"])
+
+
+def test_run_reports_a_command_that_cannot_be_executed(fake_command: FakeCommand, tmp_path: Path) -> None:
+    fake_command("sinfo", "")
+    (tmp_path / "sinfo").write_bytes(b"\x7fELF nonsense")
+    with pytest.raises(ClusterError, match="sinfo cannot be started"):
+        commands.run(["sinfo"])
+
+
+WAITING = """\
+1|(null)
+50|afterok:9(unfulfilled)
+51|afterany:9(unfulfilled),afterok:8(unfulfilled)
+52|afterok:9_*(unfulfilled)
+53|afterok:9_1(unfulfilled)
+54|afternotok:9(unfulfilled)
+55|afterok:99(unfulfilled)
+77|afterany:9(unfulfilled)
+"""
+
+
+def test_who_waits_for_a_job_waits_for_its_successor_too() -> None:
+    assert commands.parse_dependants(WAITING, "9", "77") == {
+        "50": "afterok:9,afterok:77",
+        "51": "afterany:9,afterok:8,afterany:77",
+    }
+
+
+def test_who_waits_for_an_array_waits_for_the_successor_of_each_task() -> None:
+    assert commands.parse_dependants(WAITING, "9_1", "77_1") == {
+        "52": "afterok:9,afterok:77_1",
+        "53": "afterok:9_1,afterok:77_1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"), [("60001-60003", [60001, 60002, 60003]), ("0-0", None), ("(null)", None), ("", None)]
+)
+def test_the_ports_that_a_site_leaves_open_for_srun(text: str, ports: list[int] | None) -> None:
+    found = commands.parse_ports(text)
+    assert (None if found is None else list(found)) == ports
+
+
+def test_the_cluster_is_known_by_its_configuration_file_or_by_asking(
+    fake_command: FakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_command("scontrol", 'echo "ClusterName             = asked"')
+    files = {
+        "alpha": 'ControlMachine=x\n  clustername = "Alpha"# ours\n',
+        "included": "Include more.conf\n#ClusterName=no\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = {}
+    for name in (*files, "not-there"):
+        monkeypatch.setenv("SLURM_CONF", str(tmp_path / name))
+        found[name] = commands.cluster_name()
+    assert found == {"alpha": "alpha", "included": "asked", "not-there": "asked"}
+    fake_command("scontrol", "exit 1")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "not-there-either"))
+    assert commands.cluster_name() is None

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.slurm import outage
+from mgpu_slurm.slurm.commands import BUSY, UNREACHED, Unanswered
+from mgpu_slurm.slurm.outage import Patience, wait_out
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+def test_the_user_is_told_once_and_until_when(notes: list[str]) -> None:
+    some = Patience(notes.append, seconds=120)
+    some.tell(Unanswered("socket timed out"))
+    some.tell(Unanswered("socket timed out"))
+    expected = time.strftime("%H:%M", time.localtime(time.time() + 120))
+    (note,) = notes
+    assert re.fullmatch(
+        rf"SLURM's controller does not answer; trying again until {expected}:\d\d; Ctrl-C gives up", note
+    )
+
+
+def test_a_controller_that_answers_is_not_called_silent(notes: list[str]) -> None:
+    Patience(notes.append).tell(Unanswered("queue full", BUSY))
+    assert notes[0].startswith("SLURM's controller takes no jobs at the moment; trying again until ")
+
+
+def test_the_pauses_grow_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(outage, "PAUSES", (1.0, 5.0))
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    some = Patience()
+    for _ in range(3):
+        some.pause()
+    assert pauses == [1.0, 5.0, 5.0]
+
+
+def test_a_question_is_asked_until_there_is_an_answer(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "PAUSES", (0.0,))
+    answers = iter([Unanswered("no"), Unanswered("no"), "yes"])
+
+    def ask() -> str:
+        said = next(answers)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    assert wait_out(ask, notes.append) == "yes"
+    assert len(notes) == 1
+
+
+def test_it_ends_with_the_problem(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "SECONDS", 0.0)
+
+    def ask() -> str:
+        raise Unanswered("connection refused", UNREACHED)
+
+    with pytest.raises(Unanswered, match="connection refused"):
+        wait_out(ask, notes.append)
+    assert notes == []
+
+
+def test_a_refusal_is_not_waited_for(notes: list[str]) -> None:
+    def ask() -> str:
+        raise ClusterError("no such partition")
+
+    with pytest.raises(ClusterError, match="no such partition"):
+        wait_out(ask, notes.append)
+    assert notes == []

@@ -1,0 +1,204 @@
+"""A job arrives in the queue once or not at all: what sbatch says, and what is done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.slurm import outage, sbatch
+from mgpu_slurm.slurm.commands import BUSY, LOST, UNREACHED, Unanswered
+from mgpu_slurm.slurm.outage import Patience
+from mgpu_slurm.slurm.sbatch import Handover, MayBeQueued, failure, job_id_in
+
+FAILED = "sbatch: error: Batch job submission failed: "
+
+
+@pytest.mark.parametrize(
+    ("output", "job_id"),
+    [
+        ("42\n", "42"),
+        ("42;alpha\n", "42"),
+        ("Welcome!\nYour job 500 has ended.\n42\nSee /etc/motd\n", "42"),
+        ("sbatch: Job will run on partition gpu\n  42;alpha  \n\n", "42"),
+    ],
+)
+def test_the_job_id_among_banners(output: str, job_id: str) -> None:
+    assert job_id_in(output) == job_id
+
+
+@pytest.mark.parametrize("output", ["", "Welcome to job 500\n", "Submitted batch job 42\n"])
+def test_an_answer_without_a_job_id_is_none(output: str) -> None:
+    with pytest.raises(Unanswered, match="without a job id") as caught:
+        job_id_in(output)
+    assert caught.value.request == LOST
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "request_was"),
+    [
+        (1, FAILED + "Unable to contact slurm controller (connect failure)", UNREACHED),
+        (1, FAILED + "Unable to contact slurm controller (receive failure)", LOST),
+        (1, FAILED + "Socket timed out on send/recv operation", LOST),
+        (1, FAILED + "Zero Bytes were transmitted or received", LOST),
+        (1, "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying.", BUSY),
+        (1, FAILED + "Resource temporarily unavailable", LOST),
+        (1, FAILED + "Connection refused", UNREACHED),
+        (1, FAILED + "Unable to create job record, try again", BUSY),
+        # it had tried before
+        (1, f"sbatch: error: Slurm temporarily unable to accept job, sleeping\n{FAILED}Connection refused", UNREACHED),
+        (124, "", LOST),
+        (-15, "", LOST),
+        (255, "Connection to login2 closed.", LOST),
+    ],
+)
+def test_what_may_succeed_later_is_told_apart_by_what_became_of_the_request(
+    code: int, output: str, request_was: str
+) -> None:
+    problem = failure(code, f"Welcome!\n{output}\n")
+    assert isinstance(problem, Unanswered)
+    assert problem.request == request_was
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        (1, FAILED + "Invalid account or account/partition combination specified"),
+        (1, FAILED + "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"),
+        (1, "sbatch: error: something that no version of SLURM has said before"),
+        (255, "sbatch: unrecognized option '--nosuch=1'\nTry \"sbatch --help\" for more information"),
+        (255, "Invalid time specification (pos=0): soon\nsbatch: error: Invalid --begin specification"),
+        (1, "sbatch: error: Slurm temporarily unable to accept job, sleeping\n" + FAILED + "Invalid qos specification"),
+        (127, "timeout: failed to run command 'sbatch': No such file or directory"),
+        (1, ""),
+    ],
+)
+def test_anything_else_is_a_refusal(code: int, output: str) -> None:
+    problem = failure(code, output)
+    assert not isinstance(problem, Unanswered)
+    assert "\n" not in str(problem)
+
+
+def test_the_comment_of_a_user_stays() -> None:
+    asked = Resources(sbatch={"comment": "project 7"})
+    assert sbatch.comment(Spec("digits", Target(command=("true",)), "slurm", asked), "mgpu-1") == "project 7 mgpu-1"
+
+
+def test_when_and_where_a_job_would_start() -> None:
+    said = (
+        "Welcome!\nsbatch: Job 6 to start at 2024-05-01T12:00:00 using 2 processors on nodes n[1-2] in partition main\n"
+    )
+    start = sbatch.start_in(said)
+    assert (start.at[:19], start.nodes, start.partition) == ("2024-05-01T12:00:00", "n[1-2]", "main")
+    assert start.sentence.startswith("SLURM would start it at 2024-05-01 12:00:00 on n[1-2] in partition main")
+
+
+def test_a_test_that_tells_nothing() -> None:
+    with pytest.raises(ClusterError, match=r"--test-only was not understood: hello$"):
+        sbatch.start_in("hello\n")
+
+
+# -- the way into the queue, with what sbatch and squeue say in turn
+
+Say: TypeAlias = "str | BaseException | None"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outage, "PAUSES", (0.0,))
+
+
+def in_turn(*answers: Say) -> Callable[[], str | None]:
+    """Gives or raises one after the other; it is an error to ask for more."""
+    left: Iterator[Say] = iter(answers)
+
+    def answer() -> str | None:
+        said = next(left)
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    return answer
+
+
+def handover(asks: tuple[Say, ...], looks: tuple[Say, ...]) -> Handover:
+    return Handover("mgpu-1", in_turn(*asks), in_turn(*looks))
+
+
+SILENT = ClusterError("squeue is silent")
+
+
+def lost() -> Unanswered:
+    return Unanswered("socket timed out", LOST)
+
+
+def test_an_answer_ends_it() -> None:
+    job = handover(("42",), ())
+    assert job.queue(Patience()) == "42"
+    assert not job.is_unsure
+
+
+def test_a_job_that_was_taken_without_an_answer_is_found() -> None:
+    assert handover((lost(),), ("42",)).queue(Patience()) == "42"
+
+
+def test_a_request_on_which_the_controller_still_works_is_found_at_the_second_look() -> None:
+    assert handover((lost(),), (None, "42")).queue(Patience()) == "42"
+
+
+def test_only_two_answers_that_it_is_not_there_permit_another_try() -> None:
+    assert handover((lost(), "43"), (None, SILENT, None)).queue(Patience()) == "43"
+
+
+def test_one_answer_permits_it_where_the_request_never_arrived() -> None:
+    unreached = Unanswered("connection refused", UNREACHED)
+    assert handover((unreached, unreached, "43"), (SILENT, None, None)).queue(Patience()) == "43"
+
+
+def test_a_refusal_is_final() -> None:
+    job = handover((lost(), ClusterError("invalid partition")), (None, None))
+    with pytest.raises(ClusterError, match=r"^invalid partition$"):
+        job.queue(Patience())
+    assert not job.is_unsure
+
+
+def test_patience_ends_with_certainty_where_the_controller_answers() -> None:
+    job = handover((lost(),), (None, None))
+    with pytest.raises(ClusterError, match=r"^socket timed out; nothing was queued") as caught:
+        job.queue(Patience(seconds=0))
+    assert not isinstance(caught.value, MayBeQueued)
+    assert not job.is_unsure
+
+
+def test_patience_ends_with_certainty_where_the_controller_was_never_reached() -> None:
+    job = handover((Unanswered("connection refused", UNREACHED),), (SILENT,))
+    with pytest.raises(ClusterError, match=r"^connection refused; nothing was queued") as caught:
+        job.queue(Patience(seconds=0))
+    assert not isinstance(caught.value, MayBeQueued)
+
+
+def test_patience_ends_without_certainty_where_the_controller_went_away() -> None:
+    job = handover((lost(),), (None, SILENT))
+    with pytest.raises(MayBeQueued, match=r"^socket timed out; .* is not known, because squeue is silent: .*mgpu-1"):
+        job.queue(Patience(seconds=0))
+    assert job.is_unsure
+
+
+def test_an_interrupt_between_two_looks_leaves_it_unsure() -> None:
+    job = handover((lost(),), (None, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        job.queue(Patience())
+    assert job.is_unsure
+
+
+def test_an_sbatch_that_puts_off_its_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\ntrap '' TERM\necho 42\nexec sleep 600\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setattr(sbatch, "TIME_LIMIT", 0.1)
+    monkeypatch.setattr(sbatch, "KILL_AFTER", 0.1)
+    with pytest.raises(Unanswered, match="was ended by SIGKILL"):
+        sbatch.call(sbatch.command("--parsable", "script"), {"PATH": f"{tmp_path}:/usr/bin:/bin"})

@@ -1,0 +1,87 @@
+"""What SLURM leaves in a launch log, word for word, and what is read from it."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core import records
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.slurm import termination
+
+START = "2024-05-01T12:00:00"
+STEP = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-01T12:30:00 ***\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    started = (datetime.fromisoformat(START) + timedelta(milliseconds=700)).astimezone()
+    records.record_event(folder, "started", attempt=1, job_id="7", time=started.isoformat())
+    return folder
+
+
+def notice(why: str, at: str = "2024-05-01T12:30:00") -> str:
+    return f"slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT {at}{why} ***\n"
+
+
+@pytest.mark.parametrize(
+    ("why", "expected"),
+    [
+        ("", ("CANCELLED", "cancelled")),
+        # since SLURM 25.05
+        (" DUE to SIGNAL Terminated", ("CANCELLED", "cancelled")),
+        (" DUE TO TASK FAILURE", ("FAILED", "task failure")),
+        (" DUE TO TIME LIMIT", ("TIMEOUT", "time limit")),
+        (" DUE TO PREEMPTION", ("PREEMPTED", "preemption")),
+        (
+            " DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS",
+            ("NODE_FAIL", "node failure, see slurmctld log for details"),
+        ),
+    ],
+)
+def test_slurm_says_why_a_job_has_ended(run: RunFolder, why: str, expected: tuple[str, str]) -> None:
+    run.launch_log("7").write_text(f"srun: got SIGCONT\n{notice(why)}{STEP}")
+    found = termination.ending(run, "7")
+    assert found is not None
+    assert (found["state"], found["reason"]) == expected
+    assert found["ended"].startswith("2024-05-01T12:30:00")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        STEP,
+        notice(" DUE TO JOB REQUEUE"),
+        # of the start before
+        notice("", at="2024-05-01T11:59:00"),
+        # a rank may print anything
+        f"echo {notice('')}",
+    ],
+)
+def test_else_nothing_is_known(run: RunFolder, text: str) -> None:
+    run.launch_log("7").write_text(text)
+    assert termination.ending(run, "7") is None
+
+
+def test_a_job_that_is_ended_in_the_second_of_its_start_has_ended(run: RunFolder) -> None:
+    run.launch_log("7").write_text(notice("", at=START))
+    assert termination.ending(run, "7") is not None
+
+
+def test_a_job_without_a_log_says_nothing(run: RunFolder) -> None:
+    assert termination.ending(run, "8") is None
+    assert termination.before_the_ranks(run, "8") == "its batch script failed before the ranks were started"
+
+
+def test_a_script_that_fails_says_so_last(run: RunFolder) -> None:
+    said = "/var/spool/slurmd/job00008/slurm_script: line 9: module: command not found"
+    run.launch_log("8").write_text(f"Welcome\n{said}\n\n")
+    assert termination.before_the_ranks(run, "8") == (
+        "its batch script failed before the ranks were started: line 9: module: command not found"
+    )
+    assert termination.before_the_ranks(run, "7") is None

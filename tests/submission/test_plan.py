@@ -1,0 +1,37 @@
+"""A plan, as people read it before the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.submission.plan import Plan
+
+ONE: dict[str, Any] = {"config": {"lr": 0.1, "seed": 3}}
+GROUP = ONE | {"tasks": 3}
+FEW_AT_A_TIME = GROUP | {"at_once": 2}
+SWEEP = ONE | {"kind": "sweep", "tasks": 2, "at_once": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (ONE, ["run       digits", "config    lr=0.1  seed=3"]),
+        (GROUP, ["run       digits", "config    lr=0.1", "seeds     3 to 5, one run each"]),
+        (
+            FEW_AT_A_TIME,
+            ["run       digits", "config    lr=0.1", "seeds     3 to 5, one run each, at most 2 at a time"],
+        ),
+        # its workers are no runs with seeds of their own
+        (SWEEP, ["study     digits", "config    lr=0.1  seed=3"]),
+        ({"config": {}}, ["run       digits"]),
+    ],
+)
+def test_only_a_group_has_seeds(tmp_path: Path, values: dict[str, Any], expected: list[str]) -> None:
+    spec = Spec("digits", Target(function="train:train"), "slurm", Resources(), **values)
+    lines = Plan(spec, RunFolder(tmp_path / "digits"), notes=(), snapshot_limit=1).lines()
+    assert [line for line in lines if line.partition(" ")[0] in ("run", "study", "config", "seeds")] == expected

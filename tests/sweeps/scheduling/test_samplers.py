@@ -1,0 +1,330 @@
+"""Samplers learn from trials that their own code ended, and the study keeps them as they are."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import optuna
+import pytest
+from optuna.samplers import BaseSampler, CmaEsSampler, TPESampler
+from optuna.study import Study
+from optuna.trial import Trial, TrialState
+
+from mgpu_slurm.core import layout
+from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.search import space
+from mgpu_slurm.sweeps.search.sweep_file import Pruner, Sampler
+from mgpu_slurm.sweeps.study import recovery
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from tests.sweeps.sweeps import begin, finish, kill, make, states, study_of, sweep_of, worker
+
+
+def make_study(
+    name: str, seed: int, direction: str = "maximize", pruner: Pruner | None = None, **options: Any
+) -> Study:
+    sampler = studies.sampler_of(Sampler(name, seed, options), worker=0)
+    # the brackets of hyperband follow from the name
+    return optuna.create_study(
+        study_name=str(seed), sampler=sampler, pruner=studies.pruner_of(pruner or Pruner()), direction=direction
+    )
+
+
+def fail(study: Study, trial: Trial) -> None:
+    studies.fail(study, study._storage.get_trial(trial._trial_id), "ValueError: boom", is_own_fault=True)
+
+
+def failures(study: Study, trials: int = 100, epochs: int = 0) -> int:
+    """Train trials of which half of the space fails, and the others are the better the nearer they are to that half."""
+    sign = 1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else -1
+    failed = 0
+    for _ in range(trials):
+        trial = study.ask()
+        x, y = (trial.suggest_float(name, 0, 1) for name in "xy")
+        value = sign * (x - 0.1 * (y - 0.3) ** 2)
+        if x > 0.5:
+            failed += 1
+            fail(study, trial)
+        elif any(_is_hopeless(trial, value - sign / epoch, epoch) for epoch in range(1, epochs)):
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            study.tell(trial, value)
+    return failed
+
+
+def _is_hopeless(trial: Trial, value: float, epoch: int) -> bool:
+    trial.report(value, epoch)
+    return trial.should_prune()
+
+
+@pytest.mark.parametrize(
+    ("direction", "epochs", "seeds"), [("maximize", 0, 10), ("minimize", 9, 4)], ids=["plain", "hyperband"]
+)
+def test_at_most_forty_of_a_hundred_fail_where_half_of_the_space_does(direction: str, epochs: int, seeds: int) -> None:
+    """Optuna's own sampler, which does not see them, fails 90 times."""
+    pruner = Pruner("hyperband", max_resource=9) if epochs else None
+    found = [failures(make_study("tpe", seed, direction, pruner), epochs=epochs) for seed in range(seeds)]
+    assert mean(found) <= 40, found
+
+
+@pytest.mark.parametrize(("name", "trials", "seeds"), [("gp", 10, 2), ("cmaes", 90, 5)])
+def test_others_fail_less_often_than_at_random_too(name: str, trials: int, seeds: int) -> None:
+    studies_of_it = [make_study(name, seed, n_startup_trials=6) for seed in range(seeds)]
+    for study in studies_of_it:
+        failures(study, 6)
+    found = [failures(study, trials) for study in studies_of_it]
+    assert mean(found) <= trials / 3, found
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("optuna.samplers.TPESampler", "tpe"), ("optuna.samplers.CmaEsSampler", "cmaes")]
+)
+def test_a_sampler_by_its_import_path_learns_alike(path: str, name: str) -> None:
+    by_path, by_name = (make_study(each, 3, n_startup_trials=4) for each in (path, name))
+    for study in (by_path, by_name):
+        failures(study, 30)
+    assert [trial.params for trial in by_path.trials] == [trial.params for trial in by_name.trials]
+
+
+def test_a_class_of_ones_own_keeps_what_it_overrides() -> None:
+    class Own(TPESampler):
+        def reseed_rng(self) -> None:
+            raise KeyError
+
+    made = samplers.learning_from_failures(Own)()
+    assert isinstance(made, Own)
+    with pytest.raises(KeyError):
+        made.reseed_rng()
+    random = optuna.samplers.RandomSampler
+    assert samplers.learning_from_failures(random) is random
+
+
+class TestWhatASamplerIsShown:
+    def seen(self, study: Study) -> list[tuple[str, float | None]]:
+        shown: Any = study.sampler
+        return [(trial.state.name, trial.value) for trial in shown._shown(study)._get_trials(deepcopy=False)]
+
+    def told(self, name: str, direction: str = "maximize") -> Study:
+        study = make_study(name, 0, direction)
+        for value in (1.0, None, 3.0, float("nan")):
+            trial = study.ask()
+            trial.suggest_float("x", 0, 1)
+            if value is None:
+                fail(study, trial)
+            elif value != value:
+                trial.report(5.0, 1)
+                studies.blame(study, study.trials[trial.number], "score is nan", is_own_fault=True)
+                study.tell(trial, state=TrialState.PRUNED)
+            else:
+                study.tell(trial, value)
+        return study
+
+    def test_tpe_sees_bad_trials_as_pruned_before_their_first_report(self) -> None:
+        study = self.told("tpe")
+        assert self.seen(study) == [("COMPLETE", 1.0), ("PRUNED", None), ("COMPLETE", 3.0), ("PRUNED", None)]
+        assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED"]
+        assert study.trials[3].intermediate_values == {1: 5.0}
+
+    @pytest.mark.parametrize("name", ["gp", "cmaes"])
+    @pytest.mark.parametrize(("direction", "bad"), [("maximize", -1.0), ("minimize", 5.0)])
+    def test_others_see_them_as_complete_and_worse_than_all(self, name: str, direction: str, bad: float) -> None:
+        study = self.told(name, direction)
+        expected = [("COMPLETE", 1.0), ("COMPLETE", bad), ("COMPLETE", 3.0), ("COMPLETE", bad)]
+        assert self.seen(study) == expected
+        assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED"]
+
+    def test_also_worse_than_the_only_one(self) -> None:
+        study = make_study("gp", 0)
+        for number in range(2):
+            trial = study.ask()
+            trial.suggest_float("x", 0, 1)
+            fail(study, trial) if number else study.tell(trial, 3.0)
+        assert self.seen(study) == [("COMPLETE", 3.0), ("COMPLETE", 0.0)]
+
+    def test_what_others_are_to_blame_for_says_nothing(self) -> None:
+        study = self.told("tpe")
+        trial = study.ask()
+        trial.suggest_float("x", 0, 1)
+        studies.fail(study, study.trials[4], "worker 0 is FAILED")
+        studies.note(study, f"{samplers.INNOCENT}3", [1])
+        assert self.seen(study)[1] == self.seen(study)[4] == ("FAIL", None)
+
+    def test_a_bad_trial_is_never_among_the_best(self) -> None:
+        """Also where fewer have a value than would be among the best."""
+        study = make_study("tpe", 0)
+        for number in range(40):
+            trial = study.ask()
+            x = trial.suggest_float("x", 0, 1)
+            if number != 20:
+                fail(study, trial)
+            else:
+                study.tell(trial, x)
+        study.ask().suggest_float("x", 0, 1)
+        sampler: Any = study.sampler
+        assert sampler._gamma(40) == 1
+
+    @pytest.mark.parametrize("name", ["tpe", "gp", "cmaes"])
+    def test_where_all_have_failed_it_chooses_all_the_same(self, name: str) -> None:
+        study = make_study(name, 0, n_startup_trials=3)
+        for _ in range(8):
+            trial = study.ask()
+            for parameter in "xy":
+                trial.suggest_float(parameter, 0, 1)
+            fail(study, trial)
+        assert len({(trial.params["x"], trial.params["y"]) for trial in study.trials}) == 8
+
+    def test_a_space_with_conditions(self) -> None:
+        """One choice fails, in which a parameter of its own is there."""
+        given = {
+            "kind": {"choice": ["good", "bad"]},
+            "own": {"float": [0.0, 1.0], "when": {"kind": "bad"}},
+            "x": {"float": [0.0, 1.0]},
+        }
+        study, conditional = make_study("tpe", 0), space.parse(given, "sweep.yaml")
+        for _ in range(60):
+            trial = study.ask()
+            values = conditional.suggest(trial)
+            if values["kind"] == "bad":
+                fail(study, trial)
+            else:
+                study.tell(trial, values["x"])
+        kinds = [trial.params["kind"] for trial in study.trials]
+        assert kinds[20:].count("bad") <= 8, kinds
+
+
+class TestWhoIsToBlame:
+    def own_faults(self, folder: layout.RunFolder) -> list[bool]:
+        return [samplers.OWN_FAULT in trial.system_attrs for trial in study_of(folder).trials]
+
+    def test_an_error_of_the_job_and_a_value_that_is_no_number_are_the_trials_own(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, max_retries=0)
+        part = worker(folder, 0)
+        begin(part)
+        part.fail("ValueError: boom")
+        begin(part)
+        finish(part, float("nan"))
+        begin(part)
+        part.complete({}, {}, step=1, progress=1)
+        begin(part)
+        part.lose("its command was ended by SIGKILL")
+        assert states(folder) == ["FAIL", "PRUNED", "FAIL", "FAIL"]
+        assert self.own_faults(folder) == [True, True, True, False]
+
+    def test_a_dead_workers_trial_is_innocent(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, max_retries=0)
+        begin(worker(folder, 0))
+        kill(folder, 0)
+        recovery.recover(study_of(folder), folder, sweep_of(folder))
+        assert (states(folder), self.own_faults(folder)) == (["FAIL"], [False])
+
+    def test_one_whose_parameters_were_not_all_chosen_teaches_nothing(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, space="choices.py:choose")
+        folder.code.mkdir()
+        body = "    trial.suggest_float('x', 0, 1)\n    return {'x': 1 // trial.number}\n"
+        (folder.code / "choices.py").write_text(f"def choose(trial):\n{body}")
+        assert begin(worker(folder, 0)).number == 1
+        assert (states(folder), self.own_faults(folder)) == (["FAIL", "RUNNING"], [False, False])
+
+
+class Touches:
+    """Makes a file as it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+class TestWhatCmaesKeeps:
+    """In the study, where others may write too."""
+
+    def told(self, sampler: BaseSampler, storage: str | None = None, trials: int = 25) -> Study:
+        study = optuna.create_study(storage=storage, study_name="s", sampler=sampler)
+        for _ in range(trials):
+            self.train(study)
+        return study
+
+    def train(self, study: Study) -> dict[str, Any]:
+        trial = study.ask()
+        x, y, n = (
+            trial.suggest_float("x", -2, 2),
+            trial.suggest_float("y", 0.1, 1, log=True),
+            trial.suggest_int("n", 1, 9),
+        )
+        study.tell(trial, (x - 1) ** 2 + y + 0.1 * (n - 4) ** 2)
+        return trial.params
+
+    def ours(self, **options: Any) -> BaseSampler:
+        return studies.sampler_of(Sampler("cmaes", None, {"seed": 5} | options), worker=0)
+
+    def kept(self, study: Study) -> list[dict[str, Any]]:
+        """What trials keep of the optimizer, by trial."""
+        attributes = (trial.system_attrs.items() for trial in study.trials)
+        found = ({name: value for name, value in each if ":optimizer:" in name} for each in attributes)
+        return [parts for parts in found if parts]
+
+    @pytest.mark.parametrize("name", ["_restore_optimizer", "_init_optimizer", "_split_optimizer_str"])
+    def test_the_installed_optuna_has_the_methods_that_ours_replaces(self, name: str) -> None:
+        assert name in vars(CmaEsSampler), f"Optuna {optuna.__version__} may unpickle what is in the study: see _Cmaes"
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"lr_adapt": True}, {"use_separable_cma": True}, {"with_margin": True}], ids=str
+    )
+    def test_its_proposals_are_those_of_optunas_own_sampler(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        kept = self.told(self.ours(**options), f"sqlite:///{tmp_path}/study.db")
+        own = self.told(CmaEsSampler(seed=5, **options))
+        assert [trial.params for trial in kept.trials] == [trial.params for trial in own.trials]
+        assert len(self.kept(kept)) == len(self.kept(own)) >= 3
+
+    def test_it_fits_into_every_database(self) -> None:
+        study = self.told(self.ours(popsize=20), trials=50)
+        (first, *_) = self.kept(study)
+        assert len(first) > 1
+        assert all(len(json.dumps(part)) <= 2048 for part in first.values())
+
+    def next_proposal(self, tmp_path: Path, attributes: dict[str, Any]) -> dict[str, Any]:
+        """After a trial that somebody has put into the database."""
+        study = self.told(self.ours(), f"sqlite:///{tmp_path}/{len(attributes)}.db")
+        last = study.trials[-1]
+        space = {"params": last.params, "distributions": last.distributions}
+        study.add_trial(optuna.trial.create_trial(value=9.0, system_attrs=attributes, **space))
+        return self.train(study)
+
+    def test_a_pickle_is_not_run_and_the_state_before_it_counts(self, tmp_path: Path) -> None:
+        forged = pickle.dumps(Touches(tmp_path / "ran")).hex()
+        assert self.next_proposal(tmp_path, {"cma:optimizer:0": forged}) == self.next_proposal(tmp_path, {})
+        assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize("kind", ["a part", "other attributes", "another class", "a number", "a wrong shape"])
+    def test_so_does_it_before_anything_else_that_is_none_of_ours(self, tmp_path: Path, kind: str) -> None:
+        genuine = "".join(self.kept(self.told(self.ours()))[-1].values())
+        content = json.loads(base64.b64decode(genuine))
+        forged: Any = {
+            "a part": genuine[:400],
+            "other attributes": as_text(content | {"state": content["state"] | {"ask": 1}}),
+            "another class": as_text(content | {"class": "Popen"}),
+            "a number": 5,
+            "a wrong shape": as_text(content | {"state": content["state"] | {"_c_1d": 0.5}}),
+        }[kind]
+        assert self.next_proposal(tmp_path, {"cma:optimizer:0": forged}) == self.next_proposal(tmp_path, {})
+
+    def test_a_study_that_optuna_itself_has_begun_continues_with_a_new_optimizer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        study = self.told(CmaEsSampler(seed=5))
+        before = len(self.kept(study))
+        study.sampler = self.ours()
+        monkeypatch.setattr(pickle, "loads", None)
+        for _ in range(20):
+            self.train(study)
+        assert len(self.kept(study)) >= before + 2
+
+
+def as_text(content: dict[str, Any]) -> str:
+    return base64.b64encode(json.dumps(content).encode()).decode()

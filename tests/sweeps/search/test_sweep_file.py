@@ -1,0 +1,231 @@
+"""The sweep file: what it may say, and what is refused before anything is queued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request.config import merge, parse_overrides, parse_yaml, read_yaml
+from mgpu_slurm.request.spec import Resources
+from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.search.space import Space
+from mgpu_slurm.sweeps.search.sweep_file import Budget, Pruner, Sampler, Sweep
+
+FILE = "sweep.yaml"
+
+WHOLE = """
+study: digits
+job: jobs.digits
+metric: accuracy
+direction: maximize
+sampler: {name: tpe, seed: 1}
+pruner: {name: hyperband, min_resource: 1, max_resource: 27, reduction_factor: 3}
+trials: 60
+workers: 8
+budget: {hours: 4, gpu_hours: 12, target: 0.99, patience: 20}
+resources: {nodes: 1, gpus-per-node: 1, cpus-per-task: 4, time: 60}
+fixed: {epochs: 27}
+space:
+  lr: {float: [1.0e-4, 1.0], log: true}
+  optimizer: {choice: [sgd, adam]}
+  momentum: {float: [0.0, 0.99], when: {optimizer: sgd}}
+storage: postgresql://me:${PASSWORD}@db/optuna
+max_retries: 1
+"""
+LEAST = {"study": "s", "job": "train.py", "metric": "accuracy", "trials": 3, "space": {"lr": {"float": [0.1, 1]}}}
+COMMAND = LEAST | {"job": {"command": "python train.py --lr {lr}"}}
+
+
+def parse(values: dict[str, Any], **changes: Any) -> Sweep:
+    return sweep_file.parse(merge(values, changes), FILE)
+
+
+def test_a_whole_file() -> None:
+    made = sweep_file.parse(parse_yaml(WHOLE, FILE), FILE)
+    assert (made.study, made.job, made.metric, made.direction) == ("digits", "jobs.digits", "accuracy", "maximize")
+    assert made.sampler == Sampler("tpe", seed=1)
+    assert made.pruner == Pruner("hyperband", 1, 27, 3)
+    assert (made.trials, made.workers, made.max_retries) == (60, 8, 1)
+    assert made.budget == Budget(4, 12, 0.99, 20)
+    assert made.resources == Resources(gpus_per_node=1, cpus_per_task=4, time="60")
+    assert made.fixed == {"epochs": 27}
+    assert isinstance(made.space, Space)
+    assert [parameter.name for parameter in made.space.parameters] == ["lr", "optimizer", "momentum"]
+    # a password is not looked up here
+    assert made.storage == "postgresql://me:${PASSWORD}@db/optuna"
+
+
+def test_the_least_that_a_file_says() -> None:
+    made = parse(LEAST)
+    assert (made.sampler, made.pruner, made.budget) == (Sampler("tpe"), Pruner("none"), Budget())
+    assert (made.workers, made.max_retries, made.storage, made.direction) == (1, 2, None, "maximize")
+
+
+def test_a_name_is_short_for_a_sampler_or_pruner() -> None:
+    made = parse(LEAST, sampler="random", pruner="median")
+    assert (made.sampler, made.pruner) == (Sampler("random"), Pruner("median"))
+    assert parse(LEAST, sampler="optuna.samplers.QMCSampler").sampler.name == "optuna.samplers.QMCSampler"
+
+
+def test_a_call_changes_what_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    path.write_text(WHOLE)
+    changes = parse_overrides(["trials=100", "space.lr.float=[0.1, 0.2]", "sampler.seed=5"])
+    made = sweep_file.parse(sweep_file.laid_over(read_yaml(path), changes), str(path))
+    assert isinstance(made.space, Space)
+    assert made.space.lines()[0] == "lr         float 0.1 to 0.2, log"
+    assert (made.trials, made.sampler.seed) == (100, 5)
+
+
+def test_a_change_of_a_part_keeps_the_name_that_stands_for_the_rest() -> None:
+    changes = {"sampler": {"seed": 3}, "pruner": {"min_resource": 2}}
+    made = sweep_file.parse(sweep_file.laid_over(LEAST | {"sampler": "random", "pruner": "median"}, changes), FILE)
+    assert (made.sampler, made.pruner) == (Sampler("random", seed=3), Pruner("median", min_resource=2))
+
+
+class TestWhatAProgramGives:
+    def test_numbers_of_numpy_are_numbers(self) -> None:
+        assert sweep_file.plain({"trials": np.int64(3), "space": {"x": {"float": [np.float32(0.5), 1]}}}, "here") == {
+            "trials": 3,
+            "space": {"x": {"float": [0.5, 1]}},
+        }
+
+    def test_what_no_file_can_say_is_named(self) -> None:
+        with pytest.raises(UserError, match=r"^here: trials: .* of type object: use plain values there$"):
+            sweep_file.plain({"trials": object()}, "here")
+        with pytest.raises(UserError, match=r"^here: space: a function has to be named: 'module:function'"):
+            sweep_file.plain({"space": lambda trial: {}}, "here")
+
+
+def test_a_grid_has_as_many_trials_as_points() -> None:
+    space = {"lr": {"choice": [0.1, 0.2]}, "width": {"int": [1, 3]}}
+    without = {key: value for key, value in LEAST.items() if key != "trials"} | {"sampler": "grid", "space": space}
+    assert parse(without).trials == 6
+    assert parse(without, trials=4).trials == 4
+    assert parse(without, trials=40).trials == 6
+
+
+class TestCommands:
+    def test_a_command_takes_what_it_names(self) -> None:
+        made = parse(COMMAND)
+        assert (made.job, made.command) == (None, ("python", "train.py", "--lr", "{lr}"))
+        assert sweep_file.words_of(made.command, {"lr": 0.25}) == ("python", "train.py", "--lr", "0.25")
+
+    @pytest.mark.parametrize(
+        ("values", "words"),
+        [
+            ({"lr": 1e-05, "m": 0.5, "o": "a b"}, "python t.py --lr=1e-05 --m 0.5 o:a b --last"),
+            ({"lr": 1, "o": "x"}, "python t.py --lr=1 o:x --last"),
+            ({"lr": True, "m": None, "o": [1, "y"]}, 'python t.py --lr=true --m null o:[1, "y"] --last'),
+            ({"m": 1}, "python t.py --m 1 --last"),
+        ],
+    )
+    def test_a_parameter_that_is_not_there_takes_its_option_with_it(self, values: dict[str, Any], words: str) -> None:
+        command = ["python", "t.py", "--lr={lr}", "--m", "{m}", "o:{o}", "--last"]
+        assert " ".join(sweep_file.words_of(command, values)) == words
+
+    def test_braces_that_are_no_place_stay(self) -> None:
+        words = ["sh", "-c", "echo ${HOME} {} { {1} {lr}"]
+        assert sweep_file.words_of(words, {"lr": 2})[2] == "echo ${HOME} {} { {1} 2"
+        assert parse(LEAST | {"job": {"command": words}}).command == tuple(words)
+
+
+def without(key: str) -> dict[str, Any]:
+    return {"values": {name: value for name, value in LEAST.items() if name != key}}
+
+
+def change(**changes: Any) -> dict[str, Any]:
+    return {"values": LEAST | changes}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no study": (without("study"), "'study' has no default and was not given"),
+    "a name that no folder can have": (change(study="a/b"), "run name 'a/b'"),
+    "no metric": (without("metric"), "'metric' has no default"),
+    "an unknown key": (change(trails=3), "unknown key 'trails' (did you mean 'trials'?)"),
+    "no end": (without("trials"), "nothing of when to end: add `trials:`"),
+    "no trials": (change(trials=0), "trials 0: expected at least 1"),
+    "no workers": (change(workers=0), "workers 0: expected at least 1"),
+    "a number of trials that is none": (change(trials="many"), "trials='many'"),
+    "a direction that is none": (change(direction="up"), "direction='up'"),
+    "an unknown sampler": (change(sampler="tpee"), "sampler: 'tpee': expected tpe, random"),
+    "an unknown key of the sampler": (change(sampler={"name": "tpe", "sed": 1}), "unknown key 'sampler.sed'"),
+    "a loss that nobody wants": (change(metric="val_loss"), "metric val_loss: say `direction: minimize`; without it"),
+    "an unknown pruner": (
+        change(pruner="medan"),
+        "'medan': expected none, median, hyperband, or package.module.Class (d",
+    ),
+    "options of a known pruner": (change(pruner={"name": "median", "options": {"a": 1}}), "median has keys of its own"),
+    "hyperband without an end": (change(pruner="hyperband"), "hyperband needs max_resource"),
+    "an end before the beginning": (
+        change(pruner={"name": "hyperband", "min_resource": 9, "max_resource": 3}),
+        "max_resource 3: expected more than min_resource 9",
+    ),
+    "progress from 0": (change(pruner={"name": "median", "min_resource": 0}), "progress counts from 1"),
+    "a factor of 1": (
+        change(pruner={"name": "hyperband", "max_resource": 9, "reduction_factor": 1}),
+        "reduction_factor 1: expected at least 2",
+    ),
+    "a database that does not bear workers": (change(storage="sqlite:///a.db"), "storage 'sqlite': expected the URL"),
+    "a database without its URL": (change(storage="secret"), "storage 'secret': expected the URL"),
+    "no time": (change(budget={"hours": 0}), "hours 0.0: expected more than 0"),
+    "an unknown budget": (change(budget={"minutes": 3}), "unknown key 'budget.minutes'"),
+    "an unknown resource": (change(resources={"gpu": 1}), "unknown flag 'gpu'"),
+    "retries below 0": (change(max_retries=-1), "max_retries -1"),
+    "a parameter that is fixed too": (change(fixed={"lr": 1}), "fixed lr: it is a parameter of the space too"),
+    "a space that is none": (change(space={}), "space: expected at least one parameter"),
+    "a wrong range": (change(space={"lr": {"float": [2, 1]}}), "space lr: float [2, 1]"),
+    "a grid of a function": (change(sampler="grid", space="mine:space"), "nobody knows its points"),
+    "a grid without steps": (change(sampler="grid"), "a grid needs to know which values"),
+    "a job that is none": (change(job={"comand": "x"}), "expected a job function, or {command:"),
+    "an empty command": (change(job={"command": ""}), "command: it is empty"),
+    "a place of nothing": (
+        change(job={"command": "t --lr {lr} {lrr}"}),
+        "{lrr} is no parameter (did you mean 'lr'?)",
+    ),
+    "a parameter without a place": (change(job={"command": "t"}), "lr: the command does not take it: write {lr}"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_in_a_line_that_names_it(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        sweep_file.parse(given["values"], FILE)
+    told = str(refused.value)
+    assert told.startswith(f"{FILE}: ")
+    assert said in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hunter2@db/optuna",
+        "postgresql://me:hunter2${PASSWORD}@db/optuna",
+        "postgresql+psycopg://me:hun/ter2@hunter2@db:5432/optuna",
+        "mysql://:hunter2@db/optuna",
+        "postgresql://db/optuna?user=me&password=hunter2",
+    ],
+)
+def test_a_password_in_the_file_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UserError, match=r"there is a password in it, .*: write \$\{VARIABLE\} in its place") as refused:
+        parse(LEAST, storage=url)
+    assert "ter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:${PASSWORD}@db:5432/optuna",
+        "postgresql://${USER}:${PASSWORD}@${HOST}/optuna",
+        "postgresql://me@db/optuna",
+        "postgresql:///optuna?host=/run/postgresql",
+        "mysql://db:3306/optuna?passwd=${PASSWORD}",
+    ],
+)
+def test_a_database_without_one_is_taken(url: str) -> None:
+    assert parse(LEAST, storage=url).storage == url

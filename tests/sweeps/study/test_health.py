@@ -1,0 +1,445 @@
+"""Trials that fail: which failures end a sweep, and which a worker, whose node may be broken."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.core import files, records
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.registry import sweep_state
+from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
+from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.worker import study_client
+from mgpu_slurm.sweeps.worker.messages import Assignment, BrokenWorker, Leave, SweepFailed
+from mgpu_slurm.sweeps.worker.study_client import Participant
+from mgpu_slurm.sweeps.worker.trial import HOPELESS
+from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
+
+
+class TestCommonFailures:
+    def test_the_same_error_in_the_first_five_trials_of_all_workers_ends_the_sweep(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        parts = [worker(folder, number) for number in range(2)]
+        for part in parts * 2:
+            # a message may name the trial's values
+            fail(part, reason="ValueError: no data at 0.25")
+        begin(parts[0])
+        said = "all of the first 5 trials failed alike: ValueError: no data at 1e-05"
+        with pytest.raises(SweepFailed, match=said):
+            parts[0].fail("ValueError: no data at 1e-05")
+        # the other one hears of it
+        order = leave(parts[1])
+        assert (order.exit_code, order.reason) == (1, said)
+
+    def test_so_does_a_metric_that_none_of_them_has(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9, pruner={"name": "median"})
+        part = worker(folder, 0)
+        for number in range(5):
+            begin(part)
+            assert part.judge(1, {"scores": 0.5}) is None
+            said = "the job neither reports nor returns the metric 'score' (did you mean 'scores'?)"
+            with pytest.raises(SweepFailed) if number == 4 else nullcontext() as ended:
+                part.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
+            assert states(folder)[number:] == ["FAIL"]
+            assert files.read_json(folder.of_trial(number).failure)["message"] == said
+        assert str(ended.value) == f"all of the first 5 trials failed alike: {said}"  # type: ignore[union-attr]
+
+    def test_different_ones_or_one_success_do_not(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        part = worker(folder, 0)
+        for reason in ("ValueError: a", "ValueError: b", "ValueError: b"):
+            begin(part)
+            part.fail(reason)
+        folder = make(tmp_path / "other", trials=9)
+        part = worker(folder, 0)
+        begin(part)
+        finish(part, 1.0)
+        for _ in range(3):
+            begin(part)
+            part.fail("ValueError: 1")
+        assert states(folder)[:4] == ["COMPLETE", "FAIL", "FAIL", "FAIL"]
+
+    def test_not_where_a_trial_goes_well(self, tmp_path: Path) -> None:
+        """One worker may have a broken node."""
+        folder = make(tmp_path, trials=9)
+        well, broken = worker(folder, 0), worker(folder, 1)
+        begin(well)
+        assert well.judge(1, {"score": 0.9}) is None
+        for _ in range(3):
+            begin(broken)
+            broken.fail("OSError: no GPU")
+        finish(well, 0.9)
+        # the last one is to be tried elsewhere
+        assert states(folder) == ["COMPLETE", "FAIL", "FAIL", "WAITING"]
+
+    @pytest.mark.usefixtures("no_pause")
+    def test_five_end_no_sweep_while_one_that_began_before_is_silent(self, tmp_path: Path) -> None:
+        """It may do well, and the others sit on a broken node."""
+        folder = make(tmp_path, trials=9)
+        silent, broken = worker(folder, 0), worker(folder, 1)
+        begin(silent)
+        fail(broken, 2)
+        for _ in range(3):
+            assert broken.next(Stop.NO) is None
+            broken._waits_until = 0.0
+            fail(broken)
+        with pytest.raises(SweepFailed, match="all of the first 6 trials failed alike: OSError: no GPU"):
+            silent.fail("OSError: no GPU")
+
+    @pytest.mark.parametrize("max_retries", [0, 1])
+    def test_so_do_the_first_trials_when_each_was_lost_too_often(self, tmp_path: Path, max_retries: int) -> None:
+        folder = make(tmp_path, trials=2, max_retries=max_retries)
+        part = worker(folder, 0)
+        ended = []
+        for _ in range(2 * max_retries + 1):
+            begin(part)
+            part.lose("its command was ended by SIGKILL")
+            ended.append(part.ended)
+        # one that is tried again has not ended
+        assert ended == [[1], [0, 1, 1]][max_retries]
+        begin(part)
+        with pytest.raises(SweepFailed, match=r"all of the first 2 trials failed alike: its command was ended by SIG"):
+            part.lose("its command was ended by SIGKILL")
+        assert (states(folder), part.ended) == (["FAIL", "FAIL"], 2)
+
+    @pytest.mark.parametrize("max_retries", [0, 1])
+    def test_so_does_a_trial_that_costs_the_worker_each_attempt(self, tmp_path: Path, max_retries: int) -> None:
+        folder = make(tmp_path, trials=1, max_retries=max_retries)
+        for attempt in range(1, max_retries + 1):
+            begin(worker(folder, 0, attempt))
+            worker(folder, 0, attempt + 1).settle()
+            assert states(folder) == ["WAITING"]
+        begin(worker(folder, 0, max_retries + 1))
+        with pytest.raises(SweepFailed, match="the only trial failed alike: its worker died"):
+            worker(folder, 0, max_retries + 2).settle()
+
+    def test_the_only_trial_is_enough(self, tmp_path: Path) -> None:
+        part = worker(make(tmp_path, trials=1, workers=1), 0)
+        begin(part)
+        with pytest.raises(SweepFailed, match="the only trial failed alike: KeyError: 'a'"):
+            part.fail("KeyError: 'a'")
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_client, "PAUSE", 0.0)
+
+
+def fail(part: Participant, count: int = 1, reason: str = "OSError: no GPU") -> None:
+    for _ in range(count):
+        begin(part)
+        part.fail(reason)
+
+
+def do_well(*parts: Participant) -> None:
+    for part in parts:
+        begin(part)
+        finish(part, 0.5)
+
+
+def shown(folder: RunFolder) -> list[str]:
+    """States of trials as a sampler that learns from failures has them."""
+    study = study_of(folder)
+    sampler: Any = studies.sampler_of(sweep_of(folder).sampler, worker=0)
+    return [trial.state.name for trial in sampler._shown(study).get_trials()]
+
+
+@pytest.mark.usefixtures("no_pause")
+class TestWaitingForNews:
+    """Of the others, where all that a worker has had failed alike: its node may be broken."""
+
+    def test_of_their_first_trials(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        silent, broken = worker(folder, 0), worker(folder, 1)
+        begin(silent)
+        fail(broken, 2)
+        assert [broken.next(Stop.NO) for _ in range(3)] == [None] * 3
+        state = records.read_state(folder.of_task(1))
+        assert ("waits for news of other workers" in state["reason"], state["trial"]) == (True, None)
+        assert broken.next(Stop.END) == Leave(TERMINATED_EXIT_CODE, "asked to end")
+        silent.judge(1, {"score": 0.5})
+        assert begin(broken).number == 3
+        assert records.read_state(folder.of_task(1))["reason"] == ""
+
+    def test_of_one_that_has_its_nodes_and_no_trial_yet(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=3)
+        broken, starting = worker(folder, 1), worker(folder, 0)
+        fail(broken, 2)
+        assert broken.next(Stop.NO) is None
+        begin(starting)
+        with pytest.raises(SweepFailed, match="all of the first 3 trials failed alike"):
+            starting.fail("OSError: no GPU")
+        assert leave(broken).exit_code == 1
+
+    def test_of_one_that_failed_here_and_is_tried_elsewhere(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        well, broken = worker(folder, 0), worker(folder, 1)
+        do_well(well, broken)
+        begin(well)
+        fail(broken, 3)
+        assert [broken.next(Stop.NO) for _ in range(2)] == [None] * 2
+        finish(well, 0.5)
+        # it has failed there too
+        assert begin(well).number == 5
+        well.fail("OSError: no GPU")
+        assert begin(broken).number == 6
+        assert states(folder)[3:] == ["FAIL", "FAIL", "FAIL", "RUNNING"]
+
+    def test_is_not_of_the_dead(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=4)
+        dead, broken = worker(folder, 0), worker(folder, 1)
+        begin(dead)
+        fail(broken, 2)
+        assert broken.next(Stop.NO) is None
+        kill(folder, 0)
+        broken._next_look = 0.0
+        # the last look was long ago
+        os.utime(folder.looks, (0, 0))
+        assert broken.next(Stop.NO) is None
+        assert begin(broken).number == 0
+
+    def test_is_not_for_nothing(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=3)
+        begin(worker(folder, 0))
+        broken = worker(folder, 1)
+        fail(broken, 2)
+        assert leave(broken).reason == "no trial is left to start"
+
+    def test_takes_no_longer_than_it_may(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=9)
+        begin(worker(folder, 0))
+        broken = worker(folder, 1)
+        fail(broken, 2)
+        for _ in range(2):
+            assert broken.next(Stop.NO) is None
+            broken._waits_until = 0.0
+            fail(broken)
+
+    def test_is_no_time_for_a_trial(self, tmp_path: Path) -> None:
+        """One that begins late in the time limit had not all of it."""
+        folder = make(tmp_path, trials=9, max_retries=0)
+        silent = worker(folder, 0)
+        begin(silent)
+        fail(worker(folder, 1), 2)
+        broken = worker(folder, 1, attempt=2)
+        assert broken.next(Stop.NO) is None
+        silent.judge(1, {"score": 0.5})
+        begin(broken)
+        broken.give_back(is_late=True, has_saved=False)
+        assert states(folder)[3] == "WAITING"
+
+
+@pytest.mark.usefixtures("no_pause")
+class TestABrokenNode:
+    """Whether a node is broken shows when the same parameters do well on another."""
+
+    def test_its_worker_leaves_the_rest_to_those_who_do_well(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=4)
+        well = [worker(folder, number) for number in range(3)]
+        broken = worker(folder, 3)
+        do_well(*well)
+        fail(broken, reason="ValueError: its own")
+        fail(broken, 3)
+        # the first of these are done; the last one waits for somebody else
+        assert states(folder)[3:] == ["FAIL", "FAIL", "FAIL", "WAITING"]
+        values = study_of(folder).trials[6].params
+        assert broken.next(Stop.NO) is None
+        again = begin(well[0])
+        assert (again.number, again.values, again.attempt) == (6, values, 2)
+        # that it runs says nothing yet
+        assert broken.next(Stop.NO) is None
+        well[0].judge(1, {"score": 0.5})
+        with pytest.raises(BrokenWorker, match="trial 6 failed here, and does well elsewhere: OSError: no GPU"):
+            broken.next(Stop.NO)
+        finish(well[0], 0.5)
+        notes = studies.notes(study_of(folder))
+        assert (studies.OVER in notes, notes[f"{samplers.INNOCENT}3"]) == (False, [4, 5])
+        assert study_of(folder).trials[6].state.name == "COMPLETE"
+
+    def test_what_it_reported_before_it_failed_is_no_news(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=2)
+        well, broken = worker(folder, 0), worker(folder, 1)
+        do_well(well)
+        fail(broken, 2)
+        begin(broken)
+        broken.judge(1, {"score": 0.5})
+        broken.fail("OSError: no GPU")
+        begin(well)
+        # from its checkpoint, or from the start
+        well.judge(1, {"score": 0.5})
+        assert broken.next(Stop.NO) is None
+        well.judge(2, {"score": 0.5})
+        with pytest.raises(BrokenWorker):
+            broken.next(Stop.NO)
+
+    def test_one_whose_trial_comes_to_no_number_elsewhere_stays(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=2)
+        other, unlucky = worker(folder, 0), worker(folder, 1)
+        do_well(other)
+        fail(unlucky, 3)
+        assert begin(other).number == 3
+        other.judge(1, {"score": float("nan")})
+        other.prune("score is nan", 1)
+        assert begin(unlucky).number == 4
+
+    def test_what_failed_on_it_teaches_nothing_unless_the_trial_fails_elsewhere_after_all(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=2, sampler={"name": "tpe"})
+        well, broken = worker(folder, 0), worker(folder, 1)
+        do_well(well)
+        fail(broken, 3)
+        begin(well)
+        well.judge(1, {"score": 0.5})
+        with pytest.raises(BrokenWorker):
+            broken.next(Stop.NO)
+        # TPE learns from failed trials that it sees as pruned
+        assert shown(folder) == ["COMPLETE", "FAIL", "FAIL", "RUNNING"]
+        well.fail("OSError: no GPU")
+        assert shown(folder) == ["COMPLETE", "PRUNED", "PRUNED", "PRUNED"]
+
+    def test_each_time_that_a_trial_has_failed_elsewhere_too_it_takes_twice_as_many(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=30, workers=2)
+        other, unlucky = worker(folder, 0), worker(folder, 1)
+        do_well(other)
+        for streak in (3, 6):
+            fail(unlucky, streak)
+            assert unlucky.next(Stop.NO) is None
+            fail(other)
+            do_well(unlucky)
+        # one of each was tried twice, and has failed once
+        assert states(folder).count("FAIL") == 9
+
+    def test_what_failed_on_other_nodes_does_not_count(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=20, workers=4)
+        well, broken = [worker(folder, number) for number in range(3)], worker(folder, 3)
+        do_well(*well)
+        fail(broken, 2)
+        records.record_event(folder.of_task(3), "started", attempt=2, job_id="3", nodes=["there"])
+        moved = worker(folder, 3, attempt=2)
+        fail(moved)
+        do_well(moved)
+
+    def test_nobody_leaves_for_parameters_that_fail_everywhere(self, tmp_path: Path) -> None:
+        """As half of a space, or the last part of a grid."""
+        folder = make(tmp_path, trials=80, sampler={"name": "random", "seed": 7})
+        parts, done = [worker(folder, number) for number in range(2)], 0
+        while done < len(parts):
+            done = 0
+            for part in parts:
+                order = part.next(Stop.NO)
+                done += isinstance(order, Leave)
+                if isinstance(order, Assignment) and (order.values["x"] < 0.5 or order.number > 60):
+                    part.fail("OSError: no GPU")
+                elif isinstance(order, Assignment):
+                    finish(part, 0.5)
+        trials = study_of(folder).trials
+        assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
+        assert any(samplers.DOUBT in trial.system_attrs for trial in trials)
+
+    def test_nobody_leaves_or_waits_where_no_other_is_there(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=30)
+        alone, other = worker(folder, 0), worker(folder, 1)
+        do_well(alone, other)
+        records.update_state(folder.of_task(1), state="TIMEOUT")
+        fail(alone, 12)
+        do_well(alone)
+
+    def test_one_that_nobody_tries_is_tried_here_again(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=30)
+        alone, other = worker(folder, 0), worker(folder, 1)
+        do_well(alone, other)
+        fail(alone, 3)
+        assert alone.next(Stop.NO) is None
+        records.update_state(folder.of_task(1), leaving=1)
+        assert begin(alone).number == 4
+        alone.fail("OSError: no GPU")
+        do_well(alone)
+        assert states(folder)[2:] == ["FAIL", "FAIL", "FAIL", "COMPLETE"]
+
+    def test_ranks_that_start_again_after_an_error_leave_the_trial_to_others_too(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=30)
+        well, broken = worker(folder, 0), worker(folder, 1)
+        do_well(well)
+        fail(broken, 2)
+        begin(broken)
+        facts = {"trial": 3, "error": "OSError", "message": "no GPU"}
+        records.record_event(folder.of_task(1), "ended", attempt=1, **facts)
+        again = worker(folder, 1, attempt=2)
+        again.settle()
+        assert states(folder)[3] == "WAITING"
+        assert again.next(Stop.NO) is None
+        do_well(well)
+        with pytest.raises(BrokenWorker, match="trial 3 failed here"):
+            again.next(Stop.NO)
+
+    def test_a_trial_that_was_only_lost_ends_no_sweep(self, tmp_path: Path) -> None:
+        """Also where the two before it failed alike, and one that may do well was given back."""
+        folder = make(tmp_path, trials=9)
+        preempted, part = worker(folder, 0), worker(folder, 1)
+        begin(preempted)
+        fail(part, 2)
+        preempted.give_back(is_late=False, has_saved=False)
+        records.update_state(folder.of_task(0), state="PENDING")
+        begin(part)
+        part.lose("its command was ended by SIGKILL")
+        do_well(part)
+        assert states(folder) == ["COMPLETE", "FAIL", "FAIL"]
+
+
+class TestGivingUp:
+    def test_one_that_is_at_its_end_is_not_given_up_any_more(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1, "max_resource": 3})
+        part = worker(folder, 0)
+        begin(part)
+        for progress in (1, 2, 3):
+            assert part.judge(progress, {"score": 0.9}) is None
+        finish(part, 0.9)
+        begin(part)
+        assert part.judge(2, {"score": 0.1}) == HOPELESS
+        assert part.judge(3, {"score": 0.1}) is None
+
+    def test_a_sweep_of_which_nothing_came_has_failed(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, trials=1, workers=1)
+        part = worker(folder, 0)
+        begin(part)
+        part.prune("score is nan", 1)
+        leave(part)
+        told, workers = sweep_state.summary_of(folder), [{"state": "COMPLETED"}]
+        assert sweep_state.overall(workers, told) == "FAILED"
+        assert (
+            sweep_state.reason(workers, told, "FAILED") == "1 of 1 trial, and all of them were given up: score is nan"
+        )
+
+
+class TestSpacesByAFunction:
+    def chosen(self, tmp_path: Path, body: str) -> RunFolder:
+        folder = make(tmp_path, space="choices.py:choose")
+        folder.code.mkdir()
+        (folder.code / "choices.py").write_text(f"import optuna\n\ndef choose(trial):\n    {body}\n")
+        return folder
+
+    def test_one_that_fails_alike_for_the_first_trials_ends_the_sweep_with_its_error(self, tmp_path: Path) -> None:
+        folder = self.chosen(tmp_path, "return [1]")
+        said = (
+            r"all of the first 4 trials failed alike: space: UserError: choices.py:choose has returned \[1\]: expected"
+        )
+        with pytest.raises(SweepFailed, match=said):
+            begin(worker(folder, 0))
+        assert states(folder) == ["FAIL"] * 4
+
+    def test_one_that_fails_for_a_trial_costs_that_trial_alone(self, tmp_path: Path) -> None:
+        folder = self.chosen(tmp_path, "return {'x': 1 // trial.number}")
+        assert begin(worker(folder, 0)).number == 1
+        assert states(folder) == ["FAIL", "RUNNING"]
+        assert files.read_json(folder.of_trial(0).failure)["message"].startswith("space: ZeroDivisionError: ")
+
+    def test_a_combination_that_it_will_have_none_of_is_pruned(self, tmp_path: Path) -> None:
+        folder = self.chosen(tmp_path, "if not trial.number: raise optuna.TrialPruned\n    return {'x': 1}")
+        assert begin(worker(folder, 0)).values == {"x": 1}
+        assert states(folder) == ["PRUNED", "RUNNING"]

@@ -1,0 +1,105 @@
+"""What `status` reads of a sweep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState, create_trial
+
+from mgpu_slurm.core import files
+from mgpu_slurm.sweeps.study import summary
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from tests.sweeps.sweeps import begin, finish, leave, make, study_of, sweep_of, worker
+
+
+@pytest.mark.parametrize(("direction", "best"), [("maximize", 1), ("minimize", 3)])
+def test_the_best_is_the_first_of_those_with_the_best_value(direction: str, best: int) -> None:
+    trials = [create_trial(value=value) for value in (0.5, 0.9, 0.9, 0.1, 0.1)]
+    trials.append(create_trial(state=TrialState.PRUNED, value=7.0))
+    for number, trial in enumerate(trials):
+        trial.number = number
+    found = summary.best_of(trials, direction)
+    assert found is not None
+    assert found.number == best
+    assert summary.best_of(trials[-1:], direction) is None
+
+
+def test_trials_are_told_as_the_job_has_got_them(tmp_path: Path) -> None:
+    sizes = [[8], [8, 8]]
+    folder = make(tmp_path, sampler="grid", trials=2, space={"sizes": {"choice": sizes}, "whole": {"choice": [2**60]}})
+    part = worker(folder, 0)
+    for score in (0.5, float("nan")):
+        begin(part)
+        part.judge(1, {"score": 0.25})
+        finish(part, score)
+    leave(part)
+    told = files.read_json(folder.summary)
+    assert [trial["params"] for trial in told["recent"]] == [{"sizes": each, "whole": 2**60} for each in sizes]
+    assert [(trial["state"], trial["value"], trial["reason"]) for trial in told["recent"]] == [
+        ("COMPLETE", 0.5, ""),
+        ("PRUNED", 0.25, "score is nan"),
+    ]
+    assert (told["best"]["number"], told["over"]) == (0, None)
+    assert told["trials"] == {"RUNNING": 0, "COMPLETE": 1, "PRUNED": 1, "FAIL": 0, "WAITING": 0}
+
+
+def test_no_number_is_kept_out_of_json(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=1)
+    study = study_of(folder)
+    trial = studies.take(study, sweep_of(folder), studies.Worker(0, 1), folder.trials_lock)
+    assert trial is not None
+    # as a program of Optuna's own may do
+    trial.report(float("inf"), 1)
+    study.tell(trial, state=TrialState.PRUNED)
+    text = json.dumps(summary.summarize(study_of(folder), sweep_of(folder)), allow_nan=False)
+    assert '"value": null' in text
+
+
+def test_the_last_ones_are_told_one_by_one_and_all_are_counted(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=summary.RECENT + 3)
+    part = worker(folder, 0)
+    for number in range(summary.RECENT + 3):
+        begin(part)
+        finish(part, number)
+    told = summary.summarize(study_of(folder), sweep_of(folder))
+    assert [trial["number"] for trial in told["recent"]] == list(range(3, summary.RECENT + 3))
+    assert told["trials"]["COMPLETE"] == told["seconds"]["complete"][0] == summary.RECENT + 3
+
+
+@pytest.mark.parametrize(("trials", "waiting"), [(2, 1), (9, 8), (1, 1), (None, 1)])
+def test_trials_that_have_not_begun_wait_beside_those_that_were_given_back(
+    tmp_path: Path, trials: int | None, waiting: int
+) -> None:
+    folder = make(tmp_path, trials=2)
+    parts = [worker(folder, number) for number in range(2)]
+    for part in parts:
+        begin(part)
+    parts[0].give_back(is_late=True, has_saved=True)
+    told = summary.counts(study_of(folder).trials, replace(sweep_of(folder), trials=trials))
+    assert told == {"RUNNING": 1, "COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "WAITING": waiting}
+
+
+def test_trials_of_another_study_are_not_its_own(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=1)
+    study = study_of(folder)
+    study.add_trial(create_trial(value=9.0, system_attrs={studies.ORIGIN: "before"}))
+    told = summary.summarize(study, sweep_of(folder))
+    assert (told["trials"]["COMPLETE"], told["trials"]["WAITING"], told["best"]) == (0, 1, None)
+
+
+def test_a_trials_length_is_that_with_all_of_its_workers(tmp_path: Path) -> None:
+    folder = make(tmp_path, trials=1)
+    first, other = worker(folder, 0), worker(folder, 1)
+    begin(first)
+    first.give_back(is_late=True, has_saved=True)
+    before = study_of(folder).trials[0].system_attrs[studies.SECONDS]
+    assert before > 0
+    begin(other)
+    finish(other, 1.0)
+    (trial,) = study_of(folder).trials
+    assert trial.duration is not None
+    (told,) = summary.summarize(study_of(folder), sweep_of(folder))["recent"]
+    assert told["seconds"] == pytest.approx(before + trial.duration.total_seconds())

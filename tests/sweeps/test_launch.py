@@ -1,0 +1,169 @@
+"""Adding to a sweep that exists: what is done once, whatever goes wrong on the way, and what is refused.
+
+Starting workers is the business of `submitting.restart`, which is only listened to here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.core import files, records
+from mgpu_slurm.core.errors import ClusterError, UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note
+from mgpu_slurm.submission import submit as submitting
+from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
+from mgpu_slurm.sweeps import launch
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from tests.sweeps.sweeps import VALUES, begin, finish, leave, make, states, study_of, worker
+
+POINTS = [{"x": 0.25}, {"x": 0.5}]
+
+
+class Restarts:
+    """Workers that were to be started, with what change."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int | None], Change]] = []
+        self.problem: Exception | None = None
+
+    def restart(self, asked: RunFolder, folders: list[RunFolder], change: Change, note: Note) -> str:
+        if self.problem is not None:
+            raise self.problem
+        self.asked.append(([folder.task for folder in folders], change))
+        return "7"
+
+
+@pytest.fixture
+def restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Restarts:
+    heard = Restarts()
+    monkeypatch.setattr(submitting, "restart", heard.restart)
+    monkeypatch.setenv("MGPU_RUNS", str(tmp_path))
+    return heard
+
+
+def ended(base: Path, **values: Any) -> RunFolder:
+    """A sweep of one worker that has done all there was to do."""
+    folder = make(base, workers=1, **values)
+    part = worker(folder, 0)
+    for _ in range(values["trials"]):
+        begin(part)
+        finish(part, 0.5)
+    leave(part)
+    records.update_state(folder.of_task(0), state="COMPLETED")
+    return folder
+
+
+def extend(**values: Any) -> launch.Started:
+    return launch.start(VALUES | {"workers": 1} | values, {}, "sweep.yaml")
+
+
+def test_points_of_an_extension_that_failed_are_added_once(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=2)
+    before = folder.sweep.read_text()
+    restarts.problem = ClusterError("sbatch: error: Batch job submission failed")
+    with pytest.raises(ClusterError, match="submission failed"):
+        extend(trials=4, enqueue=POINTS)
+    assert folder.sweep.read_text() == before
+    restarts.problem = None
+    for _ in range(2):
+        extend(trials=4, enqueue=POINTS)
+    assert studies.queued(study_of(folder)) == POINTS
+    assert states(folder) == ["COMPLETE", "COMPLETE", "WAITING", "WAITING"]
+    assert [tasks for tasks, _ in restarts.asked] == [[0], [0]]
+    with pytest.raises(UserError, match=r"^enqueue: the points of before have to stay as they are, \[.*\]: add others"):
+        extend(trials=5, enqueue=[{"x": 0.75}, *POINTS])
+
+
+def test_an_extension_that_is_refused_leaves_what_status_says(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=2, budget={"patience": 1})
+    before = files.read_json(folder.summary)
+    over = studies.notes(study_of(folder))[studies.OVER]
+    assert over["reason"].startswith("none of 1 trials")
+    restarts.problem = UserError("--code new: it does not fit")
+    with pytest.raises(UserError, match="does not fit"):
+        extend(trials=4, budget={"patience": 9})
+    found = files.read_json(folder.summary)
+    assert found | {"updated": ""} == before | {"updated": ""}
+    assert studies.notes(study_of(folder))[studies.OVER] == over
+
+
+def test_what_was_added_as_the_last_worker_left_is_there_to_resume(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=1)
+    folder.summary.unlink()
+    with pytest.raises(UserError, match="no trial is left: raise trials or budget in its file, and call sweep again"):
+        launch.resume(folder, NO_CHANGE)
+    # what who was killed did not tell is told here
+    assert files.read_json(folder.summary)["trials"]["COMPLETE"] == 1
+    files.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 1", "trials: 3"))
+    assert launch.resume(folder, NO_CHANGE) == "7"
+    assert restarts.asked == [([0], NO_CHANGE)]
+
+
+def test_a_budget_that_is_spent_is_not_resumed_and_a_failure_is(tmp_path: Path, restarts: Restarts) -> None:
+    folder = ended(tmp_path, trials=1)
+    files.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 1", "trials: 3"))
+    study = study_of(folder)
+    studies.note(study, studies.OVER, {"reason": "1.00 of 1 hours are over", "failed": False})
+    with pytest.raises(UserError, match=r"no trial is left \(1.00 of 1 hours are over\): raise"):
+        launch.resume(folder, NO_CHANGE)
+    studies.note(study, studies.OVER, {"reason": "all failed alike", "failed": True})
+    launch.resume(folder, NO_CHANGE)
+    assert studies.notes(study_of(folder))[studies.OVER] is None
+    assert [tasks for tasks, _ in restarts.asked] == [[0]]
+
+
+def test_a_worker_that_has_said_that_it_leaves_is_waited_for(
+    tmp_path: Path, restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ended(tmp_path, trials=1)
+    records.update_state(folder.of_task(0), state="RUNNING")
+    looks = []
+
+    def pause(seconds: float) -> None:
+        looks.append(seconds)
+        records.update_state(folder.of_task(0), state="COMPLETED")
+
+    monkeypatch.setattr(launch.time, "sleep", pause)
+    started = extend(trials=2)
+    assert (len(looks), started.is_alive) == (1, True)
+    assert restarts.asked == [([0], NO_CHANGE)]
+
+
+def test_resources_are_changed_and_none_is_forgotten(tmp_path: Path, restarts: Restarts) -> None:
+    ended(tmp_path, trials=1, resources={"mem": "4G", "sbatch": {"comment": "old"}})
+    for left, name in (({"mem": "4G"}, "comment was old"), ({"sbatch": {"comment": "old"}}, "mem was 4G")):
+        with pytest.raises(UserError, match=f"^resources: {name}, and now nothing is said of it: say resources"):
+            extend(trials=2, resources=left)
+    extend(trials=2, resources={"mem": "8G", "sbatch": {"comment": "new"}})
+    ((_, change),) = restarts.asked
+    assert change == Change(flags={"mem": "8G", "sbatch": {"comment": "new"}})
+
+
+def test_fewer_trials_than_there_are_add_nothing_and_other_code_is_taken_when_asked_for(
+    tmp_path: Path, restarts: Restarts
+) -> None:
+    ended(tmp_path, trials=2)
+    started = extend(trials=1, sampler="tpe")
+    assert started.lines[1:] == [
+        "trials    1; it was 2",
+        "sampler   tpe; it was random",
+        "starts    no worker: no trial is left",
+    ]
+    extend(trials=3)
+    launch.start(VALUES | {"workers": 1, "trials": 4}, {}, "sweep.yaml", launch.Options(new_code=True))
+    first, second = (change for _, change in restarts.asked)
+    assert (first, second.new_code) == (NO_CHANGE, True)
+    # the new code has to take what trials will ask of it
+    assert {"x": 0.0} in second.probes
+
+
+def test_a_sampler_that_only_the_runs_code_has_is_not_looked_for(tmp_path: Path, restarts: Restarts) -> None:
+    folder = make(tmp_path, workers=1, sampler="only_there.Mine")
+    records.cancel_unstarted(folder.of_task(0), "cancelled")
+    extend(sampler="only_there.Mine", trials=9)
+    launch.forget(folder)
+    assert restarts.asked == [([0], NO_CHANGE)]

@@ -1,0 +1,207 @@
+"""What a trial leaves in its process: put back, or seen."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_slurm.sweeps.worker import process_reset
+from mgpu_slurm.sweeps.worker.process_reset import Held, Reset, growth
+from tests.forks import FORKS
+
+
+@pytest.fixture
+def reset() -> Iterator[Reset]:
+    made = Reset()
+    yield made
+    made.apply()
+
+
+def test_settings_are_put_back(reset: Reset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, path, arguments, threads = os.getcwd(), list(sys.path), list(sys.argv), torch.get_num_threads()
+    filters, dtype = list(warnings.filters), torch.get_default_dtype()
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR2)}
+    os.chdir(tmp_path)
+    os.environ["LEFT_BY_A_TRIAL"] = "1"
+    home = os.environ.pop("HOME", None)
+    sys.path.insert(0, str(tmp_path))
+    sys.argv.append("--more")
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(threads + 1)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    for signum in handlers:
+        signal.signal(signum, lambda *_: None)
+    reset.apply()
+    assert (os.getcwd(), sys.path, sys.argv, list(warnings.filters)) == (folder, path, arguments, filters)
+    assert ("LEFT_BY_A_TRIAL" in os.environ, os.environ.get("HOME")) == (False, home)
+    assert (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()) == (dtype, threads, True)
+    assert torch.are_deterministic_algorithms_enabled() is False
+    assert {signum: signal.getsignal(signum) for signum in handlers} == handlers
+
+
+def test_a_timer_of_a_trial_does_not_end_a_later_one(reset: Reset) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 600)
+    reset.apply()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_what_needs_no_mending_costs_no_import() -> None:
+    code = (
+        "import sys, torch.distributed; from mgpu_slurm.sweeps.worker.process_reset import Reset\n"
+        "reset = Reset(); before = set(sys.modules); reset.apply()\n"
+        "print(sorted(name for name in set(sys.modules) - before if name.startswith('torch')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_no_trial_draws_as_the_one_before(reset: Reset) -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    first = draws()
+    reset.apply()
+    second = draws()
+    reset.apply()
+    assert len({*first, *second, *draws()}) == 9
+
+
+def test_freed_memory_is_there_again_without_asking_the_system() -> None:
+    """Blocks of half a megabyte, each of which costs 128 pages otherwise."""
+    script = """if True:
+        import resource
+        import numpy as np
+        from mgpu_slurm.sweeps.worker.process_reset import keep_freed_memory
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(50):
+                blocks = [np.ones(1 << 16) for _ in range(4)]
+                del blocks
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        keep_freed_memory()
+        faults()
+        print(faults())
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 128
+
+
+def leave_files() -> list[int]:
+    return [os.open(os.devnull, os.O_RDONLY) for _ in range(process_reset.GROWTH_OF_FILES + 1)]
+
+
+def leave_threads() -> None:
+    for _ in range(process_reset.GROWTH_OF_THREADS + 1):
+        threading.Thread(target=signal.pause, daemon=True).start()
+
+
+def send_growth(leave: Callable[[], object], there: Connection) -> None:
+    before = Held.now()
+    leave()
+    there.send(growth(before, Held.now()))
+
+
+class TestGrowth:
+    def test_nothing_is_nothing(self) -> None:
+        held = Held.now()
+        assert growth(held, held) is None
+
+    @pytest.mark.parametrize(("leave", "found"), [(leave_files, "65 open files"), (leave_threads, "17 threads")])
+    def test_files_and_threads(self, leave: Callable[[], object], found: str) -> None:
+        """In a process of its own: threads and files that earlier tests have left may end at any time."""
+        here, there = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=send_growth, args=(leave, there))
+        process.start()
+        there.close()
+        assert here.recv() == found
+        process.join()
+        assert process.exitcode == 0
+
+    def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(process_reset, "GROWTH_OF_MEMORY", 1 << 20)
+        before = Held.now()
+        small = Held(memory=1 << 20, gpu_memory=0, threads=before.threads, files=before.files)
+        left = np.ones(8 << 20)
+        now = Held.now()
+        assert now.memory - before.memory > 50 << 20
+        assert growth(small, now) == f"{(now.memory - small.memory) / 2**30:.1f} GiB of memory"
+        # beside a process that is large by itself it is little
+        assert growth(Held(10 << 30, 0, 1, 1), Held((10 << 30) + (4 << 30), 0, 1, 1)) is None
+        assert left.any()
+
+    def test_tensors_on_a_gpu(self) -> None:
+        assert growth(Held(0, 0, 1, 1), Held(0, 3 << 30, 1, 1)) == "3.0 GiB of GPU memory"
+
+
+class Ring:
+    """What only a collection frees."""
+
+    def __init__(self, held: object = None) -> None:
+        self.own = self
+        self.held = held
+
+
+class TestCollecting:
+    """Of what nobody refers to."""
+
+    @pytest.fixture(autouse=True)
+    def no_other_collection(self) -> Iterator[None]:
+        gc.disable()
+        yield
+        gc.enable()
+
+    @pytest.fixture
+    def used(self, reset: Reset, monkeypatch: pytest.MonkeyPatch) -> Reset:
+        """After its first trial, with a second that never ends."""
+        reset.apply()
+        monkeypatch.setattr(process_reset, "COLLECT_EVERY", math.inf)
+        return reset
+
+    def test_after_the_first_trial(self, reset: Reset) -> None:
+        ring = weakref.ref(Ring())
+        reset.apply()
+        assert ring() is None
+
+    def test_trials_of_a_moment_share_one(self, used: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
+        # threads and files that earlier tests have left may end at any time, and a change of them does not wait
+        held = Held.now()
+        monkeypatch.setattr(Held, "now", lambda: held)
+        used.apply()
+        ring = weakref.ref(Ring())
+        used.apply()
+        assert ring() is not None
+        monkeypatch.setattr(process_reset, "COLLECT_EVERY", 0)
+        used.apply()
+        assert ring() is None
+
+    @pytest.mark.parametrize(
+        "large", [lambda: np.ones(process_reset.LITTLE_MEMORY // 4), select.epoll], ids=["memory", "file"]
+    )
+    def test_what_is_much_does_not_wait(self, used: Reset, large: Callable[[], object]) -> None:
+        ring = weakref.ref(Ring(large()))
+        used.apply()
+        assert ring() is None

@@ -1,0 +1,125 @@
+"""A save that meets no boundary is made at the end, and who waits for one is told why there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from mgpu_slurm.core import checkpoint_names
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.training.run import Run
+from tests.ranks import run_ranks
+
+
+def in_a_loop_of_its_own(run: Run, how: str) -> tuple[int, int]:
+    """Eight steps over a plain DataLoader; from which step it began, and the epoch."""
+    model = run.wrap(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = run.restore(model=model, optimizer=optimizer)
+    began, epoch = state.step, 0
+    if how == "every_steps":
+        run.checkpoints(every_steps=5)
+    for epoch in state.epochs(3) if how == "left" else [1]:  # noqa: B007
+        for (batch,) in DataLoader(TensorDataset(torch.ones(8, 1))):
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if how == "each step" or (how == "on rank 1" and run.rank == 1):
+                run.save()
+        if how == "left":
+            # before the end of the epoch
+            run.checkpoints(best="loss", direction="minimize")
+            run.report(state.progress + 1, loss=1.0)
+            break
+    if how == "last line":
+        run.save()
+    run.finish()
+    return began, epoch
+
+
+@pytest.mark.parametrize(
+    ("how", "saved"),
+    [("each step", 8), ("last line", 8), ("every_steps", 8), ("on rank 1", 8), ("left", 8), ("never", 0)],
+)
+def test_a_save_that_is_wanted_at_the_end_is_written(how: str, saved: int, tmp_path: Path) -> None:
+    run_ranks(in_a_loop_of_its_own, 2, how, folder=tmp_path)
+    newest = checkpoint_names.newest(RunFolder(tmp_path))
+    assert (newest is None) == (saved == 0)
+    again = run_ranks(in_a_loop_of_its_own, 2, how, folder=tmp_path)
+    # an epoch that was left is over
+    assert again == [(saved, 2 if how == "left" else 1)] * 2
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+REASONS = {
+    "own loader": "the loop is over no run.loader that was given to run.restore",
+    "no restore": "run.restore has not been called, so there is nothing to save",
+    "uncounted": "each batch comes between run.backward and the optimizer's step, which counts if it is made by",
+}
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_why_there_is_no_boundary_is_told_once(how: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = trained()
+    dataset = TensorDataset(torch.ones(260, 1))
+    data: Any = run.loader(dataset, batch_size=1) if how == "uncounted" else DataLoader(dataset)
+    if how != "no restore":
+        run.restore(model=model, **({"data": data} if how == "uncounted" else {}))
+    told = {}
+    for number, (batch,) in enumerate(data):
+        if number in (1, 150):
+            run.save()
+        run.backward(model(batch).mean())
+        if how != "uncounted":
+            optimizer.step()
+        said = capsys.readouterr().out
+        if "WARNING" in said:
+            told[number] = said
+    ((number, said),) = told.items()
+    # it is asked for at the second batch, before or after its own boundary
+    assert number in (100, 101)
+    assert REASONS[how] in said
+
+
+def test_nobody_is_told_where_there_are_boundaries(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = trained()
+    data = run.loader(TensorDataset(torch.ones(120, 1)), batch_size=1)
+    run.restore(model=model, data=data)
+    for (batch,) in data:
+        run.save()
+        run.backward(model(batch).mean())
+        run.update(optimizer)
+    run.finish()
+    assert "WARNING" not in capsys.readouterr().out
+
+
+def test_a_script_that_ends_without_the_save_it_asked_for_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = trained()
+    run.restore(model=model)
+    run.save()
+    run.close(waits=True)
+    assert "WARNING: a checkpoint that was asked for has not been written: call run.finish()" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("progress", [np.int64(3), torch.tensor(3), True])
+def test_progress_is_any_integer(progress: Any, run: Run) -> None:
+    run.report(progress, loss=1.0)
+    assert type(run.progress) is int
+    assert run.progress == int(progress)
+
+
+@pytest.mark.parametrize("progress", [3.0, "3", None, torch.tensor(3.0)])
+def test_progress_that_is_no_integer_is_named(progress: Any, run: Run) -> None:
+    with pytest.raises(UserError, match=r"run.report\(.*\): progress is a whole number, such as the epoch"):
+        run.report(progress, loss=1.0)
