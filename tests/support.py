@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -150,3 +152,17 @@ def make_hostile(folder: Path) -> Path:
     for name in HOSTILE:
         (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write({name!r}); raise SystemExit({name!r})")
     return mark
+
+
+def restore_version_0_1(project: Project) -> dict[str, Path]:
+    """Put what version 0.1 has made into a project (see tests/version_0_1); its folders by the first part of their
+    names."""
+    shutil.copytree(REPOSITORY / "tests" / "version_0_1", project.folder, dirs_exist_ok=True)
+    of_this_machine = {"@PROJECT@": str(project.folder), "@PYTHON@": sys.executable, "@HOST@": socket.gethostname()}
+    for path in project.folder.rglob("*"):
+        if path.suffix in (".json", ".jsonl", ".yaml", ".sh", ".log"):
+            text = path.read_text()
+            for name, value in of_this_machine.items():
+                text = text.replace(name, value)
+            path.write_text(text)
+    return {path.name.partition("-")[0]: path for path in project.runs.iterdir()}

@@ -1,0 +1,65 @@
+"""Runs, checkpoints and studies of version 0.1 can be read, diagnosed, resumed and continued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mgpu_slurm.core import records
+from mgpu_slurm.core.layout import RunFolder
+from tests.support import Project, restore_version_0_1
+
+
+@pytest.fixture
+def old(project: Project) -> dict[str, Path]:
+    return restore_version_0_1(project)
+
+
+def result_of(folder: Path) -> dict[str, float]:
+    return dict(json.loads((folder / "result.json").read_text())["result"])
+
+
+def test_status_knows_them(project: Project, old: dict[str, Path]) -> None:
+    states = {facts["run"].partition("-")[0]: facts["state"] for facts in project.json("status")}
+    ended = {"completed": "COMPLETED", "stopped": "CANCELLED", "failed": "FAILED", "group": "COMPLETED"}
+    assert states.items() >= (ended | {"search": "COMPLETED", "pickled": "COMPLETED"}).items()
+
+
+def test_a_failure_is_explained(project: Project, old: dict[str, Path]) -> None:
+    done = project.call("why", old["failed"].name)
+    assert done.returncode == 0
+    assert "ValueError: the data is broken" in done.stdout
+    assert "ValueError: the data is broken" in project.call("logs", old["failed"].name).stdout
+
+
+def test_curves_of_a_group_are_averaged(project: Project, old: dict[str, Path]) -> None:
+    (group,) = project.json("aggregate", old["group"].name)["groups"]
+    assert (group["metrics"]["loss"]["step"], group["metrics"]["loss"]["count"]) == (16, 2)
+
+
+def test_a_stopped_run_ends_as_if_it_had_not_been_stopped(project: Project, old: dict[str, Path]) -> None:
+    assert project.call("resume", old["stopped"].name, "--no-follow").returncode == 0
+    facts = project.finish(old["stopped"])
+    assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
+    assert result_of(old["stopped"]) == result_of(old["completed"])
+
+
+def test_a_pickled_function_loads(project: Project, old: dict[str, Path]) -> None:
+    """Its annotations name modules of that version."""
+    records.update_state(RunFolder(old["pickled"]), state="FAILED")
+    (old["pickled"] / "result.json").unlink()
+    assert project.call("resume", old["pickled"].name, "--no-follow").returncode == 0
+    assert project.finish(old["pickled"])["state"] == "COMPLETED"
+    assert result_of(old["pickled"]) == {"answer": 0.5}
+
+
+def test_a_study_continues(project: Project, old: dict[str, Path]) -> None:
+    before = {name: (old["search"] / f"trials/{name}/result.json").read_text() for name in range(4)}
+    best = project.json("best", "search")
+    assert project.call("sweep", "sweep.yaml", "--executor", "local", "trials=6").returncode == 0
+    (facts,) = project.json("status", "search")
+    assert (facts["state"], sum(facts["trials"].values())) == ("COMPLETED", 6)
+    assert {name: (old["search"] / f"trials/{name}/result.json").read_text() for name in range(4)} == before
+    assert project.json("best", "search")["value"] <= best["value"]
