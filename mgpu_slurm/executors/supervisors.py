@@ -1,6 +1,4 @@
-"""The submission's side of the executors that need no queue, on this machine or in an allocation that is held: starting
-the supervisor of a run, and reaching it later.
-"""
+"""The supervisors of runs that need no queue, on this machine or in an allocation: start one, and reach it later."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,7 +15,9 @@ from mgpu_slurm.core import interpreter, processes, records, states
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import held_allocation
+from mgpu_slurm.executors.base import Start
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.slurm import steps
 from mgpu_slurm.slurm.commands import scrubbed_environment
@@ -26,50 +26,51 @@ PATIENCE_WITH_COORDINATOR = 30.0
 """Seconds that a group's coordinator gets to end once nothing is left for it to do; it may be asking SLURM."""
 
 
-class Supervisor:
+class Supervisor(Start):
     """A supervisor process that has not been given a run yet."""
 
     def __init__(self, process: subprocess.Popen[str], job_id: str) -> None:
         self._process = process
         self._job_id = job_id
+        self._is_told = False
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def claim(self, folder: RunFolder, **changes: Any) -> str:
-        """Writes down that it is the run's, with other changes of its state; returns the job id.
-
-        Comes before the run can be seen: a submission that is killed then leaves no run that pends for ever.
-        """
-        start = processes.started_at(self.pid)
-        changes |= {"job_id": self._job_id, "supervisor": [self.pid, start], "host": os.uname().nodename}
-        records.update_state(folder, sync=True, **changes)
+    def claim(self, folder: RunFolder) -> str:
+        own = [self.pid, processes.started_at(self.pid)]
+        records.update_state(folder, sync=True, job_id=self._job_id, supervisor=own, host=os.uname().nodename)
         return self._job_id
 
-    def go(self, folder: RunFolder) -> None:
-        """Lets it run the folder's spec."""
+    def announce(self, folder: RunFolder, tasks: Sequence[int] | None, note: Note) -> None:
+        """Nothing: it starts at once, or the submission fails."""
+
+    def go(self, folder: RunFolder, dependency: str = "", note: Note = quiet) -> str:
+        """Let it run the folder's spec; it waits for other runs by itself."""
         assert self._process.stdin is not None
+        self._is_told = True
         # a supervisor that died says so by its silence
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"go {folder.path}\n")
             self._process.stdin.flush()
+        return self._job_id
+
+    def may_have_arrived(self, folder: RunFolder) -> bool:
+        return self._is_told
 
 
 @contextmanager
-def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Supervisor | None]:
-    """The supervisor of a run, or the coordinator of a group; None where SLURM starts it.
+def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder, held: str | None = None) -> Iterator[Supervisor]:
+    """Start the supervisor of a run, or the coordinator of a group.
 
     It is started early, because it imports torch meanwhile, and ends with the block unless it was told to go.
 
     Args:
         run: the run's folder when it starts.
         now_at: where that folder is until then.
+        held: the job of the allocation that it runs in; None on this machine.
     """
-    if spec.executor == "slurm":
-        yield None
-        return
-    held = os.environ[held_allocation.JOB_VARIABLE] if spec.executor == "allocation" else None
     with open(now_at.launch_log(log_name(spec.executor, run)), "a") as log, _sigterm_waits():
         process = subprocess.Popen(
             interpreter.command(sys.executable, *_program(spec)),
@@ -101,26 +102,14 @@ def _sigterm_waits() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def supervisor_again(spec: Spec, run: RunFolder) -> Iterator[Supervisor | None]:
-    """The supervisor for a run that has ended, or the coordinator for what has ended of a group.
+def await_coordinator(group: RunFolder) -> None:
+    """Wait until the coordinator of a group has ended, so that there is one at a time.
+
+    Two would not know of each other's runs, nor of what those have of the machine. One on another machine does not
+    count, for nobody can tell whether it lives: it starts nothing that has ended.
 
     Raises:
-        UserError: it ran in an allocation, and none is held now that has what it needs; or its group has a coordinator
-            that is at work.
-    """
-    if spec.executor == "allocation":
-        held_allocation.check(held_allocation.held(os.environ), spec.resources)
-    if spec.executor != "slurm":
-        _await_coordinator(run.group)
-    with supervisor(spec, run, run) as started:
-        yield started
-
-
-def _await_coordinator(group: RunFolder) -> None:
-    """Two would not know of each other's runs, nor of what those have of the machine.
-
-    One on another machine does not count, for nobody can tell whether it lives: it starts nothing that has ended.
+        UserError: it is at work.
     """
     state = records.read_state(group)
     give_up = time.monotonic() + PATIENCE_WITH_COORDINATOR
@@ -168,6 +157,19 @@ def is_supervised(state: dict[str, Any]) -> bool:
         return True
     pid, start = state.get("supervisor") or (0, None)
     return start is not None and processes.is_alive(pid, start)
+
+
+def started_nodes(folder: RunFolder) -> list[str]:
+    """Return the nodes on which the supervisor of a run has started its ranks last.
+
+    Raises:
+        UserError: it has not yet.
+    """
+    started = [event for event in records.events(folder) if event["event"] == "started"]
+    if not started:
+        raise UserError(f"run {folder.run} has not started its ranks yet: try again in a moment")
+    nodes: list[str] = started[-1]["nodes"]
+    return nodes
 
 
 def cancel(folder: RunFolder, state: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from mgpu_slurm.core import processes, records, states
 from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.executors import simulated, supervisors
+from mgpu_slurm.executors import held_allocation, simulated, supervisors
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import Spec, read_spec
 
@@ -73,8 +73,9 @@ class Coordinator:
         spec = read_spec(folder)
         spec = replace(spec, environment=share | spec.environment)
         folder.create_task()
-        with supervisors.supervisor(spec, folder, folder) as supervisor:
-            assert supervisor is not None
+        # not set for runs on this machine
+        held = os.environ.get(held_allocation.JOB_VARIABLE)
+        with supervisors.supervisor(spec, folder, folder, held) as supervisor:
             pid = supervisor.pid
             supervisor.claim(folder)
             supervisor.go(folder)
@@ -110,7 +111,7 @@ class Coordinator:
 
 def shares(spec: Spec) -> list[dict[str, str]]:
     """The environment of each place for one run: on this machine, its GPUs and number of threads."""
-    if spec.executor == "allocation":
+    if not spec.nodes_are_simulated:
         # its runs may have been given all of it
         return [{}] * (spec.at_once or 1)
     resources = spec.resources

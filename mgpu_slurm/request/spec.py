@@ -89,11 +89,14 @@ def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
     return name, lead
 
 
-def announcement(text: str, limit: int | None, executor: ExecutorName) -> tuple[str, int | None]:
-    """Name and lead of the signal before a run's time limit; see `parse_signal`."""
+def announcement(text: str, limit: int | None, is_queued: bool) -> tuple[str, int | None]:
+    """Name and lead of the signal before a run's time limit; see `parse_signal`.
+
+    Args:
+        is_queued: whether it runs in a partition, which has a limit also if none was asked for.
+    """
     name, lead = parse_signal(text, limit)
-    # a partition has a limit also where none was asked for
-    return name, DEFAULT_LEAD if lead is None and executor == "slurm" else lead
+    return name, DEFAULT_LEAD if lead is None and is_queued else lead
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,16 @@ class Spec:
     def original(self) -> Path:
         """The folder that relative paths in its command and config start from."""
         return Path(self.config_base) if self.config_base is not None else Path(self.project) / self.workdir
+
+    @property
+    def is_queued(self) -> bool:
+        """Return whether it is a job in SLURM's queue."""
+        return self.executor == "slurm"
+
+    @property
+    def nodes_are_simulated(self) -> bool:
+        """Return whether all of its nodes are this machine."""
+        return self.executor == "local"
 
     @property
     def rank_part(self) -> str:

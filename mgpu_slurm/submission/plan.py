@@ -14,28 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.core import records
-from mgpu_slurm.core.errors import ClusterError, UserError, nearest
+from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import counted, program
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.executors import held_allocation, simulated
-from mgpu_slurm.executors.held_allocation import Allocation
+from mgpu_slurm.executors import selection
+from mgpu_slurm.executors.base import Asked, Executor
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import job_function
 from mgpu_slurm.request import target as targets
 from mgpu_slurm.request.spec import (
-    ExecutorName,
-    Resources,
     Spec,
     Target,
     announcement,
     check_run_name,
     parse_seeds,
-    resources_from,
 )
-from mgpu_slurm.slurm import commands, sbatch, script
-from mgpu_slurm.slurm.outage import wait_out
+from mgpu_slurm.slurm import sbatch, script
 from mgpu_slurm.slurm.script import Array
 from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission import snapshot
@@ -123,7 +119,7 @@ class Plan:
         is_seeded = spec.tasks is not None and spec.kind == "run"
         shown = {key: value for key, value in spec.config.items() if key != "seed" or not is_seeded}
         config = "  ".join(f"{key}={value}" for key, value in shown.items())
-        nodes = counted(resources.nodes, "simulated node" if spec.executor == "local" else "node")
+        nodes = counted(resources.nodes, "simulated node" if spec.nodes_are_simulated else "node")
         ranks = f"{resources.ranks} = {nodes} x {resources.ranks_per_node}"
         return [
             f"{'study' if spec.kind == 'sweep' else 'run':<9} {spec.run}",
@@ -153,28 +149,21 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         ClusterError: SLURM was asked for and is not there, or does not answer.
     """
     file = clusters.load(cwd)
-    executor, why = _executor(request)
+    executor, why = selection.choose(request.executor)
     chosen = _cluster(file, request.cluster, executor)
     given = {key: value for key, value in request.flags.items() if value is not None}
-    held = wait_out(lambda: held_allocation.held(os.environ), note) if executor == "allocation" else None
-    if held is None:
-        profile = commands.flags_of_profile(os.environ) if executor == "slurm" else {}
-        asked = resources_from(profile | configs.merge(chosen.flags, given), "the call")
-        resources, shares = _with_gpus(asked, executor, request, note)
-        limit = resources.time_limit
-    else:
-        resources, shares = _with_share(held, given)
-        limit = held.limit(resources)
-        why = held.describe()
+    asked = Asked(given, chosen.flags, request.workers or 1, request.dry_run)
+    resolved = executor.resolve(asked, note)
+    limit = resolved.time_limit
     target, root = _target(request, file.job, cwd)
     root = request.project or root
-    signal, lead = announcement(request.signal or _site_signal(chosen, limit), limit, executor)
+    signal, lead = announcement(request.signal or _site_signal(chosen, limit), limit, executor.is_queued)
     tasks, at_once = _tasks(request, executor)
     spec = Spec(
         run=_name(request, target),
         target=target,
-        executor=executor,
-        resources=resources,
+        executor=executor.name,
+        resources=resolved.resources,
         config=request.values,
         signal=signal,
         lead=lead,
@@ -196,7 +185,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         python=sys.executable,
         submitted=records.now(),
     )
-    notes = (f"executor  {executor}: {why}", *shares)
+    notes = (f"executor  {executor.name}: {resolved.described or why}", *resolved.notes)
     return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit)
 
 
@@ -207,11 +196,11 @@ def _name(request: Request, target: Target) -> str:
     return _run_name(_short_name(target) if request.name is None else request.name)
 
 
-def _tasks(request: Request, executor: ExecutorName) -> tuple[int | None, int | None]:
+def _tasks(request: Request, executor: Executor) -> tuple[int | None, int | None]:
     """How many tasks a job array has, and how many of them may run at the same time."""
     if request.workers is not None:
         # all share one machine, or what is held of a cluster; in a queue each starts when there is room for it
-        return request.workers, None if executor == "slurm" else request.workers
+        return request.workers, None if executor.is_queued else request.workers
     return (None, None) if request.seeds is None else parse_seeds(request.seeds)
 
 
@@ -222,29 +211,9 @@ def _max_requeues(request: Request, chosen: Cluster) -> int:
     return chosen.max_requeues if request.max_requeues is None else request.max_requeues
 
 
-def _executor(request: Request) -> tuple[ExecutorName, str]:
-    """Which executor, and why; never falls back from one that was asked for."""
-    has_sbatch = shutil.which("sbatch") is not None
-    held = os.environ.get(held_allocation.JOB_VARIABLE)
-    if request.executor == "auto":
-        here = f"; --executor allocation would use job {held}, which is held here" if held else ""
-        return ("slurm", f"sbatch is on PATH{here}") if has_sbatch else ("local", "there is no sbatch on PATH")
-    if request.executor == "slurm":
-        if not has_sbatch and not request.dry_run:
-            raise ClusterError(
-                "--executor slurm: there is no sbatch on PATH: log in to the cluster, or use --executor local"
-            )
-        return "slurm", "asked for"
-    if request.executor == "local":
-        return "local", "asked for"
-    if request.executor == "allocation":
-        return "allocation", "asked for"
-    raise UserError(f"--executor {request.executor!r}: expected auto, slurm, allocation or local")
-
-
-def _cluster(file: ClusterFile, name: str | None, executor: ExecutorName) -> Cluster:
+def _cluster(file: ClusterFile, name: str | None, executor: Executor) -> Cluster:
     """This machine is none of the clusters: its executor takes one that was named, or the one called `local`."""
-    if executor != "local" or name is not None:
+    if not executor.is_this_machine or name is not None:
         return file.named(name)
     return file.clusters.get("local", Cluster())
 
@@ -252,67 +221,6 @@ def _cluster(file: ClusterFile, name: str | None, executor: ExecutorName) -> Clu
 def _site_signal(chosen: Cluster, limit: int | None) -> str:
     """The cluster's signal; its lead is for runs that have a time limit to lead."""
     return chosen.signal.partition("@")[0] if limit is None else chosen.signal
-
-
-def _with_share(held: Allocation, given: dict[str, Any]) -> tuple[Resources, list[str]]:
-    """A run's share of the allocation, and how that came; the cluster's flags are for what is asked of SLURM anew."""
-    resources = held_allocation.take(held, given)
-    count = resources.gpus_per_node
-    how = "as asked" if given.get("gpus-per-node") is not None else f"as {held.label} has"
-    notes = [f"gpus      {count} per node, {how}" if count else f"gpus      none, {how}"]
-    nodes = held_allocation.choose(held, resources)
-    if held_allocation.shares_cores(nodes, resources):
-        least = min(node.cpus for node in nodes)
-        notes.append(
-            f"cores     {least} on a node for {resources.ranks_per_node} ranks, which share:"
-            f" salloc takes --ntasks-per-node and --cpus-per-task"
-        )
-    return resources, notes
-
-
-def _with_gpus(
-    resources: Resources, executor: ExecutorName, request: Request, note: Note
-) -> tuple[Resources, list[str]]:
-    """The resources with the GPUs per node decided, and how that came."""
-    decided, how = _gpus_decided(resources, executor, request, note)
-    return decided, [f"gpus      {how}"]
-
-
-def _gpus_decided(resources: Resources, executor: ExecutorName, request: Request, note: Note) -> tuple[Resources, str]:
-    asked = resources.gpus_per_node
-    if executor == "local":
-        return _with_local_gpus(resources, request.workers or 1)
-    if asked is not None:
-        return resources, f"{asked} per node, as asked"
-    if request.dry_run and shutil.which("sinfo") is None:
-        return resources, "not known here: there is no sinfo to ask; set gpus-per-node"
-    found = wait_out(lambda: commands.gpus_per_node(resources.partition), note)
-    where = f"partition {resources.partition}" if resources.partition else "the default partition"
-    if not found:
-        return resources, f"none: the nodes of {where} have none"
-    return replace(resources, gpus_per_node=found), f"{found} per node, all that the nodes of {where} have"
-
-
-def _with_local_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
-    """
-    Args:
-        workers: that share the machine; where there are too few GPUs for all, some wait for others to end.
-    """
-    available = len(simulated.visible_gpus())
-    asked = resources.gpus_per_node
-    if asked is not None:
-        if asked * resources.nodes > available:
-            raise UserError(
-                f"--gpus-per-node {asked} on {resources.nodes} simulated nodes takes {asked * resources.nodes} GPUs,"
-                f" and this machine shows {available}: lower one of them, or use 0 for none"
-            )
-        return resources, f"{asked} per simulated node, as asked"
-    share = max(available // (resources.nodes * workers), min(1, available // resources.nodes))
-    if share == 0:
-        few = f"{available} for {resources.nodes} nodes" if available else "this machine shows none"
-        # said to the ranks too, who would otherwise all take the same GPU
-        return replace(resources, gpus_per_node=0), f"none: {few}"
-    return replace(resources, gpus_per_node=share), f"{share} per simulated node, this machine's {available} shared out"
 
 
 def _target(request: Request, default: str | None, cwd: Path) -> tuple[Target, Path]:

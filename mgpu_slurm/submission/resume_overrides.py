@@ -92,16 +92,16 @@ def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
     resources = resources_from(configs.merge(had, given), "the call")
     lead = spec.lead
     if resources.time != spec.resources.time:
-        _, usual = announcement(spec.signal, spec.resources.time_limit, spec.executor)
+        _, usual = announcement(spec.signal, spec.resources.time_limit, spec.is_queued)
         # a lead that was asked for is what a save needs
         asked = spec.signal if lead == usual else f"{spec.signal}@{lead}"
-        _, lead = announcement(asked, resources.time_limit, spec.executor)
+        _, lead = announcement(asked, resources.time_limit, spec.is_queued)
     return replace(spec, resources=resources, lead=lead)
 
 
 def _with_again(spec: Spec, given: dict[str, Any]) -> Spec:
     if "signal" in given:
-        signal, lead = announcement(given["signal"], spec.resources.time_limit, spec.executor)
+        signal, lead = announcement(given["signal"], spec.resources.time_limit, spec.is_queued)
         given = given | {"signal": signal, "lead": lead}
     return replace(spec, **given)
 

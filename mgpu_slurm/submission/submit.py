@@ -22,11 +22,11 @@ from mgpu_slurm.core import files, layout, records, states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.executors import slurm_queue, supervisors
-from mgpu_slurm.executors.slurm_queue import Job
+from mgpu_slurm.executors.base import Start
+from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.registry import current_state, dependencies, index
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Spec, read_spec
+from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.slurm import commands
 from mgpu_slurm.submission import environment, job_config, missing, plan, resume_overrides, snapshot
 from mgpu_slurm.submission.plan import Plan, Request
@@ -70,24 +70,21 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
         why = "who could replace your runs in it: set MGPU_RUNS to a folder of yours, or to this one if you trust them"
         files.refuse_strangers(runs, why)
     _remove_stale_staging(runs)
-    dependency = dependencies.sbatch_option(made.spec.after) if made.spec.executor == "slurm" else ""
-    with _staged(made, runs) as staging, supervisors.supervisor(made.spec, made.folder, staging) as supervisor:
+    executor = EXECUTORS[made.spec.executor]
+    dependency = dependencies.sbatch_option(made.spec.after) if executor.is_queued else ""
+    with _staged(made, runs) as staging, executor.start(made.spec, made.folder, staging) as start:
         made = _complete(made, request, staging, cwd)
         add(made, staging)
         index.remember_root(runs)
-        if supervisor is None:
-            # before the run can be seen: one that was never asked for would pend for ever
-            jobs = slurm_queue.announce(staging, None if made.spec.tasks is None else range(made.spec.tasks), note)
-            _show(staging, made)
-            try:
-                return Submission(made, slurm_queue.submit(made.folder, made.spec, jobs, dependency, note))
-            finally:
-                if not slurm_queue.may_have_arrived(made.folder, jobs):
-                    shutil.rmtree(made.folder.path, ignore_errors=True)
-        job_id = supervisor.claim(staging)
+        # before the run can be seen: one that was never asked for would wait forever
+        start.claim(staging)
+        start.announce(staging, None if made.spec.tasks is None else range(made.spec.tasks), note)
         _show(staging, made)
-        supervisor.go(made.folder)
-        return Submission(made, job_id)
+        try:
+            return Submission(made, start.go(made.folder, dependency, note))
+        finally:
+            if not start.may_have_arrived(made.folder):
+                shutil.rmtree(made.folder.path, ignore_errors=True)
 
 
 def _show(staging: RunFolder, made: Plan) -> None:
@@ -134,11 +131,11 @@ def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_
         if change:
             _check_shares_with_none_alive(asked, now)
         _check_has_none_elsewhere(asked.group)
-        jobs: list[Job] = []
+        starts: list[Start] = []
         try:
-            return _start_again(asked, folders, change, jobs, note)
+            return _start_again(asked, folders, change, starts, note)
         except BaseException:
-            if not slurm_queue.may_have_arrived(asked.group, jobs):
+            if not any(start.may_have_arrived(asked) for start in starts):
                 for folder, state in before:
                     if state is None:
                         folder.state.unlink(missing_ok=True)
@@ -165,10 +162,13 @@ def _check_has_none_elsewhere(group: RunFolder) -> None:
     current_state.check_are_of_this_cluster(state for state in found if states.is_alive(state["state"]))
 
 
-def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change, jobs: list[Job], note: Note) -> str:
-    """Fills in the jobs that SLURM is asked for."""
-    with resume_overrides.applied(asked, change) as spec, supervisors.supervisor_again(spec, asked) as supervisor:
-        job_id = None if supervisor is None else supervisor.claim(asked)
+def _start_again(
+    asked: RunFolder, folders: Sequence[RunFolder], change: Change, starts: list[Start], note: Note
+) -> str:
+    """Fill in the start."""
+    with resume_overrides.applied(asked, change) as spec, EXECUTORS[spec.executor].start_again(spec, asked) as start:
+        starts.append(start)
+        job_id = start.claim(asked)
         # those of a group are the coordinator's until they have a supervisor of their own
         now_with = {name: records.read_state(asked).get(name) for name in ("supervisor", "host")}
         now_with["slurm_cluster"] = _slurm_cluster(spec)
@@ -183,17 +183,13 @@ def _start_again(asked: RunFolder, folders: Sequence[RunFolder], change: Change,
             before = records.read_state(folder)
             records.record_event(folder, "resumed", state=before["state"], reason=before["reason"])
             _reset_state(folder, job_id if folder == asked else None, now_with)
-        if supervisor is not None:
-            assert job_id is not None
-            supervisor.go(asked)
-            return job_id
         tasks = [folder.task for folder in folders if folder.task is not None]
-        dependency = dependencies.sbatch_option(dependencies.left(asked, spec.after))
-        jobs += slurm_queue.announce(asked.group, tasks or None, note)
+        dependency = dependencies.sbatch_option(dependencies.left(asked, spec.after)) if spec.is_queued else ""
+        start.announce(asked, tasks or None, note)
         try:
-            return slurm_queue.submit(asked.group, read_spec(asked.group), jobs, dependency, note)
+            return start.go(asked, dependency, note)
         except BaseException as stopped:
-            if not slurm_queue.may_have_arrived(asked.group, jobs):
+            if not start.may_have_arrived(asked):
                 raise
             problem = stopped
     # the job may come, and what was changed for it stays
@@ -214,7 +210,7 @@ def _reset_state(folder: RunFolder, job_id: str | None, now_with: dict[str, Any]
 
 
 def _slurm_cluster(spec: Spec) -> str | None:
-    return None if spec.executor == "local" else commands.cluster_name()
+    return None if spec.nodes_are_simulated else commands.cluster_name()
 
 
 @contextmanager

@@ -1,0 +1,83 @@
+"""Runs in an allocation that is held already, by salloc or a batch script: a supervisor starts steps of that job."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+
+from mgpu_slurm.core import states
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note
+from mgpu_slurm.executors import held_allocation, slurm_states, supervisors
+from mgpu_slurm.executors.base import (
+    SILENT,
+    SUPERVISOR_LOST,
+    Asked,
+    Executor,
+    Resolved,
+    Shell,
+    SlurmView,
+    Start,
+    State,
+    ended_unseen,
+)
+from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.slurm.outage import wait_out
+
+
+class AllocationExecutor(Executor):
+    """The allocation that this process stands in."""
+
+    name = "allocation"
+
+    def resolve(self, asked: Asked, note: Note) -> Resolved:
+        # the cluster file's flags are for what is asked of SLURM anew
+        held = wait_out(lambda: held_allocation.held(os.environ), note)
+        resources = held_allocation.take(held, asked.flags)
+        count = resources.gpus_per_node
+        how = "as asked" if asked.flags.get("gpus-per-node") is not None else f"as {held.label} has"
+        notes = [f"gpus      {count} per node, {how}" if count else f"gpus      none, {how}"]
+        nodes = held_allocation.choose(held, resources)
+        if held_allocation.shares_cores(nodes, resources):
+            least = min(node.cpus for node in nodes)
+            notes.append(
+                f"cores     {least} on a node for {resources.ranks_per_node} ranks, which share:"
+                f" salloc takes --ntasks-per-node and --cpus-per-task"
+            )
+        return Resolved(resources, held.limit(resources), tuple(notes), held.describe())
+
+    def start(self, spec: Spec, run: RunFolder, now_at: RunFolder) -> AbstractContextManager[Start]:
+        return supervisors.supervisor(spec, run, now_at, os.environ[held_allocation.JOB_VARIABLE])
+
+    def start_again(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
+        held_allocation.check(held_allocation.held(os.environ), spec.resources)
+        supervisors.await_coordinator(run.group)
+        return self.start(spec, run, run)
+
+    def asks_slurm(self, state: State) -> bool:
+        """Only if its supervisor does not vouch for it."""
+        return not (supervisors.is_here(state) and supervisors.is_supervised(state))
+
+    def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
+        """It lives while both its supervisor and the allocation do."""
+        if not self.asks_slurm(state):
+            return state
+        if slurm.is_elsewhere(state):
+            return slurm.unasked(state)
+        if slurm.known is None:
+            return state | {"reason": state["reason"] or SILENT}
+        job_id = state["job_id"]
+        job = state if job_id is None else slurm_states.settled(folder, state, slurm.known[folder])
+        if not states.is_alive(job["state"]):
+            of_run, reason = held_allocation.ending(job_id, job["state"])
+            ended = {"ended": job["ended"]} if "ended" in job else {}
+            return ended_unseen(folder, {"state": of_run, "reason": reason, **ended})
+        if job.get("reason") == slurm_states.UNLISTED["reason"]:
+            return job
+        if supervisors.is_here(state):
+            return ended_unseen(folder, {"state": states.FAILED, "reason": SUPERVISOR_LOST})
+        return state
+
+    def shell(self, folder: RunFolder, state: State) -> Shell:
+        job_id, _, _ = state["job_id"].partition(".")
+        return Shell(supervisors.started_nodes(folder), job_id)

@@ -1,0 +1,76 @@
+"""Runs on this machine: simulated nodes, with a supervisor process in SLURM's place."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from mgpu_slurm.core import states
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note
+from mgpu_slurm.executors import simulated, supervisors
+from mgpu_slurm.executors.base import (
+    SUPERVISOR_LOST,
+    Asked,
+    Executor,
+    Resolved,
+    Shell,
+    SlurmView,
+    Start,
+    State,
+    ended_unseen,
+)
+from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.spec import Resources, Spec, resources_from
+
+
+class LocalExecutor(Executor):
+    """This machine."""
+
+    name = "local"
+    is_this_machine = True
+
+    def resolve(self, asked: Asked, note: Note) -> Resolved:
+        resources = resources_from(configs.merge(asked.defaults, asked.flags), "the call")
+        resources, how = _with_gpus(resources, asked.workers)
+        return Resolved(resources, resources.time_limit, (f"gpus      {how}",))
+
+    def start(self, spec: Spec, run: RunFolder, now_at: RunFolder) -> AbstractContextManager[Start]:
+        return supervisors.supervisor(spec, run, now_at)
+
+    def start_again(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
+        supervisors.await_coordinator(run.group)
+        return self.start(spec, run, run)
+
+    def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
+        if state.get("supervisor") is None or supervisors.is_supervised(state):
+            return state
+        return ended_unseen(folder, {"state": states.FAILED, "reason": SUPERVISOR_LOST})
+
+    def shell(self, folder: RunFolder, state: State) -> Shell:
+        if not supervisors.is_here(state):
+            raise UserError(f"run {folder.run} is a local run of {state['host']}: call this there")
+        return Shell(supervisors.started_nodes(folder), None)
+
+
+def _with_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
+    """
+    Args:
+        workers: that share the machine; where there are too few GPUs for all, some wait for others to end.
+    """
+    available = len(simulated.visible_gpus())
+    asked = resources.gpus_per_node
+    if asked is not None:
+        if asked * resources.nodes > available:
+            raise UserError(
+                f"--gpus-per-node {asked} on {resources.nodes} simulated nodes takes {asked * resources.nodes} GPUs,"
+                f" and this machine shows {available}: lower one of them, or use 0 for none"
+            )
+        return resources, f"{asked} per simulated node, as asked"
+    share = max(available // (resources.nodes * workers), min(1, available // resources.nodes))
+    if share == 0:
+        few = f"{available} for {resources.nodes} nodes" if available else "this machine shows none"
+        # said to the ranks too, who would otherwise all take the same GPU
+        return replace(resources, gpus_per_node=0), f"none: {few}"
+    return replace(resources, gpus_per_node=share), f"{share} per simulated node, this machine's {available} shared out"

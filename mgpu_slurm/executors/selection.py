@@ -1,0 +1,36 @@
+"""Which executors there are, and which one a request gets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.executors import held_allocation
+from mgpu_slurm.executors.allocation import AllocationExecutor
+from mgpu_slurm.executors.base import Executor
+from mgpu_slurm.executors.local import LocalExecutor
+from mgpu_slurm.executors.slurm import SlurmExecutor
+
+EXECUTORS: dict[str, Executor] = {each.name: each for each in (SlurmExecutor(), AllocationExecutor(), LocalExecutor())}
+"""By the name that specs and states have for them."""
+
+
+def choose(name: str) -> tuple[Executor, str]:
+    """Return the executor of a request, and why; never another one than was asked for.
+
+    Args:
+        name: `auto`, or that of an executor.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name == "auto":
+        held = os.environ.get(held_allocation.JOB_VARIABLE)
+        here = f"; --executor allocation would use job {held}, which is held here" if held else ""
+        if shutil.which("sbatch") is None:
+            return EXECUTORS[LocalExecutor.name], "there is no sbatch on PATH"
+        return EXECUTORS[SlurmExecutor.name], f"sbatch is on PATH{here}"
+    if name not in EXECUTORS:
+        raise UserError(f"--executor {name!r}: expected auto, slurm, allocation or local")
+    return EXECUTORS[name], "asked for"
