@@ -19,6 +19,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
+from mgpu_slurm.executors.allocation import AllocationExecutor
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.slurm import commands, jobs, site
 from mgpu_slurm.submission import submit as submitting
@@ -45,11 +46,11 @@ def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, n
         yield check_results.failed("submission", f"the checkup was not submitted: {error}", "mend that and try again")
         return
     spec, handle = submission.plan.spec, api.Handle(submission.plan.folder)
-    nodes = f"{spec.resources.nodes} {'simulated ' if spec.executor == 'local' else ''}nodes"
+    nodes = f"{spec.resources.nodes} {'simulated ' if spec.nodes_are_simulated else ''}nodes"
     told: list[Finding] = []
     try:
         note(f"the checkup is job {submission.job_id} on {nodes}; Ctrl-C cancels it")
-        if spec.executor == "slurm":
+        if spec.is_queued:
             told += requeue_findings(submission.job_id)
             yield from told
         for finding in _followed(handle.files, note):
@@ -77,7 +78,7 @@ def tidy(handle: api.Handle, note: Note) -> None:
 
 def _submit(flags: dict[str, Any], executor: str, cluster: str | None, note: Note) -> submitting.Submission:
     asked = {name: value for name, value in flags.items() if value is not None}
-    if executor != "allocation":
+    if executor != AllocationExecutor.name:
         # a held allocation has its own nodes and its own end
         asked = {"nodes": NODES, "time": TIME_LIMIT} | asked
     # NCCL says once which network it goes by, and the checkup reads that

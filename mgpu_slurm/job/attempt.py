@@ -132,7 +132,7 @@ def run_attempt(
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         cause = service.failure or _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
         failure = {"attempt": attempt, "exit_code": ending.code, **cause}
-        if spec.executor == "local":
+        if spec.nodes_are_simulated:
             # elsewhere ranks are on other machines too, and SLURM says it
             failure["oom_kills"] = processes.oom_kills() - oom_kills
     facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}

@@ -25,6 +25,7 @@ from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.executors import held_allocation
+from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.job import attempt, output, retry_policy
 from mgpu_slurm.local_cluster.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
 from mgpu_slurm.rank.devices import limit_threads
@@ -47,7 +48,7 @@ def main(executor: str, ranks_of_function: int) -> None:
     # a cancel that comes before the first attempt waits for it
     signal.pthread_sigmask(signal.SIG_BLOCK, attempt.WATCHED)
     output.outlive_a_full_disk()
-    forked_ranks = ranks_of_function if executor == "local" else 0
+    forked_ranks = ranks_of_function if EXECUTORS[executor].is_this_machine else 0
     if forked_ranks:
         # libgomp reads it once, when torch is imported
         limit_threads(forked_ranks)
@@ -71,7 +72,7 @@ def main(executor: str, ranks_of_function: int) -> None:
 
 
 def _nodes(folder: RunFolder, spec: Spec) -> Nodes:
-    if spec.executor == "local":
+    if spec.nodes_are_simulated:
         return SimulatedNodes(folder, spec)
     return HeldNodes(folder, spec, os.environ[held_allocation.JOB_VARIABLE])
 

@@ -34,12 +34,12 @@ def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankFacts) -> list[s
     found = []
     if facts.rank == 0:
         found.append(setup_warning(os.environ.get(SETUP_FAILED_VARIABLE)))
-    if spec.executor != "local" and facts.local_rank == 0:
+    if not spec.nodes_are_simulated and facts.local_rank == 0:
         # a local rank is a fork of the very process that the submission started
         found.append(version_warning(read_json(folder.environment), installed.facts()))
     asked = spec.resources.cpus_per_task
     if asked is not None:
-        ranks = facts.world_size if spec.executor == "local" else facts.local_world_size
+        ranks = facts.world_size if spec.nodes_are_simulated else facts.local_world_size
         found.append(cores_warning(asked, ranks, cores(), os.cpu_count() or 1))
     return [warning for warning in found if warning is not None]
 

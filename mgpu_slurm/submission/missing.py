@@ -150,6 +150,6 @@ def _look_for(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
 
 def _is_brought_in_the_job(spec: Spec) -> bool:
     """Whether the job sees other programs than the place of submission."""
-    if spec.executor == "local":
-        return False
-    return bool(spec.setup) or any("container" in option for option in spec.resources.sbatch)
+    return not spec.nodes_are_simulated and (
+        bool(spec.setup) or any("container" in option for option in spec.resources.sbatch)
+    )

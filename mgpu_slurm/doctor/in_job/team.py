@@ -68,7 +68,7 @@ class Place:
     @property
     def is_one_machine(self) -> bool:
         """Whether the nodes are simulated: their names are labels that nobody can look up."""
-        return self.spec.executor == "local"
+        return self.spec.nodes_are_simulated
 
 
 class TooLate(Exception):
