@@ -24,7 +24,7 @@ class Cause:
     name: str
     words: str
     """What happened, as a sentence without its full stop."""
-    mend: str
+    fix: str
     """What to do about it."""
     is_clusters: bool = False
     """Whether the program has no part in it, and another try makes sense."""
@@ -37,43 +37,42 @@ class Cause:
 GPU_MEMORY = Cause(
     "gpu-memory",
     "a GPU ran out of memory",
-    "lower the batch size, or take a batch in parts (`run.accumulate`); bfloat16 needs less, and so does activation"
-    " checkpointing",
+    "lower the batch size, split the batch with `run.accumulate`, use bfloat16, or activation checkpointing",
 )
 GPU_LIBRARY = Cause(
     "gpu-library",
-    "a library of the GPU (cuDNN, cuBLAS) could not start, which mostly means that the GPU's memory is full",
+    "a GPU library (cuDNN, cuBLAS) could not start, usually because the GPU's memory is full",
     "lower the batch size; `mgpu-slurm shell RUN -- nvidia-smi` shows who else is on the GPU",
 )
 GPU_ASSERT = Cause(
     "gpu-assert",
-    "code on the GPU refused a value, such as a class or an index that is out of range",
-    "run it once on the CPU, or with CUDA_LAUNCH_BLOCKING=1, where the traceback ends at the line; check labels and"
+    "GPU code asserted: a value is invalid, such as a class or an index out of range",
+    "run it once on the CPU, or with CUDA_LAUNCH_BLOCKING=1, so that the traceback ends at the line; check labels and"
     " vocabulary sizes",
 )
 GPU = Cause(
     "gpu",
-    "a GPU does not work, or is not there",
-    "another node (`--exclude NODE`), and a word to the site; `mgpu-slurm doctor --submit` looks at the GPUs",
+    "a GPU is broken or missing",
+    "exclude the node (`--exclude NODE`) and tell your admins; `mgpu-slurm doctor --submit` checks the GPUs",
     is_clusters=True,
     spoils_node=True,
 )
 TIME_OUT = Cause(
     "collective-timeout",
-    "ranks waited for a collective that others did not come to, until torch's time-out",
-    "look at what the rank that lagged was doing; `--stuck-after` below torch's time-out names it with its line",
+    "a collective timed out: some ranks never reached it",
+    "look at what the missing rank was doing; `--stuck-after` below torch's time-out names it with its line",
     is_clusters=True,
 )
 NO_PROGRESS = Cause(
     "stuck",
-    "the training came no further, and was ended",
-    "the stacks of all ranks are in their logs; raise `--stuck-after` where it only takes long",
+    "the training made no progress, so the attempt was stopped",
+    "the stacks of all ranks are in their logs; raise `--stuck-after` if the step is just slow",
     is_clusters=True,
 )
 CONNECTION = Cause(
     "connection",
     "the connection to another rank was lost, and no rank said why",
-    "look for a rank that was killed or a node that was lost; if it happens again, at the network",
+    "look for a killed rank or a lost node; if it happens again, check the network",
     is_clusters=True,
 )
 RENDEZVOUS = Cause(
@@ -89,18 +88,19 @@ PORT = Cause(
 )
 FORGERY = Cause(
     "forgery",
-    "a process that is no rank of the run wrote to its rendezvous",
-    "find out who is on the nodes, and tell the site; docs/security.md shows how to keep others away",
+    "a process that is not a rank of the run wrote to its rendezvous",
+    "find out who is on the nodes and tell your admins; docs/security.md shows how to keep others away",
 )
 SHARED_MEMORY = Cause(
     "shared-memory",
-    "the node's shared memory (/dev/shm) was full, or a file that was mapped into memory became shorter",
-    "fewer or no loader workers (`num_workers=0`), or more shared memory on the node",
+    "the node's shared memory (/dev/shm) was full, or a memory-mapped file was truncated",
+    "use fewer or no loader workers (`num_workers=0`), or more shared memory on the node",
 )
 HOST_MEMORY = Cause(
     "host-memory",
-    "a node's main memory ran out",
-    "ask for more (`--mem`), or use less: fewer loader workers, a smaller batch, no whole data set in memory",
+    "a node ran out of RAM",
+    "ask for more (`--mem`), or use less: fewer loader workers, a smaller batch, do not load the whole data set into"
+    " memory",
 )
 DISK_FULL = Cause(
     "disk-full",
@@ -109,95 +109,97 @@ DISK_FULL = Cause(
 )
 DISK = Cause(
     "disk",
-    "a disk or network file system gave up",
-    "it may be back: `resume`; if it happens again, tell the site",
+    "an I/O error on a disk or network file system",
+    "it may have recovered: try `resume`; if it happens again, tell your admins",
     is_clusters=True,
 )
 IMPORT = Cause(
     "import",
     "a module could not be imported",
-    "install it into the environment of the submission, or add it to the project's folder",
+    "install it in the environment you submit from, or add it to the project's folder",
 )
 TARGET = Cause(
     "target",
     "the job could not be called as it was submitted",
-    "fix what the error names, and submit it again; `submit --dry-run --check` checks it beforehand",
+    "fix what the error names and submit again; `submit --dry-run --check` checks it beforehand",
 )
 NOT_A_NUMBER = Cause(
     "nan",
-    "the training came to a value that is no number",
+    "a value became NaN or infinite",
     "lower the learning rate, clip gradients (`run.update(clip=1.0)`), and look at the batch before that step",
 )
 KILLED = Cause(
     "killed",
-    "a rank was killed, and nobody said by whom",
-    "`resume` goes on; it may have been the kernel, for want of memory (`dmesg` on the node), or somebody",
+    "a rank was killed (SIGKILL) by something unknown",
+    "`resume` continues; probably the kernel's out-of-memory killer (check `dmesg` on the node), or another user",
     is_clusters=True,
 )
 TERMINATED = Cause(
-    "terminated", "it was told to end, by SIGTERM", "`resume` goes on; who sent it may be in the launch log or `sacct`"
+    "terminated", "it was terminated (SIGTERM)", "`resume` continues; the launch log or `sacct` may say who sent it"
 )
 SUPERVISOR = Cause(
     "supervisor",
-    "the process that watched over the run is gone: killed, or its machine was restarted",
-    "`resume` goes on",
+    "the supervisor process is gone (killed, or the machine rebooted)",
+    "`resume` continues",
 )
 LAUNCH = Cause(
     "launch",
     "SLURM could not start the ranks, or lost them",
-    "try again; if it happens again, ask the site about the node",
+    "try again; if it happens again, tell your admins which node",
     is_clusters=True,
     spoils_node=True,
 )
 HELD_UP = Cause(
     "held-up",
-    "SLURM gave the job nodes on which it then started nothing",
-    "try again; if it happens again, ask the site about the nodes",
+    "SLURM allocated nodes but never started the ranks",
+    "try again; if it happens again, tell your admins which nodes",
     is_clusters=True,
     spoils_job=True,
 )
 CRASH = Cause(
     "crash",
     "native code crashed",
-    "the rank's log has its stack where Python could write it; PYTHONFAULTHANDLER=1 helps with a command",
+    "the rank's log has its stack if Python could write it; for a command, set PYTHONFAULTHANDLER=1",
 )
 NO_COMMAND = Cause(
     "command",
     "the command could not be started",
-    "name it by its path, or have `setup` of mgpu.yaml bring it onto PATH on the nodes",
+    "give its path, or let `setup` in mgpu.yaml put it on PATH on the nodes",
 )
 DAMAGED = Cause(
     "damaged",
-    "none of the run's checkpoints is what had been written",
-    "`clean RUN --checkpoints` deletes them; `resume` starts at the beginning then",
+    "all checkpoints of the run are damaged",
+    "`clean RUN --checkpoints` deletes them; `resume` then starts from the beginning",
 )
 AFTER_THE_END = Cause(
     "after-the-end",
-    "the job function had returned, and the process failed after that",
-    "its result is there; destroy process groups and close loaders of your own before you return",
+    "the process crashed after the job function had returned",
+    "its result is saved; destroy your own process groups and close your own loaders before you return",
 )
 PROGRAM = Cause(
-    "program", "the program failed", "mend it, and submit it again; `resume --code new` keeps the checkpoints"
+    "program",
+    "the program failed",
+    "fix the error, then `resume --code new` to continue from the last checkpoint, or submit again to start over",
 )
-UNKNOWN = Cause("unknown", "it failed before a rank could say why", "look at the end of the launch log")
+UNKNOWN = Cause("unknown", "it failed before any rank reported an error", "look at the end of the launch log")
 
 TIME_LIMIT = Cause(
     "time-limit",
-    "the time limit came, and the run did not start again by itself",
-    "`resume` goes on from the newest checkpoint; give it a longer `--time`, or save more often",
+    "the time limit was reached and the run was not restarted",
+    "`resume` continues from the newest checkpoint; give it a longer `--time`, or save more often",
 )
 NO_CHECKPOINT_IN_TIME = Cause(
     "no-checkpoint-in-time",
-    "the time limit came twice before the run had a newer checkpoint",
+    "the time limit was reached twice without a newer checkpoint",
     "give it a longer `--time`, or more places to save at: a run saves at each batch of a `run.loader` that is given to"
     " `run.restore`, and in any other loop at the end of an epoch only; then `resume` continues",
 )
 PREEMPTED = Cause(
     "preempted",
     "SLURM took the nodes for a job of higher priority",
-    "`resume` goes on; a partition or QOS that is not preempted costs more waiting",
+    "`resume` continues; or use a non-preemptible partition or QOS (usually a longer queue)",
 )
-NODE = Cause("node", "a node failed", "`resume` goes on, on other nodes")
+NODE = Cause("node", "a node failed", "`resume` continues on other nodes")
 DEPENDENCY = Cause(
     "dependency",
     "the run it waited for did not complete",
@@ -206,7 +208,7 @@ DEPENDENCY = Cause(
 DEPENDENCY_GONE = Cause(
     "dependency-gone", "the run it waited for is gone", "submit again without `--after` and `--after-any`"
 )
-CANCELLED = Cause("cancelled", "somebody cancelled it", "`resume` goes on")
+CANCELLED = Cause("cancelled", "it was cancelled", "`resume` continues")
 
 # numbers of errno.h on Linux: EIO, ENOTCONN, ESHUTDOWN, EHOSTDOWN, ESTALE, EREMOTEIO
 _DISK = r"\[Errno (?:5|107|108|112|116|121)\]"
@@ -284,8 +286,9 @@ _OF_A_STATE = {
 _OF_A_REASON = (
     (r"its supervisor process (?:is gone|was killed)", SUPERVISOR),
     (r"^two attempts in a row ended by the time limit", NO_CHECKPOINT_IN_TIME),
+    # the first is of version 0.1
+    ("^what it waited for is not to be found |^the run it waited for no longer exists ", DEPENDENCY_GONE),
     (r"^waited for run .*, which is |^the run it waited for ", DEPENDENCY),
-    ("^what it waited for is not to be found ", DEPENDENCY_GONE),
 )
 
 LAST_LINES = 20

@@ -273,9 +273,7 @@ def state_home() -> Path:
 def make_writable(folder: Path) -> None:
     """Creates a folder for runs, or says in one line why nothing can be written there."""
     if folder.name in (TASKS, TRIALS):
-        raise UserError(
-            f"runs folder {str(folder)!r}: {folder.name!r} is what parts of a run lie in: call it otherwise"
-        )
+        raise UserError(f"runs folder {str(folder)!r}: {folder.name!r} is a reserved name: choose another")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

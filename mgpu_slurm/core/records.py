@@ -272,5 +272,5 @@ def line_of(failure: dict[str, Any]) -> str:
     """What a `failure.json` says, in one line."""
     message = first_line(str(failure.get("message", "")))
     if "error" not in failure:
-        return message or "failed before a rank could say why; look at the launch log"
+        return message or "failed before any rank reported an error; see the launch log"
     return f"rank {failure['rank']} on {failure['node']}: {failure['error']}: {message}"

@@ -1,11 +1,11 @@
-"""What a check has found: one line in plain words, and the mend where there is something to mend."""
+"""What a check has found: one line, and how to fix it if something is wrong."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,19 +22,24 @@ class Finding:
     check: str
     """What was looked at, in one or two words: programs rely on it."""
     text: str
-    mend: str = ""
+    fix: str = ""
+
+    @staticmethod
+    def from_plain(record: Mapping[str, Any]) -> Finding:
+        return Finding(record["level"], record["check"], record["text"], record["fix"])
 
     @property
     def plain(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        # `mend` is version 0.1's name for `fix`
+        return dataclasses.asdict(self) | {"mend": self.fix}
 
     def lines(self, width: int = sys.maxsize) -> list[str]:
-        """For people; the mend begins a line of its own.
+        """Return lines for people; the fix begins a line of its own.
 
         Args:
             width: of a terminal, in which words stay whole.
         """
-        return _wrapped(self.text, f"{self.level:<{_WIDTH}}", width) + _wrapped(self.mend, f"{'':<{_WIDTH}}-> ", width)
+        return _wrapped(self.text, f"{self.level:<{_WIDTH}}", width) + _wrapped(self.fix, f"{'':<{_WIDTH}}-> ", width)
 
 
 def _wrapped(text: str, before: str, width: int) -> list[str]:
@@ -55,12 +60,12 @@ def ok(check: str, text: str) -> Finding:
     return Finding("ok", check, text)
 
 
-def warning(check: str, text: str, mend: str) -> Finding:
-    return Finding("warning", check, text, mend)
+def warning(check: str, text: str, fix: str) -> Finding:
+    return Finding("warning", check, text, fix)
 
 
-def failed(check: str, text: str, mend: str) -> Finding:
-    return Finding("failed", check, text, mend)
+def failed(check: str, text: str, fix: str) -> Finding:
+    return Finding("failed", check, text, fix)
 
 
 def has_failed(found: Iterable[Finding]) -> bool:

@@ -33,7 +33,7 @@ def findings_of_file(cwd: Path, note: Note, slurm_answers: bool) -> Iterator[Fin
         try:
             file = clusters.load(cwd)
         except UserError as error:
-            yield check_results.failed("cluster file", str(error), "mend the file there")
+            yield check_results.failed("cluster file", str(error), "fix the file")
             return
         yield check_results.ok("cluster file", f"{' and '.join(files)}: clusters {', '.join(file.clusters) or 'none'}")
         if slurm_answers:
@@ -60,9 +60,9 @@ def _taken(name: str | None, cwd: Path, note: Note, is_meant: bool) -> Finding:
         start = slurm_queue.check(made.spec, made.folder)
     except (UserError, ClusterError) as error:
         if is_meant:
-            mend = "mend its flags: in mgpu.yaml" if name else "give what it lacks by flags: in mgpu.yaml"
-            return check_results.failed("flags", f"{what}: {error}", mend)
-        mend = "nothing to mend where that cluster is another site's"
-        return check_results.warning("flags", f"{what} does not fit this SLURM: {error}", mend)
+            fix = "fix its flags in mgpu.yaml" if name else "give what it lacks by flags: in mgpu.yaml"
+            return check_results.failed("flags", f"{what}: {error}", fix)
+        fix = "ignore this if that cluster is at another site"
+        return check_results.warning("flags", f"{what} does not fit this SLURM: {error}", fix)
     assert start is not None
     return check_results.ok("flags", f"{what}, on one node: {start.sentence}")

@@ -43,7 +43,7 @@ def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, n
     try:
         submission = _submit(flags, executor, cluster, note)
     except MgpuError as error:
-        yield check_results.failed("submission", f"the checkup was not submitted: {error}", "mend that and try again")
+        yield check_results.failed("submission", f"the checkup was not submitted: {error}", "fix that and try again")
         return
     spec, handle = submission.plan.spec, api.Handle(submission.plan.folder)
     nodes = f"{spec.resources.nodes} {'simulated ' if spec.nodes_are_simulated else ''}nodes"
@@ -100,8 +100,8 @@ def requeue_findings(job_id: str) -> list[Finding]:
         return []
     if may is False:
         text = "this site takes the wish to be requeued from jobs"
-        mend = "at their time limit runs go on as the next job, which they submit; preempted ones go on by `resume`"
-        return [check_results.warning("requeue", text, mend)]
+        fix = "at their time limit runs go on as the next job, which they submit; preempted ones go on by `resume`"
+        return [check_results.warning("requeue", text, fix)]
     return [check_results.ok("requeue", "the job may be requeued")] if may else []
 
 
@@ -113,7 +113,7 @@ def _followed(folder: RunFolder, note: Note) -> Iterator[Finding]:
     while True:
         # the state is read before the findings: what was written before the end is told before the end
         state = watch.state()
-        written = [Finding(**record) for record in read_jsonl(folder.checkup)]
+        written = [Finding.from_plain(record) for record in read_jsonl(folder.checkup)]
         # another attempt has begun anew
         yield from written[shown if shown <= len(written) else 0 :]
         shown = len(written)
@@ -138,9 +138,9 @@ def ended_badly(folder: RunFolder, state: dict[str, Any], shown: int) -> Finding
     if state["state"] == states.CANCELLED:
         return check_results.failed("job", text, "try again")
     if not shown and not any(folder.logs.glob("[0-9]*-*.log")):
-        mend = (
+        fix = (
             f"no rank has written anything: most often nodes do not see the runs folder {folder.path.parent}, or this"
             " Python; have both on a folder that all nodes share (MGPU_RUNS sets the first)"
         )
-        return check_results.failed("job", text, mend)
+        return check_results.failed("job", text, fix)
     return check_results.failed("job", text, f"look at the logs of the ranks in {folder.logs}")

@@ -73,8 +73,8 @@ def package_findings(requirements: list[str], packages: dict[str, str]) -> Itera
         elif _numbers(version) < _numbers(bound["version"]):
             wrong.append(f"{bound['name']} {version} (needs {bound['version']} or newer)")
     if wrong:
-        mend = f"{sys.executable} -m pip install --upgrade {DISTRIBUTION}"
-        yield check_results.failed("packages", f"packages: {', '.join(wrong)}", mend)
+        fix = f"{sys.executable} -m pip install --upgrade {DISTRIBUTION}"
+        yield check_results.failed("packages", f"packages: {', '.join(wrong)}", fix)
     else:
         yield check_results.ok("packages", f"packages: all {len(bounds)} that are needed, none too old")
 
@@ -129,22 +129,22 @@ def torch_findings(facts: dict[str, Any] | None, problem: str, partitions_with_g
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] and facts["cuda"][0].isdigit() else facts["cuda"] or "CPU only"
     seen = ", ".join(dict.fromkeys(facts["gpus"])) or "none"
     text = f"torch {facts['version']} ({built}; GPUs here: {seen}), imported in {span(facts['seconds'])}"
-    mend = "install the torch for the nodes' GPUs (pytorch.org says which), and submit from that environment"
+    fix = "install the torch for the nodes' GPUs (pytorch.org says which), and submit from that environment"
     if not facts["gloo"]:
-        yield check_results.failed("torch", f"{text}: built without gloo, by which ranks agree", mend)
+        yield check_results.failed("torch", f"{text}: built without gloo, by which ranks agree", fix)
     elif facts["cuda"] is None and partitions_with_gpus:
         text += f": runs on the GPUs of {', '.join(partitions_with_gpus)} would compute on the CPU"
-        yield check_results.warning("torch", text, mend)
+        yield check_results.warning("torch", text, fix)
     elif facts["cuda"] is None and Path("/proc/driver/nvidia/version").exists():
         yield check_results.warning(
-            "torch", f"{text}: this machine has a GPU driver, and this torch does not use it", mend
+            "torch", f"{text}: this machine has a GPU driver, and this torch does not use it", fix
         )
     else:
         yield check_results.ok("torch", text)
     if facts["torchvision"] is None and facts["torchvision_problem"]:
-        mend = f"{sys.executable} -m pip install the torchvision that belongs to torch {facts['version']}"
+        fix = f"{sys.executable} -m pip install the torchvision that belongs to torch {facts['version']}"
         text = f"torchvision fails on import: {facts['torchvision_problem']}"
-        yield check_results.warning("torchvision", text, mend)
+        yield check_results.warning("torchvision", text, fix)
     elif facts["torchvision"] is not None:
         without = " (its box operators do not load beside this torch; all else works)" if facts["declared"] else ""
         yield check_results.ok("torchvision", f"torchvision {facts['torchvision']}{without}")
@@ -191,8 +191,8 @@ def folder_findings(cwd: Path, runs: Path, has_slurm: bool, will_be_proven: bool
         places = {"the environment": environment, "its Python": base, "this folder": cwd, "the runs folder": runs}
         yield from shared_findings({name: _existing(path) for name, path in places.items()}, mounts, will_be_proven)
     yield from writable_findings("runs folder", runs, "set MGPU_RUNS to a folder of yours, on a large file system")
-    mend = "set XDG_STATE_HOME to a folder of yours; until then runs are found from their own folder only"
-    yield from writable_findings("index of runs", layout.state_home(), mend, small=True)
+    fix = "set XDG_STATE_HOME to a folder of yours; until then runs are found from their own folder only"
+    yield from writable_findings("index of runs", layout.state_home(), fix, small=True)
 
 
 def shared_findings(places: dict[str, Path], mounts: list[Mount], will_be_proven: bool) -> Iterator[Finding]:
@@ -205,8 +205,8 @@ def shared_findings(places: dict[str, Path], mounts: list[Mount], will_be_proven
         elif will_be_proven:
             yield check_results.ok("shared", f"{text}, and the job below shows whether nodes see it")
         else:
-            mend = "`doctor --submit` shows whether they do; a folder on a network file system is the usual place"
-            yield check_results.warning("shared", f"{text} of this machine, which nodes may not see", mend)
+            fix = "`doctor --submit` shows whether they do; a folder on a network file system is the usual place"
+            yield check_results.warning("shared", f"{text} of this machine, which nodes may not see", fix)
 
 
 def _by_type(types: dict[str, str]) -> dict[str, list[str]]:
@@ -221,7 +221,7 @@ def _existing(path: Path) -> Path:
     return next(place for place in [path, *path.parents] if place.exists())
 
 
-def writable_findings(name: str, folder: Path, mend: str, small: bool = False) -> Iterator[Finding]:
+def writable_findings(name: str, folder: Path, fix: str, small: bool = False) -> Iterator[Finding]:
     """Whether files can be made in a folder, or the folder itself, and how much room there is."""
     place = _existing(folder)
     try:
@@ -229,7 +229,7 @@ def writable_findings(name: str, folder: Path, mend: str, small: bool = False) -
             pass
     except OSError as error:
         level = check_results.warning if small else check_results.failed
-        yield level("folders", f"{name} {folder}: cannot be written ({error.strerror})", mend)
+        yield level("folders", f"{name} {folder}: cannot be written ({error.strerror})", fix)
         return
     room = os.statvfs(place)
     free = room.f_bavail * room.f_frsize
@@ -237,7 +237,7 @@ def writable_findings(name: str, folder: Path, mend: str, small: bool = False) -
     # file systems that make inodes as needed tell of none
     if not small and (free < LITTLE_SPACE or 0 < room.f_favail < FEW_INODES):
         files = f" and room for {room.f_favail} files" if 0 < room.f_favail < FEW_INODES else ""
-        yield check_results.warning("folders", f"{text}{files}, which checkpoints fill soon", mend)
+        yield check_results.warning("folders", f"{text}{files}, which checkpoints fill soon", fix)
     else:
         yield check_results.ok("folders", text)
 

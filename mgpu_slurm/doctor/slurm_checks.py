@@ -64,8 +64,8 @@ def findings_of_slurm(found: Site) -> Iterator[Finding]:
     for partition in found.partitions:
         yield partition_finding(partition)
     if not any(partition.is_default for partition in found.partitions):
-        mend = "give --partition, or set it under flags: of mgpu.yaml"
-        yield check_results.warning("partitions", "no partition is the default one", mend)
+        fix = "give --partition, or set it under flags: of mgpu.yaml"
+        yield check_results.warning("partitions", "no partition is the default one", fix)
     yield from setting_findings(settings, found.partitions)
     yield from _accounting_findings(settings)
     yield from variable_findings(os.environ)
@@ -86,8 +86,8 @@ def version_finding(version: tuple[int, ...]) -> Finding:
 def controller_finding(cluster: str, seconds: float) -> Finding:
     text = f"controller of {cluster or 'the cluster'} answers in {span(seconds)}"
     if seconds > SLOW_CONTROLLER:
-        mend = "it is busy: ask for many runs at once (--seeds), and follow few of them"
-        return check_results.warning(CONTROLLER, text, mend)
+        fix = "it is busy: ask for many runs at once (--seeds), and follow few of them"
+        return check_results.warning(CONTROLLER, text, fix)
     return check_results.ok(CONTROLLER, text)
 
 
@@ -138,8 +138,8 @@ def setting_findings(settings: Mapping[str, str], partitions: list[Partition]) -
     yield from _kill_wait_findings(settings, partitions)
     if settings.get("SelectType", "").endswith(("linear", "cons_res")):
         text = f"{settings['SelectType']}: SLURM does not count GPUs with --gpus-per-node there"
-        mend = 'set rename: {gpus-per-node: "gres=gpu:{}"} in mgpu.yaml'
-        yield check_results.warning("select", text, mend)
+        fix = 'set rename: {gpus-per-node: "gres=gpu:{}"} in mgpu.yaml'
+        yield check_results.warning("select", text, fix)
     plugins = settings.get("JobSubmitPlugins", "(null)")
     if plugins not in ("", "(null)"):
         yield check_results.ok(
@@ -157,8 +157,8 @@ def _kill_wait_findings(settings: Mapping[str, str], partitions: list[Partition]
     if graces:
         text += f", one that is preempted {seconds + min(graces)} s"
     if seconds < SHORT_KILL_WAIT:
-        mend = "what takes longer to save is lost back to the checkpoint before: call run.save() now and then"
-        yield check_results.warning("kill wait", text, mend)
+        fix = "what takes longer to save is lost back to the checkpoint before: call run.save() now and then"
+        yield check_results.warning("kill wait", text, fix)
     else:
         yield check_results.ok("kill wait", text)
     cancelling = [partition.name for partition in partitions if "CANCEL" in partition.preempt_mode]
@@ -196,8 +196,8 @@ def no_accounting_finding(problem: str, min_job_age: str) -> Finding:
     text = f"no accounting ({problem}): how a run ended is known from its own folder"
     if min_job_age:
         text += f", and from SLURM for {min_job_age} only (MinJobAge)"
-    mend = "nothing to mend here: a run whose job was killed, and that nobody asks about in that time, counts as lost"
-    return check_results.warning("accounting", text, mend)
+    fix = "nothing to fix here: a run whose job was killed, and that nobody asks about in that time, counts as lost"
+    return check_results.warning("accounting", text, fix)
 
 
 def account_finding(rights: list[Association]) -> Finding:
@@ -220,5 +220,5 @@ def variable_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     names = sorted(name for name in environ if name.startswith("SBATCH_") and name not in commands.DEFAULTS_OF_SBATCH)
     if names:
         text = f"{', '.join(names)} in this shell {'does' if len(names) == 1 else 'do'} not reach runs"
-        mend = "say the same under flags: of mgpu.yaml, or on the command line"
-        yield check_results.warning("variables", text, mend)
+        fix = "say the same under flags: of mgpu.yaml, or on the command line"
+        yield check_results.warning("variables", text, fix)

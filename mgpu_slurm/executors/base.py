@@ -20,9 +20,9 @@ from mgpu_slurm.request.spec import ExecutorName, Resources, Spec
 
 State = dict[str, Any]
 
-SILENT = "as it was last seen: SLURM's controller does not answer"
-_ELSEWHERE = "as it was last seen: its job is on cluster {}, and this is {}"
-SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine was restarted); `resume` goes on"
+SILENT = "last known state (SLURM's controller does not answer)"
+_ELSEWHERE = "last known state (its job is on cluster {}, and this is {})"
+SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine rebooted); continue with `resume`"
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def ending(inside: str, state: str) -> tuple[str, str]:
     }
     # one whose shell was left counts as completed
     of_run = state if state in how else states.CANCELLED
-    return of_run, f"its allocation {inside} {how.get(state, 'was released')}; `resume` inside a new one goes on"
+    return of_run, f"its allocation {inside} {how.get(state, 'was released')}; continue with `resume` inside a new one"
 
 
 def lost(inside: str) -> tuple[str, str] | None:

@@ -64,13 +64,13 @@ def _with_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
     if asked is not None:
         if asked * resources.nodes > available:
             raise UserError(
-                f"--gpus-per-node {asked} on {resources.nodes} simulated nodes takes {asked * resources.nodes} GPUs,"
-                f" and this machine shows {available}: lower one of them, or use 0 for none"
+                f"--gpus-per-node {asked} on {resources.nodes} simulated nodes needs {asked * resources.nodes} GPUs,"
+                f" but this machine has {available}: lower one of them, or use --gpus-per-node 0"
             )
         return resources, f"{asked} per simulated node, as asked"
     share = max(available // (resources.nodes * workers), min(1, available // resources.nodes))
     if share == 0:
-        few = f"{available} for {resources.nodes} nodes" if available else "this machine shows none"
+        few = f"{available} for {resources.nodes} nodes" if available else "no GPU on this machine"
         # said to the ranks too, who would otherwise all take the same GPU
         return replace(resources, gpus_per_node=0), f"none: {few}"
-    return replace(resources, gpus_per_node=share), f"{share} per simulated node, this machine's {available} shared out"
+    return replace(resources, gpus_per_node=share), f"{share} per simulated node, this machine's {available} divided"

@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 LOST: State = {
     "state": states.FAILED,
-    "reason": "lost: SLURM does not know its job, and nobody saw it end; `resume` goes on",
+    "reason": "lost: SLURM does not know its job, and its end was not recorded; continue with `resume`",
 }
 LOST_SO_FAR: State = {
     "state": states.FAILED,
@@ -59,10 +59,10 @@ CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], failur
 """What to say of a cancelled job, by the reason for which squeue says that it waited."""
 
 _NEVER = {
-    "PartitionConfig": "it never starts, for it asks for more than its partition gives",
-    "PartitionNodeLimit": "it never starts, for it asks for more nodes than its partition gives to a job",
-    "PartitionTimeLimit": "it never starts, for it asks for more time than its partition gives to a job",
-    "BadConstraints": "it never starts, for no node has what it asks for",
+    "PartitionConfig": "it can never start: it asks for more than the partition allows",
+    "PartitionNodeLimit": "it can never start: it asks for more nodes than the partition allows",
+    "PartitionTimeLimit": "it can never start: it asks for more time than the partition allows",
+    "BadConstraints": "it can never start: no node has what it asks for",
 }
 """Reasons for which a job waits in vain, in words (squeue(1), JOB REASON CODES)."""
 

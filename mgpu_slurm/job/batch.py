@@ -168,7 +168,7 @@ def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: Laun
             try:
                 return start_again_in_time(folder, spec, job, **facts)
             except ClusterError as problem:
-                reason = f"SLURM did not start it again: {problem}; `resume` goes on"
+                reason = f"SLURM did not restart it: {problem}; continue with `resume`"
     elif ending.code:
         state = states.OUT_OF_MEMORY if log.tells_of_too_little_memory() else states.FAILED
         reason = records.failure_line(folder)

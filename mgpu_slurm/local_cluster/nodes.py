@@ -241,7 +241,7 @@ class HeldNodes:
         limit = found.limit(resources)
         if limit is None or limit == resources.time_limit:
             return None if limit is None else _asked_limit(limit)
-        return Limit(limit, f"before the end of its allocation {self.job_id}; `resume` inside a new one goes on")
+        return Limit(limit, f"before the end of its allocation {self.job_id}; continue with `resume` inside a new one")
 
     def clear(self) -> None:
         steps.end(self.job_id, self._spec.run)
@@ -308,7 +308,7 @@ class HeldNodes:
             return f"{silent}; `resume` goes on"
         if left is None or left > 2 * (lead or 0):
             return ""
-        return f"its allocation {self.job_id} is used up; `resume` inside a new one goes on"
+        return f"its allocation {self.job_id} is used up; continue with `resume` inside a new one"
 
 
 def _asked_limit(seconds: int) -> Limit:

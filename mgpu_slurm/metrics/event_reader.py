@@ -331,7 +331,7 @@ def _fields(record: bytes, start: int, stop: int) -> dict[int, tuple[int, int]]:
     """The fields of a protobuf message, by number: where the content of each starts and stops.
 
     Raises:
-        IndexError, ValueError: it is no message, or a field stands twice.
+        IndexError, ValueError: it is no message, or a field is there twice.
     """
     found: dict[int, tuple[int, int]] = {}
     while start < stop:

@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 NEVER_ARRIVED: State = {
     "state": states.FAILED,
-    "reason": "never arrived in SLURM's queue; `resume` submits it again",
+    "reason": "was never queued; `resume` submits it again",
 }
 
 
@@ -48,10 +48,10 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
     ids = {folder: state["job_id"] for folder, state in asks if state["job_id"] and not is_elsewhere(state, here)}
     known = slurm_states.ask(ids, note)
     if known is None or (away and here is None):
-        silent = "SLURM's controller does not answer" if shutil.which("squeue") else "there is no squeue on PATH here"
-        note(f"{silent}: runs are taken as they were last seen")
+        silent = "SLURM's controller does not answer" if shutil.which("squeue") else "no squeue on PATH"
+        note(f"{silent}: showing the last known states")
     elif away:
-        note(f"this is cluster {here}: runs of {', '.join(away)} are taken as they were last seen")
+        note(f"this is cluster {here}: showing the last known states of runs on {', '.join(away)}")
     view = SlurmView(known, here)
     return [(folder, _current(folder, state, view)) for folder, state in found]
 

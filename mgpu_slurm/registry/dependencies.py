@@ -49,7 +49,7 @@ def standing(after: Iterable[str]) -> Standing:
     try:
         asked = [(kind, lookup.find(name)) for kind, name in pairs]
     except UserError as gone:
-        raise UserError(f"what it waited for is not to be found ({gone}): submit it anew without that") from None
+        raise UserError(f"the run it waited for no longer exists ({gone}): submit it again without --after") from None
     # one question to SLURM serves all
     now = dict(current_state.current([folder for _, folder in asked]))
     waiting = []

@@ -78,7 +78,7 @@ def find(name: str) -> RunFolder:
         raise UserError(f"run {name!r} is there more than once: name one by its folder: {places}")
     if len(found) > 1:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
-        raise UserError(f"run {name!r} is not clear, it may be {names}: give more of the name")
+        raise UserError(f"run {name!r} matches several runs ({names}): type more of the name")
     if not found:
         _refuse_closed(name)
         raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `{program()} status`")
@@ -102,7 +102,7 @@ def _refuse_closed(name: str) -> None:
 def _task(folder: RunFolder, task: int) -> RunFolder:
     runs = len(members(folder))
     if not is_group(folder):
-        raise UserError(f"run {folder.run} is one run, and no group with a run {task}")
+        raise UserError(f"run {folder.run} is a single run, not a group: it has no run {task}")
     if task >= runs:
         raise UserError(f"group {folder.run} has runs {folder.run}/0 to {folder.run}/{runs - 1}, and no {task}")
     return folder.of_task(task)

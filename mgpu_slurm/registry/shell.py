@@ -32,7 +32,7 @@ def words(
         ClusterError: SLURM does not answer, or it is another cluster's that has the run.
     """
     if facts["state"] != states.RUNNING:
-        raise UserError(f"run {folder.run} is {facts['state']}: there is nothing to be beside until it runs")
+        raise UserError(f"run {folder.run} is {facts['state']}: a shell needs a running job")
     current_state.check_are_of_this_cluster([facts])
     way = EXECUTORS[facts["executor"]].shell(folder, facts)
     if node is not None and node not in way.nodes:

@@ -47,7 +47,7 @@ def before(folder: RunFolder, waits: bool = False) -> list[Before]:
         Before(start["attempt"], *(by_slurm.get(start["attempt"]) or _told(start["attempt"], between)))
         for start, between, _ in spans
     ]
-    return [*found[:-1], replace(found[-1], then="it waits to start again")] if waits and found else found
+    return [*found[:-1], replace(found[-1], then="waiting to restart")] if waits and found else found
 
 
 def _was_requeued(start: Event, between: Sequence[Event], after: Event | None) -> bool:
@@ -67,10 +67,10 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
         state = starts[number].state if number < len(starts) else None
         cause = failures.cause_of_state(state) if state is not None else None
         if state == states.REQUEUED:
-            found[event["attempt"]] = ("somebody had SLURM start it again", "it started again")
+            found[event["attempt"]] = ("it was requeued with scontrol", "restarted")
         elif cause is not None:
             takers = taken_by(event, starts[number]) if cause is failures.PREEMPTED else ""
-            found[event["attempt"]] = (cause.words + (f" ({takers})" if takers else ""), "SLURM started it again")
+            found[event["attempt"]] = (cause.words + (f" ({takers})" if takers else ""), "SLURM restarted it")
     return found
 
 
@@ -116,9 +116,9 @@ def _told(attempt: int, between: Sequence[Event]) -> tuple[str, str]:
     said = first_line(ended.get("message") or "")
     for event in between:
         if event["event"] == "resumed":
-            return ": ".join(filter(None, [event["state"], event["reason"]])), "it was resumed"
+            return ": ".join(filter(None, [event["state"], event["reason"]])), "resumed"
         if event["event"] == "retried":
-            return event["why"], "it started again"
+            return event["why"], "restarted"
         if event["event"] == "requeued":
-            return said or "it asked to be started again, as it does before its time limit", "it started again"
-    return said or "its end was not recorded", "it started again"
+            return said or "it stopped before its time limit to be requeued", "restarted"
+    return said or "its end was not recorded", "restarted"

@@ -13,7 +13,7 @@ from mgpu_slurm.core import failures, records, states
 from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError
 from mgpu_slurm.core.failures import Cause
 from mgpu_slurm.core.files import end_of, read_json
-from mgpu_slurm.core.formatting import first_line, short_path, time_of
+from mgpu_slurm.core.formatting import counted, first_line, short_path, time_of
 from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.core.layout import DAMAGED, RunFolder
 from mgpu_slurm.registry import dependencies
@@ -38,7 +38,7 @@ class Why:
     """The first cause of an end."""
 
     cause: Cause
-    mend: str
+    fix: str
     """What to do about it."""
     attempt: int | None
     who: str
@@ -96,7 +96,7 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
         said = _waited_for(folder)
     return Why(
         cause,
-        _mend(cause, folder),
+        _fix(cause, folder),
         attempt=state["attempts"] or None,
         who="",
         node=None,
@@ -122,7 +122,7 @@ def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state:
     has_log = log is not None and log.exists()
     return Why(
         cause,
-        _left_out(failure, folder) or _mend(cause, folder),
+        _left_out(failure, folder) or _fix(cause, folder),
         attempt=failure["attempt"],
         who=f"rank {rank}" if rank.isdigit() else failure["who"],
         node=failures.node_of(failure, cause),
@@ -134,13 +134,16 @@ def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state:
     )
 
 
-def _mend(cause: Cause, folder: RunFolder) -> str:
-    goes_on = "`resume` goes on"
+def _fix(cause: Cause, folder: RunFolder) -> str:
+    continues = "`resume` continues"
     # a command keeps its own where it likes
     keeps_none = not any(folder.checkpoints.glob("step-*")) and not read_spec(folder).target.is_command
-    if goes_on in cause.mend and keeps_none and records.attempts_started(folder):
-        return "`resume` starts at the beginning: there is no checkpoint, which is of what `run.restore` is given"
-    return cause.mend
+    if continues in cause.fix and keeps_none and records.attempts_started(folder):
+        return (
+            "`resume` starts from the beginning: there is no checkpoint"
+            " (a checkpoint contains what you pass to `run.restore`)"
+        )
+    return cause.fix
 
 
 def _left_out(failure: dict[str, Any], folder: RunFolder) -> str | None:
@@ -215,7 +218,8 @@ def facts(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
 def _facts(found: Why) -> dict[str, Any]:
     cause = found.cause
     of_cause = {"cause": cause.name, "words": cause.words, "is_clusters": cause.is_clusters}
-    return of_cause | {name: value for name, value in vars(found).items() if name != "cause"}
+    # `mend` is version 0.1's name for `fix`
+    return of_cause | {"mend": found.fix} | {name: value for name, value in vars(found).items() if name != "cause"}
 
 
 def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
@@ -224,12 +228,13 @@ def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
     yield f"{state['state']}  {state['run']}" + (f": {state['reason']}" if state["reason"] else "")
     yield from _history(folder, _waits(state, found))
     if found is None:
+        at = time_of(state["submitted"])
         if state["state"] == states.COMPLETED:
-            yield _of_the_result(folder) or "nothing went wrong in the end"
+            yield _of_the_result(folder) or "no problems: the run completed"
         elif state["attempts"]:
-            yield "nothing has gone wrong that it has not started again after"
+            yield f"no failure so far ({counted(state['attempts'] - 1, 'restart')})"
         else:
-            yield "it has not started yet"
+            yield "it has not started yet" + (f" (queued since {at:%Y-%m-%d %H:%M:%S})" if at is not None else "")
         yield from _warned(folder, state)
         return
     if found.line is not None:
@@ -240,7 +245,7 @@ def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
         yield f"error     {found.error}"
     if found.lagged is not None:
         yield f"lagged    {found.lagged}"
-    yield f"mend      {found.mend}"
+    yield f"fix       {found.fix}"
     if found.log is not None:
         yield f"log       {found.log}"
 
@@ -270,7 +275,8 @@ def _of_the_result(folder: RunFolder) -> str | None:
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     if not wrong:
         return None
-    return f"it came to its end, and {' and '.join(wrong)} to no number: {failures.NOT_A_NUMBER.mend}"
+    are = "is" if len(wrong) == 1 else "are"
+    return f"it completed, but {' and '.join(wrong)} {are} NaN or infinite: {failures.NOT_A_NUMBER.fix}"
 
 
 def _waits(state: dict[str, Any], found: Why | None) -> bool:
@@ -283,4 +289,4 @@ def _history(folder: RunFolder, waits: bool) -> Iterator[str]:
     for each in attempts.before(folder, waits):
         yield f"attempt {each.attempt} {each.ended}; {each.then}"
     for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")):
-        yield f"damaged   {short_path(path)} was not what had been written, and was left out"
+        yield f"damaged   {short_path(path)} was damaged and was skipped"

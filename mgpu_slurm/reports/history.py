@@ -318,8 +318,8 @@ def _read_metrics(path: Path, on: On, history: History) -> None:
         history.curves[name] = newest(arrays)
         repeated = max(repeated, sum(map(_repeated, arrays)))
     if repeated:
-        mend = ", --on progress keeps them apart" if on == "step" else ""
-        history.notes.append(f"{counted(repeated, 'report')} at the {on} of a later one left out{mend}")
+        fix = ", --on progress keeps them apart" if on == "step" else ""
+        history.notes.append(f"{counted(repeated, 'report')} at the {on} of a later one left out{fix}")
     if damaged:
         history.notes.append(f"{counted(damaged, 'damaged line')} of {path.name} skipped")
 

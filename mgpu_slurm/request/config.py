@@ -27,7 +27,7 @@ def _loader() -> Any:
     base = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     class Loader(base):  # type: ignore[misc, valid-type]
-        """A safe loader that reads 1e-3 as a number and refuses a key that stands twice."""
+        """A safe loader that reads 1e-3 as a number and refuses a key that is there twice."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen = set()
@@ -35,7 +35,7 @@ def _loader() -> Any:
                 key = self.construct_object(key_node, deep=True)
                 if key in seen:
                     mark = key_node.start_mark
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", mark)
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", mark)
                 seen.add(key)
             return super().construct_mapping(node, deep)
 
@@ -61,10 +61,10 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        raise UserError(f"{place}: {error.problem}: mend the YAML there") from None
+        raise UserError(f"{place}: {error.problem}: fix the YAML there") from None
     except yaml.YAMLError as error:
         first_line = str(error).splitlines()[0]
-        raise UserError(f"{source}: {first_line}: mend the YAML there") from None
+        raise UserError(f"{source}: {first_line}: fix the YAML there") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def parse_overrides(items: typing.Sequence[str]) -> dict[str, Any]:
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
-            raise UserError(f"{item!r} is no key=value: write the key, nested ones with dots, before the =")
+            raise UserError(f"{item!r} is not key=value: write the key, nested ones with dots, before the =")
         put(values, key, _parse_value(item, text), item)
     return values
 

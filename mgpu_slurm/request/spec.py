@@ -61,7 +61,7 @@ def parse_time(text: str) -> int:
         hours, (minutes, seconds) = 0, (*parts, 0)[:2]
     total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
-        raise UserError(f"--time {text!r}: a run needs more than no time")
+        raise UserError(f"--time {text!r}: must be greater than 0")
     return total
 
 
@@ -80,7 +80,7 @@ def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
         raise UserError(f"--signal {text!r}: expected NAME@SECONDS, for example USR2@120")
     lead = int(lead_text)
     if limit is None:
-        raise UserError(f"--signal {text!r}: a lead needs a --time to lead")
+        raise UserError(f"--signal {text!r}: seconds before the limit need a --time")
     if lead >= limit:
         raise UserError(
             f"--signal {text!r}: the lead of {lead} s is not shorter than the time limit of {limit} s:"

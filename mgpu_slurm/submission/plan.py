@@ -135,7 +135,7 @@ class Plan:
     def _seeds(self, runs: int) -> str:
         first = self.spec.config.get("seed", 0)
         limit = f", at most {self.spec.at_once} at a time" if self.spec.at_once else ""
-        return f"{first} to {first + runs - 1}, one run each{limit}"
+        return f"{first} to {first + runs - 1} ({counted(runs, 'run')}){limit}"
 
 
 def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
@@ -227,9 +227,9 @@ def _target(request: Request, default: str | None, cwd: Path) -> tuple[Target, P
     """What the ranks run, and the project folder it belongs to."""
     if request.command:
         if request.target is not None:
-            raise UserError(f"both a target ({request.target}) and a command after --: give one of them")
+            raise UserError(f"got both a target ({request.target}) and a command after --: give only one")
         if len(request.command) == 1 and " " in request.command[0] and shutil.which(request.command[0]) is None:
-            raise UserError(f"command {request.command[0]!r}: it is one word; leave out the quotes around all of it")
+            raise UserError(f"command {request.command[0]!r} was quoted as a single word: remove the quotes")
         return Target(command=request.command), snapshot.find_root(cwd)
     if callable(request.target):
         return function_target(request.target), snapshot.find_root(cwd)
@@ -249,7 +249,7 @@ def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
     module, function = targets.split(name)
     if not module.endswith(".py"):
         if (cwd / module).is_file() or "/" in module or module == ".":
-            raise UserError(f"target {name!r}: it is no Python file and no name of a module; a command goes behind --")
+            raise UserError(f"target {name!r} is neither a Python file nor a module's name; put a command after --")
         return Target(function=f"{module}:{function}"), snapshot.find_root(cwd)
     path = Path(os.path.normpath(cwd / Path(module).expanduser()))
     if not path.is_file():

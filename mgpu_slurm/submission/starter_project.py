@@ -19,9 +19,7 @@ def write(folder: Path) -> list[Path]:
     paths = [folder / name for name in STARTER_FILES]
     present = [path.name for path in paths if path.exists() or path.is_symlink()]
     if present:
-        raise UserError(
-            f"{', '.join(present)} in {str(folder)!r} would be overwritten: use another folder, or move it away"
-        )
+        raise UserError(f"{', '.join(present)} in {str(folder)!r} already exists: choose another folder, or move it")
     starter = resources.files("mgpu_slurm.submission") / "starter"
     try:
         folder.mkdir(parents=True, exist_ok=True)

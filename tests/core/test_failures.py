@@ -47,7 +47,7 @@ def test_what_the_cluster_did(failure: dict[str, Any], name: str) -> None:
         ("its supervisor process was killed", "supervisor"),
         ("the run it waited for did not complete", "dependency"),
         ("waited for run first, which is FAILED", "dependency"),
-        ("what it waited for is not to be found (there is no run 'first'): submit it anew", "dependency-gone"),
+        ("the run it waited for no longer exists (there is no run 'first'): submit it anew", "dependency-gone"),
     ],
 )
 def test_why_a_run_that_no_rank_ended_has_ended(reason: str, name: str) -> None:
@@ -76,7 +76,7 @@ def test_words_of_torch_that_need_a_gpu_or_a_cluster(error: str, message: str, n
     assert cause_of(of_rank(error, message)).name == name
 
 
-ADVICE = sorted({cause.mend for cause in vars(failures).values() if isinstance(cause, failures.Cause)})
+ADVICE = sorted({cause.fix for cause in vars(failures).values() if isinstance(cause, failures.Cause)})
 
 
 @pytest.mark.parametrize("advice", ADVICE)

@@ -22,7 +22,13 @@ def test_the_mend_stands_below_what_was_found() -> None:
 
 def test_programs_get_the_same_by_fixed_names() -> None:
     found = check_results.failed("clocks", "no clock", "buy one")
-    assert found.plain == {"level": "failed", "check": "clocks", "text": "no clock", "mend": "buy one"}
+    assert found.plain == {
+        "level": "failed",
+        "check": "clocks",
+        "text": "no clock",
+        "fix": "buy one",
+        "mend": "buy one",
+    }
     assert check_results.has_failed([check_results.ok("clocks", ""), found])
     assert not check_results.has_failed([check_results.warning("clocks", "", "")])
 

@@ -28,18 +28,18 @@ def test_ranks_that_left_no_word_most_often_do_not_see_the_folder(tmp_path: Path
     folder.launch_log("42").write_text("slurmstepd: error: execve(): /opt/python: No such file or directory\n")
     found = ended_badly(folder, LOST, shown=0)
     assert (found.level, found.text) == ("failed", "the checkup ended as FAILED: lost")
-    assert f"nodes do not see the runs folder {tmp_path}/runs, or this Python" in found.mend
+    assert f"nodes do not see the runs folder {tmp_path}/runs, or this Python" in found.fix
 
 
 def test_ranks_that_left_a_word_are_to_be_read(tmp_path: Path) -> None:
     folder = made(tmp_path)
     folder.rank_log(1, 0).write_text("Traceback ...\n")
-    assert ended_badly(folder, LOST, shown=0).mend == f"look at the logs of the ranks in {folder.logs}"
+    assert ended_badly(folder, LOST, shown=0).fix == f"look at the logs of the ranks in {folder.logs}"
 
 
 def test_a_cancelled_checkup_is_no_fault_of_the_cluster(tmp_path: Path) -> None:
     found = ended_badly(made(tmp_path), {"state": "CANCELLED", "reason": ""}, shown=3)
-    assert (found.text, found.mend) == ("the checkup ended as CANCELLED: nobody said why", "try again")
+    assert (found.text, found.fix) == ("the checkup ended as CANCELLED: nobody said why", "try again")
 
 
 def test_a_run_that_cannot_be_deleted_is_named_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,8 +132,8 @@ BAD = {
     "value that is no YAML": local("train lr=[1", "'lr=[1'", "put it in quotes"),
     "override without a key": local("train =1", "'=1'", "key=value"),
     "config for a command": local("lr=1 -- echo", "'lr'", "behind --"),
-    "broken config file": local("train --config broken.yaml", "broken.yaml:3:6", "mend the YAML"),
-    "key twice in the config file": local("train --config twice.yaml", "twice.yaml:2:1", "'lr'", "mend the YAML"),
+    "broken config file": local("train --config broken.yaml", "broken.yaml:3:6", "fix the YAML"),
+    "key twice in the config file": local("train --config twice.yaml", "twice.yaml:2:1", "'lr'", "fix the YAML"),
     "list as config file": local("train --config list.yaml", "list.yaml", "expected `key: value` lines"),
     "config file not in UTF-8": local("train --config latin1.yaml", "'latin1.yaml'", "save it as UTF-8"),
     "config file that is not there": local("train --config none.yaml", "'none.yaml'", "check the path"),
@@ -151,7 +151,7 @@ BAD = {
     "no time": local("train --time 0", "--time '0'", "more than no time"),
     "lead as long as the limit": local("train --time 2 --signal USR2@120", "120 s", "lower the one"),
     "lead longer than the limit": local("train --time 1 --signal USR2@120", "120 s", "60 s", "raise the other"),
-    "lead without a limit": local("train --signal USR2@60", "'USR2@60'", "needs a --time"),
+    "lead without a limit": local("train --signal USR2@60", "'USR2@60'", "need a --time"),
     "unknown signal": local("train --signal HELLO", "'HELLO'", "use USR1 or USR2"),
     "signal nobody can catch": local("train --signal KILL", "'KILL'", "use USR1 or USR2"),
     "lead as a word": local("train --time 5 --signal USR2@soon", "'USR2@soon'", "USR2@120"),
@@ -195,7 +195,7 @@ BAD = {
     "unknown cluster": local(
         "train --cluster hcp", "'hcp'", "did you mean 'hpc'", files={"mgpu.yaml": "clusters: {hpc: {}}\n"}
     ),
-    "broken cluster file": cluster_file("clusters: [\n", "mgpu.yaml:2:1", "mend the YAML"),
+    "broken cluster file": cluster_file("clusters: [\n", "mgpu.yaml:2:1", "fix the YAML"),
     "unknown key in the cluster file": cluster_file("jobb: x\n", "'jobb'", "did you mean 'job'"),
     "unknown key of a cluster": cluster_file("clusters: {hpc: {flagz: {}}}\n", "'flagz'", "did you mean 'flags'"),
     "unknown flag of a cluster": cluster_file("clusters: {hpc: {flags: {nodez: 2}}}\n", "'nodez'", "'nodes'"),

@@ -39,7 +39,7 @@ def test_a_machine_without_slurm_is_told_what_it_has(bare: Project) -> None:
     done = subprocess.run(words, cwd=bare.folder, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert all(finding.keys() == {"level", "check", "text", "mend"} for finding in found)
+    assert all(finding.keys() == {"level", "check", "text", "fix", "mend"} for finding in found)
     assert {finding["level"] for finding in found} <= {"ok", "warning"}
     told = by_check(found)
     assert set(told) == {"python", "packages", "folders", "slurm", "cluster file", "torch", "torchvision"}

@@ -240,7 +240,7 @@ class TestAfter:
             for facts in project.json("status", folder.name):
                 assert (facts["state"], facts["attempts"]) == ("CANCELLED", 0)
                 assert f"there is no run '{first.name}'" in facts["reason"]
-                assert facts["reason"].endswith("submit it anew without that")
+                assert facts["reason"].endswith("submit it again without --after")
             told = project.json("why", folder.name)[0]["why"]
             assert (told["cause"], told["words"]) == ("dependency-gone", "the run it waited for is gone")
 

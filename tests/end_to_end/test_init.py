@@ -33,4 +33,4 @@ def test_init_in_a_new_folder_says_how_to_go_there(project: Project) -> None:
     assert "cd first/project && " in written.stdout
     again = project.call("init", "first/project")
     assert (again.returncode, again.stdout) == (2, "")
-    assert "train.py, sweep.yaml, mgpu.yaml in 'first/project' would be overwritten" in again.stderr
+    assert "train.py, sweep.yaml, mgpu.yaml in 'first/project' already exists" in again.stderr

@@ -67,7 +67,7 @@ def test_a_program_that_git_ignores_is_started_by_its_path_and_data_is_named(pro
     folder = project.runs / facts["run"]
     assert "FileNotFoundError" in log(folder, 0)
     (known,) = project.json("why", facts["run"])
-    assert known["why"]["mend"] == ADVICE
+    assert known["why"]["fix"] == ADVICE
 
 
 @pytest.mark.parametrize("options", ["-c", "-euc", "-l -c", "-eu -o pipefail -c"])
@@ -84,7 +84,7 @@ def test_data_is_named_where_a_config_names_it_as_text(project: Project) -> None
     assert done.returncode == 1
     assert [line for line in done.stdout.splitlines() if line.startswith("note")] == [f"note      {ADVICE}"]
     # the job looked for it next to its own file
-    assert f"mend      {ADVICE}" in project.call("why", "job").stdout
+    assert f"fix       {ADVICE}" in project.call("why", "job").stdout
     absolute = project.folder / "data" / "digits" / "train.txt"
     quiet = project.call(*DRY_RUN, *PLAIN, "job.py", f"text={absolute}", "path=data")
     assert (quiet.returncode, "note " in quiet.stdout) == (0, False)

@@ -204,7 +204,7 @@ def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_atte
     reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000000"
     assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
     told = project.call("why", folder.name).stdout
-    assert "why       the time limit came twice before the run had a newer checkpoint\n" in told
+    assert "why       the time limit was reached twice without a newer checkpoint\n" in told
     assert f"error     {reason}; rank 0 on local1 left before the time limit; it could not save at long.py:" in told
     assert "give it a longer `--time`, or more places to save at" in told
 

@@ -64,7 +64,7 @@ def test_forgery_ends_the_attempt_and_is_told_by_why(project: Project) -> None:
     assert forged in facts["reason"]
     assert forged in log(folder, 1)
     told = project.call("why", folder.name).stdout
-    assert "a process that is no rank of the run wrote to its rendezvous" in told
+    assert "a process that is not a rank of the run wrote to its rendezvous" in told
     assert "docs/security.md" in told
     assert not secret.exists()
 
@@ -83,7 +83,7 @@ def test_forgery_is_no_fault_of_a_trial(project: Project) -> None:
     (worker,) = project.json("status", "s/0")
     assert (worker["state"], worker["attempts"]) == ("FAILED", 1)
     assert "that no rank of this attempt has written" in worker["reason"]
-    assert "a process that is no rank of the run wrote to its rendezvous" in project.call("why", "s").stdout
+    assert "a process that is not a rank of the run wrote to its rendezvous" in project.call("why", "s").stdout
     # it can be trained again
     assert project.call("resume", "s", "--no-follow").returncode == 0
     wait_until(lambda: (trial / "logs" / "2-0.log").exists())

@@ -194,7 +194,7 @@ def test_the_shorter_of_what_was_asked_and_what_is_left_is_the_limit() -> None:
 def test_how_an_allocation_ended_is_how_its_run_did(ended: str, state: str, words: str) -> None:
     assert held_allocation.ending("42", ended) == (
         state,
-        f"its allocation 42 {words}; `resume` inside a new one goes on",
+        f"its allocation 42 {words}; continue with `resume` inside a new one",
     )
 
 

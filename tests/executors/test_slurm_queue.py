@@ -255,8 +255,8 @@ def test_runs_of_a_group_that_slurm_never_got_stay_so_where_their_resume_is_refu
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match="Invalid partition"):
         api.Group(folder).resume()
-    found = [(state["state"], state["reason"][:13]) for _, state in current_state.current([folder])]
-    assert found == [("PENDING", "Priority")] * 3 + [("FAILED", "never arrived")] * 2
+    found = [(state["state"], state["reason"][:16]) for _, state in current_state.current([folder])]
+    assert found == [("PENDING", "Priority")] * 3 + [("FAILED", "was never queued")] * 2
     assert api.Group(folder).resume() == "43"
 
 
@@ -379,7 +379,7 @@ def test_killed_between_being_seen_and_asking(project: Project, slurm: StandIn, 
     assert [(run.run, state["state"]) for run, state in lookup.all_states()] == [(folder.run, "PENDING")]
     later(folder)
     assert api.Handle(folder).state == "FAILED"
-    assert api.Handle(folder).facts["reason"].startswith("never arrived in SLURM's queue")
+    assert api.Handle(folder).facts["reason"].startswith("was never queued")
     assert lookup.all_states() == []
     assert runs_of(here) == []
 

@@ -319,4 +319,4 @@ def test_a_submission_that_nobody_saw_arrive_may_be_in_the_queue_all_the_same(
     monkeypatch.setattr(slurm_states, "GONE_AFTER", 0.0)
     assert [state_of(folder)[0] for _ in range(2)] == ["PENDING", "FAILED"]
     answers("sacct", "true")
-    assert state_of(folder) == ("FAILED", "never arrived in SLURM's queue; `resume` submits it again")
+    assert state_of(folder) == ("FAILED", "was never queued; `resume` submits it again")

@@ -166,7 +166,7 @@ def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
     assert state["state"] == "TIMEOUT"
     assert "Requested operation is presently disabled" in state["reason"]
     assert "submissions from nodes are not allowed" in state["reason"]
-    assert state["reason"].endswith("`resume` goes on")
+    assert state["reason"].endswith("continue with `resume`")
 
 
 def test_a_cancel_while_the_job_is_requeued_ends_it(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_run_whose_allocation_is_released_goes_on_in_a_new_one(
     wait_until(lambda: ready(folder) and ready(folder, rank=1))
     shell.leave()
     ended = slurm_project.finish(folder)
-    reason = f"its allocation {shell.job_id} was released; `resume` inside a new one goes on"
+    reason = f"its allocation {shell.job_id} was released; continue with `resume` inside a new one"
     assert (ended["state"], ended["reason"]) == ("CANCELLED", reason)
     assert log(folder, rank=1) == "ready\nsaved\n"
 
@@ -276,7 +276,7 @@ def test_the_end_of_the_allocation_is_the_runs_limit(
     heard = shell.submit("--", "python", "-c", leaves)
     for folder, how in {heard: "is used up", did_not: "reached its time limit"}.items():
         ended = slurm_project.finish(folder)
-        reason = f"its allocation {shell.job_id} {how}; `resume` inside a new one goes on"
+        reason = f"its allocation {shell.job_id} {how}; continue with `resume` inside a new one"
         assert (ended["state"], ended["reason"], ended["attempts"]) == ("TIMEOUT", reason, 1)
     cluster.until_job(shell.job_id, "TIMEOUT")
     done = shell.call(*SUBMIT, "--", "true")
@@ -317,7 +317,7 @@ def test_a_node_that_is_given_up_is_the_end_whatever_srun_says(
     wait_until(lambda: ready(folder))
     cluster.node_given_up("n1")
     found = slurm_project.finish(folder)
-    told = f"its allocation {shell.job_id} lost a node; `resume` inside a new one goes on"
+    told = f"its allocation {shell.job_id} lost a node; continue with `resume` inside a new one"
     assert (found["state"], found["reason"]) == ("NODE_FAIL", told)
 
 

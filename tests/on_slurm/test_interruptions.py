@@ -346,9 +346,7 @@ def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_i
     # a shell tells of a child that is killed before it
     assert log(deaf, 0) in ("ready\n", "ready\nKilled\n")
     assert cause_of(deaf) is failures.TIME_LIMIT
-    assert before(RunFolder(run)) == [
-        Before(1, "it asked to be started again, as it does before its time limit", "it started again")
-    ]
+    assert before(RunFolder(run)) == [Before(1, "it stopped before its time limit to be requeued", "restarted")]
     assert project.call("wait", deaf.name).returncode == 1
 
 
@@ -501,7 +499,7 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     assert (run / "final.pt").read_bytes() == undisturbed
     assert ends(states_seen) == ["COMPLETED"]
     taken = f"{failures.PREEMPTED.words} (job {taker} of root in partition high)"
-    until_told(run, Before(1, taken, "SLURM started it again"))
+    until_told(run, Before(1, taken, "SLURM restarted it"))
 
 
 def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: Project, cluster: Cluster) -> None:
@@ -533,7 +531,7 @@ def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluste
         facts = finish(run)
     assert (facts["state"], facts["reason"], facts["attempts"], facts["job_id"]) == ("COMPLETED", "", 2, job)
     assert attempts(run) == [["n1", "n2"], ["n1", "n3"]]
-    until_told(run, Before(1, failures.NODE.words, "SLURM started it again"))
+    until_told(run, Before(1, failures.NODE.words, "SLURM restarted it"))
     assert log(run, 1, attempt=2) == "attempt 2 on n3\n"
     assert ends(states_seen) == ["COMPLETED"]
 

@@ -503,5 +503,5 @@ def test_what_slurm_takes_and_cannot_start_says_why(slurm_project: Project) -> N
     (facts,) = slurm_project.json("status", run.name)
     assert (facts["state"], facts["reason"]) == (
         "PENDING",
-        "PartitionConfig: it never starts, for it asks for more than its partition gives",
+        "PartitionConfig: it can never start: it asks for more than the partition allows",
     )

@@ -88,7 +88,7 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_token(
     states = {folder.run: state for folder, state in current_state.current([there, not_there])}
     assert (states["there"]["state"], states["there"]["job_id"]) == ("PENDING", "42")
     assert states["not-there"]["state"] == "FAILED"
-    assert states["not-there"]["reason"].startswith("never arrived in SLURM's queue")
+    assert states["not-there"]["reason"].startswith("was never queued")
     assert [submission.job_id for submission in records.submissions(there)] == ["42"]
 
 
@@ -144,7 +144,7 @@ def test_runs_are_found_by_the_beginning_of_their_name_and_from_elsewhere(
     assert len((tmp_path / "state" / "mgpu_slurm" / "runs-folders.jsonl").read_text().splitlines()) == 1
     monkeypatch.setenv("MGPU_RUNS", str(tmp_path / "elsewhere"))
     assert lookup.find("digits-2").run == "digits-2"
-    with pytest.raises(UserError, match="not clear, it may be digits-1, digits-2"):
+    with pytest.raises(UserError, match=r"matches several runs \(digits-1, digits-2\)"):
         lookup.find("digits")
     make_run("dig-20261121-150000-ab12")
     assert lookup.find("dig").run == "dig-20261121-150000-ab12"
@@ -168,8 +168,8 @@ GONE = [os.getpid(), 1]
 @pytest.mark.parametrize(
     ("job", "state", "reason"),
     [
-        ("TIMEOUT", "TIMEOUT", "its allocation 42 reached its time limit; `resume` inside a new one goes on"),
-        ("COMPLETED", "CANCELLED", "its allocation 42 was released; `resume` inside a new one goes on"),
+        ("TIMEOUT", "TIMEOUT", "its allocation 42 reached its time limit; continue with `resume` inside a new one"),
+        ("COMPLETED", "CANCELLED", "its allocation 42 was released; continue with `resume` inside a new one"),
         ("COMPLETING", "RUNNING", ""),
         ("RUNNING", "RUNNING", ""),
     ],

@@ -74,7 +74,7 @@ def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[st
         wait_until(lambda: watch.state()["state"] == "RUNNING" and calls() > before + 1)
 
     ask_again()
-    assert notes == ["SLURM's controller does not answer: runs are taken as they were last seen; asking again"]
+    assert notes == ["SLURM's controller does not answer: showing the last known states; asking again"]
     assert watch.problem is not None
     (tmp_path / "up").touch()
     ask_again()

@@ -171,7 +171,7 @@ def test_an_error_of_the_program_with_its_line(project: Project) -> None:
     assert words["where"].startswith("rank 0 on local1 in attempt 1 at 2")
     assert words["line"] == "train.py:3 in load"
     assert words["error"] == "ValueError: cat.txt is no picture"
-    assert "resume --code new" in words["mend"]
+    assert "resume --code new" in words["fix"]
     assert (project.folder / words["log"]).read_text().endswith("ValueError: cat.txt is no picture\n")
     (answer,) = json.loads(project.call("why", folder.name, "--json").stdout)
     assert (answer["run"], answer["state"]) == (folder.name, "FAILED")
@@ -191,17 +191,17 @@ def test_what_went_wrong_before_is_told_too(project: Project) -> None:
     folder, _ = project.run("--", "sh", "train.sh")
     assert project.call("why", folder.name).stdout.splitlines() == [
         f"COMPLETED  {folder.name}",
-        "attempt 1 rank 0 was ended by SIGKILL; it started again",
-        "nothing went wrong in the end",
+        "attempt 1 rank 0 was ended by SIGKILL; restarted",
+        "no problems: the run completed",
     ]
 
 
 @pytest.mark.parametrize(
     ("first", "told"),
     [
-        ("exit 3", "FAILED: rank 0 ended with exit code 3; it was resumed"),
-        ("exit 75", "it asked to be started again, as it does before its time limit; it started again"),
-        ("kill -9 $PPID", "the process that watched over the ranks was ended by SIGKILL; it started again"),
+        ("exit 3", "FAILED: rank 0 ended with exit code 3; resumed"),
+        ("exit 75", "it stopped before its time limit to be requeued; restarted"),
+        ("kill -9 $PPID", "the process that watched over the ranks was ended by SIGKILL; restarted"),
     ],
 )
 def test_what_ended_the_attempt_before(project: Project, first: str, told: str) -> None:
@@ -250,7 +250,7 @@ def test_a_mend_promises_no_more_than_there_is(project: Project) -> None:
     project.call("cancel", name)
     project.call("wait", name)
     told = project.call("why", name).stdout
-    assert "mend      `resume` starts at the beginning: there is no checkpoint" in told
+    assert "fix       `resume` starts from the beginning: there is no checkpoint" in told
 
 
 def test_a_supervisor_that_was_killed_is_told(project: Project) -> None:
@@ -267,7 +267,7 @@ def test_a_complete_run_that_came_to_no_number(project: Project) -> None:
     project.write("train.py", "def train(run, config):\n    run.report(1, loss=float('nan'), accuracy=0.1)\n")
     folder, _ = project.run("train.py")
     _, told = project.call("why", folder.name).stdout.splitlines()
-    assert told.startswith("it came to its end, and loss to no number: lower the learning rate")
+    assert told.startswith("it completed, but loss is NaN or infinite: lower the learning rate")
 
 
 def test_a_command_that_is_not_there(project: Project) -> None:
@@ -312,7 +312,7 @@ def test_what_a_run_outlived_is_told(project: Project) -> None:
     project.write("train.py", OUTLIVES_A_WARNING)
     folder, _ = project.run("train.py")
     assert project.call("why", folder.name).stdout.splitlines()[1:] == [
-        "nothing went wrong in the end",
+        "no problems: the run completed",
         "warning   rank 0 could not write the checkpoint of step 4: no space",
     ]
 
@@ -321,7 +321,7 @@ def test_a_damaged_checkpoint_is_told(project: Project) -> None:
     folder, _ = project.run("--", "true")
     (folder / "checkpoints" / "damaged-step-000000007").mkdir(parents=True)
     told = project.call("why", folder.name).stdout
-    assert f"damaged   runs/{folder.name}/checkpoints/damaged-step-000000007 was not what had been written" in told
+    assert f"damaged   runs/{folder.name}/checkpoints/damaged-step-000000007 was damaged and was skipped" in told
 
 
 def test_of_a_group_each_that_did_not_complete(project: Project) -> None:
@@ -332,7 +332,7 @@ def test_of_a_group_each_that_did_not_complete(project: Project) -> None:
     assert [(answer["run"], answer["why"]["error"]) for answer in answers] == [
         (f"{group}/{task}", f"rank 0 ended with exit code {task}") for task in (1, 2)
     ]
-    assert "nothing went wrong" in project.call("why", f"{group}/0").stdout
+    assert "no problems" in project.call("why", f"{group}/0").stdout
 
 
 RAISES_DEEP = """

@@ -44,7 +44,7 @@ def test_signals_and_their_lead(text: str, limit: int | None, expected: tuple[st
     ("text", "limit", "words"),
     [
         ("USR2@60", 60, "lead of 60 s is not shorter than the time limit of 60 s"),
-        ("USR2@60", None, "needs a --time"),
+        ("USR2@60", None, "need a --time"),
         ("USR3", 60, "'USR3' is no signal"),
         ("KILL", 60, "'KILL' is no signal to announce the time limit with"),
         ("TERM", 60, "'TERM' is no signal"),

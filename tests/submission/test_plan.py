@@ -21,10 +21,10 @@ SWEEP = ONE | {"kind": "sweep", "tasks": 2, "at_once": 2}
     ("values", "expected"),
     [
         (ONE, ["run       digits", "config    lr=0.1  seed=3"]),
-        (GROUP, ["run       digits", "config    lr=0.1", "seeds     3 to 5, one run each"]),
+        (GROUP, ["run       digits", "config    lr=0.1", "seeds     3 to 5 (3 runs)"]),
         (
             FEW_AT_A_TIME,
-            ["run       digits", "config    lr=0.1", "seeds     3 to 5, one run each, at most 2 at a time"],
+            ["run       digits", "config    lr=0.1", "seeds     3 to 5 (3 runs), at most 2 at a time"],
         ),
         # its workers are no runs with seeds of their own
         (SWEEP, ["study     digits", "config    lr=0.1  seed=3"]),

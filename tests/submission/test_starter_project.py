@@ -47,7 +47,7 @@ def test_the_example_cluster_loads_once_its_comment_signs_are_gone(tmp_path: Pat
 
 def test_files_that_are_there_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mgpu.yaml").write_text("job: mine\n")
-    with pytest.raises(UserError, match=r"^mgpu.yaml in .* would be overwritten"):
+    with pytest.raises(UserError, match=r"^mgpu.yaml in .* already exists"):
         starter_project.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mgpu.yaml"]
     assert (tmp_path / "mgpu.yaml").read_text() == "job: mine\n"

@@ -95,8 +95,8 @@ def problems(name: str, team: Team, told: dict[int, Any]) -> list[Finding]:
     for rank in range(team.size):
         if rank not in told:
             by_problem.setdefault(f"no answer within {team.patience:g} s", []).append(rank)
-    mend = "look at the logs of those ranks"
+    fix = "look at the logs of those ranks"
     return [
-        check_results.failed(name, f"{name}: {who([team.members[rank] for rank in ranks])}: {problem}", mend)
+        check_results.failed(name, f"{name}: {who([team.members[rank] for rank in ranks])}: {problem}", fix)
         for problem, ranks in by_problem.items()
     ]

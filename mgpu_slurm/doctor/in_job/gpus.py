@@ -35,11 +35,11 @@ def judge_gpus(answers: list[Answer]) -> list[Finding]:
     missing = [a for a in answers if preflight.missing_gpus_warning(a.value["asked"], a.value["visible"])]
     if missing:
         text = preflight.missing_gpus_warning(missing[0].value["asked"], 0)
-        mend = "have a torch that is built for CUDA and fits the nodes' driver (nvidia-smi says which CUDA it takes)"
-        found.append(check_results.failed("gpus", f"{who([answer.member for answer in missing])}: {text}", mend))
+        fix = "have a torch that is built for CUDA and fits the nodes' driver (nvidia-smi says which CUDA it takes)"
+        found.append(check_results.failed("gpus", f"{who([answer.member for answer in missing])}: {text}", fix))
     shared = preflight.shared_gpu_warnings([(a.member.node_name, a.value["gpu"]) for a in answers])
-    mend = "one rank for each GPU: lower --ntasks-per-node, or raise --gpus-per-node"
-    found += [check_results.warning("gpus", text, mend) for text in dict.fromkeys(shared.values())]
+    fix = "one rank for each GPU: lower --ntasks-per-node, or raise --gpus-per-node"
+    found += [check_results.warning("gpus", text, fix) for text in dict.fromkeys(shared.values())]
     names_of_gpus = alike([Answer(a.member, a.value["name"]) for a in answers if a.value["gpu"]])
     for name, group in names_of_gpus:
         found.append(check_results.ok("gpus", f"{who([answer.member for answer in group])}: {name}"))

@@ -94,8 +94,8 @@ def judge_names(answers: list[Answer]) -> list[Finding]:
                 text = (
                     f"{answer.member.node_name} takes {span(backward)} to find the name to {looked['address']} ({name})"
                 )
-                mend = "each start waits for it: reverse DNS or /etc/hosts should know the nodes' addresses"
-                found.append(check_results.warning("names", text, mend))
+                fix = "each start waits for it: reverse DNS or /etc/hosts should know the nodes' addresses"
+                found.append(check_results.warning("names", text, fix))
             elif looked["forward"] > SLOW_LOOK_UP:
                 text = f"{answer.member.node_name} takes {span(looked['forward'])} to find the address of {name}"
                 found.append(
@@ -145,10 +145,8 @@ def judge_ports(answers: list[Answer]) -> list[Finding]:
             if "problem" in reached:
                 place = f"{name} on port {reached['port']}"
                 text = f"{answer.member.node_name} does not reach {place}: {reached['problem']}"
-                mend = (
-                    "a firewall between the nodes: ask the site to let them connect to each other's ports above 10000"
-                )
-                found.append(check_results.failed("ports", text, mend))
+                fix = "a firewall between the nodes: ask the site to let them connect to each other's ports above 10000"
+                found.append(check_results.failed("ports", text, fix))
             else:
                 slowest = max(slowest, reached["seconds"])
     if len(answers) > 1 and not found:

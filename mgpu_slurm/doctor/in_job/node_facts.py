@@ -52,8 +52,8 @@ def judge_versions(answers: list[Answer]) -> list[Finding]:
             if differences[0].startswith(("Python", "torch", "no torch"))
             else check_results.warning
         )
-        mend = "have one environment on a folder that all nodes share, and submit from it"
-        found.append(level("versions", f"{nodes}: {', '.join(differences)}", mend))
+        fix = "have one environment on a folder that all nodes share, and submit from it"
+        found.append(level("versions", f"{nodes}: {', '.join(differences)}", fix))
     return found
 
 
@@ -75,8 +75,8 @@ def judge_cores(answers: list[Answer]) -> list[Finding]:
         if asked is not None:
             problem = preflight.cores_warning(asked, value["ranks"], usable, value["on_machine"])
         if problem is not None:
-            mend = "ask for as many cores as there are for each rank, or look at how the site binds tasks (TaskPlugin)"
-            found.append(check_results.warning("cores", f"{ranks}: {problem}", mend))
+            fix = "ask for as many cores as there are for each rank, or look at how the site binds tasks (TaskPlugin)"
+            found.append(check_results.warning("cores", f"{ranks}: {problem}", fix))
         else:
             is_bound = usable < value["on_machine"] or value["ranks"] == 1
             share = "each" if is_bound else f"shared by {value['ranks']} ranks"
@@ -107,8 +107,8 @@ def judge_limits(answers: list[Answer]) -> list[Finding]:
     free = least.value["shared_memory"]
     text = f"shared memory (/dev/shm): {free / GB:.1f} GB free on {least.member.node_name}"
     if free < SMALL_SHARED_MEMORY:
-        mend = "loader workers pass batches through it: num_workers=0, or ask the site for a larger one"
-        found = [check_results.warning("limits", f"{text}, which loader workers fill soon", mend)]
+        fix = "loader workers pass batches through it: num_workers=0, or ask the site for a larger one"
+        found = [check_results.warning("limits", f"{text}, which loader workers fill soon", fix)]
     else:
         found = [check_results.ok("limits", text)]
     fewest = min(answers, key=lambda answer: float(answer.value["files"]))

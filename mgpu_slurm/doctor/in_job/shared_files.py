@@ -119,8 +119,8 @@ def judge_visibility(answers: list[Answer]) -> list[Finding]:
             name = answer.member.node_name
             writer = "the other nodes write" if name == first else f"{first} writes"
             text = f"{name} does not see what {writer} in {folder} within {VISIBLE_WITHIN:g} s: {', '.join(unseen)}"
-            mend = "have the runs on a folder that all nodes share: set MGPU_RUNS to one"
-            found.append(check_results.failed("shared folder", text, mend))
+            fix = "have the runs on a folder that all nodes share: set MGPU_RUNS to one"
+            found.append(check_results.failed("shared folder", text, fix))
         for way, seconds in answer.value["seen"].items():
             if seconds is not None:
                 slowest[way] = max(slowest.get(way, 0.0), seconds)
@@ -130,8 +130,8 @@ def judge_visibility(answers: list[Answer]) -> list[Finding]:
     nodes = names([answer.member for answer in answers])
     text = f"shared folder {folder}: {nodes} see each other's files ({listed} at most)"
     if max(slowest.values()) > SLOW_TO_SEE:
-        mend = "runs work, and what follows them lags: a folder on a faster file system helps, or actimeo of its mount"
-        return [check_results.warning("shared folder", text, mend)]
+        fix = "runs work, and what follows them lags: a folder on a faster file system helps, or actimeo of its mount"
+        return [check_results.warning("shared folder", text, fix)]
     return [check_results.ok("shared folder", text)]
 
 
@@ -211,12 +211,12 @@ def judge_locks(answers: list[Answer]) -> list[Finding]:
 def _judge_lock(kind: str, counted: list[dict[str, Any]], nodes: str) -> Finding:
     problem = next((own["problem"] for own in counted if own["problem"]), "")
     lost = counted[0]["expected"] - counted[0]["total"]
-    mend = "two shells that act on one run at once may disturb each other: use another file system, or one at a time"
+    fix = "two shells that act on one run at once may disturb each other: use another file system, or one at a time"
     if lost:
         text = f"{kind} locks on {nodes} do not keep others out: {lost} of {counted[0]['expected']} counts were lost"
-        return check_results.failed("file locks", text, mend)
+        return check_results.failed("file locks", text, fix)
     if problem:
-        return check_results.warning("file locks", f"{kind} locks on {nodes} do not work: {problem}", mend)
+        return check_results.warning("file locks", f"{kind} locks on {nodes} do not work: {problem}", fix)
     each = max(own["seconds"] for own in counted) / counted[0]["expected"]
     text = f"{kind} locks hold on {nodes}: {counted[0]['expected']} counts by {len(counted)} ranks, {span(each)} each"
     return check_results.ok("file locks", text)

@@ -119,7 +119,7 @@ def test_ill_gpus_are_named_with_their_node(changed: dict[str, Any], level: str,
     assert found.level == level
     assert found.text.startswith("n1: GPU GPU-b (NVIDIA H200)")
     assert words in found.text
-    assert "--exclude n1" in found.mend
+    assert "--exclude n1" in found.fix
 
 
 def test_gpus_that_do_not_know_some_values_are_not_ill() -> None:
@@ -201,7 +201,7 @@ def test_all_reduce() -> None:
     ]
     (found,) = network.judge_gloo(answered(reduced(), reduced(large=6.4)))
     assert found.level == "warning"
-    assert "the fastest interface (eth0 (1 Gb/s), ib0) by GLOO_SOCKET_IFNAME" in found.mend
+    assert "the fastest interface (eth0 (1 Gb/s), ib0) by GLOO_SOCKET_IFNAME" in found.fix
     (found,) = network.judge_gloo(answered(reduced(small=0.7, large=None), reduced(small=0.6, large=None)))
     assert found.text == "all-reduce by gloo, ranks 0-1 on n[1-2]: 1 MB in 700 ms, so 64 MB was not tried"
 
