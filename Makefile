@@ -1,4 +1,4 @@
-.PHONY: demo demo-sweep test chaos check bench clean cluster cluster-deps cluster-env cluster-down
+.PHONY: demo demo-sweep test quick chaos check bench clean cluster cluster-deps cluster-env cluster-down
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -9,6 +9,8 @@ ADVICE = install Python 3.10 or newer with its venv module, or name one: make PY
 
 READY := .venv/ready
 CLUSTER := .cluster/ready
+QUICK := $(addprefix tests/,core request slurm registry submission metrics sweeps/search test_docs.py \
+    test_imports.py)
 
 demo: $(READY)
 	.venv/bin/python -m mgpu_slurm submit --nodes 2
@@ -22,6 +24,10 @@ test: $(READY)
 	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || [ "$$CI" = true ] \
 	    || echo 'The tests of SLURM and of database servers are skipped.'
 	.venv/bin/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
+
+# unit tests only: no cluster, no database server, few processes; under a minute on two cores
+quick: $(READY)
+	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadscope $(QUICK)
 
 # what was done for this commit is not done again; as root, for its SLURM, its small disks and its cut connections
 chaos: $(READY) cluster-deps
