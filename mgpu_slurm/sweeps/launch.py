@@ -25,8 +25,9 @@ from mgpu_slurm.submission.plan import Plan, Request
 from mgpu_slurm.submission.resume_overrides import Change
 from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.search import space as spaces
-from mgpu_slurm.sweeps.search import space_function, sweep_file
-from mgpu_slurm.sweeps.search.space import Space, Values
+from mgpu_slurm.sweeps.search import space_function, sweep_file, sweep_options
+from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary, warm_start
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -178,9 +179,9 @@ def _flags(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_classes(sweep: Sweep) -> None:
     """Check that sampler and pruner take their options; a class of one's own may be only in the run's code."""
-    if sweep.sampler.name in sweep_file.SAMPLERS or sweep.sampler.name.startswith("optuna."):
+    if sweep.sampler.name in sweep_options.SAMPLERS or sweep.sampler.name.startswith("optuna."):
         studies.sampler_of(sweep.sampler, worker=0)
-    if sweep.pruner.name in sweep_file.PRUNERS or sweep.pruner.name.startswith("optuna."):
+    if sweep.pruner.name in sweep_options.PRUNERS or sweep.pruner.name.startswith("optuna."):
         studies.pruner_of(sweep.pruner)
 
 

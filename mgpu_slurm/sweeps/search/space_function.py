@@ -22,8 +22,9 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.submission import config_check
-from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.space import Values, nested
+from mgpu_slurm.sweeps.search import sweep_file, trial_command
+from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.training import entry
 
@@ -96,7 +97,7 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
     """What raises an error where a trial with these values would not start."""
     if sweep.command:
         target.stand_in(folder.code / spec.workdir)
-        return lambda values: sweep_file.check_takes(sweep.command, values)
+        return lambda values: trial_command.check_takes(sweep.command, values)
     job = entry.job_function(spec, folder)
     return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
 

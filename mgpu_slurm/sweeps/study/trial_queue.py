@@ -26,8 +26,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.sweeps.scheduling import samplers
-from mgpu_slurm.sweeps.search.space import Space, Values, label
-from mgpu_slurm.sweeps.search.sweep_file import Pruner, Sampler, Sweep
+from mgpu_slurm.sweeps.search.parameters import Values, label
+from mgpu_slurm.sweeps.search.space import Space
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.study.journal import JournalFile
 from mgpu_slurm.sweeps.study.storage import storage_of

@@ -32,8 +32,9 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spe
 from mgpu_slurm.slurm import commands, job_identity
 from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.scheduling import samplers
-from mgpu_slurm.sweeps.search import budget, space_function, sweep_file
-from mgpu_slurm.sweeps.search.space import Space, Values
+from mgpu_slurm.sweeps.search import budget, space_function, sweep_file, sweep_options, trial_command
+from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import health, recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -196,7 +197,7 @@ class Participant:
         return self._why_over()
 
     def _spent(self) -> str | None:
-        if self.sweep.budget == sweep_file.Budget():
+        if self.sweep.budget == sweep_options.Budget():
             return None
         reason = budget.spent(summary.own_trials(self._study), self.sweep)
         if reason is None and time.monotonic() >= self._next_look_at_hours:
@@ -251,7 +252,7 @@ class Participant:
             hparams.write_start(own.folder, self.sweep, values, own.frozen().distributions)
         self._show(trial=own.number, progress=0, metrics={}, reason="")
         print(f"-- trial {own.number}{again(own.attempt)}: {as_words(values)}", flush=True)
-        words = sweep_file.words_of(self.sweep.command, self.sweep.fixed | values)
+        words = trial_command.words_of(self.sweep.command, self.sweep.fixed | values)
         if words:
             write_whole(own.folder.config, configs.dump_yaml(self.sweep.fixed | values), sync=False)
         return Assignment(own.number, own.attempt, values, words)

@@ -17,8 +17,8 @@ from optuna.trial import Trial, TrialState
 
 from mgpu_slurm.core import layout
 from mgpu_slurm.sweeps.scheduling import samplers
-from mgpu_slurm.sweeps.search import space
-from mgpu_slurm.sweeps.search.sweep_file import Pruner, Sampler
+from mgpu_slurm.sweeps.search import space_parser
+from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.sweeps.sweeps import begin, finish, kill, make, states, study_of, sweep_of, worker
@@ -184,7 +184,7 @@ class TestWhatASamplerIsShown:
             "own": {"float": [0.0, 1.0], "when": {"kind": "bad"}},
             "x": {"float": [0.0, 1.0]},
         }
-        study, conditional = make_study("tpe", 0), space.parse(given, "sweep.yaml")
+        study, conditional = make_study("tpe", 0), space_parser.parse(given, "sweep.yaml")
         for _ in range(60):
             trial = study.ask()
             values = conditional.suggest(trial)

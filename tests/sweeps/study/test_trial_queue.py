@@ -12,7 +12,8 @@ from optuna.pruners import HyperbandPruner, MedianPruner, NopPruner
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Pruner, Sampler, Sweep
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.trial_queue import Worker
 
