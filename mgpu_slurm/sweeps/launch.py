@@ -23,7 +23,8 @@ from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Plan, Request
 from mgpu_slurm.submission.resume_overrides import Change
-from mgpu_slurm.sweeps import hparams
+from mgpu_slurm.sweeps import hparams, optuna_adapter
+from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.search import space as spaces
 from mgpu_slurm.sweeps.search import space_function, sweep_file, sweep_options
 from mgpu_slurm.sweeps.search.parameters import Values
@@ -137,7 +138,7 @@ def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) 
     except BaseException:
         if made_there and not (layout.runs_root() / sweep.study).exists():
             # what lies in a database does not go with the folder
-            studies.delete(made_there[0])
+            optuna_adapter.delete_study(made_there[0])
         raise
     made = submission.plan
     return Started(made.folder, made.spec.executor, submission.job_id, _planned(made, sweep))
@@ -180,9 +181,9 @@ def _flags(values: dict[str, Any]) -> dict[str, Any]:
 def _check_classes(sweep: Sweep) -> None:
     """Check that sampler and pruner take their options; a class of one's own may be only in the run's code."""
     if sweep.sampler.name in sweep_options.SAMPLERS or sweep.sampler.name.startswith("optuna."):
-        studies.sampler_of(sweep.sampler, worker=0)
+        construction.sampler_of(sweep.sampler, worker=0)
     if sweep.pruner.name in sweep_options.PRUNERS or sweep.pruner.name.startswith("optuna."):
-        studies.pruner_of(sweep.pruner)
+        construction.pruner_of(sweep.pruner)
 
 
 def _check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
@@ -505,7 +506,7 @@ def forget(folder: RunFolder) -> None:
     if sweep.storage is None:
         return
     try:
-        studies.delete(studies.load(sweep, folder.journal))
+        optuna_adapter.delete_study(studies.load(sweep, folder.journal))
     except NoStudy:
         # somebody was faster, or was killed between that and its folder
         return

@@ -22,6 +22,7 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.submission import config_check
+from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import nested
@@ -76,7 +77,7 @@ def _problem(folder: RunFolder) -> str | None:
     spec, sweep = read_spec(folder), sweep_file.load(folder.sweep)
     assert isinstance(sweep.space, str)
     workdir = folder.code / spec.workdir
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna_adapter.silence()
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     try:
         takes, choose = _takes(sweep, spec, folder), load(sweep.space, workdir)

@@ -30,7 +30,7 @@ from mgpu_slurm.registry import lookup
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 from mgpu_slurm.slurm import commands, job_identity
-from mgpu_slurm.sweeps import hparams
+from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.search import budget, space_function, sweep_file, sweep_options, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
@@ -459,7 +459,7 @@ class Participant:
         death = recovery.of_attempt(self._folder, attempt) or Death("its worker died")
         has_failed = False
         with locked(self._folder.trials_lock):
-            now = self._study._storage.get_trial(trial._trial_id)
+            now = optuna_adapter.read_trial(self._study, trial)
             is_own = now.state == TrialState.RUNNING and studies.claims(now).get(self._worker.number) == attempt
             if is_own and death.is_trials_fault and self._is_doubtful(now, death.reason):
                 studies.doubt(self._study, now, self._worker, death.reason)

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from mgpu_slurm.core import records, retry
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.sweeps import hparams
+from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -54,7 +54,7 @@ class OwnTrial:
 
     def frozen(self) -> FrozenTrial:
         """As the study has it now."""
-        return self._study._storage.get_trial(self._trial._trial_id)
+        return optuna_adapter.read_trial(self._study, self._trial)
 
     def record(self, event: str, **facts: Any) -> None:
         """Adds to its history."""

@@ -14,7 +14,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
-from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.scheduling import construction, samplers
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker import study_client
 from mgpu_slurm.sweeps.worker.messages import Assignment, BrokenWorker, Leave, SweepFailed
@@ -147,7 +147,7 @@ def do_well(*parts: Participant) -> None:
 def shown(folder: RunFolder) -> list[str]:
     """States of trials as a sampler that learns from failures has them."""
     study = study_of(folder)
-    sampler: Any = studies.sampler_of(sweep_of(folder).sampler, worker=0)
+    sampler: Any = construction.sampler_of(sweep_of(folder).sampler, worker=0)
     return [trial.state.name for trial in sampler._shown(study).get_trials()]
 
 
