@@ -20,6 +20,9 @@ from optuna.storages.journal import BaseJournalBackend
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+FIXED_PARAMS = "fixed_params"
+"""Attribute of a trial that begins with given parameters, as `Study.enqueue_trial` sets it."""
+
 Density: TypeAlias = Callable[[dict[str, Any]], Any]
 """Takes samples by parameter; returns the logarithm of how likely each of them is."""
 

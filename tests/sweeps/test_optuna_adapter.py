@@ -106,6 +106,12 @@ def _overridden(module: ModuleType) -> set[str]:
     return found
 
 
+def test_a_queued_trial_has_its_parameters_in_the_attribute_that_is_read() -> None:
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 1})
+    assert study.trials[0].system_attrs[optuna_adapter.FIXED_PARAMS] == {"x": 1}
+
+
 def test_a_trial_is_read_anew() -> None:
     study = optuna.create_study()
     trial: Trial = study.ask()

@@ -21,6 +21,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.sweeps import optuna_adapter
+from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.scheduling.construction import pruner_of, sampler_of
 from mgpu_slurm.sweeps.search.parameters import Values, label
@@ -109,7 +110,7 @@ def queue(study: Study, points: list[Values]) -> None:
 def queued(study: Study) -> list[Values]:
     """All points that were ever added, as they are kept."""
     trials = study.get_trials(deepcopy=False)
-    return [trial.system_attrs["fixed_params"] for trial in trials if "fixed_params" in trial.system_attrs]
+    return [trial.system_attrs[FIXED_PARAMS] for trial in trials if FIXED_PARAMS in trial.system_attrs]
 
 
 def kept(values: Values) -> Values:
@@ -169,7 +170,7 @@ def _begin(study: Study, worker: Worker, known: Values) -> int:
     attributes: dict[str, Any] = {worker.claim: worker.attempt}
     if known:
         # as of one that was queued
-        attributes["fixed_params"] = kept(known)
+        attributes[FIXED_PARAMS] = kept(known)
     template = create_trial(state=TrialState.RUNNING, system_attrs=attributes)
     return optuna_adapter.create_trial(study, template)
 
