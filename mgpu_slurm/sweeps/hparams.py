@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from mgpu_slurm.core.files import read_jsonl, write_whole
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics import event_writer
-from mgpu_slurm.sweeps.search.space import Choice, Float, Parameter, Space, Values
+from mgpu_slurm.sweeps.search.parameters import Choice, Float, Parameter, Values
+from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study.file_locks import locked
 

@@ -18,7 +18,8 @@ from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.hparams import End
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.space import Space, Values
+from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.trial_queue import Worker

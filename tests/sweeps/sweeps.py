@@ -17,7 +17,7 @@ from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave
-from mgpu_slurm.sweeps.worker.study_client import Participant
+from mgpu_slurm.sweeps.worker.study_client import StudyClient
 
 VALUES: dict[str, Any] = {
     "study": "s",
@@ -51,7 +51,7 @@ def study_of(folder: RunFolder) -> Study:
     return studies.load(sweep_of(folder), folder.journal)
 
 
-def worker(folder: RunFolder, number: int, attempt: int = 1) -> Participant:
+def worker(folder: RunFolder, number: int, attempt: int = 1) -> StudyClient:
     """The worker's part in a new attempt, which this process vouches for."""
     own = folder.of_task(number)
     own.create_task()
@@ -59,7 +59,7 @@ def worker(folder: RunFolder, number: int, attempt: int = 1) -> Participant:
         records.record_event(own, "started", attempt=one, job_id=str(number), nodes=["here"])
     vouched = {"host": os.uname().nodename, "supervisor": [os.getpid(), processes.started_at(os.getpid())]}
     records.update_state(own, state="RUNNING", kind="worker", attempts=attempt, job_id=str(number), **vouched)
-    return Participant(own, Spec("s/0", Target(function="job.py:train"), "local", Resources()), attempt)
+    return StudyClient(own, Spec("s/0", Target(function="job.py:train"), "local", Resources()), attempt)
 
 
 def kill(folder: RunFolder, number: int) -> None:
@@ -67,19 +67,19 @@ def kill(folder: RunFolder, number: int) -> None:
     records.update_state(folder.of_task(number), supervisor=[os.getpid(), 0])
 
 
-def begin(part: Participant) -> Assignment:
+def begin(part: StudyClient) -> Assignment:
     order = part.next(Stop.NO)
     assert isinstance(order, Assignment), order
     return order
 
 
-def leave(part: Participant) -> Leave:
+def leave(part: StudyClient) -> Leave:
     order = part.next(Stop.NO)
     assert isinstance(order, Leave), order
     return order
 
 
-def finish(part: Participant, score: float) -> None:
+def finish(part: StudyClient, score: float) -> None:
     part.complete({"score": score}, {}, step=1, progress=1)
 
 

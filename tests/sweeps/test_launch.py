@@ -16,7 +16,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
-from mgpu_slurm.sweeps import launch
+from mgpu_slurm.sweeps import launch, worker_starts
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.sweeps.sweeps import VALUES, begin, finish, leave, make, states, study_of, worker
 
@@ -127,7 +127,7 @@ def test_a_worker_that_has_said_that_it_leaves_is_waited_for(
         looks.append(seconds)
         records.update_state(folder.of_task(0), state="COMPLETED")
 
-    monkeypatch.setattr(launch.time, "sleep", pause)
+    monkeypatch.setattr(worker_starts.time, "sleep", pause)
     started = extend(trials=2)
     assert (len(looks), started.is_alive) == (1, True)
     assert restarts.asked == [([0], NO_CHANGE)]

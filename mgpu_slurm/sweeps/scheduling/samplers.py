@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, TPESampler
-from optuna.samplers._tpe.sampler import default_gamma
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from mgpu_slurm.sweeps import optuna_adapter
+from mgpu_slurm.sweeps.optuna_adapter import Density, StudyView, TextCmaEs, WeightedTpe
 from mgpu_slurm.sweeps.scheduling import optimizers
 
 OWN_FAULT = "mgpu:own_fault"
@@ -35,8 +36,6 @@ SAFETY = 0.3
 When half of a space fails and the best values lie at its edge, 41 of 100 trials fail without it, 34 with it, and 22
 with a power of 1, which finds worse values.
 """
-
-_Density = Callable[[dict[str, Any]], Any]
 
 
 def learning_from_failures(cls: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,15 +63,22 @@ class _LearnsFromFailures(BaseSampler):
         return super().sample_independent(self._shown(study), trial, param_name, param_distribution)  # type: ignore[safe-super]
 
     def _shown(self, study: Study) -> Any:
-        return study if isinstance(study, _View) else _View(study, self._as_worst)
+        return study if isinstance(study, StudyView) else StudyView(study, lambda trials: self._with_bad(study, trials))
+
+    def _with_bad(self, study: Study, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        bad = {trial.number for trial in trials if OWN_FAULT in trial.system_attrs and trial.state.is_finished()}
+        if not bad:
+            return trials
+        bad -= _innocent(trials, optuna_adapter.study_attributes(study))
+        return self._as_worst(trials, bad, study.direction)
 
     def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
         """Return the trials with those of these numbers as worse than all others."""
         raise NotImplementedError
 
 
-class _Tpe(_LearnsFromFailures, TPESampler):
-    _odds: tuple[_Density, _Density] | None = None
+class _Tpe(_LearnsFromFailures, WeightedTpe):
+    _odds: tuple[Density, Density] | None = None
     """Of the trials that have a value, and of the bad ones."""
 
     def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
@@ -84,29 +90,26 @@ class _Tpe(_LearnsFromFailures, TPESampler):
                 copies[trial.number] = _copied(trial, TrialState.PRUNED)
         return [copies[trial.number] if trial.number in bad else trial for trial in trials]
 
-    def _sample(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
-        ended = study._get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+    def prepare(self, study: Study, search_space: dict[str, BaseDistribution]) -> None:
+        ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         ended = [each for each in ended if search_space.keys() <= each.params.keys()]
         good = list(filter(_has_value, ended))
         bad = [each for each in ended if not _has_value(each)]
         # bad trials stay out of the best share, also while fewer trials than its size have a value
-        asked = vars(self).setdefault("_asked_gamma", self._gamma or default_gamma)
-        self._gamma = lambda count: min(asked(count), len(good))
+        self.limit_best_share(len(good))
         self._odds = None
         if bad:
-            self._odds = self._density(study, search_space, good), self._density(study, search_space, bad)
-        return super()._sample(study, trial, search_space)
+            self._odds = self._odds_of(study, search_space, good), self._odds_of(study, search_space, bad)
 
-    def _density(self, study: Study, search_space: dict[str, BaseDistribution], trials: list[FrozenTrial]) -> _Density:
-        estimator = self._build_parzen_estimator(study, search_space, trials, handle_below=False)
+    def _odds_of(self, study: Study, search_space: dict[str, BaseDistribution], trials: list[FrozenTrial]) -> Density:
+        density = self.density(study, search_space, trials)
         # the estimator's prior counts as one
-        return lambda samples: estimator.log_pdf(samples) + math.log(len(trials) + 1)
+        return lambda samples: density(samples) + math.log(len(trials) + 1)
 
-    def _compute_acquisition_func(self, samples: dict[str, Any], mpe_below: Any, mpe_above: Any) -> Any:
-        gain = super()._compute_acquisition_func(samples, mpe_below, mpe_above)
+    def weigh(self, gain: Any, samples: dict[str, Any]) -> Any:
         if self._odds is None:
             return gain
-        good, bad = (density(samples) for density in self._odds)
+        good, bad = (odds(samples) for odds in self._odds)
         return gain + SAFETY * (good - np.logaddexp(good, bad))
 
 
@@ -128,63 +131,17 @@ class _Gp(_ByValue, GPSampler):
     pass
 
 
-class _Cmaes(_ByValue, CmaEsSampler):
-    """It keeps its optimizer as JSON, where Optuna's own unpickles what a trial's attributes have.
+class _Cmaes(_ByValue, TextCmaEs):
+    """It keeps its optimizer as JSON."""
 
-    Whoever can write to the study's storage would run code in all workers. The methods are private ones of Optuna 5.0.
-    """
+    def to_text(self, optimizer: Any) -> str:
+        return optimizers.to_text(optimizer)
 
-    _optimizer: Any = None
-    """Of the proposal that is being made."""
-
-    def _restore_optimizer(self, completed_trials: list[FrozenTrial]) -> Any:
-        self._optimizer = next(filter(None, map(self._kept, reversed(completed_trials))), None)
-        return self._optimizer
-
-    def _kept(self, trial: FrozenTrial) -> Any:
-        key = self._attr_key_optimizer
-        parts = {name: part for name, part in trial.system_attrs.items() if name.startswith(key)}
-        text = "".join(str(parts.get(f"{key}:{place}", "")) for place in range(len(parts)))
-        return optimizers.from_text(text) if parts else None
-
-    def _init_optimizer(self, *given: Any) -> Any:
-        self._optimizer = super()._init_optimizer(*given)
-        return self._optimizer
-
-    def _split_optimizer_str(self, optimizer_str: str) -> dict[str, str]:
-        # it is given the pickle of that optimizer
-        return super()._split_optimizer_str(optimizers.to_text(self._optimizer))
+    def from_text(self, text: str) -> Any:
+        return optimizers.from_text(text)
 
 
 _LEARNING: dict[type, type] = {TPESampler: _Tpe, GPSampler: _Gp, CmaEsSampler: _Cmaes}
-
-
-class _View:
-    """A study with other trials; everything else is the study's."""
-
-    def __init__(
-        self, study: Study, as_worst: Callable[[Sequence[FrozenTrial], set[int], StudyDirection], list[FrozenTrial]]
-    ) -> None:
-        self._study = study
-        self._as_worst = as_worst
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._study, name)
-
-    def get_trials(self, deepcopy: bool = True, states: Container[TrialState] | None = None) -> list[FrozenTrial]:
-        return self._get_trials(deepcopy, states)
-
-    def _get_trials(
-        self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
-    ) -> list[FrozenTrial]:
-        trials = self._study._get_trials(deepcopy=False, use_cache=use_cache)
-        bad = {trial.number for trial in trials if OWN_FAULT in trial.system_attrs and trial.state.is_finished()}
-        if bad:
-            notes = self._study._storage.get_study_system_attrs(self._study._study_id)
-            bad -= _innocent(trials, notes)
-            trials = self._as_worst(trials, bad, self._study.direction)
-        found = [trial for trial in trials if states is None or trial.state in states]
-        return copy.deepcopy(found) if deepcopy else found
 
 
 def has_failed(trial: FrozenTrial) -> bool:

@@ -22,8 +22,10 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.submission import config_check
-from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.space import Values, nested
+from mgpu_slurm.sweeps import optuna_adapter
+from mgpu_slurm.sweeps.search import sweep_file, trial_command
+from mgpu_slurm.sweeps.search.parameters import Values
+from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.training import entry
 
@@ -75,7 +77,7 @@ def _problem(folder: RunFolder) -> str | None:
     spec, sweep = read_spec(folder), sweep_file.load(folder.sweep)
     assert isinstance(sweep.space, str)
     workdir = folder.code / spec.workdir
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna_adapter.silence()
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     try:
         takes, choose = _takes(sweep, spec, folder), load(sweep.space, workdir)
@@ -96,7 +98,7 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
     """What raises an error where a trial with these values would not start."""
     if sweep.command:
         target.stand_in(folder.code / spec.workdir)
-        return lambda values: sweep_file.check_takes(sweep.command, values)
+        return lambda values: trial_command.check_takes(sweep.command, values)
     job = entry.job_function(spec, folder)
     return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
 

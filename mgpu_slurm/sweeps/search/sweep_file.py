@@ -5,10 +5,8 @@ It is read once on the login node, and again by each worker.
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,120 +14,16 @@ from typing import Any, Literal
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Resources, Spec, check_run_name, resources_from
-from mgpu_slurm.sweeps.search import space as spaces
+from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.space import Space
+from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
+from mgpu_slurm.sweeps.search.trial_command import check_takes, parse_command, places_in
 
 _IS_AN_ERROR = re.compile(r"loss|err|perplexity|(^|_)(ppl|nll|mse|mae|rmse|bpc|wer|cer)($|_)")
-
-SAMPLERS = ["tpe", "random", "grid", "gp", "cmaes"]
-PRUNERS = ["none", "median", "hyperband"]
 
 _DATABASE = re.compile(r"(postgresql|mysql|mariadb)(\+\w+)?://")
 _VARIABLE = re.compile(r"\$\{\w+\}")
 _PASSWORD_OPTION = re.compile(r"[?&](?:password|passwd)=([^&]*)")
-
-# the variable of a shell is no parameter
-_PLACE = re.compile(r"(?<!\$)\{([A-Za-z_][\w.-]*)\}")
-_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-
-
-def _check_choice(name: str, known: list[str]) -> None:
-    if name not in known and not _CLASS.fullmatch(name):
-        raise UserError(f"{name!r}: expected {', '.join(known)}, or package.module.Class{nearest(name, known)}")
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """How trials are chosen."""
-
-    name: str = "tpe"
-    """One of `SAMPLERS`, or the import path of a class of Optuna's kind."""
-    seed: int | None = None
-    """Each worker draws from it numbers of its own; None for other numbers each time."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the class."""
-
-    def __post_init__(self) -> None:
-        _check_choice(self.name, SAMPLERS)
-
-    @property
-    def words(self) -> str:
-        options = {"seed": self.seed} if self.seed is not None else {}
-        told = ", ".join(f"{key} {value}" for key, value in (options | self.options).items())
-        return f"{self.name} ({told})" if told else self.name
-
-
-@dataclass(frozen=True)
-class Pruner:
-    """When a trial is given up. Resources are the `progress` that the job reports."""
-
-    name: str = "none"
-    """One of `PRUNERS`, or the import path of a class of Optuna's kind."""
-    min_resource: int = 1
-    """No trial is given up before it."""
-    max_resource: int | None = None
-    """The progress of a whole trial; hyperband's brackets follow from it."""
-    reduction_factor: int = 3
-    """Of hyperband: of so many trials one gets past a rung."""
-    startup_trials: int = 5
-    """Of median: so many whole trials come first."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of a class that is given by its import path."""
-
-    def __post_init__(self) -> None:
-        _check_choice(self.name, PRUNERS)
-        if self.options and self.name in PRUNERS:
-            raise UserError(f"options: {self.name} has keys of its own: min_resource, max_resource and others")
-        if self.min_resource < 1:
-            raise UserError(f"min_resource {self.min_resource}: progress counts from 1")
-        if self.reduction_factor < 2:
-            raise UserError(f"reduction_factor {self.reduction_factor}: expected at least 2")
-        if self.startup_trials < 0:
-            raise UserError(f"startup_trials {self.startup_trials}: expected 0 or more")
-        if self.name == "hyperband" and self.max_resource is None:
-            raise UserError("hyperband needs max_resource: the progress of a whole trial, such as its epochs")
-        if self.max_resource is not None and self.max_resource <= self.min_resource:
-            raise UserError(f"max_resource {self.max_resource}: expected more than min_resource {self.min_resource}")
-
-    @property
-    def words(self) -> str:
-        if self.name == "none":
-            return "none: every trial comes to its end"
-        if self.name == "median":
-            return f"median, from progress {self.min_resource} on, after {self.startup_trials} whole trials"
-        if self.name != "hyperband":
-            told = ", ".join(f"{key} {value}" for key, value in self.options.items())
-            return f"{self.name} ({told})" if told else self.name
-        return f"hyperband, progress {self.min_resource} to {self.max_resource}, factor {self.reduction_factor}"
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What ends a sweep besides the number of its trials; whichever comes first. None for no such end."""
-
-    hours: float | None = None
-    """From the start of its first worker."""
-    gpu_hours: float | None = None
-    """Of all workers together."""
-    target: float | None = None
-    """A value of the metric that is good enough."""
-    patience: int | None = None
-    """Trials without a better one."""
-
-    def __post_init__(self) -> None:
-        for name in ("hours", "gpu_hours", "patience"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"{name} {value}: expected more than 0")
-
-    def words(self, metric: str) -> str:
-        told = [
-            f"{self.hours:g} hours" if self.hours is not None else "",
-            f"{self.gpu_hours:g} GPU-hours" if self.gpu_hours is not None else "",
-            f"until {metric} is {self.target:g}" if self.target is not None else "",
-            f"until {self.patience} trials bring nothing better" if self.patience is not None else "",
-        ]
-        return ", ".join(filter(None, told))
 
 
 @dataclass(frozen=True)
@@ -264,8 +158,8 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         raise UserError(f"max_retries {keys.max_retries}: expected 0 or more")
     if keys.storage is not None:
         _check_storage(keys.storage)
-    command = _command(keys.job)
-    space = keys.space if isinstance(keys.space, str) else spaces.parse(keys.space, source)
+    command = parse_command(keys.job)
+    space = keys.space if isinstance(keys.space, str) else space_parser.parse(keys.space, source)
     made = Sweep(
         study=keys.study,
         job=None if command else str(keys.job),
@@ -315,18 +209,6 @@ def _check_storage(url: str) -> None:
             )
 
 
-def _command(job: str | dict[str, Any]) -> tuple[str, ...]:
-    """The words of a command; none for a job function."""
-    if isinstance(job, str):
-        return ()
-    if list(job) != ["command"] or not isinstance(job["command"], (str, list)):
-        raise UserError(f"job {job!r}: expected a job function, or {{command: python train.py --lr {{lr}}}}")
-    words = shlex.split(job["command"]) if isinstance(job["command"], str) else [str(word) for word in job["command"]]
-    if not words:
-        raise UserError("job: command: it is empty")
-    return tuple(words)
-
-
 def _trials(keys: _Keys, space: Space | str) -> int | None:
     """How many there may be; of a grid, at most its points."""
     if keys.sampler.name == "grid":
@@ -347,26 +229,10 @@ def _check_names(made: Sweep) -> None:
             raise UserError(f"fixed {name}: it is a parameter of the space too: leave it out of one of them")
     if not made.command:
         return
-    for name in _places(made.command):
+    for name in places_in(made.command):
         if name not in made.fixed and known is not None and name not in known:
             raise UserError(f"job: command: {{{name}}} is no parameter{nearest(name, [*known, *made.fixed])}")
     check_takes(made.command, [*(known or ()), *made.fixed])
-
-
-def check_takes(command: Sequence[str], names: Iterable[str]) -> None:
-    """That these parameters have a place in the command.
-
-    Raises:
-        UserError: one has none.
-    """
-    places = _places(command)
-    for name in names:
-        if name not in places:
-            raise UserError(f"{name}: the command does not take it: write {{{name}}} where it belongs")
-
-
-def _places(command: Sequence[str]) -> set[str]:
-    return {name for word in command for name in _PLACE.findall(word)}
 
 
 def _check_points(made: Sweep) -> None:
@@ -382,23 +248,3 @@ def _check_points(made: Sweep) -> None:
                 raise UserError(f"enqueue {point}: {name!r} is no parameter{nearest(name, list(known))}")
             if not known[name].takes(value):
                 raise UserError(f"enqueue {point}: {name} is {known[name].words}, and never {value!r}")
-
-
-def words_of(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The words of a trial's command; one whose parameter is not there in this trial is left out.
-
-    Left out is the whole word, and the option before it: `--momentum {momentum}`.
-    """
-    found: list[str] = []
-    for word in command:
-        names = _PLACE.findall(word)
-        if all(name in values for name in names):
-            found.append(_PLACE.sub(lambda match: _text(values[match[1]]), word))
-        elif found and word == f"{{{names[0]}}}" and found[-1].startswith("-"):
-            found.pop()
-    return tuple(found)
-
-
-def _text(value: Any) -> str:
-    """As a command line takes it."""
-    return value if isinstance(value, str) else json.dumps(value)

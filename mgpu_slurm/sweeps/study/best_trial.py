@@ -15,7 +15,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import read_spec
-from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 
 
@@ -92,7 +92,7 @@ def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str
         interpreter = os.path.abspath(interpreter) if "/" in interpreter else interpreter
         start, config_file = f"cd {shlex.quote(str(place))} && {interpreter} {rest}", str(trial.config)
     if sweep.command:
-        return f"{start} {flags}-- {shlex.join(sweep_file.words_of(sweep.command, config))}"
+        return f"{start} {flags}-- {shlex.join(trial_command.words_of(sweep.command, config))}"
     return f"{start} {shlex.quote(spec.target.label)} {flags}--config {shlex.quote(config_file)}"
 
 

@@ -27,6 +27,7 @@ from sqlalchemy.pool import NullPool
 from mgpu_slurm.core import retry
 from mgpu_slurm.core.errors import ClusterError, NoStudy, UserError
 from mgpu_slurm.core.retry import Waiting
+from mgpu_slurm.sweeps.optuna_adapter import CreateOnceStorage
 
 CONNECTION_SECONDS = 0.5
 """For so long a connection is kept: long beside the 25 ms that a new one costs, short beside a trial."""
@@ -228,23 +229,12 @@ class Database(BaseStorage):
         return told.replace(self._secret, "***") if self._secret else told
 
 
-class _Rdb(RDBStorage):
-    """Optuna's storage, which by itself creates a second trial when it does not hear that the first one is stored."""
-
+class _Rdb(CreateOnceStorage):
     shown = ""
     """Names the database in errors."""
 
-    def _create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> FrozenTrial:
-        self._is_prepared = False
-        return super()._create_new_trial(study_id, template_trial)
-
-    def _get_prepared_new_trial(self, *given: Any) -> Any:
-        if self._is_prepared:
-            # all statements were taken, so that only the commit has failed: it may have arrived
-            raise _unknown(self.shown, "it was lost when a trial was created")
-        prepared = super()._get_prepared_new_trial(*given)
-        self._is_prepared = True
-        return prepared
+    def creation_lost(self) -> ClusterError:
+        return _unknown(self.shown, "it was lost when a trial was created")
 
 
 def _unknown(shown: str, told: str) -> ClusterError:

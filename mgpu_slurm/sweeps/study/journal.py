@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optuna.exceptions import OptunaError
-from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 
 from mgpu_slurm.core import retry
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.files import cut_torn_tail
 from mgpu_slurm.core.formatting import program
+from mgpu_slurm.sweeps.optuna_adapter import CheckedJournalStorage
 from mgpu_slurm.sweeps.study import journal_lines
 from mgpu_slurm.sweeps.study.file_locks import locked
 
 T = TypeVar("T")
 
 
-class Journal(JournalStorage):
+class Journal(CheckedJournalStorage):
     """Optuna's storage in such a file. If Optuna fails over a record, the error says where that is.
 
     To try each record before Optuna reads it would take twice as long as to read it.
@@ -40,10 +40,9 @@ class Journal(JournalStorage):
         self._file = file
         super().__init__(file)
 
-    def _sync_with_backend(self) -> None:
-        # a private name of Optuna's, by which it reads what is new: without it, its own errors would be seen
+    def read_new(self, read: Callable[[], None]) -> None:
         try:
-            super()._sync_with_backend()
+            read()
         except (MgpuError, OptunaError, OSError):
             raise
         except Exception:

@@ -18,7 +18,7 @@ from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import current_state
-from mgpu_slurm.sweeps import hparams
+from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.file_locks import locked
@@ -113,7 +113,7 @@ def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, s
         fail(study, own, trial, death, sweep, told=reason)
         return True
     records.record_event(own, "lost", reason=reason)
-    study._storage.set_trial_system_attr(trial._trial_id, studies.LOSSES, lost)
+    optuna_adapter.set_trial_attribute(study, trial, studies.LOSSES, lost)
     studies.give_back(study, trial)
     return False
 

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.records import now
+from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -84,7 +85,7 @@ def write(folder: RunFolder, study: Study, sweep: Sweep) -> None:
 
 def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:
     """Whether the sweep file gave its values."""
-    return sweep.sampler.name != "grid" and bool(trial.system_attrs.get("fixed_params")) and trial.value is not None
+    return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and trial.value is not None
 
 
 def described(trial: FrozenTrial, sweep: Sweep) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The study of a sweep: where it is kept, who chooses and who gives up, and the trials that workers take out of it.
+"""The study of a sweep, and the trials that workers take out of it.
 
 A worker takes a trial that waits, which is a step that only one can make, or begins the next one; a lock on a file that
 all workers share keeps their number below what the sweep says, whatever they do at the same moment. What the parameters
@@ -7,27 +7,26 @@ of a trial are is chosen when it begins. One that is given back keeps its number
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optuna
-from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
-from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
-from optuna.samplers import BaseSampler
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.sweeps import optuna_adapter
+from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
-from mgpu_slurm.sweeps.search.space import Space, Values, label
-from mgpu_slurm.sweeps.search.sweep_file import Pruner, Sampler, Sweep
+from mgpu_slurm.sweeps.scheduling.construction import pruner_of, sampler_of
+from mgpu_slurm.sweeps.search.parameters import Values, label
+from mgpu_slurm.sweeps.search.space import Space
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.study.journal import JournalFile
 from mgpu_slurm.sweeps.study.storage import storage_of
@@ -52,15 +51,6 @@ ORIGIN = "mgpu:origin"
 ORIGINS = "mgpu:origins"
 """Of a study: how many such trials it has."""
 
-_SAMPLERS = {
-    "tpe": "optuna.samplers.TPESampler",
-    "random": "optuna.samplers.RandomSampler",
-    # every trial begins with the values of its point, and nothing is left to choose
-    "grid": "optuna.samplers.RandomSampler",
-    "gp": "optuna.samplers.GPSampler",
-    "cmaes": "optuna.samplers.CmaEsSampler",
-}
-
 
 @dataclass(frozen=True)
 class Worker:
@@ -84,7 +74,7 @@ def create(sweep: Sweep, journal: Path) -> Study:
     Raises:
         UserError: the database is not to be had, or has a study of that name.
     """
-    _hush()
+    optuna_adapter.silence()
     try:
         study = optuna.create_study(
             storage=storage_of(sweep, journal, is_new=True), study_name=sweep.study, direction=sweep.direction
@@ -95,10 +85,6 @@ def create(sweep: Sweep, journal: Path) -> Study:
     return study
 
 
-def delete(study: Study) -> None:
-    study._storage.delete_study(study._study_id)
-
-
 def load(sweep: Sweep, journal: Path, worker: Worker | None = None) -> Study:
     """The study as one of its workers has it, with a sampler that draws as no other attempt of any worker does.
 
@@ -106,74 +92,13 @@ def load(sweep: Sweep, journal: Path, worker: Worker | None = None) -> Study:
         worker: None for who looks at it or adds to it, and chooses nothing: the class of a sampler of one's own may be
             nowhere but in the run's code.
     """
-    _hush()
+    optuna_adapter.silence()
     return optuna.load_study(
         storage=storage_of(sweep, journal),
         study_name=sweep.study,
         sampler=None if worker is None else sampler_of(sweep.sampler, worker.number, worker.attempt),
         pruner=None if worker is None else pruner_of(sweep.pruner),
     )
-
-
-def _hush() -> None:
-    """What becomes of trials is told here otherwise."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-
-def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
-    """The sampler of one attempt of a worker.
-
-    Raises:
-        UserError: there is no such class, or it does not take these options.
-    """
-    cls = samplers.learning_from_failures(_class("sampler", _SAMPLERS.get(asked.name, asked.name)))
-    options = dict(asked.options)
-    if asked.seed is not None:
-        # by one seed for all, those that start together would try the same points, and one that comes back its old ones
-        options["seed"] = int(np.random.SeedSequence((asked.seed, worker, attempt)).generate_state(1)[0])
-    made = _made(f"sampler {asked.name}", cls, options)
-    if not isinstance(made, BaseSampler):
-        raise UserError(f"sampler {asked.name}: it is no optuna.samplers.BaseSampler")
-    return made
-
-
-def _made(what: str, cls: Callable[..., Any], options: dict[str, Any]) -> Any:
-    try:
-        with warnings.catch_warnings():
-            # who names such a class, or option, knows
-            warnings.simplefilter("ignore", ExperimentalWarning)
-            return cls(**options)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{what}: {error}: fix its options") from None
-
-
-def _class(kind: str, path: str) -> Callable[..., Any]:
-    module, _, name = path.rpartition(".")
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{kind} {path}: {error}: check the import path") from None
-    return found
-
-
-def pruner_of(asked: Pruner) -> BasePruner:
-    """Return the pruner.
-
-    Raises:
-        UserError: there is no such class, or it does not take these options.
-    """
-    if asked.name == "hyperband":
-        assert asked.max_resource is not None
-        return HyperbandPruner(asked.min_resource, asked.max_resource, asked.reduction_factor)
-    if asked.name == "median":
-        # what is reported at the least resource is looked at already
-        return MedianPruner(n_startup_trials=asked.startup_trials, n_warmup_steps=asked.min_resource)
-    if asked.name == "none":
-        return NopPruner()
-    made = _made(f"pruner {asked.name}", _class("pruner", asked.name), asked.options)
-    if not isinstance(made, BasePruner):
-        raise UserError(f"pruner {asked.name}: it is no optuna.pruners.BasePruner")
-    return made
 
 
 def queue(study: Study, points: list[Values]) -> None:
@@ -185,7 +110,7 @@ def queue(study: Study, points: list[Values]) -> None:
 def queued(study: Study) -> list[Values]:
     """All points that were ever added, as they are kept."""
     trials = study.get_trials(deepcopy=False)
-    return [trial.system_attrs["fixed_params"] for trial in trials if "fixed_params" in trial.system_attrs]
+    return [trial.system_attrs[FIXED_PARAMS] for trial in trials if FIXED_PARAMS in trial.system_attrs]
 
 
 def kept(values: Values) -> Values:
@@ -195,8 +120,7 @@ def kept(values: Values) -> Values:
 
 def begun(study: Study) -> int:
     """How many trials the study has, but for those that it started with."""
-    count: int = study._storage.get_n_trials(study._study_id)
-    return count - int(notes(study).get(ORIGINS, 0))
+    return optuna_adapter.trial_count(study) - int(notes(study).get(ORIGINS, 0))
 
 
 def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back: bool = False) -> Trial | None:
@@ -206,8 +130,8 @@ def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back
         lock: a file that all workers share.
         only_given_back: one that has been begun before, and no other.
     """
-    # as Optuna's own `ask` does: the sampler may have kept the trials as they were
-    study._thread_local.cached_all_trials = None
+    # the sampler may have kept the trials as they were
+    optuna_adapter.forget_cached_trials(study)
     waiting = _take_waiting(study, worker, only_given_back)
     if waiting is not None:
         return Trial(study, waiting)
@@ -218,6 +142,7 @@ def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back
         if sweep.trials is not None and number >= sweep.trials:
             return None
         new = _begin(study, worker, _point(sweep, number))
+    # the sampler chooses here, which may take long
     return Trial(study, new)
 
 
@@ -227,7 +152,7 @@ def synced_once(study: Study) -> Iterator[None]:
 
     A database has each call on its disk, within it too.
     """
-    backend = getattr(study._storage, "_backend", None)
+    backend = optuna_adapter.journal_of(study)
     with backend.synced_once() if isinstance(backend, JournalFile) else nullcontext():
         yield
 
@@ -245,9 +170,9 @@ def _begin(study: Study, worker: Worker, known: Values) -> int:
     attributes: dict[str, Any] = {worker.claim: worker.attempt}
     if known:
         # as of one that was queued
-        attributes["fixed_params"] = kept(known)
+        attributes[FIXED_PARAMS] = kept(known)
     template = create_trial(state=TrialState.RUNNING, system_attrs=attributes)
-    return study._storage.create_new_trial(study._study_id, template_trial=template)
+    return optuna_adapter.create_trial(study, template)
 
 
 def _take_waiting(study: Study, worker: Worker, only_given_back: bool) -> int | None:
@@ -256,17 +181,16 @@ def _take_waiting(study: Study, worker: Worker, only_given_back: bool) -> int | 
     The worker says beforehand that it may have the trial from now on: one that is running always names who runs it,
     also where that one died in the same moment.
     """
-    storage = study._storage
     waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
     if only_given_back:
         waiting = [trial for trial in waiting if was_given_back(trial)]
     for trial in _by_turn(waiting, worker):
         with suppress(UpdateFinishedTrialError):
-            storage.set_trial_system_attr(trial._trial_id, worker.claim, worker.attempt)
-            if storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
-                return trial._trial_id
+            optuna_adapter.set_trial_attribute(study, trial, worker.claim, worker.attempt)
+            if optuna_adapter.set_trial_state(study, trial, TrialState.RUNNING):
+                return optuna_adapter.id_of(trial)
             # somebody else was faster
-            storage.set_trial_system_attr(trial._trial_id, worker.claim, None)
+            optuna_adapter.set_trial_attribute(study, trial, worker.claim, None)
     return None
 
 
@@ -295,9 +219,9 @@ def give_back(study: Study, trial: FrozenTrial) -> None:
     """Queues a running trial again that is not at its end; it goes on under its own number, as nobody's."""
     assert trial.datetime_start is not None
     seconds = trial.system_attrs.get(SECONDS, 0.0) + (datetime.now() - trial.datetime_start).total_seconds()
-    study._storage.set_trial_system_attr(trial._trial_id, SECONDS, seconds)
+    optuna_adapter.set_trial_attribute(study, trial, SECONDS, seconds)
     _disclaim(study, trial)
-    study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+    optuna_adapter.set_trial_state(study, trial, TrialState.WAITING)
 
 
 def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None:
@@ -309,14 +233,14 @@ def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None
         "reason": reason,
         "reports": len(trial.intermediate_values),
     }
-    study._storage.set_trial_system_attr(trial._trial_id, samplers.DOUBT, facts)
+    optuna_adapter.set_trial_attribute(study, trial, samplers.DOUBT, facts)
     give_back(study, trial)
 
 
 def fail(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool = False) -> None:
     """End a trial without a value; `is_own_fault` as for `blame`."""
     blame(study, trial, reason, is_own_fault)
-    study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+    optuna_adapter.set_trial_state(study, trial, TrialState.FAIL)
 
 
 def blame(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool) -> None:
@@ -325,20 +249,20 @@ def blame(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool) -> 
     Args:
         is_own_fault: its own code is the cause, which would end it again: the sampler keeps away from its parameters.
     """
-    study._storage.set_trial_system_attr(trial._trial_id, REASON, reason)
+    optuna_adapter.set_trial_attribute(study, trial, REASON, reason)
     if is_own_fault:
-        study._storage.set_trial_system_attr(trial._trial_id, samplers.OWN_FAULT, True)
+        optuna_adapter.set_trial_attribute(study, trial, samplers.OWN_FAULT, True)
 
 
 def _disclaim(study: Study, trial: FrozenTrial) -> None:
     for number in claims(trial):
-        study._storage.set_trial_system_attr(trial._trial_id, f"{_CLAIM}{number}", None)
+        optuna_adapter.set_trial_attribute(study, trial, f"{_CLAIM}{number}", None)
 
 
 def note(study: Study, key: str, value: Any) -> None:
     """Writes down something about the whole study, which every worker sees before its next trial."""
-    study._storage.set_study_system_attr(study._study_id, key, value)
+    optuna_adapter.set_study_attribute(study, key, value)
 
 
 def notes(study: Study) -> dict[str, Any]:
-    return study._storage.get_study_system_attrs(study._study_id)
+    return optuna_adapter.study_attributes(study)

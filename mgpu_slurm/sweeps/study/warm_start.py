@@ -13,7 +13,8 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.sweeps.search import sweep_file
-from mgpu_slurm.sweeps.search.space import Choice, Float, Int, Parameter, Space, Values, label
+from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, label
+from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies

@@ -27,7 +27,7 @@ from mgpu_slurm.rank.collectives import Agreement
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
-from mgpu_slurm.sweeps.worker.study_client import Ending, Participant
+from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 from mgpu_slurm.training import entry
 from mgpu_slurm.training.entry import Rank
 
@@ -63,18 +63,18 @@ class _Exit:
 class CommandTrainer:
     """Trains by starting the trial's command on every rank."""
 
-    def __init__(self, rank: Rank, stop: StopFlag, agreement: Agreement, participant: Participant | None) -> None:
+    def __init__(self, rank: Rank, stop: StopFlag, agreement: Agreement, client: StudyClient | None) -> None:
         self._rank = rank
         self._stop = stop
         self._agreement = agreement
-        self._participant = participant
+        self._client = client
         is_here = rank.spec.executor == "local" or rank.spec.resources.nodes == 1
         self._address: str = "127.0.0.1" if is_here else agreement.told(lambda: rank.facts.node_name)
         """Of rank 0's node."""
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
         heard = _Heard()
-        with closing(Desk(lambda progress, metrics: self._judge(heard, progress, metrics))) as desk:
+        with closing(Desk(lambda progress, metrics: self._report(heard, progress, metrics))) as desk:
             # served by this process until the children have ended
             port, store = self._rendezvous()
             child = self._start(order, folder, desk, port)
@@ -84,12 +84,12 @@ class CommandTrainer:
             del store
         return _ending(folder, heard, exited, stop)
 
-    def _judge(self, heard: _Heard, progress: int, metrics: dict[str, float]) -> str | None:
-        assert self._participant is not None
+    def _report(self, heard: _Heard, progress: int, metrics: dict[str, float]) -> str | None:
+        assert self._client is not None
         heard.progress = progress
         try:
-            participant = self._participant
-            heard.given_up = undisturbed(lambda: participant.judge(progress, metrics))
+            client = self._client
+            heard.given_up = undisturbed(lambda: client.report(progress, metrics))
         except NoMoreHere as error:
             heard.error, heard.given_up = error, str(error)
         return heard.given_up
@@ -187,7 +187,7 @@ def _ending(folder: RunFolder, heard: _Heard, exited: _Exit, stop: Stop) -> Endi
     return Ending(lambda own: _tell(own, folder, heard, exited))
 
 
-def _tell(own: Participant, folder: RunFolder, heard: _Heard, exited: _Exit) -> None:
+def _tell(own: StudyClient, folder: RunFolder, heard: _Heard, exited: _Exit) -> None:
     """Called on rank 0 alone."""
     if heard.error is not None:
         raise heard.error

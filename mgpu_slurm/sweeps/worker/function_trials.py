@@ -20,7 +20,7 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE
 from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
-from mgpu_slurm.sweeps.worker.study_client import Ending, Participant
+from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 from mgpu_slurm.training import entry
 from mgpu_slurm.training.entry import Rank
 from mgpu_slurm.training.run import Judge, Run
@@ -32,13 +32,13 @@ class FunctionTrainer:
     """Trains by calling the job function, each time with a run of its own."""
 
     def __init__(
-        self, rank: Rank, stop: StopFlag, device: torch.device, agreement: Agreement, participant: Participant | None
+        self, rank: Rank, stop: StopFlag, device: torch.device, agreement: Agreement, client: StudyClient | None
     ) -> None:
         self._rank = rank
         self._stop = stop
         self._device = device
         self._agreement = agreement
-        self._judge = _judge_of(participant)
+        self._report = _report_to(client)
         self._watchdog = entry.watchdog_of(rank)
         self._job = entry.job_function(rank.spec, rank.folder)
 
@@ -52,7 +52,7 @@ class FunctionTrainer:
         facts = self._rank.facts
         before = checkpoints.newest(folder) if facts.rank == 0 else None
         run = Run(
-            facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._judge, self._watchdog
+            facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._report, self._watchdog
         )
         try:
             result = self._call(run, order, folder)
@@ -102,9 +102,9 @@ class FunctionTrainer:
         raise RunStopped(code, "a trial has failed: the ranks start again") from None
 
 
-def _judge_of(participant: Participant | None) -> Judge:
+def _report_to(client: StudyClient | None) -> Judge:
     """Rank 0's own; what goes wrong with the study there is no error of the trial."""
-    return _nobody if participant is None else lambda *report: undisturbed(lambda: participant.judge(*report))
+    return _nobody if client is None else lambda *report: undisturbed(lambda: client.report(*report))
 
 
 def _nobody(progress: int, metrics: dict[str, float]) -> str | None:

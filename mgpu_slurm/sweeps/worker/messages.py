@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mgpu_slurm.sweeps.search.space import Values
+from mgpu_slurm.sweeps.search.parameters import Values
 
 T = TypeVar("T")
 

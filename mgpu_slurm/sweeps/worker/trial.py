@@ -7,37 +7,38 @@ import math
 import time
 from typing import Any
 
-from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from mgpu_slurm.core import records, retry
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.sweeps import hparams
-from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps import hparams, optuna_adapter
+from mgpu_slurm.sweeps.scheduling.scheduler import Decision, Scheduler
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.study.recovery import Death
-from mgpu_slurm.sweeps.study.trial_queue import Worker
 from mgpu_slurm.sweeps.worker.messages import Superseded
+from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 HOPELESS = "hopeless beside the others"
-"""Why the pruner gives a trial up."""
+"""Why the scheduler prunes a trial."""
 
 
-class OwnTrial:
+class WorkerTrial:
     """A trial that is this worker's, from its beginning here to its end here."""
 
-    def __init__(self, study: Study, sweep: Sweep, sweep_folder: RunFolder, worker: Worker, trial: Trial) -> None:
+    def __init__(self, shared: WorkerStudy, scheduler: Scheduler, trial: Trial) -> None:
         self.number = trial.number
-        self.folder = sweep_folder.of_trial(trial.number)
+        self.folder = shared.sweep_folder.of_trial(trial.number)
         self.has_reported = False
         """Whether it has told the study anything new here."""
-        self._study = study
-        self._sweep = sweep
-        self._sweep_folder = sweep_folder
-        self._worker = worker
+        self._study = shared.study
+        # as it was when the trial began, whatever the file says since
+        self._sweep = shared.sweep
+        self._sweep_folder = shared.sweep_folder
+        self._worker = shared.worker
+        self._scheduler = scheduler
         self._trial = trial
         self._began = time.monotonic()
         self._has_parameters = False
@@ -54,7 +55,7 @@ class OwnTrial:
 
     def frozen(self) -> FrozenTrial:
         """As the study has it now."""
-        return self._study._storage.get_trial(self._trial._trial_id)
+        return optuna_adapter.read_trial(self._study, self._trial)
 
     def record(self, event: str, **facts: Any) -> None:
         """Adds to its history."""
@@ -68,8 +69,8 @@ class OwnTrial:
             path = self.folder.parameters
             retry.for_the_disk(lambda: write_json(path, params), path)
 
-    def judge(self, progress: int, value: float) -> str | None:
-        """Tells the study; why the trial is to end, or None where it goes on."""
+    def report(self, progress: int, value: float) -> str | None:
+        """Tell the study; return why the trial is to be pruned, or None if it continues."""
         self.last_value = value
         if not math.isfinite(value):
             return f"{self._sweep.metric} is {value}"
@@ -79,10 +80,7 @@ class OwnTrial:
             self._trial.report(value, progress)
             self._reported.add(progress)
             self.has_reported = True
-        if progress >= (self._sweep.pruner.max_resource or math.inf):
-            # it is at its end: to give it up would save nothing, and tell the sampler less
-            return None
-        return HOPELESS if self._trial.should_prune() else None
+        return HOPELESS if self._scheduler.decide(self._trial, progress) is Decision.PRUNE else None
 
     def _check_is_mine(self) -> None:
         """One that was taken for dead and lives, as on a node that SLURM gave up, has its trial no more."""

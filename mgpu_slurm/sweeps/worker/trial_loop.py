@@ -36,7 +36,7 @@ from mgpu_slurm.sweeps.worker.messages import (
     undisturbed,
 )
 from mgpu_slurm.sweeps.worker.process_reset import Held, Reset, growth, keep_freed_memory
-from mgpu_slurm.sweeps.worker.study_client import Ending, Participant
+from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 from mgpu_slurm.training import entry
 from mgpu_slurm.training.entry import Rank
 
@@ -55,25 +55,25 @@ def serve(rank: Rank, stop: StopFlag) -> None:
     # a context on the GPU would take memory from the commands
     own_device = torch.device("cpu") if rank.spec.target.is_command else None
     with entry.joined(rank, own_device) as device, closing(Agreement(rank.facts, RAISED_TOGETHER)) as agreement:
-        participant = _participant(rank, agreement)
+        client = _client(rank, agreement)
         trainer: Trainer
         if rank.spec.target.is_command:
-            trainer = CommandTrainer(rank, stop, agreement, participant)
+            trainer = CommandTrainer(rank, stop, agreement, client)
         else:
-            trainer = FunctionTrainer(rank, stop, device, agreement, participant)
+            trainer = FunctionTrainer(rank, stop, device, agreement, client)
         with entry.telling_first(rank):
-            WorkerRank(rank, stop, agreement, participant, trainer).serve()
+            WorkerRank(rank, stop, agreement, client, trainer).serve()
 
 
-def _participant(rank: Rank, agreement: Agreement) -> Participant | None:
+def _client(rank: Rank, agreement: Agreement) -> StudyClient | None:
     """Rank 0's; where that fails, all ranks hear of it."""
-    made: list[Participant] = []
+    made: list[StudyClient] = []
 
     def make() -> None:
         keep_freed_memory()
-        participant = Participant(rank.folder, rank.spec, rank.attempt)
-        participant.settle()
-        made.append(participant)
+        client = StudyClient(rank.folder, rank.spec, rank.attempt)
+        client.settle()
+        made.append(client)
 
     agreement.told(make)
     return made[0] if made else None
@@ -83,12 +83,12 @@ class WorkerRank:
     """One rank of a worker."""
 
     def __init__(
-        self, rank: Rank, stop: StopFlag, agreement: Agreement, participant: Participant | None, trainer: Trainer
+        self, rank: Rank, stop: StopFlag, agreement: Agreement, client: StudyClient | None, trainer: Trainer
     ) -> None:
         self._rank = rank
         self._stop = stop
         self._agreement = agreement
-        self._participant = participant
+        self._client = client
         self._trainer = trainer
         self._reset = Reset()
         self._held: Held | None = None
@@ -134,30 +134,30 @@ class WorkerRank:
         folder = self._rank.folder.group.of_trial(order.number)
         retry.for_the_disk(lambda: folder.logs.mkdir(parents=True, exist_ok=True), folder.logs)
         with self._logging_to(folder.rank_log(order.attempt, self._rank.facts.rank)):
-            if self._participant is not None:
+            if self._client is not None:
                 retry.for_the_disk(self._unfinished.touch, self._unfinished)
             return self._trainer.train(order, folder)
 
-    def _told(self, ask: Callable[[Participant], Any]) -> Any:
-        """What rank 0's participant says, on every rank.
+    def _told(self, ask: Callable[[StudyClient], Any]) -> Any:
+        """What rank 0's client says, on every rank.
 
         Raises:
             NoMoreHere: the study cannot be asked, or has no use for these ranks.
         """
 
         def ask_it() -> Any:
-            participant = self._participant
-            assert participant is not None
-            return undisturbed(lambda: ask(participant))
+            client = self._client
+            assert client is not None
+            return undisturbed(lambda: ask(client))
 
         return self._agreement.told(ask_it)
 
     def _leave(self, order: Leave) -> None:
         print(f"mgpu_slurm: {order.reason}", flush=True)
         self._mark_finished()
-        if self._participant is not None and not order.exit_code:
-            self._participant.dismiss()
-            record = {"run": self._rank.folder.run, "result": {"trials": self._participant.ended}, "ended": now()}
+        if self._client is not None and not order.exit_code:
+            self._client.dismiss()
+            record = {"run": self._rank.folder.run, "result": {"trials": self._client.ended}, "ended": now()}
             result = self._rank.folder.result
             retry.for_the_disk(lambda: write_json(result, record), result)
         if order.exit_code == FAILED_EXIT_CODE:
@@ -171,7 +171,7 @@ class WorkerRank:
 
     def _mark_finished(self) -> None:
         """Nothing here is to be started again in its place."""
-        if self._participant is not None:
+        if self._client is not None:
             self._unfinished.unlink(missing_ok=True)
 
     @contextmanager

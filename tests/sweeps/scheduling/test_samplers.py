@@ -16,9 +16,9 @@ from optuna.study import Study
 from optuna.trial import Trial, TrialState
 
 from mgpu_slurm.core import layout
-from mgpu_slurm.sweeps.scheduling import samplers
-from mgpu_slurm.sweeps.search import space
-from mgpu_slurm.sweeps.search.sweep_file import Pruner, Sampler
+from mgpu_slurm.sweeps.scheduling import construction, samplers
+from mgpu_slurm.sweeps.search import space_parser
+from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.sweeps.sweeps import begin, finish, kill, make, states, study_of, sweep_of, worker
@@ -27,10 +27,10 @@ from tests.sweeps.sweeps import begin, finish, kill, make, states, study_of, swe
 def make_study(
     name: str, seed: int, direction: str = "maximize", pruner: Pruner | None = None, **options: Any
 ) -> Study:
-    sampler = studies.sampler_of(Sampler(name, seed, options), worker=0)
+    sampler = construction.sampler_of(Sampler(name, seed, options), worker=0)
     # the brackets of hyperband follow from the name
     return optuna.create_study(
-        study_name=str(seed), sampler=sampler, pruner=studies.pruner_of(pruner or Pruner()), direction=direction
+        study_name=str(seed), sampler=sampler, pruner=construction.pruner_of(pruner or Pruner()), direction=direction
     )
 
 
@@ -184,7 +184,7 @@ class TestWhatASamplerIsShown:
             "own": {"float": [0.0, 1.0], "when": {"kind": "bad"}},
             "x": {"float": [0.0, 1.0]},
         }
-        study, conditional = make_study("tpe", 0), space.parse(given, "sweep.yaml")
+        study, conditional = make_study("tpe", 0), space_parser.parse(given, "sweep.yaml")
         for _ in range(60):
             trial = study.ask()
             values = conditional.suggest(trial)
@@ -261,7 +261,7 @@ class TestWhatCmaesKeeps:
         return trial.params
 
     def ours(self, **options: Any) -> BaseSampler:
-        return studies.sampler_of(Sampler("cmaes", None, {"seed": 5} | options), worker=0)
+        return construction.sampler_of(Sampler("cmaes", None, {"seed": 5} | options), worker=0)
 
     def kept(self, study: Study) -> list[dict[str, Any]]:
         """What trials keep of the optimizer, by trial."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as some
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request.config import parse_yaml
-from mgpu_slurm.sweeps.search import space
-from mgpu_slurm.sweeps.search.space import Choice, Float, Int, Space, Values
+from mgpu_slurm.sweeps.search import space, space_parser
+from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Values
+from mgpu_slurm.sweeps.search.space import Space
 
 FILE = "sweep.yaml"
 
@@ -28,7 +29,7 @@ nesterov: {choice: [true, false], when: {optimizer: sgd, width: [32, 64]}}
 
 
 def parse(text: str) -> Space:
-    return space.parse(parse_yaml(text, FILE), FILE)
+    return space_parser.parse(parse_yaml(text, FILE), FILE)
 
 
 def drawn(made: Space, trials: int = 200) -> list[Values]:
@@ -149,7 +150,7 @@ def test_the_last_step_is_the_end_of_a_range(low: int, size: int, step: int, is_
     # as somebody writes them: 0.3
     numbers: list[Any] = [number / parts if is_float else number for number in (low, low + size, step)]
     options: dict[str, Any] = {kind: numbers[:2], "step": numbers[2]}
-    made = space.parse({"x": options}, FILE)
+    made = space_parser.parse({"x": options}, FILE)
     trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
     value = made.suggest(trial)["x"]
     assert any(abs(value - point["x"]) < 1e-9 for point in made.grid())

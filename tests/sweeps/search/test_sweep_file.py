@@ -11,9 +11,10 @@ import pytest
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request.config import merge, parse_overrides, parse_yaml, read_yaml
 from mgpu_slurm.request.spec import Resources
-from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.space import Space
-from mgpu_slurm.sweeps.search.sweep_file import Budget, Pruner, Sampler, Sweep
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
 
 FILE = "sweep.yaml"
 
@@ -113,7 +114,7 @@ class TestCommands:
     def test_a_command_takes_what_it_names(self) -> None:
         made = parse(COMMAND)
         assert (made.job, made.command) == (None, ("python", "train.py", "--lr", "{lr}"))
-        assert sweep_file.words_of(made.command, {"lr": 0.25}) == ("python", "train.py", "--lr", "0.25")
+        assert trial_command.words_of(made.command, {"lr": 0.25}) == ("python", "train.py", "--lr", "0.25")
 
     @pytest.mark.parametrize(
         ("values", "words"),
@@ -126,11 +127,11 @@ class TestCommands:
     )
     def test_a_parameter_that_is_not_there_takes_its_option_with_it(self, values: dict[str, Any], words: str) -> None:
         command = ["python", "t.py", "--lr={lr}", "--m", "{m}", "o:{o}", "--last"]
-        assert " ".join(sweep_file.words_of(command, values)) == words
+        assert " ".join(trial_command.words_of(command, values)) == words
 
     def test_braces_that_are_no_place_stay(self) -> None:
         words = ["sh", "-c", "echo ${HOME} {} { {1} {lr}"]
-        assert sweep_file.words_of(words, {"lr": 2})[2] == "echo ${HOME} {} { {1} 2"
+        assert trial_command.words_of(words, {"lr": 2})[2] == "echo ${HOME} {} { {1} 2"
         assert parse(LEAST | {"job": {"command": words}}).command == tuple(words)
 
 

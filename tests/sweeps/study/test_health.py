@@ -14,11 +14,11 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
-from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.scheduling import construction, samplers
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker import study_client
 from mgpu_slurm.sweeps.worker.messages import Assignment, BrokenWorker, Leave, SweepFailed
-from mgpu_slurm.sweeps.worker.study_client import Participant
+from mgpu_slurm.sweeps.worker.study_client import StudyClient
 from mgpu_slurm.sweeps.worker.trial import HOPELESS
 from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 
@@ -43,7 +43,7 @@ class TestCommonFailures:
         part = worker(folder, 0)
         for number in range(5):
             begin(part)
-            assert part.judge(1, {"scores": 0.5}) is None
+            assert part.report(1, {"scores": 0.5}) is None
             said = "the job neither reports nor returns the metric 'score' (did you mean 'scores'?)"
             with pytest.raises(SweepFailed) if number == 4 else nullcontext() as ended:
                 part.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
@@ -71,7 +71,7 @@ class TestCommonFailures:
         folder = make(tmp_path, trials=9)
         well, broken = worker(folder, 0), worker(folder, 1)
         begin(well)
-        assert well.judge(1, {"score": 0.9}) is None
+        assert well.report(1, {"score": 0.9}) is None
         for _ in range(3):
             begin(broken)
             broken.fail("OSError: no GPU")
@@ -88,7 +88,7 @@ class TestCommonFailures:
         fail(broken, 2)
         for _ in range(3):
             assert broken.next(Stop.NO) is None
-            broken._waits_until = 0.0
+            broken._health._waits_until = 0.0
             fail(broken)
         with pytest.raises(SweepFailed, match="all of the first 6 trials failed alike: OSError: no GPU"):
             silent.fail("OSError: no GPU")
@@ -132,13 +132,13 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study_client, "PAUSE", 0.0)
 
 
-def fail(part: Participant, count: int = 1, reason: str = "OSError: no GPU") -> None:
+def fail(part: StudyClient, count: int = 1, reason: str = "OSError: no GPU") -> None:
     for _ in range(count):
         begin(part)
         part.fail(reason)
 
 
-def do_well(*parts: Participant) -> None:
+def do_well(*parts: StudyClient) -> None:
     for part in parts:
         begin(part)
         finish(part, 0.5)
@@ -147,7 +147,7 @@ def do_well(*parts: Participant) -> None:
 def shown(folder: RunFolder) -> list[str]:
     """States of trials as a sampler that learns from failures has them."""
     study = study_of(folder)
-    sampler: Any = studies.sampler_of(sweep_of(folder).sampler, worker=0)
+    sampler: Any = construction.sampler_of(sweep_of(folder).sampler, worker=0)
     return [trial.state.name for trial in sampler._shown(study).get_trials()]
 
 
@@ -164,7 +164,7 @@ class TestWaitingForNews:
         state = records.read_state(folder.of_task(1))
         assert ("waits for news of other workers" in state["reason"], state["trial"]) == (True, None)
         assert broken.next(Stop.END) == Leave(TERMINATED_EXIT_CODE, "asked to end")
-        silent.judge(1, {"score": 0.5})
+        silent.report(1, {"score": 0.5})
         assert begin(broken).number == 3
         assert records.read_state(folder.of_task(1))["reason"] == ""
 
@@ -199,7 +199,7 @@ class TestWaitingForNews:
         fail(broken, 2)
         assert broken.next(Stop.NO) is None
         kill(folder, 0)
-        broken._next_look = 0.0
+        broken._shared._next_look = 0.0
         # the last look was long ago
         os.utime(folder.looks, (0, 0))
         assert broken.next(Stop.NO) is None
@@ -219,7 +219,7 @@ class TestWaitingForNews:
         fail(broken, 2)
         for _ in range(2):
             assert broken.next(Stop.NO) is None
-            broken._waits_until = 0.0
+            broken._health._waits_until = 0.0
             fail(broken)
 
     def test_is_no_time_for_a_trial(self, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ class TestWaitingForNews:
         fail(worker(folder, 1), 2)
         broken = worker(folder, 1, attempt=2)
         assert broken.next(Stop.NO) is None
-        silent.judge(1, {"score": 0.5})
+        silent.report(1, {"score": 0.5})
         begin(broken)
         broken.give_back(is_late=True, has_saved=False)
         assert states(folder)[3] == "WAITING"
@@ -255,7 +255,7 @@ class TestABrokenNode:
         assert (again.number, again.values, again.attempt) == (6, values, 2)
         # that it runs says nothing yet
         assert broken.next(Stop.NO) is None
-        well[0].judge(1, {"score": 0.5})
+        well[0].report(1, {"score": 0.5})
         with pytest.raises(BrokenWorker, match="trial 6 failed here, and does well elsewhere: OSError: no GPU"):
             broken.next(Stop.NO)
         finish(well[0], 0.5)
@@ -269,13 +269,13 @@ class TestABrokenNode:
         do_well(well)
         fail(broken, 2)
         begin(broken)
-        broken.judge(1, {"score": 0.5})
+        broken.report(1, {"score": 0.5})
         broken.fail("OSError: no GPU")
         begin(well)
         # from its checkpoint, or from the start
-        well.judge(1, {"score": 0.5})
+        well.report(1, {"score": 0.5})
         assert broken.next(Stop.NO) is None
-        well.judge(2, {"score": 0.5})
+        well.report(2, {"score": 0.5})
         with pytest.raises(BrokenWorker):
             broken.next(Stop.NO)
 
@@ -285,7 +285,7 @@ class TestABrokenNode:
         do_well(other)
         fail(unlucky, 3)
         assert begin(other).number == 3
-        other.judge(1, {"score": float("nan")})
+        other.report(1, {"score": float("nan")})
         other.prune("score is nan", 1)
         assert begin(unlucky).number == 4
 
@@ -295,7 +295,7 @@ class TestABrokenNode:
         do_well(well)
         fail(broken, 3)
         begin(well)
-        well.judge(1, {"score": 0.5})
+        well.report(1, {"score": 0.5})
         with pytest.raises(BrokenWorker):
             broken.next(Stop.NO)
         # TPE learns from failed trials that it sees as pruned
@@ -398,11 +398,11 @@ class TestGivingUp:
         part = worker(folder, 0)
         begin(part)
         for progress in (1, 2, 3):
-            assert part.judge(progress, {"score": 0.9}) is None
+            assert part.report(progress, {"score": 0.9}) is None
         finish(part, 0.9)
         begin(part)
-        assert part.judge(2, {"score": 0.1}) == HOPELESS
-        assert part.judge(3, {"score": 0.1}) is None
+        assert part.report(2, {"score": 0.1}) == HOPELESS
+        assert part.report(3, {"score": 0.1}) is None
 
     def test_a_sweep_of_which_nothing_came_has_failed(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=1, workers=1)

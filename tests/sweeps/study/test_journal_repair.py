@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     part = worker(made, 0)
     for _ in range(3):
         x = begin(part).values["x"]
-        part.judge(1, {"score": x})
+        part.report(1, {"score": x})
         finish(part, x)
     begin(part)
     return made

@@ -16,6 +16,7 @@ import pytest
 from optuna.trial import Trial, TrialState
 
 from mgpu_slurm.core.errors import ClusterError, UserError
+from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
@@ -439,8 +440,8 @@ def test_sampler_and_pruner_decide_as_they_do_in_memory(place: Place, pruner: di
     study = optuna.create_study(
         study_name=made.study,
         direction=made.direction,
-        sampler=studies.sampler_of(made.sampler, 0),
-        pruner=studies.pruner_of(made.pruner),
+        sampler=construction.sampler_of(made.sampler, 0),
+        pruner=construction.pruner_of(made.pruner),
     )
     expected = decisions(study, made, study.ask)
     assert {True, False} <= {decided for decided in expected if isinstance(decided, bool)}

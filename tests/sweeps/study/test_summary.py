@@ -33,7 +33,7 @@ def test_trials_are_told_as_the_job_has_got_them(tmp_path: Path) -> None:
     part = worker(folder, 0)
     for score in (0.5, float("nan")):
         begin(part)
-        part.judge(1, {"score": 0.25})
+        part.report(1, {"score": 0.25})
         finish(part, score)
     leave(part)
     told = files.read_json(folder.summary)

@@ -32,7 +32,7 @@ def run_worker(folder: RunFolder, number: int) -> list[int]:
     part = worker(folder, number)
     done = []
     while not isinstance(order := part.next(Stop.NO), Leave):
-        part.judge(1, {"score": order.values["x"]})
+        part.report(1, {"score": order.values["x"]})
         finish(part, order.values["x"])
         done.append(order.number)
     return done
@@ -107,11 +107,11 @@ def test_what_was_left_out_of_a_summary_is_told_with_the_next_report(tmp_path: P
     begin(part)
     finish(part, 0.5)
     # as if it had taken long
-    part._summary_took = 3600.0
+    part._shared._summary_took = 3600.0
     begin(part)
     assert files.read_json(folder.summary)["trials"]["COMPLETE"] == 0
-    part._summary_took = 0.0
-    part.judge(1, {"score": 0.5})
+    part._shared._summary_took = 0.0
+    part.report(1, {"score": 0.5})
     assert files.read_json(folder.summary)["trials"]["COMPLETE"] == 1
 
 
@@ -153,10 +153,10 @@ class TestMetrics:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)
-        part.judge(1, {"score": 0.25})
-        part.judge(2, {"score": 0.5})
+        part.report(1, {"score": 0.25})
+        part.report(2, {"score": 0.5})
         # a report that has something else to tell
-        part.judge(3, last)
+        part.report(3, last)
         part.complete(result, last, step=3, progress=2)
         assert study_of(folder).trials[0].value == value
 
@@ -165,7 +165,7 @@ class TestMetrics:
         first, other = worker(folder, 0), worker(folder, 1)
         begin(first)
         begin(other)
-        assert first.judge(1, {"scores": 0.5}) is None
+        assert first.report(1, {"scores": 0.5}) is None
         said = "the job has not reported 'score' (did you mean 'scores'?) yet"
         assert records.read_state(folder.of_task(0))["reason"] == said
         first.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
@@ -178,8 +178,8 @@ class TestMetrics:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)
-        part.judge(1, {"loss": 0.5})
-        part.judge(2, {"loss": 0.5, "score": 0.5})
+        part.report(1, {"loss": 0.5})
+        part.report(2, {"loss": 0.5, "score": 0.5})
         assert records.read_state(folder.of_task(0))["reason"] == ""
 
     def test_a_report_without_it_is_none_to_the_pruner(self, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ class TestMetrics:
         part = worker(folder, 0)
         for score in (0.5, 0.1):
             begin(part)
-            found = [part.judge(at, {"score": score} if at % 3 == 0 else {"loss": 1.0}) for at in range(1, 7)]
+            found = [part.report(at, {"score": score} if at % 3 == 0 else {"loss": 1.0}) for at in range(1, 7)]
             assert found == ([None] * 6 if score == 0.5 else [None, None, HOPELESS, None, None, HOPELESS])
             part.complete({}, {}, step=1, progress=6)
         assert [trial.intermediate_values for trial in study_of(folder).trials] == [{3: 0.5, 6: 0.5}, {3: 0.1, 6: 0.1}]
@@ -198,7 +198,7 @@ class TestMetrics:
         for result in ({"score": 0.0}, {"value": 0.0}, {}):
             part = worker(folder, 0)
             begin(part)
-            part.judge(3, {"score": 0.75})
+            part.report(3, {"score": 0.75})
             part.give_back(is_late=False, has_saved=True)
             begin(part)
             part.complete(result, {"score": 0.75}, step=3, progress=3, has_trained=False)
@@ -212,7 +212,7 @@ class TestMetrics:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)
-        assert part.judge(1, {"score": value}) == f"score is {value}"
+        assert part.report(1, {"score": value}) == f"score is {value}"
         part.prune(f"score is {value}", 1)
         begin(part)
         part.complete({"score": value}, {}, step=1, progress=1)
@@ -228,10 +228,10 @@ def test_the_pruner_hears_each_progress_once_and_its_word_is_the_end(tmp_path: P
     folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1})
     part = worker(folder, 0)
     begin(part)
-    assert [part.judge(progress, {"score": 1.0}) for progress in (1, 2)] == [None, None]
+    assert [part.report(progress, {"score": 1.0}) for progress in (1, 2)] == [None, None]
     finish(part, 1.0)
     begin(part)
-    assert part.judge(1, {"score": 0.1}) == HOPELESS
+    assert part.report(1, {"score": 0.1}) == HOPELESS
     part.prune(HOPELESS, 1)
     assert states(folder)[:2] == ["COMPLETE", "PRUNED"]
     assert study_of(folder).trials[1].value == 0.1
@@ -264,14 +264,14 @@ class TestAskedToLeave:
         folder = make(tmp_path)
         first = worker(folder, 0)
         before = begin(first)
-        first.judge(1, {"score": 0.5})
+        first.report(1, {"score": 0.5})
         first.give_back(is_late=True, has_saved=True)
         other = worker(folder, 1)
         again = begin(other)
         assert (again.number, again.values, again.attempt) == (before.number, before.values, 2)
         # what came after the checkpoint comes again
-        other.judge(1, {"score": 0.6})
-        other.judge(2, {"score": 0.7})
+        other.report(1, {"score": 0.6})
+        other.report(2, {"score": 0.7})
         finish(other, 0.7)
         assert study_of(folder).trials[0].intermediate_values == {1: 0.5, 2: 0.7}
         assert studies.LOSSES not in study_of(folder).trials[0].system_attrs
@@ -324,7 +324,7 @@ class TestBudgets:
         parts = [worker(folder, number) for number in range(2)]
         for part in parts:
             begin(part)
-        parts[1].judge(1, {"score": 0.99})
+        parts[1].report(1, {"score": 0.99})
         finish(parts[0], 0.95)
         parts[1].give_back(is_late=True, has_saved=True)
         told = sweep_state.summary_of(folder)
@@ -379,7 +379,7 @@ class TestDeaths:
         kill(folder, 0)
         begin(other)
         for speaks in (
-            lambda: alive.judge(1, {"score": 0.1}),
+            lambda: alive.report(1, {"score": 0.1}),
             lambda: finish(alive, 0.1),
             lambda: alive.fail("ValueError: late"),
             lambda: alive.give_back(is_late=True, has_saved=True),
@@ -412,7 +412,7 @@ class TestDeaths:
         wanted = studies.Worker(0, 1).claim
         study._storage.set_trial_system_attr(study.trials[mine.number]._trial_id, wanted, 1)
         worker(folder, 0, attempt=2).settle()
-        assert other.judge(1, {"score": 0.5}) is None
+        assert other.report(1, {"score": 0.5}) is None
         finish(other, 0.5)
         assert study_of(folder).trials[mine.number].state.name == "COMPLETE"
 
@@ -482,7 +482,7 @@ class TestADiskThatIsFull:
             real(source, target)
 
         monkeypatch.setattr("os.replace", full)
-        part.judge(1, {"score": 0.5})
+        part.report(1, {"score": 0.5})
         finish(part, 0.5)
         assert {"state.json", "result.json"} <= set(refused)
         assert files.read_json(folder.of_trial(0).result)["value"] == 0.5

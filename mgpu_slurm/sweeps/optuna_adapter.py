@@ -1,0 +1,215 @@
+"""Everything that this package takes from Optuna besides its public names.
+
+Optuna may change these names in any version. The module was written against Optuna 5.0.0, and 5.0 is the oldest version
+that it aims for; its test checks that each private name is there. No other module uses one.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Container
+from typing import Any, TypeAlias
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import CmaEsSampler, TPESampler
+from optuna.samplers._tpe.sampler import default_gamma
+from optuna.storages import JournalStorage, RDBStorage
+from optuna.storages.journal import BaseJournalBackend
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+FIXED_PARAMS = "fixed_params"
+"""Attribute of a trial that begins with given parameters, as `Study.enqueue_trial` sets it."""
+
+Density: TypeAlias = Callable[[dict[str, Any]], Any]
+"""Takes samples by parameter; returns the logarithm of how likely each of them is."""
+
+
+def silence() -> None:
+    """Let Optuna print warnings only: what becomes of trials is printed by this package."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+# -- studies
+
+
+def delete_study(study: Study) -> None:
+    study._storage.delete_study(study._study_id)
+
+
+def study_attributes(study: Study) -> dict[str, Any]:
+    return study._storage.get_study_system_attrs(study._study_id)
+
+
+def set_study_attribute(study: Study, key: str, value: Any) -> None:
+    study._storage.set_study_system_attr(study._study_id, key, value)
+
+
+def journal_of(study: Study) -> BaseJournalBackend | None:
+    """Return the backend of the study's journal; None if the study is kept in a database."""
+    backend: BaseJournalBackend | None = getattr(study._storage, "_backend", None)
+    return backend
+
+
+def forget_cached_trials(study: Study) -> None:
+    """Let the next sampler read the trials anew, as `Study.ask` does."""
+    study._thread_local.cached_all_trials = None
+
+
+# -- trials
+
+
+def trial_count(study: Study) -> int:
+    """Return how many trials the study has in all states, without reading them."""
+    count: int = study._storage.get_n_trials(study._study_id)
+    return count
+
+
+def create_trial(study: Study, template: FrozenTrial) -> int:
+    """Create a trial like the template, and return its id."""
+    return study._storage.create_new_trial(study._study_id, template_trial=template)
+
+
+def id_of(trial: FrozenTrial) -> int:
+    return trial._trial_id
+
+
+def read_trial(study: Study, trial: Trial | FrozenTrial) -> FrozenTrial:
+    """Return the trial as the study has it now."""
+    return study._storage.get_trial(trial._trial_id)
+
+
+def set_trial_attribute(study: Study, trial: FrozenTrial, key: str, value: Any) -> None:
+    study._storage.set_trial_system_attr(trial._trial_id, key, value)
+
+
+def set_trial_state(study: Study, trial: FrozenTrial, state: TrialState) -> bool:
+    """Set the state; return False for a trial that was to be started and that another worker has started."""
+    return study._storage.set_trial_state_values(trial._trial_id, state)
+
+
+# -- storages
+
+
+class CheckedJournalStorage(JournalStorage):
+    """Optuna's journal, of which a subclass handles the errors in reading what others have appended."""
+
+    @abstractmethod
+    def read_new(self, read: Callable[[], None]) -> None:
+        """Call `read`, by which Optuna reads what is new."""
+
+    def _sync_with_backend(self) -> None:
+        self.read_new(super()._sync_with_backend)
+
+
+class CreateOnceStorage(RDBStorage):
+    """Optuna's storage, which by itself creates a second trial when it does not hear that the first one is stored."""
+
+    @abstractmethod
+    def creation_lost(self) -> Exception:
+        """Return the error to raise when nobody knows whether a new trial is stored."""
+
+    def _create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> FrozenTrial:
+        self._is_prepared = False
+        return super()._create_new_trial(study_id, template_trial)
+
+    def _get_prepared_new_trial(self, *given: Any) -> Any:
+        if self._is_prepared:
+            # all statements were taken, so that only the commit has failed: it may have arrived
+            raise self.creation_lost()
+        prepared = super()._get_prepared_new_trial(*given)
+        self._is_prepared = True
+        return prepared
+
+
+# -- samplers
+
+
+class StudyView:
+    """A study that shows a sampler other trials; everything else is the study's."""
+
+    def __init__(self, study: Study, shown: Callable[[list[FrozenTrial]], list[FrozenTrial]]) -> None:
+        """
+        Args:
+            shown: takes the study's trials and returns those to show.
+        """
+        self._study = study
+        self._shown = shown
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._study, name)
+
+    def get_trials(self, deepcopy: bool = True, states: Container[TrialState] | None = None) -> list[FrozenTrial]:
+        return self._get_trials(deepcopy, states)
+
+    def _get_trials(
+        self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
+    ) -> list[FrozenTrial]:
+        trials = self._shown(self._study._get_trials(deepcopy=False, use_cache=use_cache))
+        found = [trial for trial in trials if states is None or trial.state in states]
+        return copy.deepcopy(found) if deepcopy else found
+
+
+class WeightedTpe(TPESampler):
+    """TPE of which a subclass limits the best share of trials and weighs the gain of samples."""
+
+    @abstractmethod
+    def prepare(self, study: Study, search_space: dict[str, BaseDistribution]) -> None:
+        """Get ready for a proposal."""
+
+    @abstractmethod
+    def weigh(self, gain: Any, samples: dict[str, Any]) -> Any:
+        """Return the gain by which the best of the samples is chosen."""
+
+    def limit_best_share(self, limit: int) -> None:
+        """Let at most this many trials be among the best, from which TPE draws."""
+        asked = vars(self).setdefault("_asked_gamma", self._gamma or default_gamma)
+        self._gamma = lambda count: min(asked(count), limit)
+
+    def density(self, study: Study, search_space: dict[str, BaseDistribution], trials: list[FrozenTrial]) -> Density:
+        """Return the density of the trials' parameters."""
+        return self._build_parzen_estimator(study, search_space, trials, handle_below=False).log_pdf
+
+    def _sample(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+        self.prepare(study, search_space)
+        return super()._sample(study, trial, search_space)
+
+    def _compute_acquisition_func(self, samples: dict[str, Any], mpe_below: Any, mpe_above: Any) -> Any:
+        return self.weigh(super()._compute_acquisition_func(samples, mpe_below, mpe_above), samples)
+
+
+class TextCmaEs(CmaEsSampler):
+    """CMA-ES whose optimizer a subclass keeps as text; Optuna itself unpickles it from attributes of trials.
+
+    By a pickle, whoever can write to the study's storage would run code in all workers.
+    """
+
+    _optimizer: Any = None
+    """Of the proposal that is being made."""
+
+    @abstractmethod
+    def to_text(self, optimizer: Any) -> str: ...
+
+    @abstractmethod
+    def from_text(self, text: str) -> Any:
+        """Return the optimizer; None if the text is that of none."""
+
+    def _restore_optimizer(self, completed_trials: list[FrozenTrial]) -> Any:
+        self._optimizer = next(filter(None, map(self._kept, reversed(completed_trials))), None)
+        return self._optimizer
+
+    def _kept(self, trial: FrozenTrial) -> Any:
+        key = self._attr_key_optimizer
+        parts = {name: part for name, part in trial.system_attrs.items() if name.startswith(key)}
+        text = "".join(str(parts.get(f"{key}:{place}", "")) for place in range(len(parts)))
+        return self.from_text(text) if parts else None
+
+    def _init_optimizer(self, *given: Any) -> Any:
+        self._optimizer = super()._init_optimizer(*given)
+        return self._optimizer
+
+    def _split_optimizer_str(self, optimizer_str: str) -> dict[str, str]:
+        # it is given the pickle of that optimizer
+        return super()._split_optimizer_str(self.to_text(self._optimizer))

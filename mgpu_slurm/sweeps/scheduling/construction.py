@@ -1,0 +1,82 @@
+"""Making the sampler and the pruner that a sweep file names."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from optuna.exceptions import ExperimentalWarning
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
+from optuna.samplers import BaseSampler
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
+
+_SAMPLERS = {
+    "tpe": "optuna.samplers.TPESampler",
+    "random": "optuna.samplers.RandomSampler",
+    # every trial begins with the values of its point, and nothing is left to choose
+    "grid": "optuna.samplers.RandomSampler",
+    "gp": "optuna.samplers.GPSampler",
+    "cmaes": "optuna.samplers.CmaEsSampler",
+}
+
+
+def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
+    """The sampler of one attempt of a worker.
+
+    Raises:
+        UserError: there is no such class, or it does not take these options.
+    """
+    cls = samplers.learning_from_failures(_class("sampler", _SAMPLERS.get(asked.name, asked.name)))
+    options = dict(asked.options)
+    if asked.seed is not None:
+        # by one seed for all, those that start together would try the same points, and one that comes back its old ones
+        options["seed"] = int(np.random.SeedSequence((asked.seed, worker, attempt)).generate_state(1)[0])
+    made = _made(f"sampler {asked.name}", cls, options)
+    if not isinstance(made, BaseSampler):
+        raise UserError(f"sampler {asked.name}: it is no optuna.samplers.BaseSampler")
+    return made
+
+
+def _made(what: str, cls: Callable[..., Any], options: dict[str, Any]) -> Any:
+    try:
+        with warnings.catch_warnings():
+            # who names such a class, or option, knows
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            return cls(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what}: {error}: fix its options") from None
+
+
+def _class(kind: str, path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{kind} {path}: {error}: check the import path") from None
+    return found
+
+
+def pruner_of(asked: Pruner) -> BasePruner:
+    """Return the pruner.
+
+    Raises:
+        UserError: there is no such class, or it does not take these options.
+    """
+    if asked.name == "hyperband":
+        assert asked.max_resource is not None
+        return HyperbandPruner(asked.min_resource, asked.max_resource, asked.reduction_factor)
+    if asked.name == "median":
+        # what is reported at the least resource is looked at already
+        return MedianPruner(n_startup_trials=asked.startup_trials, n_warmup_steps=asked.min_resource)
+    if asked.name == "none":
+        return NopPruner()
+    made = _made(f"pruner {asked.name}", _class("pruner", asked.name), asked.options)
+    if not isinstance(made, BasePruner):
+        raise UserError(f"pruner {asked.name}: it is no optuna.pruners.BasePruner")
+    return made

@@ -1,0 +1,41 @@
+"""Deciding at each report of a trial whether it continues."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from enum import Enum
+
+from optuna.trial import Trial
+
+
+class Decision(Enum):
+    """What becomes of a trial that has reported."""
+
+    CONTINUE = "continue"
+    PRUNE = "prune"
+
+
+class Scheduler(ABC):
+    """Decides which trials continue."""
+
+    @abstractmethod
+    def decide(self, trial: Trial, progress: int) -> Decision:
+        """Decide on a trial whose value at this progress the study has."""
+
+
+class PrunerScheduler(Scheduler):
+    """Prunes what the study's pruner prunes."""
+
+    def __init__(self, max_resource: int | None) -> None:
+        """
+        Args:
+            max_resource: the progress of a whole trial; None if unknown.
+        """
+        self._max_resource = math.inf if max_resource is None else max_resource
+
+    def decide(self, trial: Trial, progress: int) -> Decision:
+        if progress >= self._max_resource:
+            # it is at its end: to prune it would save nothing, and tell the sampler less
+            return Decision.CONTINUE
+        return Decision.PRUNE if trial.should_prune() else Decision.CONTINUE

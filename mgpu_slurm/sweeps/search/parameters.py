@@ -1,0 +1,180 @@
+"""The parameters that a sweep searches: ranges of numbers and choices, and the values that each of them takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from mgpu_slurm.core.errors import UserError
+
+if TYPE_CHECKING:
+    from optuna.trial import BaseTrial
+
+_SOMEWHERE = 0.381966
+"""Between the ends of a range, as a share of it."""
+
+Values: TypeAlias = dict[str, Any]
+"""Parameters by name; one whose condition does not hold is missing."""
+
+
+@dataclass(frozen=True)
+class Parameter(ABC):
+    """One parameter. It is there where each of those that its condition names has one of these values."""
+
+    name: str
+    when: Mapping[str, tuple[Any, ...]]
+
+    @abstractmethod
+    def suggest(self, trial: BaseTrial) -> Any:
+        """A value by the study's sampler."""
+
+    @abstractmethod
+    def takes(self, value: Any) -> bool:
+        """Whether it may have this value."""
+
+    def restored(self, kept: Any) -> Any:
+        """The value, from what the study keeps of it."""
+        return kept
+
+    @abstractmethod
+    def points(self) -> Sequence[Any]:
+        """All values, for a grid.
+
+        Raises:
+            UserError: there is no end of them.
+        """
+
+    @abstractmethod
+    def ends(self) -> Sequence[Any]:
+        """The least and the greatest of a range, or all choices."""
+
+    def probes(self) -> Sequence[Any]:
+        """Values that the job's config has to take, if it takes any."""
+        return self.ends()
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """The range, for people."""
+
+    def is_active(self, values: Values) -> bool:
+        return all(name in values and values[name] in allowed for name, allowed in self.when.items())
+
+
+@dataclass(frozen=True)
+class Float(Parameter):
+    """Numbers from `low` to `high`, both of them included."""
+
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+
+    def suggest(self, trial: BaseTrial) -> float:
+        return trial.suggest_float(self.name, self.low, self.high, log=self.log, step=self.step)
+
+    def points(self) -> Sequence[float]:
+        if self.step is None:
+            raise UserError(
+                f"space {self.name}: a grid needs to know which values: give `step: ...` to"
+                f" `float: [{self.low:g}, {self.high:g}]`, or write `choice: [...]`"
+            )
+        return [
+            number_at(self.low, place, self.step) for place in range(step_count(self.low, self.high, self.step) + 1)
+        ]
+
+    def ends(self) -> Sequence[float]:
+        return (float(self.low), float(self.high))
+
+    def probes(self) -> Sequence[float]:
+        """Also one between the ends, which no config takes for a whole number."""
+        between = self.low + (self.high - self.low) * _SOMEWHERE if self.step is None else self.low + self.step
+        return (*self.ends(), float(min(between, self.high)))
+
+    def takes(self, value: Any) -> bool:
+        return is_number(value, (int, float)) and self.low <= value <= self.high
+
+    @property
+    def words(self) -> str:
+        return f"float {self.low:g} to {self.high:g}{_how(self.log, self.step)}"
+
+
+@dataclass(frozen=True)
+class Int(Parameter):
+    """Whole numbers from `low` to `high`, both of them included."""
+
+    low: int
+    high: int
+    log: bool = False
+    step: int = 1
+
+    def suggest(self, trial: BaseTrial) -> int:
+        return trial.suggest_int(self.name, self.low, self.high, log=self.log, step=self.step)
+
+    def points(self) -> Sequence[int]:
+        return range(self.low, self.high + 1, self.step)
+
+    def ends(self) -> Sequence[int]:
+        return (self.low, self.high)
+
+    def takes(self, value: Any) -> bool:
+        return is_number(value, int) and self.low <= value <= self.high and (value - self.low) % self.step == 0
+
+    @property
+    def words(self) -> str:
+        return f"int {self.low} to {self.high}{_how(self.log, self.step if self.step > 1 else None)}"
+
+
+@dataclass(frozen=True)
+class Choice(Parameter):
+    """One of some values, of any kind that YAML can say."""
+
+    values: tuple[Any, ...]
+
+    def suggest(self, trial: BaseTrial) -> Any:
+        return self.restored(trial.suggest_categorical(self.name, [label(value) for value in self.values]))
+
+    def restored(self, kept: Any) -> Any:
+        return next(value for value in self.values if label(value) == kept)
+
+    def points(self) -> Sequence[Any]:
+        return self.values
+
+    def ends(self) -> Sequence[Any]:
+        return self.values
+
+    def takes(self, value: Any) -> bool:
+        return value in self.values
+
+    @property
+    def words(self) -> str:
+        return f"one of {', '.join(json.dumps(value) for value in self.values)}"
+
+
+def label(value: Any) -> Any:
+    """What stands for a choice in the study: Optuna keeps numbers, texts and null, and nothing that has parts."""
+    return json.dumps(value) if isinstance(value, (list, dict)) else value
+
+
+def _how(log: bool, step: float | None) -> str:
+    return f"{', log' if log else ''}{f', step {step:g}' if step is not None else ''}"
+
+
+def step_count(low: float, high: float, step: float) -> int:
+    """Return how often the step fits, by the numbers as written: in binary, 0.9 is less than three times 0.3."""
+    return int((Decimal(str(high)) - Decimal(str(low))) // Decimal(str(step)))
+
+
+def number_at(low: float, place: int, step: float) -> float:
+    """Return the number this many steps above `low`, by the decimals as written."""
+    return float(Decimal(str(low)) + place * Decimal(str(step)))
+
+
+def is_number(value: Any, of_kind: Any) -> bool:
+    """Return whether a value is a finite number of this type, or of one of these types."""
+    return isinstance(value, of_kind) and not isinstance(value, bool) and math.isfinite(value)

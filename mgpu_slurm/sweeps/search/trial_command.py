@@ -1,0 +1,63 @@
+"""The command of a sweep whose job is a script: a template with `{lr}` where a parameter stands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mgpu_slurm.core.errors import UserError
+
+# the variable of a shell is no parameter
+_PLACE = re.compile(r"(?<!\$)\{([A-Za-z_][\w.-]*)\}")
+
+
+def parse_command(job: str | dict[str, Any]) -> tuple[str, ...]:
+    """The words of a command; none for a job function."""
+    if isinstance(job, str):
+        return ()
+    if list(job) != ["command"] or not isinstance(job["command"], (str, list)):
+        raise UserError(f"job {job!r}: expected a job function, or {{command: python train.py --lr {{lr}}}}")
+    words = shlex.split(job["command"]) if isinstance(job["command"], str) else [str(word) for word in job["command"]]
+    if not words:
+        raise UserError("job: command: it is empty")
+    return tuple(words)
+
+
+def check_takes(command: Sequence[str], names: Iterable[str]) -> None:
+    """That these parameters have a place in the command.
+
+    Raises:
+        UserError: one has none.
+    """
+    places = places_in(command)
+    for name in names:
+        if name not in places:
+            raise UserError(f"{name}: the command does not take it: write {{{name}}} where it belongs")
+
+
+def places_in(command: Sequence[str]) -> set[str]:
+    """Return the names of the parameters that have a place in the command."""
+    return {name for word in command for name in _PLACE.findall(word)}
+
+
+def words_of(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The words of a trial's command; one whose parameter is not there in this trial is left out.
+
+    Left out is the whole word, and the option before it: `--momentum {momentum}`.
+    """
+    found: list[str] = []
+    for word in command:
+        names = _PLACE.findall(word)
+        if all(name in values for name in names):
+            found.append(_PLACE.sub(lambda match: _text(values[match[1]]), word))
+        elif found and word == f"{{{names[0]}}}" and found[-1].startswith("-"):
+            found.pop()
+    return tuple(found)
+
+
+def _text(value: Any) -> str:
+    """As a command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)

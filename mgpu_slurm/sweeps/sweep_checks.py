@@ -1,0 +1,130 @@
+"""Checks of a sweep file, against the job and against the sweep that exists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import program
+from mgpu_slurm.request.spec import RESOURCE_FLAGS, Resources, Spec, resources_from
+from mgpu_slurm.submission.resume_overrides import Change
+from mgpu_slurm.sweeps.scheduling import construction
+from mgpu_slurm.sweeps.search import space as spaces
+from mgpu_slurm.sweeps.search import sweep_options
+from mgpu_slurm.sweeps.search.space import Space
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+
+_PROGRESS_KEYS = ("epochs", "max_epochs", "num_epochs", "n_epochs")
+"""What jobs call the number of their epochs, which is the progress that most of them report."""
+
+
+def check_classes(sweep: Sweep) -> None:
+    """Check that sampler and pruner take their options; a class of one's own may be only in the run's code."""
+    if sweep.sampler.name in sweep_options.SAMPLERS or sweep.sampler.name.startswith("optuna."):
+        construction.sampler_of(sweep.sampler, worker=0)
+    if sweep.pruner.name in sweep_options.PRUNERS or sweep.pruner.name.startswith("optuna."):
+        construction.pruner_of(sweep.pruner)
+
+
+def check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
+    """Check that a trial comes as far as its pruner believes, as far as the job's config tells."""
+    if not isinstance(sweep.space, Space):
+        # which may give the epochs too
+        return
+    most = sweep.pruner.max_resource
+    searched = {parameter.name for parameter in sweep.space.parameters}
+    for key, end in (sweep.fixed | config).items():
+        if key in _PROGRESS_KEYS and key not in searched and isinstance(end, int) and most is not None and most > end:
+            raise UserError(
+                f"pruner: max_resource {most}: a trial ends at {end} (the job's {key}): lower it, or set"
+                f" `fixed: {{{key}: {most}}}`"
+            )
+
+
+def check_budget(sweep: Sweep, gpus_per_node: int | None) -> None:
+    """Check that a budget of GPU-hours is for workers with GPUs."""
+    if sweep.budget.gpu_hours is not None and not gpus_per_node:
+        raise UserError(
+            f"budget: gpu_hours {sweep.budget.gpu_hours:g}: the workers have no GPU, and never use one up: give hours"
+        )
+
+
+def refuse_differences(old: Sweep, new: Sweep) -> None:
+    """Trials of one study have to compare.
+
+    Raises:
+        UserError: the new file says something that makes them another study's.
+    """
+    told = []
+    if isinstance(old.space, Space) and isinstance(new.space, Space):
+        told += [f"space: {words}" for words in spaces.differences(old.space, new.space)]
+    elif old.space != new.space:
+        told.append("space: one is a function")
+    if (old.sampler.name == "grid") != (new.sampler.name == "grid"):
+        told.append(f"sampler was {old.sampler.name} and is {new.sampler.name}")
+    for name in ("job", "command", "metric", "direction", "fixed", "storage", "warm_start"):
+        before, now = getattr(old, name), getattr(new, name)
+        if before != now:
+            told.append(f"{name} was {before} and is {now}")
+    if told:
+        raise UserError(
+            f"study {new.study!r} exists, and this file says something else: {'; '.join(told)}:"
+            " take that back, or call the new one otherwise (study=NAME)"
+        )
+
+
+def refuse_other_places(spec: Spec, executor: str, cluster: str | None) -> None:
+    """Check that the call names no other executor or cluster than those of the study."""
+    if executor not in ("auto", spec.executor):
+        raise UserError(f"--executor {executor}: the study runs on {spec.executor}, and goes on there")
+    if cluster not in (None, spec.cluster):
+        raise UserError(f"--cluster {cluster}: the study runs on {spec.cluster}, and goes on there")
+
+
+def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
+    """What workers that are at work would not follow.
+
+    Raises:
+        UserError: the file says something else of it.
+    """
+    told = [name for name in ("sampler", "pruner") if getattr(old, name) != getattr(new, name)]
+    if change:
+        told.append("resources or code")
+    if told:
+        raise UserError(
+            f"{' and '.join(told)}: another one than that of the workers which are at work: `{program()} cancel"
+            f" {new.study}` first, or take it back"
+        )
+
+
+def change_of(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Change:
+    """What workers get that they did not have before.
+
+    Raises:
+        UserError: the file does not say any more what it said before, and nobody knows what is to be instead.
+    """
+    before, now = (
+        {name: _of(each.resources, name) for name in RESOURCE_FLAGS} | each.resources.sbatch for each in (old, new)
+    )
+    for name, value in before.items():
+        if value is not None and now.get(name) is None:
+            flag = name.replace("_", "-")
+            raise UserError(
+                f"resources: {flag} was {value}, and now nothing is said of it: say resources.{flag}={value}"
+            )
+    given = flags_of(values)
+    asked = resources_from(given, "resources")
+    changed = [name for name in given if _of(asked, name) != _of(spec.resources, name)]
+    if "sbatch" in changed and not set(asked.sbatch.items()) - set(spec.resources.sbatch.items()):
+        # the cluster's file has given more
+        changed.remove("sbatch")
+    return Change(flags={name: given[name] for name in changed})
+
+
+def _of(resources: Resources, flag: str) -> Any:
+    return getattr(resources, flag.replace("-", "_"))
+
+
+def flags_of(values: dict[str, Any]) -> dict[str, Any]:
+    """A file's resources by sbatch's long names."""
+    return {str(name).replace("_", "-"): value for name, value in (values.get("resources") or {}).items()}

@@ -1,0 +1,127 @@
+"""A worker whose node may be broken: it waits for news of others, and leaves when its failures are its own."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from mgpu_slurm.core import records, states
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry import lookup
+from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.study import health, summary
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.health import Place
+from mgpu_slurm.sweeps.worker.messages import BrokenWorker, SweepFailed
+from mgpu_slurm.sweeps.worker.sweep_end import end_sweep
+from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy, note
+
+LONGEST_WAIT = 600.0
+"""Seconds for which a worker whose trials fail waits for news of others before it tries another one."""
+
+
+class WorkerHealth:
+    """Whether trials fail because of this worker's node."""
+
+    def __init__(self, shared: WorkerStudy) -> None:
+        self._shared = shared
+        self._number = shared.worker.number
+        self._place = Place(self._number, _since(shared.folder))
+        self._may_be_broken = True
+        """Whether its last trial failed, as far as is known."""
+        self._waits_until: float | None = None
+        self.has_waited = False
+
+    def trial_began(self) -> None:
+        self._waits_until = None
+
+    def waits_for_news(self) -> bool:
+        """Whether the next trial had better wait until others tell whether theirs do well.
+
+        Raises:
+            BrokenWorker: a trial that failed here does well elsewhere.
+        """
+        if not self._may_be_broken:
+            return False
+        trials = self._shared.trials()
+        self._leave_if_broken(trials)
+        self._may_be_broken = health.is_suspect(trials, self._place) or health.is_in_doubt(trials, self._place)
+        sweep = self._shared.sweep
+        are_left = sweep.trials is None or summary.counts(trials, sweep)["WAITING"] > 0
+        if not (self._may_be_broken and are_left and self._is_news_due(trials)):
+            self._waits_until = None
+            return False
+        if self._waits_until is None:
+            self._waits_until = time.monotonic() + LONGEST_WAIT
+            self._shared.show(trial=None, reason="its last trials failed: it waits for news of other workers'")
+            note("the last trials failed here: waiting for what those of other workers come to")
+        self.has_waited = True
+        # who is waited for may be dead
+        self._shared.recover()
+        return time.monotonic() < self._waits_until
+
+    def check(self) -> None:
+        """After a trial that failed.
+
+        Raises:
+            SweepFailed: the others will fail too.
+            BrokenWorker: those that this worker takes will.
+        """
+        self._may_be_broken = True
+        trials = self._shared.trials()
+        reason = health.common_failure(trials, self._shared.sweep.trials)
+        if reason is not None and not self._is_news_due(trials):
+            end_sweep(self._shared, reason, failed=True)
+            self._shared.write_summary()
+            raise SweepFailed(reason)
+        self._leave_if_broken(trials)
+
+    def is_doubtful(self, trial: FrozenTrial, reason: str) -> bool:
+        """Return whether another worker should try a trial that has failed here."""
+        is_doubtful = health.is_doubtful(self._shared.trials(), self._place, trial, reason)
+        return is_doubtful and self._is_at_work(but={self._number})
+
+    def doubted(self) -> None:
+        """A trial that failed here was given to another worker."""
+        self._may_be_broken = True
+
+    def _leave_if_broken(self, trials: Sequence[FrozenTrial]) -> None:
+        reason = health.broken_worker(trials, self._place)
+        if reason is not None and self._is_at_work(but={self._number}):
+            key = f"{samplers.INNOCENT}{self._number}"
+            # it may have had other nodes before, which were broken too
+            known = studies.notes(self._shared.study).get(key, [])
+            studies.note(self._shared.study, key, sorted({*known, *health.innocent(trials, self._place)}))
+            self._shared.write_summary()
+            raise BrokenWorker(reason)
+
+    def _is_news_due(self, trials: Sequence[FrozenTrial]) -> bool:
+        if health.is_in_doubt(trials, self._place):
+            return self._is_at_work(but={self._number})
+        if health.is_news_due(trials):
+            return True
+        # or has its nodes, and has not come to its first trial yet
+        return not health.goes_well(trials) and self._is_at_work(but=health.workers_with_trials(trials))
+
+    def _is_at_work(self, but: set[int]) -> bool:
+        """Whether a worker runs that is none of these, as far as files tell."""
+        others = [member for member in lookup.members(self._shared.sweep_folder) if member.task not in but]
+        found = map(records.read_state, others)
+        return any(state["state"] == states.RUNNING and state.get("leaving") != state["attempts"] for state in found)
+
+
+def _since(folder: RunFolder) -> datetime:
+    """Since when this worker has its nodes: ranks that are started again in their place stay where they are."""
+    starts = [event for event in records.events(folder) if event["event"] == "started"]
+    place = _place_of(starts[-1])
+    here = itertools.takewhile(lambda event: _place_of(event) == place, reversed(starts))
+    return datetime.fromisoformat([event["time"] for event in here][-1])
+
+
+def _place_of(start: dict[str, Any]) -> tuple[str, list[str]]:
+    return start["job_id"], start["nodes"]

@@ -1,0 +1,104 @@
+"""The study, the sweep file and the files for `status`, as one attempt of a worker reads and writes them."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from mgpu_slurm.core import records
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.sweeps.search import sweep_file
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import recovery, summary
+from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.trial_queue import Worker
+
+LOOK_EVERY = 30.0
+"""Seconds between two questions for workers that have died, of all workers together."""
+
+SUMMARY_SHARE = 0.02
+"""Of a worker's time, what summaries may take while it goes from trial to trial."""
+
+
+class WorkerStudy:
+    """What a worker shares with the other workers of its sweep."""
+
+    def __init__(self, folder: RunFolder, attempt: int) -> None:
+        """
+        Args:
+            folder: the worker's.
+        """
+        assert folder.task is not None
+        self.folder = folder
+        self.sweep_folder = folder.group
+        self.worker = Worker(folder.task, attempt)
+        self._sweep_written = 0
+        self.sweep: Sweep
+        self.reread_sweep()
+        self.study: Study = studies.load(self.sweep, folder.journal, self.worker)
+        self._next_look = time.monotonic()
+        self._summary_written, self._summary_took = -math.inf, 0.0
+        self.summary_is_due = False
+
+    def reread_sweep(self) -> bool:
+        """Read the sweep file again if it has changed, and return whether it has."""
+        # opened: a network file system may tell an old time of a file that is not
+        with open(self.folder.sweep, "rb") as file:
+            written = os.fstat(file.fileno()).st_mtime_ns
+        if written == self._sweep_written:
+            return False
+        self._sweep_written = written
+        self.sweep = sweep_file.load(self.folder.sweep)
+        return True
+
+    def trials(self) -> list[FrozenTrial]:
+        """Return the study's own trials as they are now."""
+        return summary.own_trials(self.study)
+
+    def recover(self, at_once: bool = False) -> None:
+        """Take trials away from workers that are dead.
+
+        Args:
+            at_once: do it now, else only if no worker has done so for a while.
+        """
+        if not at_once and time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_EVERY
+        every = 0.0 if at_once else LOOK_EVERY
+        found = recovery.look(self.study, self.sweep_folder, self.sweep, note, every)
+        if found:
+            note(f"trials of dead workers: {', '.join(map(str, found))}")
+
+    def show(self, **changes: Any) -> None:
+        """Change what `status` shows of the worker."""
+        # for people: a disk that is full now is no reason to end a trial
+        with suppress(OSError):
+            # one that was given up with its node does not speak for the attempt after it
+            if records.read_state(self.folder)["attempts"] <= self.worker.attempt:
+                records.update_state(self.folder, sync=False, **changes)
+
+    def write_summary(self, at_once: bool = True) -> None:
+        """Write how the sweep stands.
+
+        Args:
+            at_once: else it waits for a report where the last one is so new that summaries would take too much time.
+        """
+        began = time.monotonic()
+        self.summary_is_due = not at_once and began < self._summary_written + self._summary_took / SUMMARY_SHARE
+        if self.summary_is_due:
+            return
+        # for people: a disk that is full now is no reason to end a trial
+        with suppress(OSError):
+            summary.write(self.sweep_folder, self.study, self.sweep)
+        self._summary_written = time.monotonic()
+        self._summary_took = self._summary_written - began
+
+
+def note(text: str) -> None:
+    print(f"mgpu_slurm: {text}", flush=True)

@@ -1,0 +1,70 @@
+"""Which workers of a sweep that exists to start, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import optuna
+
+from mgpu_slurm.core import records, states
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.retry import Note
+from mgpu_slurm.registry import current_state
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import summary
+
+LEAVING_SECONDS = 60.0
+"""For so long workers are waited for that have said that they leave."""
+
+Found: TypeAlias = Sequence[tuple[RunFolder, dict[str, Any]]]
+"""Workers and how they stand."""
+
+
+def settled(folder: RunFolder, note: Note) -> Found:
+    """The workers, once those have ended that have said that they leave: they take no trial any more."""
+    give_up = time.monotonic() + LEAVING_SECONDS
+    while True:
+        found = current_state.current([folder], note)
+        leaving = [
+            state for _, state in found if state.get("leaving") == state["attempts"] and states.is_alive(state["state"])
+        ]
+        if not leaving or time.monotonic() > give_up:
+            return found
+        time.sleep(0.2)
+
+
+def waiting_trials(study: optuna.Study, sweep: Sweep) -> int | None:
+    """How many trials wait for a worker; None for as many as the budget holds."""
+    return None if sweep.trials is None else summary.counts(summary.own_trials(study), sweep)["WAITING"]
+
+
+def workers_to_start(folder: RunFolder, sweep: Sweep, found: Found, left: int | None) -> list[RunFolder]:
+    """Workers to start, those that have ended first, and of these who did not complete.
+
+    Args:
+        left: trials that wait; None for as many as the budget holds.
+    """
+    alive = sum(states.is_alive(state["state"]) for _, state in found)
+    wanted = max(0, sweep.workers - alive)
+    if left is not None:
+        wanted = min(wanted, left)
+    ended = [(member, state["state"]) for member, state in found if not states.is_alive(state["state"])]
+    # sorting keeps their order
+    ended.sort(key=lambda each: each[1] == states.COMPLETED)
+    new = [folder.of_task(number) for number in range(len(found), len(found) + max(0, wanted - len(ended)))]
+    return [*(member for member, _ in ended[:wanted]), *new]
+
+
+def make_room(folder: RunFolder, starting: Sequence[RunFolder]) -> None:
+    """Lets the sweep have more workers; as long as nobody starts them, they count as cancelled."""
+    spec = read_spec(folder)
+    assert spec.tasks is not None
+    tasks = max(spec.tasks, 1 + max(member.task or 0 for member in starting))
+    for task in range(spec.tasks, tasks):
+        records.cancel_unstarted(folder.of_task(task), "not started")
+    replace(spec, tasks=tasks, at_once=None if spec.at_once is None else tasks).write(folder)
+    records.update_state(folder, tasks=tasks)
