@@ -68,7 +68,7 @@ def _choices(given: Any, what: str) -> tuple[Any, ...]:
     for place, value in enumerate(given):
         # 1, 1.0 and true are one and the same to Python, and a list is kept as its text
         if label(value) in map(label, given[:place]):
-            raise UserError(f"{what}: choice {json.dumps(value)} stands twice: leave one out")
+            raise UserError(f"{what}: choice {json.dumps(value)} is there twice: leave one out")
     return tuple(given)
 
 
