@@ -25,7 +25,7 @@ from mgpu_slurm.submission import config_check
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Values, nested
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.training import entry
+from mgpu_slurm.training import job_loading
 
 DRAWS = 8
 """Trials that are drawn from it beforehand, at random."""
@@ -97,7 +97,7 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
     if sweep.command:
         target.stand_in(folder.code / spec.workdir)
         return lambda values: sweep_file.check_takes(sweep.command, values)
-    job = entry.job_function(spec, folder)
+    job = job_loading.job_function(spec, folder)
     return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
 
 
