@@ -10,9 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.data.batch_cutting import Cutter
 from mgpu_slurm.data.batch_weights import Shares
-from mgpu_slurm.data.nests import Cutter
-from mgpu_slurm.data.passes import Share
+from mgpu_slurm.data.batches import Share
 
 Batch = TypeVar("Batch")
 

@@ -17,8 +17,9 @@ from torch import nn
 
 from mgpu_slurm.checkpoints.tensors import place_of
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.data.batches import Share
 from mgpu_slurm.data.nests import leaves_of
-from mgpu_slurm.data.passes import Handed, Pass, Share
+from mgpu_slurm.data.passes import Handed, Pass
 
 Samples = TypeVar("Samples")
 

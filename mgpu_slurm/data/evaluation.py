@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
+from mgpu_slurm.data.batch_cutting import Cutter
 from mgpu_slurm.data.batch_weights import Shares
-from mgpu_slurm.data.batches import batches_of
-from mgpu_slurm.data.loaders import data_loader, size_of
-from mgpu_slurm.data.nests import Cutter, to_device
-from mgpu_slurm.data.passes import share_of
+from mgpu_slurm.data.batches import batches_of, share_of, size_of
+from mgpu_slurm.data.nests import to_device
 from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch, as_it_is
+from mgpu_slurm.data.workers import data_loader
 from mgpu_slurm.rank.calls import Call
 
 

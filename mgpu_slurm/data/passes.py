@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -12,29 +11,11 @@ import numpy as np
 import torch
 
 from mgpu_slurm.checkpoints.tensors import has_memory, place_of
+from mgpu_slurm.data.batches import Share
 from mgpu_slurm.data.nests import leaves_of
 
 FIRST_TIDYING = 16
 """So many batches of a pass are remembered before those that are gone are dropped."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """How much of a global batch this rank holds."""
-
-    count: int
-    """Samples that count; 0 where the rank only keeps step with the others on a stand-in sample."""
-    total: int
-    """Samples of the global batch."""
-
-    def weight(self, world_size: int) -> float:
-        """Return the factor of this rank's gradient in the sum over the world, which is divided by the world size."""
-        return self.count * world_size / self.total
-
-
-def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the rank's share of `total` samples begins and ends: all are equal, plus or minus one."""
-    return total * rank // world_size, total * (rank + 1) // world_size
 
 
 class Handed:

@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.batch_weights import MOST_INPUTS, Shares
-from mgpu_slurm.data.passes import Handed, Share
+from mgpu_slurm.data.batches import Share
+from mgpu_slurm.data.passes import Handed
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 
