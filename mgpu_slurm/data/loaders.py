@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.data.batch_weights import Shares
+from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.batches import GlobalBatches, ListedBatches, size_of
 from mgpu_slurm.data.loader_positions import LoaderPlace, LoaderPlaces
 from mgpu_slurm.data.loader_sources import Indexed, Over, Source, Streamed
@@ -49,7 +49,7 @@ class RunOfLoader:
     take_batch: Callable[[], None]
     """Is called with each batch of a stream."""
     places: LoaderPlaces
-    shares: Shares
+    batch_weights: BatchWeights
 
 
 def make_loader(
@@ -145,7 +145,7 @@ class Loader:
         batches, ran_to_end = self._source.begin(place.epoch, first), False
         try:
             with (
-                run.shares.passing(place.signature, None if is_evaluation else self.place) as passing,
+                run.batch_weights.passing(place.signature, None if is_evaluation else self.place) as passing,
                 suppress(Over),
             ):
                 for number in itertools.count(first):
@@ -173,13 +173,13 @@ class Loader:
             raise
         if place.batches == 1 and not place.continue_in(self._source.order):
             raise _in_other_order(self._source.name)
-        return self._run.shares.hand_out(passing, share, to_device(samples, self._run.device))
+        return self._run.batch_weights.hand_out(passing, share, to_device(samples, self._run.device))
 
     def _warn_of_evaluation(self) -> None:
         """Name, once in a run, the loop that has counted a sample of another rank."""
-        if self._run.shares.has_warned:
+        if self._run.batch_weights.has_warned:
             return
-        self._run.shares.has_warned = True
+        self._run.batch_weights.has_warned = True
         frame = sys._getframe()
         while frame.f_back is not None and frame.f_globals["__name__"].startswith("mgpu_slurm."):
             frame = frame.f_back

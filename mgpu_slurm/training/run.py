@@ -21,7 +21,7 @@ from mgpu_slurm.core.errors import MgpuError, TrialPruned, UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.accumulation import Accumulation
-from mgpu_slurm.data.batch_weights import Shares
+from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.batches import mixed
 from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
@@ -116,7 +116,7 @@ class Run:
         self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
         self._saver = self._steering.saver
         self._steps = StepCounter(self._step_done)
-        self._shares = Shares(facts.world_size)
+        self._batch_weights = BatchWeights(facts.world_size)
         self._run_of_loader = RunOfLoader(
             self.rank,
             self.world_size,
@@ -130,7 +130,7 @@ class Run:
             awaits_epochs=lambda: self._position.awaits_epochs,
             step=lambda: self.step,
             places=self._position.loaders,
-            shares=self._shares,
+            batch_weights=self._batch_weights,
         )
         self._run_of_shard = RunOfShard(
             self.rank,
@@ -141,9 +141,9 @@ class Run:
             together=self._steering.together,
             drawn=self._steering.drawn,
             keeps_step=lambda: bool(self._sharded),
-            shares=self._shares,
+            batch_weights=self._batch_weights,
         )
-        self._accumulation = Accumulation(self._shares, facts.world_size, self._models)
+        self._accumulation = Accumulation(self._batch_weights, facts.world_size, self._models)
         if watchdog is not None:
             watchdog.watch(lambda: self.step)
 
@@ -228,7 +228,7 @@ class Run:
 
     def _note_inputs_of(self, model: nn.Module) -> None:
         # before hooks that change the inputs, such as those of a sharded model
-        model.register_forward_pre_hook(TellInputs(self._shares.note_inputs), prepend=True, with_kwargs=True)
+        model.register_forward_pre_hook(TellInputs(self._batch_weights.note_inputs), prepend=True, with_kwargs=True)
 
     def alive(self) -> None:
         """Says that this rank comes on, for what takes long without any other call of the run: an evaluation of one's
@@ -292,7 +292,7 @@ class Run:
             UserError: several batches may be meant, and their weights differ.
         """
         # DDP divides the sum of gradients by the world size
-        weight = self._shares.weight(batch)
+        weight = self._batch_weights.weight(batch)
         if weight != 1.0:
             loss = loss * weight
         loss.backward()  # type: ignore[no-untyped-call]
@@ -311,7 +311,7 @@ class Run:
         Raises:
             UserError: an optimizer that cannot be clipped, or the middle of a loop over `accumulate`.
         """
-        self._shares.check_exchanged()
+        self._batch_weights.check_exchanged()
         if clip is not None:
             if not hasattr(optimizer, "param_groups"):
                 raise UserError(
@@ -326,7 +326,7 @@ class Run:
         self._steering.has_gradients = False
 
     def _step_done(self) -> None:
-        self._shares.check_exchanged()
+        self._batch_weights.check_exchanged()
         self.step += 1
         self._steering.step_done()
         self.alive()
@@ -374,7 +374,7 @@ class Run:
             raise UserError(f"run.meter({name!r}): there is one of that name: take it, or another name")
         if self._steering.keeps:
             raise UserError(f"run.meter({name!r}): run.restore has been called: make it before that")
-        self._steering.meters[name] = Meter(self.device, self.mean, self._shares.samples)
+        self._steering.meters[name] = Meter(self.device, self.mean, self._batch_weights.samples)
         return self._steering.meters[name]
 
     def report(self, progress: SupportsIndex, **metrics: Any) -> None:
