@@ -23,7 +23,8 @@ from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
 from mgpu_slurm.sweeps.worker.study_client import Ending, Participant
 from mgpu_slurm.training import entry, guard, job_loading
-from mgpu_slurm.training.run import Judge, Run
+from mgpu_slurm.training.reporting import Judge
+from mgpu_slurm.training.run import Run
 
 FAILED_EXIT_CODE = 1
 
