@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mgpu_slurm.core.errors import UserError
     from mgpu_slurm.training.attach import attach
     from mgpu_slurm.training.run import Run
-    from mgpu_slurm.training.vision import import_torchvision
+    from mgpu_slurm.training.torchvision_import import import_torchvision
 
 __all__ = ["Handle", "Run", "UserError", "attach", "find", "import_torchvision", "runs", "submit", "sweep"]
 
@@ -30,7 +30,7 @@ _HOMES = {
     "UserError": "mgpu_slurm.core.errors",
     "attach": "mgpu_slurm.training.attach",
     "find": "mgpu_slurm.api",
-    "import_torchvision": "mgpu_slurm.training.vision",
+    "import_torchvision": "mgpu_slurm.training.torchvision_import",
     "runs": "mgpu_slurm.api",
     "submit": "mgpu_slurm.api",
     "sweep": "mgpu_slurm.api",

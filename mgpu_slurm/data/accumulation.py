@@ -10,9 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.data.batch_weights import Shares
-from mgpu_slurm.data.nests import Cutter
-from mgpu_slurm.data.passes import Share
+from mgpu_slurm.data.batch_cutting import Cutter
+from mgpu_slurm.data.batch_weights import BatchWeights
+from mgpu_slurm.data.batches import Share
 
 Batch = TypeVar("Batch")
 
@@ -20,19 +20,19 @@ Batch = TypeVar("Batch")
 class Accumulation:
     """Splits one rank's batches."""
 
-    def __init__(self, shares: Shares, world_size: int, models: Sequence[DistributedDataParallel]) -> None:
+    def __init__(self, batch_weights: BatchWeights, world_size: int, models: Sequence[DistributedDataParallel]) -> None:
         """
         Args:
             models: they exchange gradients with the last micro-batch only.
         """
-        self._shares = shares
+        self._batch_weights = batch_weights
         self._world_size = world_size
         self._models = models
         self._cutter = Cutter()
 
     def micro_batches(self, batch: Batch, parts: int) -> Iterator[Batch]:
         """Yield them, and have each weighted by its share of the samples."""
-        with self._shares.splitting(batch) as split:
+        with self._batch_weights.splitting(batch) as split:
             shares = {each.share for each in split.handed if each.share is not None}
             rows = self._rows(batch, shares)
             pieces = self._cutter.split(batch, rows, self._common(parts, rows, shares))
@@ -43,15 +43,15 @@ class Accumulation:
                     if not split.is_at_last:
                         for model in self._models:
                             stack.enter_context(model.no_sync())
-                    uses, losses = self._shares.uses, self._shares.losses
+                    uses, losses = self._batch_weights.uses, self._batch_weights.losses
                     yield piece
-                    self._shares.check_innermost(split)
-                    if uses == self._shares.uses and torch.is_grad_enabled() and not split.is_at_last:
+                    self._batch_weights.check_innermost(split)
+                    if uses == self._batch_weights.uses and torch.is_grad_enabled() and not split.is_at_last:
                         raise UserError(
                             "run.accumulate: a micro-batch was fetched before the one before it was used: iterate over"
                             " it directly, not over a list of it, and multiply the loss of one that you leave out by 0"
                         )
-                    have_losses.add(self._shares.losses > losses)
+                    have_losses.add(self._batch_weights.losses > losses)
                     if len(have_losses) > 1:
                         raise UserError(
                             "run.accumulate: a micro-batch without run.backward among others: ranks exchange their"

@@ -1,18 +1,37 @@
-"""The samples of each global batch, shared out over ranks: no sample lost, none seen twice."""
+"""Share the samples of each global batch out over ranks: no sample is lost, none is seen twice."""
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.data.passes import Share, share_of
 from mgpu_slurm.data.randomness import RandomNumbers
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a global batch this rank holds."""
+
+    count: int
+    """Samples that count; 0 if the rank only keeps step with the others on a stand-in sample."""
+    total: int
+    """Samples of the global batch."""
+
+    def weight(self, world_size: int) -> float:
+        """Return the factor of this rank's gradient in the sum over the world, which is divided by the world size."""
+        return self.count * world_size / self.total
+
+
+def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return where the rank's share of `total` samples begins and ends: all are equal, plus or minus one."""
+    return total * rank // world_size, total * (rank + 1) // world_size
 
 
 def mixed(seed: int, *parts: int) -> int:
@@ -25,6 +44,23 @@ def mixed(seed: int, *parts: int) -> int:
 def batches_of(samples: int, batch_size: int, drop_last: bool) -> int:
     """Return the number of batches; the last one may be smaller, unless it is left out."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
+def size_of(dataset: Dataset[Any]) -> int:
+    """Return the number of samples of a dataset.
+
+    Raises:
+        UserError: it is empty, or no dataset with an index.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"{type(dataset).__name__} has no length and index: run.loader and run.shard need a map-style dataset, or a"
+            " torch.utils.data.IterableDataset, which they can iterate again in each pass"
+        )
+    size = len(cast(Sized, dataset))
+    if size == 0:
+        raise UserError(f"{type(dataset).__name__} is empty: there is nothing to load")
+    return size
 
 
 def _part(total: int, rank: int, world_size: int) -> Share:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from mgpu_slurm.data.batch_weights import Shares
-from mgpu_slurm.data.batches import batches_of
-from mgpu_slurm.data.loaders import data_loader, size_of
-from mgpu_slurm.data.nests import Cutter, to_device
-from mgpu_slurm.data.passes import share_of
+from mgpu_slurm.data.batch_cutting import Cutter
+from mgpu_slurm.data.batch_weights import BatchWeights
+from mgpu_slurm.data.batches import batches_of, share_of, size_of
+from mgpu_slurm.data.nests import to_device
 from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch, as_it_is
+from mgpu_slurm.data.workers import data_loader
 from mgpu_slurm.rank.calls import Call
 
 
@@ -34,15 +34,15 @@ class RunOfShard:
     together: Callable[[Call], None]
     """Has all ranks make a call, and compares what they have drawn from streams."""
     drawn: Drawn
-    shares: Shares
+    batch_weights: BatchWeights
 
     def evaluated(self, batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """Yield the batches of a pass on the device."""
         self.begin()
-        with self.shares.passing() as passing:
+        with self.batch_weights.passing() as passing:
             for samples in batches():
                 self.alive()
-                yield self.shares.hand_out(passing, None, to_device(samples, self.device))
+                yield self.batch_weights.hand_out(passing, None, to_device(samples, self.device))
 
 
 class Shard:

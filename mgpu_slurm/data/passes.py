@@ -1,48 +1,37 @@
-"""Passes over loaders: which batches they have handed out, and what became of these."""
+"""Record the batches that each pass over a loader has handed out, and what has become of them.
+
+A `for` loop over a loader is a pass. It is open until the loop ends or is left, and is at its `current` batch. Batches
+that the loop has left are remembered, but not kept alive, as long as the job has any part of them: it may train on them
+later. A batch is *used* once a model, a loss or a meter was given it.
+
+Batches that are left before they are used show that the job fetches ahead. A pass *runs ahead* if its second batch was
+fetched before the first one was used, and is *preloaded* if several were fetched before the first loss. Such a job may
+have made something else of its batches, so that no part of them is left. They are *gone*, and their shares are still
+among those that a loss may have (`batch_weights`).
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 
-from mgpu_slurm.checkpoints.tensors import has_memory, place_of
-from mgpu_slurm.data.nests import leaves_of
+from mgpu_slurm.data.batch_parts import BatchParts, Parts, in_both, is_one_of, is_within_any
+from mgpu_slurm.data.batches import Share
 
 FIRST_TIDYING = 16
 """So many batches of a pass are remembered before those that are gone are dropped."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """How much of a global batch this rank holds."""
+class HandedBatch(BatchParts):
+    """A batch that was handed out."""
 
-    count: int
-    """Samples that count; 0 where the rank only keeps step with the others on a stand-in sample."""
-    total: int
-    """Samples of the global batch."""
-
-    def weight(self, world_size: int) -> float:
-        """Return the factor of this rank's gradient in the sum over the world, which is divided by the world size."""
-        return self.count * world_size / self.total
-
-
-def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the rank's share of `total` samples begins and ends: all are equal, plus or minus one."""
-    return total * rank // world_size, total * (rank + 1) // world_size
-
-
-class Handed:
-    """A batch that was handed out. It is not kept alive; its tensors, arrays and objects tell it from others."""
-
-    __slots__ = ("_places", "is_used", "may_be_used", "number", "of", "parts", "share", "trains")
+    __slots__ = ("is_used", "may_be_used", "number", "of", "share", "trains")
 
     def __init__(self, number: int, share: Share | None, samples: Any, of: Pass) -> None:
+        super().__init__(samples)
         self.number = number
         """Of those that any loader has handed out."""
         self.share = share
@@ -54,10 +43,6 @@ class Handed:
         """A loss or a meter was weighted while this was one of the batches that could be meant."""
         self.is_used = False
         """It was the only one, or a model was given it."""
-        self.parts = {id(leaf): weakref.ref(leaf) for leaf in leaves_of(samples)}
-        """By their `id`."""
-        self._places: dict[int, list[weakref.ref[Any]]] | None = None
-        """Made when something is looked for."""
 
     def give(self) -> None:
         """Note that a model is given it."""
@@ -68,12 +53,6 @@ class Handed:
         self.may_be_used = True
         self.give()
 
-    def forget(self, shared: Set[int]) -> None:
-        """Forget parts that another batch has too: they do not tell one from the other."""
-        if not shared.isdisjoint(self.parts):
-            self.parts = {key: part for key, part in self.parts.items() if key not in shared}
-            self._places = None
-
     def is_in_hand(self) -> bool:
         """Return whether a loop is at it, or the job, a view or the graph of a loss still has any part of it."""
         return self.of.current is self or self.is_alive()
@@ -81,65 +60,6 @@ class Handed:
     def is_kept(self) -> bool:
         """Return whether it is in hand, and not only as the variable of a loop that is over."""
         return self.is_in_hand() and (self.of.is_open or self.of.is_kept())
-
-    def is_alive(self) -> bool:
-        """Return whether the job, a view or the graph of a loss still has any part of it."""
-        return any(_found(reference) is not None for reference in self.parts.values())
-
-    def holds(self, part: Any, place: int) -> bool:
-        """Return whether this is a part of the batch, or a view of one.
-
-        Args:
-            place: That of the part, see `place_of`.
-        """
-        own = self.parts.get(id(part))
-        if own is not None and _found(own) is part:
-            return True
-        return any(map(_Memory(part).is_in, self.places().get(place, ())))
-
-    def has_within(self, part: Any) -> bool:
-        """Return whether this is a view of a part of the batch, wherever that is."""
-        return any(map(_Memory(part).is_in, self.parts.values()))
-
-    def places(self) -> Mapping[int, list[weakref.ref[Any]]]:
-        """Return its parts by their places, see `place_of`."""
-        if self._places is None:
-            self._places = {}
-            for reference in self.parts.values():
-                if (leaf := _found(reference)) is not None:
-                    self._places.setdefault(place_of(leaf), []).append(reference)
-        return self._places
-
-
-def _found(reference: weakref.ref[Any]) -> Any:
-    """Return what a weak reference refers to, or None."""
-    found = reference()
-    if isinstance(found, torch.Tensor):
-        # as torch.utils.weak.TensorWeakRef does, which takes long to make
-        found._fix_weakref()  # type: ignore[attr-defined]
-    return found
-
-
-class _Memory:
-    """Where a tensor or an array is."""
-
-    def __init__(self, part: Any) -> None:
-        self._begin, self._end = _bounds(part)
-
-    def is_in(self, reference: weakref.ref[Any]) -> bool:
-        """Return whether that is within what a weak reference refers to."""
-        begin, end = _bounds(_found(reference))
-        return begin <= self._begin < self._end <= end
-
-
-def _bounds(part: Any) -> tuple[int, int]:
-    """Return where the memory of a tensor or an array begins and ends; the same for anything that has none."""
-    if isinstance(part, np.ndarray):
-        return np.lib.array_utils.byte_bounds(part)
-    if not isinstance(part, torch.Tensor) or not has_memory(part):
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    return part.data_ptr(), part.data_ptr() + (last + 1) * part.element_size()
 
 
 class Pass:
@@ -154,9 +74,9 @@ class Pass:
         """Equal for passes over the same batches."""
         self.place = place
         """That of the loader, of whose passes only the newest continues; not the loader, which may have workers."""
-        self.last: Handed | None = None
+        self.last: HandedBatch | None = None
         """The newest batch."""
-        self._parts: Mapping[int, weakref.ref[Any]] = {}
+        self._parts: Parts = {}
         """All of its parts, also those that others have too."""
         self._handed = 0
         """How many."""
@@ -177,32 +97,30 @@ class Pass:
         """Neither a loss nor a meter has heard that a sample of this rank counts nothing."""
         self.gone: set[Share | None] = set()
         """Shares of batches that the job has not used and does not have any more: it may have them in another form."""
-        self._unused: dict[Share | None, list[Handed]] = {}
+        self._unused: dict[Share | None, list[HandedBatch]] = {}
         """Batches that the loop has left before they were used."""
         self.left_unused = 0
         """How many these were."""
-        self._earlier: list[Handed] = []
+        self._earlier: list[HandedBatch] = []
         """Batches that the loop has left, as long as the job may still have them."""
-        self._index: dict[int, list[Handed]] = {}
+        self._index: dict[int, list[HandedBatch]] = {}
         """The first of them by their places: made when something is looked for."""
         self._indexed = 0
         self._tidy_at = FIRST_TIDYING
 
     @property
-    def current(self) -> Handed | None:
+    def current(self) -> HandedBatch | None:
         """The batch at which a loop over the loader is."""
         return self.last if self.is_open else None
 
     @property
-    def trained(self) -> Handed | None:
+    def trained(self) -> HandedBatch | None:
         """The same, unless it is evaluated."""
         return self.last if self.is_open and self.last is not None and self.last.trains else None
 
-    def hand_out(self, handed: Handed) -> None:
+    def hand_out(self, handed: HandedBatch) -> None:
         self._leave_last()
-        shared = {
-            key for key, part in handed.parts.items() if key in self._parts and _found(self._parts[key]) is part()
-        }
+        shared = in_both(handed.parts, self._parts)
         self._parts = handed.parts
         for each in (handed, self.last):
             if each is not None:
@@ -214,8 +132,7 @@ class Pass:
         """Return whether something is a part of the current batch, or within one, also of what others have too."""
         if not self.is_open:
             return False
-        own = self._parts.get(id(part))
-        return (own is not None and _found(own) is part) or any(map(_Memory(part).is_in, self._parts.values()))
+        return is_one_of(part, self._parts) or is_within_any(part, self._parts.values())
 
     def follow(self, before: Pass) -> None:
         """Note that this pass began when another one had ended, and no model was given anything since: its last batch
@@ -251,7 +168,7 @@ class Pass:
     def tidy(self) -> None:
         """Forget the batches that are gone, or whose parts have all been handed out again."""
         self._tidy_unused()
-        kept: list[Handed] = []
+        kept: list[HandedBatch] = []
         seen: set[int] = set()
         for each in reversed(self._earlier):
             if each.is_alive() and not seen.issuperset(each.parts):
@@ -262,7 +179,7 @@ class Pass:
         self._tidy_at = 2 * len(self._earlier) + FIRST_TIDYING
 
     def _tidy_unused(self) -> None:
-        left: dict[Share | None, list[Handed]] = {}
+        left: dict[Share | None, list[HandedBatch]] = {}
         for share, batches in self._unused.items():
             unused = {frozenset(each.parts): each for each in batches if not each.is_used}
             alive = [each for each in unused.values() if each.is_alive()]
@@ -276,7 +193,7 @@ class Pass:
         """Return whether the job may still have any of those that the loop has left."""
         return bool(self._earlier)
 
-    def unused(self) -> list[Handed]:
+    def unused(self) -> list[HandedBatch]:
         """Return, for each share, the newest batch that the loop has left and the job still has, and has not used."""
         found = []
         for share, batches in self._unused.items():
@@ -309,10 +226,10 @@ class Pass:
                 shares.add(each.share)
         return shares
 
-    def _kept(self) -> Iterator[Handed]:
+    def _kept(self) -> Iterator[HandedBatch]:
         return (each for each in self._earlier if each.trains and each.is_alive())
 
-    def find(self, part: Any, place: int) -> Handed | None:
+    def find(self, part: Any, place: int) -> HandedBatch | None:
         """Return the newest of the batches left that something is a part of, and is at a place of.
 
         Args:
@@ -324,6 +241,6 @@ class Pass:
         self._indexed = len(self._earlier)
         return next((each for each in reversed(self._index.get(place, ())) if each.holds(part, place)), None)
 
-    def search(self, part: Any) -> Handed | None:
+    def search(self, part: Any) -> HandedBatch | None:
         """Return the newest of all its batches that something is within, wherever it is."""
         return next((each for each in [self.last, *reversed(self._earlier)] if each and each.has_within(part)), None)

@@ -21,9 +21,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.data.batches import mixed
+from mgpu_slurm.data.batches import Share, mixed, share_of
 from mgpu_slurm.data.nests import CONSTANTS, children_of
-from mgpu_slurm.data.passes import Share, share_of
 from mgpu_slurm.data.randomness import RandomNumbers
 
 

@@ -20,10 +20,29 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader, Dataset
+
 from mgpu_slurm.rank.signals import ignore_stop_signals, lead_signal
 
 _PLACE_OF_PREEXEC_FN = 6
 """Among the positional arguments of `subprocess.Popen`."""
+
+
+def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:
+    """Return a DataLoader whose workers ignore the run's signals, and end when their rank ends them."""
+    # module-level functions, because workers that are spawned get them pickled
+    options["worker_init_fn"] = functools.partial(set_up, options.get("worker_init_fn"))
+    options.setdefault("pin_memory", device.type == "cuda")
+    return _DataLoader(dataset, **options)
+
+
+class _DataLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        if not self.num_workers:
+            return super().__iter__()
+        with being_started(self.multiprocessing_context):
+            return super().__iter__()
 
 
 @contextmanager

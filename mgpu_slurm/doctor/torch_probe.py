@@ -34,15 +34,15 @@ def facts() -> dict[str, Any]:
 
 
 def _torchvision() -> dict[str, Any]:
-    from mgpu_slurm.training import vision
+    from mgpu_slurm.training.torchvision_import import has_declared, import_torchvision
 
     if importlib.util.find_spec("torchvision") is None:
         return {"torchvision": None, "torchvision_problem": ""}
     try:
-        torchvision = vision.import_torchvision()
+        torchvision = import_torchvision()
     except Exception as error:
         return {"torchvision": None, "torchvision_problem": f"{type(error).__name__}: {error}"}
-    return {"torchvision": torchvision.__version__, "torchvision_problem": "", "declared": vision.has_declared()}
+    return {"torchvision": torchvision.__version__, "torchvision_problem": "", "declared": has_declared()}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""Who this rank is: one typed object, whichever launcher started the process."""
+"""Tell which rank this process is, whichever launcher has started it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import expand, expand_counts
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.request.spec import (
+    Spec,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,20 @@ class RankFacts:
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "GROUP_RANK": str(self.node),
         }
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank knows of itself, once its output goes to its own log."""
+
+    spec: Spec
+    folder: RunFolder
+    facts: RankFacts
+    attempt: int
+    listener: int | None
+    """The bound socket on which this rank is to serve the rendezvous; see `job.socket_handoff`."""
+    told: list[BaseException] = field(default_factory=list)
+    """Errors that its log tells of."""
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> RankFacts:

@@ -8,36 +8,30 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm.core import retry
-from mgpu_slurm.core.errors import MgpuError, RunStopped, UserError
+from mgpu_slurm.core.errors import MgpuError, UserError
 from mgpu_slurm.core.files import open_to, write_json, write_whole
 from mgpu_slurm.core.layout import RUNS_VARIABLE, RunFolder
-from mgpu_slurm.core.processes import RUN_VARIABLE, adopt_orphans, allow_many_files
+from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.core.records import now
 from mgpu_slurm.job import output, socket_handoff
-from mgpu_slurm.job.stacks import place_of
-from mgpu_slurm.rank import crash, preflight
+from mgpu_slurm.rank import preflight
+from mgpu_slurm.rank.command import run_command
 from mgpu_slurm.rank.devices import limit_threads
-from mgpu_slurm.rank.rank_info import RankFacts, from_slurm
+from mgpu_slurm.rank.rank_info import Rank, RankFacts, from_slurm
 from mgpu_slurm.rank.signals import (
     LEAD_SECONDS_VARIABLE,
     LEAD_SIGNAL_VARIABLE,
-    PART_OF_LEAD,
     StopFlag,
     ignore_stop_signals,
-    leave_from_here,
     wish_to_requeue,
 )
 from mgpu_slurm.request import config as configs
@@ -50,6 +44,8 @@ from mgpu_slurm.request.spec import (
     Spec,
     read_spec,
 )
+from mgpu_slurm.training.guard import guarded, telling_first
+from mgpu_slurm.training.job_loading import job_function
 
 if TYPE_CHECKING:
     import torch
@@ -58,24 +54,6 @@ if TYPE_CHECKING:
     from mgpu_slurm.training.run import Run
 
 PROJECT_VARIABLE = "MGPU_PROJECT"
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What a rank knows of itself, once its output goes to its own log."""
-
-    spec: Spec
-    folder: RunFolder
-    facts: RankFacts
-    attempt: int
-    listener: int | None
-    """The bound socket on which this rank is to serve the rendezvous; see `job.socket_handoff`."""
-    told: list[BaseException] = field(default_factory=list)
-    """Errors that its log tells of."""
-
-
-PATIENCE_FOR_SIGTERM = 1.0
-"""Seconds."""
 
 Work = Callable[[Rank], int]
 """What a rank does; its exit code."""
@@ -106,7 +84,7 @@ def run_target(rank: Rank) -> int:
     """The command or the job function of the run."""
     if rank.spec.target.command is not None:
         os.chdir(rank.folder.code / rank.spec.workdir)
-        return _run_command(rank, rank.spec.target.command)
+        return run_command(rank, rank.spec.target.command)
     stop = StopFlag()
     return guarded(rank, stop, lambda: _train(rank, stop))
 
@@ -141,138 +119,6 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
     # simulated nodes share the cores of one machine
     neighbours = facts.world_size if spec.executor == "local" else facts.local_world_size
     limit_threads(neighbours)
-
-
-def _run_command(rank: Rank, command: tuple[str, ...]) -> int:
-    """Runs the command with the lead signal ignored: by default it would kill a script that knows nothing of it.
-
-    Where the local executor waits for this process, the command replaces it. Under srun it is a child, so that its exit
-    code can be read here first; it gets the signals of the step itself.
-    """
-    spec = rank.spec
-    signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
-    program, words = program_of(spec, command)
-    if program is None:
-        print(f"mgpu_slurm: command {words[0]!r} {why_not_found(words[0])}", file=sys.stderr, flush=True)
-        os._exit(127)
-    if spec.executor == "local":
-        os.execv(program, words)
-    heard: list[int] = []
-    # a handler, which a child does not inherit, as it would an ignored signal
-    signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
-    adopt_orphans()
-    child = subprocess.Popen(words, executable=program)
-    code = _wait_for(child)
-    if code == -signal.SIGTERM and _comes(heard):
-        # a shell or launcher that it has ended; what that has started may still save
-        with suppress(ChildProcessError):
-            while True:
-                os.wait()
-        if spec.executor == "slurm":
-            # for its code srun would end the other ranks, which may save too
-            mark = rank.folder.terminated(rank.attempt)
-            retry.for_the_disk(mark.touch, mark)
-            return 0
-    return 128 - code if code < 0 else code
-
-
-def _comes(heard: Collection[int]) -> bool:
-    """Return whether this process hears the signal too that has ended its child: SLURM tells one after the other."""
-    give_up = time.monotonic() + PATIENCE_FOR_SIGTERM
-    while not heard and time.monotonic() < give_up:
-        time.sleep(0.02)
-    return bool(heard)
-
-
-def _wait_for(child: subprocess.Popen[bytes]) -> int:
-    """Collect the orphans of a command until it has ended itself; return its exit code, negative for a signal."""
-    ended = 0
-    while ended != child.pid:
-        ended, status = os.wait()
-    child.returncode = os.waitstatus_to_exitcode(status)
-    return child.returncode
-
-
-def program_of(spec: Spec, command: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The program that a command names, None where there is none, and the words to start it with."""
-    name, *arguments = command
-    if name in ("python", "python3"):
-        # the interpreter of the submission, not the one a node's PATH finds first; by its path, from which it
-        # finds its environment
-        name = spec.python
-    # programs such as accelerate are found beside the interpreter, also where that environment is not on PATH
-    return shutil.which(name) or shutil.which(name, path=str(Path(spec.python).parent)), [name, *arguments]
-
-
-def why_not_found(name: str) -> str:
-    if "/" not in name:
-        return f"is not on PATH of {os.uname().nodename}"
-    return "may not be executed: chmod +x, or name its interpreter" if os.path.exists(name) else "is not there"
-
-
-def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
-    """Calls user code; what goes wrong is printed and recorded, so that the first cause can be found later."""
-    stop.listen()
-    leave_after = None if rank.spec.lead is None else PART_OF_LEAD * rank.spec.lead
-    stop.see_to_it(leave_after, lambda: _leave_at_last(rank))
-    try:
-        with telling_first(rank):
-            action()
-        return 0
-    except RunStopped as stopped:
-        return stopped.exit_code
-    except BaseException as error:
-        return crash.exit_code(error)
-
-
-@contextmanager
-def telling_first(rank: Rank, saved: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Print and record an error of the block before anything else is done about it, and bound what follows: this rank
-    may be in the middle of an exchange with others, and what it leaves may wait for them for ever.
-
-    Args:
-        saved: waits for what this rank is still saving, for a limited time.
-    """
-    try:
-        yield
-    except RunStopped:
-        raise
-    except BaseException as error:
-        if error not in rank.told:
-            _tell(rank, error, saved)
-        raise
-
-
-def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
-    shown = crash.own_traceback(error)
-    sys.stdout.flush()
-    print(shown, end="", file=sys.stderr, flush=True)
-    code = crash.exit_code(error)
-    # what else goes wrong on the way out is no cause
-    if code and not rank.told:
-        record_failure(rank, crash.record(error, shown, rank.facts))
-        crash.leave_soon(code, saved)
-    rank.told.append(error)
-
-
-def record_failure(rank: Rank, record: dict[str, Any]) -> None:
-    """Write down why this rank fails; its log has it too."""
-    with suppress(OSError):
-        write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
-
-
-def _leave_at_last(rank: Rank) -> None:
-    """Ends a rank that has reached no boundary, so that the run is started again from its newest checkpoint; where it
-    is blocked stands in its log."""
-    from mgpu_slurm.checkpoints import folder as checkpoints
-
-    if rank.spec.kind == "run" and not checkpoints.any_whole(rank.folder):
-        # it would start at nothing, again and again
-        return
-    code = REQUEUE_EXIT_CODE if rank.spec.executor == "local" else 0
-    place = place_of(threading.main_thread())
-    said = f"rank {rank.facts.rank} on {rank.facts.node_name} left before the time limit; it could not save at {place}"
-    leave_from_here(code, lambda: wish_to_requeue(rank.folder, rank.attempt, said))
 
 
 def _train(rank: Rank, stop: StopFlag) -> None:
@@ -330,48 +176,6 @@ def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.dev
         # an undestroyed group aborts at exit
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def job_function(spec: Spec, folder: RunFolder) -> JobFunction:
-    """Return the run's job function, from the run's own code."""
-    from mgpu_slurm.request import target
-
-    if spec.target.function is None:
-        return _unpickled(spec, folder)
-    return target.load(spec.target.function, _stand_in(spec, folder))
-
-
-def _stand_in(spec: Spec, folder: RunFolder) -> Path:
-    """Makes this process one of the run's code; where it stands in it."""
-    from mgpu_slurm.request import target
-
-    workdir = folder.code / spec.workdir
-    target.stand_in(workdir)
-    sys.argv = [spec.target.label]
-    return workdir
-
-
-def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
-    """
-    Raises:
-        UserError: it is somebody else's, and whoever wrote a pickle decides what code runs when it is loaded.
-    """
-    _stand_in(spec, folder)
-    import cloudpickle  # type: ignore[import-untyped]
-
-    with open(folder.function, "rb") as file:
-        # compared with this rank's own log: a file server may give all files of a user to somebody else
-        owner = os.fstat(file.fileno()).st_uid
-        if owner not in (os.geteuid(), os.fstat(1).st_uid):
-            raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
-        *loaded, types_of_fields = cloudpickle.load(file)
-    configs.settle_classes(types_of_fields)
-    if len(loaded) == 1:
-        job: JobFunction = loaded[0]
-        return job
-    # v0.1 kept the function and one config, which was the same for all runs of a group
-    function, config = loaded
-    return JobFunction(spec.target.label, function, None if isinstance(config, dict) else type(config))
 
 
 def _write_result(rank: Rank, run: Run, returned: Any) -> None:

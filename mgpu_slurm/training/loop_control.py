@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -10,6 +10,7 @@ import torch
 
 from mgpu_slurm.checkpoints.saver import Saver
 from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import RunStopped, UserError
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.loader_positions import LoaderPlace
@@ -57,10 +58,25 @@ class Steering:
         self.save_wanted = False
         self.has_gradients = False
         """It is in the middle of a step."""
-        self.random_to_restore: dict[str, Any] | None = None
+        self._random_to_restore: dict[str, Any] | None = None
         self.meters: dict[str, Meter] = {}
         self.drawn = Drawn()
         self._overdue = Overdue()
+
+    def resume_from(self, key: Key, shared: Mapping[str, Any], owns: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            key: that of the checkpoint.
+            shared: what it holds of the run.
+            owns: what this rank kept for itself, if it existed, and after it what ranks did that exist no more.
+        """
+        self._position.go_to(shared)
+        self.saver.restored(shared, key)
+        # if there was no such rank its seed stays
+        self._random_to_restore = owns[0]["random"] if owns else None
+        for name, meter in self.meters.items():
+            meter.go_on_from(own["meters"][name] for own in owns if name in own["meters"])
 
     # -- agreeing; every rank makes these calls
 
@@ -216,9 +232,9 @@ class Steering:
 
     def _restore_random(self) -> None:
         """At the very place where the state was taken, so that what user code draws before it changes nothing."""
-        if self.random_to_restore is not None:
-            randomness.set_random_state(self.random_to_restore, self._device)
-            self.random_to_restore = None
+        if self._random_to_restore is not None:
+            randomness.set_random_state(self._random_to_restore, self._device)
+            self._random_to_restore = None
 
     # -- where it evaluates
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.loader_positions import LoaderPlaces
 from mgpu_slurm.data.loaders import Loader
 
@@ -31,6 +32,27 @@ class Position:
         self.goes_on_in_pass = False
         """It was restored there, and has not come to its next batch yet."""
         self.loaders = LoaderPlaces()
+        self._restored_at: tuple[int, int] | None = None
+        """Step and progress of the checkpoint that this attempt has loaded."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether this attempt has taken a step or reported anything."""
+        return (self.step, self.progress) != self._restored_at
+
+    def follow(self, name: str, loader: Loader) -> None:
+        """Note the loader that is restored, and the name that the job has given it.
+
+        Raises:
+            UserError: there is one already.
+        """
+        if self.loader is not None:
+            raise UserError(
+                f"run.restore({name}=...): {self.loader_name!r} is a loader already: give the one that drives the loop,"
+                " at whose batches the run can stop; the others are restored with it"
+            )
+        self.loader_name, self.loader = name, loader
+        self.loaders.driver = loader.place
 
     def facts(self, in_pass: bool) -> dict[str, Any]:
         """What a checkpoint of here holds.
@@ -70,6 +92,7 @@ class Position:
     def go_to(self, facts: Mapping[str, Any]) -> None:
         """Takes over what a checkpoint holds."""
         self.step, self.progress, self.metrics = facts["step"], facts["progress"], facts["metrics"]
+        self._restored_at = self.step, self.progress
         self.next_epoch, self.goes_on_in_pass = facts["next_epoch"], facts["loader"]["active"]
         # v0.1 saved the place of one loader, and not whether that was in an epoch
         self.awaits_epochs = facts.get("in_epochs", False)

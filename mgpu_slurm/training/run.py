@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from mgpu_slurm.checkpoints.policy import Plan
-from mgpu_slurm.checkpoints.tensors import is_sharded
 from mgpu_slurm.checkpoints.train_state import Keeper
-from mgpu_slurm.checkpoints.wrapping import Wrapped
 from mgpu_slurm.core.checkpoint_names import Key
-from mgpu_slurm.core.errors import MgpuError, TrialPruned, UserError
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.data import randomness
-from mgpu_slurm.data.accumulation import Accumulation
-from mgpu_slurm.data.batch_weights import Shares
+from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.batches import mixed
-from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
-from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
-from mgpu_slurm.metrics.reporter import Reporter, as_numbers
+from mgpu_slurm.data.evaluation import Shard, StreamShard
+from mgpu_slurm.data.loaders import Loader
+from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.calls import Call
 from mgpu_slurm.rank.collectives import Agreement
 from mgpu_slurm.rank.rank_info import RankFacts
@@ -34,39 +29,13 @@ from mgpu_slurm.rank.watchdog import Watchdog
 from mgpu_slurm.training.loop_control import Steering
 from mgpu_slurm.training.meter import Meter
 from mgpu_slurm.training.progress import Position
+from mgpu_slurm.training.reporting import Judge, Reporting
+from mgpu_slurm.training.restore import CheckpointFinder, State
+from mgpu_slurm.training.run_data import RunData
 from mgpu_slurm.training.step_counter import StepCounter
-from mgpu_slurm.training.wrap import TellInputs, bring, refuse_first_fsdp
+from mgpu_slurm.training.wrap import Models
 
 Batch = TypeVar("Batch")
-
-Judge = Callable[[int, dict[str, float]], str | None]
-"""Hears the progress and its metrics on rank 0; answers why the training is to end, or None where it goes on."""
-
-
-class State:
-    """Where a run stands: at the start, or at the checkpoint it was restored from."""
-
-    def __init__(self, position: Position, steering: Steering) -> None:
-        self._position = position
-        self._steering = steering
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self._position.step
-
-    @property
-    def progress(self) -> int:
-        """The last progress reported; 0 before the first."""
-        return self._position.progress
-
-    def epochs(self, total: int) -> Iterator[int]:
-        """The epochs that are left, from 1 to `total`; the one that was interrupted comes first. If the job looks at
-        batches of a loader before that, it uses up none of them.
-
-        The end of each epoch is a boundary: a checkpoint is written, and a stop that was asked for happens.
-        """
-        return self._steering.epochs(total)
 
 
 class Run:
@@ -85,9 +54,9 @@ class Run:
     ) -> None:
         """
         Args:
-            agreement: that of the run before, where this process has had one.
-            judge: decides on each report whether the training goes on.
-            watchdog: ends this rank where it comes no further.
+            agreement: that of the run before, if this process has had one.
+            judge: decides on each report whether the training continues.
+            watchdog: ends this rank if it makes no progress.
         """
         self.rank = facts.rank
         self.world_size = facts.world_size
@@ -100,50 +69,27 @@ class Run:
         self._files = RunFolder(folder)
         self._agreement = agreement or Agreement(facts)
         self._owns_agreement = agreement is None
-        self._restored_at: tuple[int, int] | None = None
-        """Step and progress of the checkpoint that this attempt has loaded."""
-        self._judge = judge
         self._watchdog = watchdog
         self._reporter = Reporter(self._files, attempt) if self.is_main else None
-        self._seed = 0
-        self._is_deterministic = False
-        self._models: list[DistributedDataParallel] = []
-        self._sharded: list[nn.Module] = []
-        """A rank whose forwards were fewer would leave the others waiting."""
         self._position = Position()
-        self._wrapped = Wrapped()
-        self._keeper = Keeper(self._files, facts, attempt, self._wrapped, self._agreement)
+        self._batch_weights = BatchWeights(facts.world_size)
+        self._models = Models(device, facts.world_size, self._batch_weights.note_inputs)
+        self._keeper = Keeper(self._files, facts, attempt, self._models.wrapped, self._agreement)
         self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
         self._saver = self._steering.saver
+        self._finder = CheckpointFinder(self._files, self.is_main, self._agreement, self._keeper, self._steering)
+        self._reporting = Reporting(self._reporter, judge, self._position, self._steering, self._agreement)
         self._steps = StepCounter(self._step_done)
-        self._shares = Shares(facts.world_size)
-        self._run_of_loader = RunOfLoader(
-            self.rank,
-            self.world_size,
+        self._data = RunData(
+            facts,
             device,
-            self._steering.before_batch,
-            is_same=self._steering.is_same_everywhere,
-            together=self._steering.together,
-            drawn=self._steering.drawn,
-            take_batch=self._agreement.take_batch,
-            epoch=lambda: self._position.epoch,
-            awaits_epochs=lambda: self._position.awaits_epochs,
-            step=lambda: self.step,
-            places=self._position.loaders,
-            shares=self._shares,
-        )
-        self._run_of_shard = RunOfShard(
-            self.rank,
-            self.world_size,
-            device,
-            self._start_shard,
+            self._position,
+            self._steering,
+            self._agreement,
+            self._models,
+            self._batch_weights,
             self.alive,
-            together=self._steering.together,
-            drawn=self._steering.drawn,
-            keeps_step=lambda: bool(self._sharded),
-            shares=self._shares,
         )
-        self._accumulation = Accumulation(self._shares, facts.world_size, self._models)
         if watchdog is not None:
             watchdog.watch(lambda: self.step)
 
@@ -169,7 +115,7 @@ class Run:
     @property
     def has_trained(self) -> bool:
         """Whether this attempt has taken a step or reported anything; one restored at its end has nothing to do."""
-        return (self.step, self.progress) != self._restored_at
+        return self._position.has_moved
 
     # -- the model and its data
 
@@ -182,7 +128,7 @@ class Run:
                 or says that it has none, and DDP keeps its gradients in the order of its first step, which costs time:
                 it looks at each step for parameters without any. Call it before `wrap`.
         """
-        self._seed, self._is_deterministic = seed, deterministic
+        self._data.seed, self._models.is_deterministic = seed, deterministic
         randomness.seed(mixed(seed, self.rank), deterministic)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -196,54 +142,13 @@ class Run:
         Raises:
             UserError: it is sharded by FullyShardedDataParallel.
         """
-        refuse_first_fsdp(model)
-        if is_sharded(model):
-            self._sharded.append(model)
-            self._wrapped.add(model)
-            self._note_inputs_of(model)
-            return model
-        model = model.to(self.device)
-        if self.world_size == 1:
-            # nothing to keep in mind: a job may make model after model
-            return model
-        self._wrapped.add(model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            # nothing for DDP to do, which does not take it
-            bring([*model.parameters(), *model.buffers()])
-            return model
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            # else it shares the gradients out anew after its first step, and after the first of each restart: of three
-            # numbers and more the sum depends on where in the exchange they stand
-            find_unused_parameters=self._is_deterministic and self.world_size > 2,
-            # DDP gives all ranks rank 0's buffers here, and not again at each forward
-            forward_sync_buffers=False,
-        )
-        self._models.append(wrapped)
-        # not one of the model itself: torch.jit.script refuses it
-        self._note_inputs_of(wrapped)
-        return wrapped
-
-    def _note_inputs_of(self, model: nn.Module) -> None:
-        # before hooks that change the inputs, such as those of a sharded model
-        model.register_forward_pre_hook(TellInputs(self._shares.note_inputs), prepend=True, with_kwargs=True)
+        return self._models.wrap(model)
 
     def alive(self) -> None:
         """Says that this rank comes on, for what takes long without any other call of the run: an evaluation of one's
         own, or work on the data. What says nothing for `--stuck-after` is ended."""
         if self._watchdog is not None:
             self._watchdog.alive()
-
-    def _start_shard(self) -> None:
-        self._steering.begin_evaluation()
-        self._bring_buffers()
-
-    def _bring_buffers(self) -> None:
-        if self.world_size > 1:
-            for model in self._wrapped:
-                bring(model.buffers())
 
     def loader(
         self,
@@ -264,7 +169,7 @@ class Run:
             options: further arguments of `torch.utils.data.DataLoader`, such as `num_workers`. A `sampler` or a
                 `batch_sampler` is one of the whole dataset, and is seeded alike on all ranks.
         """
-        return make_loader(dataset, batch_size, shuffle, drop_last, self._seed, self._run_of_loader, **options)
+        return self._data.loader(dataset, batch_size, shuffle, drop_last, **options)
 
     def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard | StreamShard:
         """Iterates this rank's part of a dataset for evaluation: no sample twice and none padded.
@@ -272,9 +177,7 @@ class Run:
         Ranks may get different numbers of samples, so sum over them, do not average, and weigh what you count with
         `run.mean(sum, count)`. If a model is sharded, all ranks get the same number of batches, some of zero rows.
         """
-        if isinstance(dataset, IterableDataset):
-            return StreamShard(dataset, self._run_of_shard, batch_size, **options)
-        return Shard(dataset, self._run_of_shard, batch_size=batch_size, **options)
+        return self._data.shard(dataset, batch_size, **options)
 
     # -- a step
 
@@ -292,7 +195,7 @@ class Run:
             UserError: several batches may be meant, and their weights differ.
         """
         # DDP divides the sum of gradients by the world size
-        weight = self._shares.weight(batch)
+        weight = self._batch_weights.weight(batch)
         if weight != 1.0:
             loss = loss * weight
         loss.backward()  # type: ignore[no-untyped-call]
@@ -311,7 +214,7 @@ class Run:
         Raises:
             UserError: an optimizer that cannot be clipped, or the middle of a loop over `accumulate`.
         """
-        self._shares.check_exchanged()
+        self._batch_weights.check_exchanged()
         if clip is not None:
             if not hasattr(optimizer, "param_groups"):
                 raise UserError(
@@ -326,7 +229,7 @@ class Run:
         self._steering.has_gradients = False
 
     def _step_done(self) -> None:
-        self._shares.check_exchanged()
+        self._batch_weights.check_exchanged()
         self.step += 1
         self._steering.step_done()
         self.alive()
@@ -349,7 +252,7 @@ class Run:
         """
         if parts < 1:
             raise UserError(f"run.accumulate: parts={parts}: expected at least 1")
-        return self._accumulation.micro_batches(batch, parts)
+        return self._data.micro_batches(batch, parts)
 
     # -- what was reached
 
@@ -374,7 +277,7 @@ class Run:
             raise UserError(f"run.meter({name!r}): there is one of that name: take it, or another name")
         if self._steering.keeps:
             raise UserError(f"run.meter({name!r}): run.restore has been called: make it before that")
-        self._steering.meters[name] = Meter(self.device, self.mean, self._shares.samples)
+        self._steering.meters[name] = Meter(self.device, self.mean, self._batch_weights.samples)
         return self._steering.meters[name]
 
     def report(self, progress: SupportsIndex, **metrics: Any) -> None:
@@ -388,32 +291,7 @@ class Run:
                 NumPy's.
             metrics: numbers, or tensors of one element.
         """
-        try:
-            progress = operator.index(progress)
-        except TypeError:
-            raise UserError(f"run.report({progress!r}): progress is a whole number, such as the epoch") from None
-        numbers = as_numbers(metrics)
-        if self.is_main and self._steering.keeps and self._saver.hear_report(self.step, numbers):
-            self._steering.save_wanted = True
-        self._steering.together(Call.REPORT)
-        if progress <= self.progress:
-            raise UserError(
-                f"report(progress={progress}): progress counts from 1 and rises, and it was {self.progress} before"
-            )
-        self._position.progress, self._position.metrics = progress, numbers
-        if self._reporter is not None:
-            self._reporter.report(progress, self.step, numbers)
-        if self._judge is not None:
-            self._listen_to(self._judge)
-        self._steering.reported()
-
-    def _listen_to(self, judge: Judge) -> None:
-        """Rank 0 asks, and all ranks end alike where the answer is no."""
-        given_up = self._agreement.told(lambda: judge(self.progress, self.last_metrics))
-        if given_up is not None:
-            print(f"mgpu_slurm: {given_up}: stopped at progress {self.progress}", flush=True)
-            self._saver.finish()
-            raise TrialPruned(given_up)
+        self._reporting.report(progress, metrics)
 
     # -- keeping the work
 
@@ -433,69 +311,23 @@ class Run:
         self._steering.together(Call.RESTORE)
         for name, value in objects.items():
             if isinstance(value, Loader):
-                if self._position.loader is not None:
-                    raise UserError(
-                        f"run.restore({name}=...): {self._position.loader_name!r} is a loader already: give the one"
-                        " that drives the loop, at whose batches the run can stop; the others are restored with it"
-                    )
-                self._position.loader_name, self._position.loader = name, value
-                self._position.loaders.driver = value.place
+                self._position.follow(name, value)
             else:
                 self._keeper.add(name, value)
-                if isinstance(value, nn.Module) and is_sharded(value) and value not in self._sharded:
-                    self._sharded.append(value)
-                    self._wrapped.add(value)
+                self._models.add_restored(value)
         self._keeper.check_names()
         self._steering.keeps = True
         self._position.loaders.begin_loop()
-        newest = self._newest_sound()
+        newest = self._finder.newest_sound()
         if newest is not None:
             self._load(newest)
         return State(self._position, self._steering)
-
-    def _newest_sound(self) -> Key | None:
-        """The newest checkpoint that is what was written; newer ones are set aside."""
-        while True:
-            # rank 0 decides, because a shared file system may show the others an older folder
-            found, count = self._keeper.newest() if self.is_main else (Key(0, 0), 0)
-            step, number, count = map(int, self._agreement.total([*found, count]))
-            if not count:
-                return None
-            newest = Key(step, number)
-            problem = self._keeper.problem(newest)
-            if not self._steering.is_so_anywhere(problem is not None, Call.RESTORE):
-                return newest
-            self._set_aside(newest, problem, is_last=count == 1)
-
-    def _set_aside(self, key: Key, problem: str | None, is_last: bool) -> None:
-        """
-        Args:
-            problem: what this rank has found.
-
-        Raises:
-            MgpuError: there is none before it.
-        """
-        path = self._files.checkpoint(*key)
-        said = f"checkpoint {str(path)!r} is damaged{f' ({problem})' if problem else ''}"
-        if is_last:
-            raise MgpuError(f"{said}, and there is none before it: delete it to start at the beginning")
-        if problem is not None:
-            print(f"mgpu_slurm: WARNING: {said}: going back to the one before it", flush=True)
-        if self.is_main:
-            self._keeper.set_aside(key)
-        self._steering.together(Call.RESTORE)
 
     def _load(self, key: Key) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
         with self._steps.paused():
             shared, owns = self._keeper.load(key, names)
-        self._position.go_to(shared)
-        self._restored_at = (self.step, self.progress)
-        self._saver.restored(shared, key)
-        # where there was no such rank its seed stays
-        self._steering.random_to_restore = owns[0]["random"] if owns else None
-        for name, meter in self._steering.meters.items():
-            meter.go_on_from(own["meters"][name] for own in owns if name in own["meters"])
+        self._steering.resume_from(key, shared, owns)
         if self._reporter is not None:
             self._reporter.begins_at = self.step + 1
             name = self._files.checkpoint(*key).name

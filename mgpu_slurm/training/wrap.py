@@ -1,4 +1,4 @@
-"""What `run.wrap` does to a module: hear its inputs, refuse what DDP cannot wrap, and give it rank 0's values."""
+"""Wrap models for training on all ranks: in DDP, with a hook that tells their inputs, and with rank 0's values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,87 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_slurm.checkpoints.tensors import is_spread
+from mgpu_slurm.checkpoints.tensors import is_sharded, is_spread
+from mgpu_slurm.checkpoints.wrapping import Wrapped
 from mgpu_slurm.core.errors import UserError
+
+
+class Models:
+    """The models of one rank's run, as `run.wrap` has returned them."""
+
+    def __init__(self, device: torch.device, world_size: int, note_inputs: Callable[[nn.Module, Any], None]) -> None:
+        """
+        Args:
+            note_inputs: is told what a model is given.
+        """
+        self._device = device
+        self._world_size = world_size
+        self._note_inputs = note_inputs
+        self.is_deterministic = False
+        """DDP is to sum the gradients in one order."""
+        self.wrapped = Wrapped()
+        self.replicated: list[DistributedDataParallel] = []
+        """They exchange gradients in each backward pass, unless told not to."""
+        self._sharded: list[nn.Module] = []
+        """A rank whose forwards were fewer would leave the others waiting."""
+
+    @property
+    def are_sharded(self) -> bool:
+        """Whether any model is spread over the ranks."""
+        return bool(self._sharded)
+
+    def add_sharded(self, model: nn.Module) -> None:
+        """Note a model that is spread over the ranks."""
+        self._sharded.append(model)
+        self.wrapped.add(model)
+
+    def add_restored(self, value: Any) -> None:
+        """Note an object that is given to `run.restore`: a sharded model need not have been wrapped."""
+        if isinstance(value, nn.Module) and is_sharded(value) and value not in self._sharded:
+            self.add_sharded(value)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """See `Run.wrap`."""
+        refuse_first_fsdp(model)
+        if is_sharded(model):
+            self.add_sharded(model)
+            self._note_inputs_of(model)
+            return model
+        model = model.to(self._device)
+        if self._world_size == 1:
+            # nothing to keep in mind: a job may make model after model
+            return model
+        self.wrapped.add(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            # nothing for DDP to do, which does not take it
+            bring([*model.parameters(), *model.buffers()])
+            return model
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self._device] if self._device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            # else it shares the gradients out anew after its first step, and after the first of each restart: of three
+            # numbers and more the sum depends on where in the exchange they stand
+            find_unused_parameters=self.is_deterministic and self._world_size > 2,
+            # DDP gives all ranks rank 0's buffers here, and not again at each forward
+            forward_sync_buffers=False,
+        )
+        self.replicated.append(wrapped)
+        # not one of the model itself: torch.jit.script refuses it
+        self._note_inputs_of(wrapped)
+        return wrapped
+
+    def _note_inputs_of(self, model: nn.Module) -> None:
+        # before hooks that change the inputs, such as those of a sharded model
+        model.register_forward_pre_hook(TellInputs(self._note_inputs), prepend=True, with_kwargs=True)
+
+    def bring_buffers(self) -> None:
+        """Give the buffers of all models rank 0's values."""
+        if self._world_size > 1:
+            for model in self.wrapped:
+                bring(model.buffers())
 
 
 class TellInputs:

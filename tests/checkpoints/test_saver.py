@@ -26,7 +26,8 @@ from mgpu_slurm.core import checkpoint_names, records
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.training.run import Run, State
+from mgpu_slurm.training.restore import State
+from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 from tests.support import wait_until
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.data.batch_weights import MOST_INPUTS, Shares
-from mgpu_slurm.data.passes import Handed, Share
+from mgpu_slurm.data.batch_weights import MOST_INPUTS, BatchWeights
+from mgpu_slurm.data.batches import Share
+from mgpu_slurm.data.passes import HandedBatch
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 
@@ -43,7 +44,7 @@ class Job:
     def __init__(self, run: Run) -> None:
         self.run = run
         # those of the job before
-        vars(run._shares).update(vars(Shares(run.world_size)))
+        vars(run._batch_weights).update(vars(BatchWeights(run.world_size)))
         self.model = run.wrap(nn.Linear(1, 1, bias=False, dtype=torch.float64))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.found: list[float] = []
@@ -799,60 +800,60 @@ def test_the_gradient_is_that_of_the_batch_or_an_error_names_the_fix() -> None:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Handed]:
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[HandedBatch]:
     """The batches of which it was asked whether the job has them."""
-    looks: list[Handed] = []
-    is_alive = Handed.is_alive
-    monkeypatch.setattr(Handed, "is_alive", lambda handed: looks.append(handed) or is_alive(handed))
+    looks: list[HandedBatch] = []
+    is_alive = HandedBatch.is_alive
+    monkeypatch.setattr(HandedBatch, "is_alive", lambda handed: looks.append(handed) or is_alive(handed))
     return looks
 
 
-def test_batches_that_the_job_keeps_cost_nothing_in_each_step(looks: list[Handed]) -> None:
-    shares, kept = Shares(2), []
+def test_batches_that_the_job_keeps_cost_nothing_in_each_step(looks: list[HandedBatch]) -> None:
+    weights, kept = BatchWeights(2), []
     for _ in range(3):
-        with shares.passing() as passing:
+        with weights.passing() as passing:
             for _ in range(1000):
-                kept.append(shares.hand_out(passing, Share(1, 2), torch.ones(1)))
-                assert shares.weight() == 1.0
+                kept.append(weights.hand_out(passing, Share(1, 2), torch.ones(1)))
+                assert weights.weight() == 1.0
     assert len(looks) < 5 * len(kept)
 
 
 @pytest.mark.parametrize("are_kept", [True, False])
-def test_evaluations_with_gradients_on_cost_nothing_in_each_step(looks: list[Handed], are_kept: bool) -> None:
+def test_evaluations_with_gradients_on_cost_nothing_in_each_step(looks: list[HandedBatch], are_kept: bool) -> None:
     """Their batches are never used."""
-    shares = Shares(2)
+    weights = BatchWeights(2)
     own = [torch.ones(1) for _ in range(1000)]
     for _ in range(3):
-        with shares.passing() as evaluating:
+        with weights.passing() as evaluating:
             for each in own:
-                shares.hand_out(evaluating, Share(1, 2), each if are_kept else each.clone())
-        with shares.passing() as passing:
+                weights.hand_out(evaluating, Share(1, 2), each if are_kept else each.clone())
+        with weights.passing() as passing:
             for _ in range(1000):
-                shares.hand_out(passing, Share(1, 2), torch.ones(1))
-                assert shares.weight() == 1.0
+                weights.hand_out(passing, Share(1, 2), torch.ones(1))
+                assert weights.weight() == 1.0
     assert len(looks) < 10 * 6000
 
 
 @pytest.mark.parametrize("has_parts", [True, False])
 def test_an_endless_pass_over_the_same_tensors_does_not_grow(has_parts: bool) -> None:
-    shares, same = Shares(2), torch.ones(1)
+    weights, same = BatchWeights(2), torch.ones(1)
     own = [torch.ones(1) for _ in range(10)]
-    with shares.passing() as passing:
+    with weights.passing() as passing:
         for step in range(3000):
-            shares.hand_out(passing, Share(1, 2), (torch.ones(1), same) if has_parts else own[step % 10])
+            weights.hand_out(passing, Share(1, 2), (torch.ones(1), same) if has_parts else own[step % 10])
             if step % 3:
-                assert shares.weight() == 1.0
+                assert weights.weight() == 1.0
     assert len(passing._earlier) < 50
     assert sum(map(len, passing._unused.values())) < 50
 
 
 def test_a_job_that_differentiates_by_itself_leaves_nothing_behind() -> None:
-    shares, model, kept = Shares(2), nn.Linear(1, 1), []
-    with shares.passing() as passing:
+    weights, model, kept = BatchWeights(2), nn.Linear(1, 1), []
+    with weights.passing() as passing:
         for _ in range(1000):
-            kept.append(shares.hand_out(passing, Share(1, 2), torch.ones(1)))
-            shares.note_inputs(model, kept[-1])
-            assert len(shares._inputs) <= MOST_INPUTS
+            kept.append(weights.hand_out(passing, Share(1, 2), torch.ones(1)))
+            weights.note_inputs(model, kept[-1])
+            assert len(weights._inputs.batches) <= MOST_INPUTS
 
 
 class Doubles(nn.Module):

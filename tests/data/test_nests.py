@@ -1,4 +1,4 @@
-"""Batches of any make: moved to the device, and cut between samples or refused by their type."""
+"""Batches of any make, moved to the device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.data.nests import Cutter, leaves_of, to_device
+from mgpu_slurm.data.nests import leaves_of, to_device
 
 ROWS = 6
 DEVICE = torch.device("meta")
@@ -51,8 +49,6 @@ class MovesItself(Graph):
 
 Pair = namedtuple("Pair", ["images", "labels"])
 
-IMAGES = [torch.full((3, 4 + i, 5), float(i)) for i in range(ROWS)]
-BOXES = [torch.full((1 + i % 4, 4), float(i)) for i in range(ROWS)]
 ROW = torch.arange(ROWS)
 
 
@@ -98,114 +94,3 @@ def test_what_else_a_container_has_stays() -> None:
     moved = to_device(Example(ROW, ["a"], 3.0), DEVICE)
     assert (moved.names, moved.scale) == (["a"], 3.0)
     assert to_device(["a", None, 3], DEVICE) == ["a", None, 3]
-
-
-def pieces(batch: Any, parts: int = 2, rows: int | None = None) -> list[Any]:
-    cutter = Cutter()
-    return [piece for piece, _ in cutter.split(batch, cutter.rows(batch, rows), parts)]
-
-
-def equal(one: Any, other: Any) -> bool:
-    return str(one) == str(other) and type(one) is type(other)
-
-
-TEXTS = list("abcdef")
-
-
-@pytest.mark.parametrize(
-    ("batch", "first"),
-    [
-        ([ROW, ROW], [ROW[:3], ROW[:3]]),
-        (Pair(ROW, ROW), Pair(ROW[:3], ROW[:3])),
-        # images and boxes of a detector: a list has an entry for each image
-        (IMAGES, IMAGES[:3]),
-        ((IMAGES, BOXES), (IMAGES[:3], BOXES[:3])),
-        ([ROW, [{"boxes": each} for each in BOXES]], [ROW[:3], [{"boxes": each} for each in BOXES[:3]]]),
-        ({"text": TEXTS, "label": ROW}, {"text": TEXTS[:3], "label": ROW[:3]}),
-        (TEXTS, TEXTS[:3]),
-        ({"x": ROW, "heat": torch.tensor(0.5), "mode": "a"}, {"x": ROW[:3], "heat": torch.tensor(0.5), "mode": "a"}),
-        (BatchEncoding({"ids": ROW}, "fast"), BatchEncoding({"ids": ROW[:3]}, "fast")),
-        (Example(ROW, TEXTS), Example(ROW[:3], TEXTS[:3])),
-        ((ROW.numpy(), ROW), (ROW.numpy()[:3], ROW[:3])),
-        ((ROW, (224, 224)), (ROW[:3], (224, 224))),
-        # as `zip(*samples)` makes them
-        (((torch.ones(3, 5, 5),) * ROWS, tuple(range(ROWS))), ((torch.ones(3, 5, 5),) * 3, (0, 1, 2))),
-        # of as many fields as samples
-        ([ROW] * ROWS, [ROW[:3]] * ROWS),
-    ],
-)  # fmt: skip
-def test_a_batch_is_cut_between_samples(batch: Any, first: Any) -> None:
-    one, other = pieces(batch)
-    assert equal(one, first)
-    assert not equal(other, first)
-
-
-def test_three_colour_images_are_told_from_three_fields() -> None:
-    three = IMAGES[:3]
-    # by the size that the loader knows, by what else is in the batch, and by batches before
-    assert len(pieces([torch.ones(3, 5, 5)] * 8, rows=8)[0]) == 4
-    images, targets = pieces((three, [{"boxes": each} for each in BOXES[:3]]), parts=3)[0]
-    assert equal(images, three[:1])
-    assert len(targets) == 1
-    with pytest.raises(UserError, match=r"3 entries with 3 rows each, which may be samples or fields"):
-        pieces(three, parts=3, rows=3)
-    cutter = Cutter()
-    assert cutter.rows(IMAGES, ROWS) == ROWS
-    assert equal(cutter.cut(three, 3, 0, 1), three[:1])
-    # fields that are no images
-    assert len(pieces([torch.ones(3, 5)] * 3, parts=3, rows=3)[0]) == 3
-    cutter = Cutter()
-    assert cutter.rows((ROW, BOXES)) == ROWS
-    ambiguous = (ROW[:2], [torch.ones(2, 4)] * 2)
-    assert len(cutter.cut(ambiguous, 2, 0, 1)[1]) == 1
-    with pytest.raises(UserError, match=r"2 entries with 2 rows each.*: stack the samples, or give the fields by name"):
-        pieces(ambiguous)
-
-
-PAIRS = [(torch.full((3, 5, 5), float(i)), i) for i in range(ROWS)]
-DICTS = [{"ids": torch.full((3,), i), "label": torch.tensor(i)} for i in range(ROWS)]
-
-
-@pytest.mark.parametrize("batch", [PAIRS, DICTS], ids=["pairs", "dicts"])
-def test_a_list_of_samples_is_cut_between_them_or_refused(batch: list[Any]) -> None:
-    assert equal(pieces(batch, rows=ROWS)[0], batch[:3])
-    # nobody says how many samples there are, or there are as many as each of them has rows
-    for samples, expected in ((batch, None), (batch[:3], None), (batch[:3], 3)):
-        with pytest.raises(UserError, match=r"a list in it has [36] .* may be samples or fields: stack the samples"):
-            pieces(samples, rows=expected)
-    cutter = Cutter()
-    assert cutter.rows(batch, ROWS) == ROWS
-    assert equal(cutter.cut(batch[:3], 3, 0, 1), batch[:1])
-
-
-def test_a_list_of_dicts_of_fields_is_cut_within_them() -> None:
-    assert equal(pieces([{"x": ROW}])[0], [{"x": ROW[:3]}])
-    views = [{"x": ROW}, {"x": ROW}]
-    assert equal(pieces(views, rows=ROWS)[0], [{"x": ROW[:3]}] * 2)
-    # no samples: they are not alike
-    assert equal(pieces([{"x": ROW}, {"y": ROW}])[0], [{"x": ROW[:3]}, {"y": ROW[:3]}])
-
-
-def test_a_rank_with_fewer_samples_makes_as_many_parts() -> None:
-    cutter = Cutter()
-    parts = cutter.split((ROW[:2], TEXTS[:2]), 2, 3)
-    assert [weight for _, weight in parts] == [0.0, 0.5, 0.5]
-    assert [len(rows) for (rows, _), _ in parts] == [len(texts) for (_, texts), _ in parts] == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        ((ROW, Graph(ROW)), "Graph is none of tensors, arrays, tuples"),
-        ((ROW, pack_sequence([ROW])), "PackedSequence is none of tensors"),
-        ((ROW, torch.ones(4)), r"tuple cannot be cut between samples: Tensor of shape \[6\] in a batch of 4 samples"),
-        ({"scale": torch.tensor(1.0), "name": "a"}, "dict cannot .*: nothing in it has an entry for each sample"),
-        (np.ones(()), "ndarray cannot be cut"),
-        (torch.eye(ROWS).to_sparse(), "a sparse tensor has no rows to cut: make a dense one of it"),
-        ((torch.eye(ROWS).to_sparse(), ROW), "a sparse tensor has no rows to cut"),
-        (torch.nested.nested_tensor([ROW, ROW[:3]], layout=torch.jagged), "a nested tensor has no rows to cut"),
-    ],
-)
-def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        pieces(batch)

@@ -27,7 +27,7 @@ from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.training import entry
+from mgpu_slurm.training import job_loading
 
 DRAWS = 8
 """Trials that are drawn from it beforehand, at random."""
@@ -99,7 +99,7 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
     if sweep.command:
         target.stand_in(folder.code / spec.workdir)
         return lambda values: trial_command.check_takes(sweep.command, values)
-    job = entry.job_function(spec, folder)
+    job = job_loading.job_function(spec, folder)
     return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
 
 

@@ -24,12 +24,12 @@ from mgpu_slurm.metrics import report_socket
 from mgpu_slurm.metrics.report_socket import Desk
 from mgpu_slurm.rank.calls import Agreed, Call
 from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.command import program_of, why_not_found
+from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
-from mgpu_slurm.training import entry
-from mgpu_slurm.training.entry import Rank
 
 LOOK_EVERY = 0.2
 """Seconds between two words of the ranks on how their children are."""
@@ -109,9 +109,9 @@ class CommandTrainer:
 
     def _start(self, order: Assignment, folder: RunFolder, desk: Desk, port: int) -> subprocess.Popen[bytes]:
         spec = self._rank.spec
-        program, words = entry.program_of(spec, order.words)
+        program, words = program_of(spec, order.words)
         if program is None:
-            raise UserError(f"command {words[0]!r} {entry.why_not_found(words[0])}")
+            raise UserError(f"command {words[0]!r} {why_not_found(words[0])}")
         variables = store_server.exports(self._address, port) | {
             ATTEMPT_VARIABLE: str(order.attempt),
             TRIAL_VARIABLE: str(folder.path),

@@ -15,15 +15,16 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.reporter import odd_result, result_of
 from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE
 from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
-from mgpu_slurm.training import entry
-from mgpu_slurm.training.entry import Rank
-from mgpu_slurm.training.run import Judge, Run
+from mgpu_slurm.training import entry, guard, job_loading
+from mgpu_slurm.training.reporting import Judge
+from mgpu_slurm.training.run import Run
 
 FAILED_EXIT_CODE = 1
 
@@ -40,7 +41,7 @@ class FunctionTrainer:
         self._agreement = agreement
         self._report = _report_to(client)
         self._watchdog = entry.watchdog_of(rank)
-        self._job = entry.job_function(rank.spec, rank.folder)
+        self._job = job_loading.job_function(rank.spec, rank.folder)
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
         """
@@ -94,7 +95,7 @@ class FunctionTrainer:
         if self._rank.facts.world_size == 1 and not _has_spoilt_the_device(error):
             return Ending(lambda own: own.fail(f"{record['error']}: {first_line(record['message'])}"))
         # the others may be in the middle of a collective, and this rank's next one would answer theirs
-        entry.record_failure(self._rank, record | {"trial": order.number})
+        guard.record_failure(self._rank, record | {"trial": order.number})
         # new ranks would not know that the time limit is near
         code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
         if code == FAILED_EXIT_CODE:

@@ -21,6 +21,7 @@ from mgpu_slurm.core.records import now
 from mgpu_slurm.job import output
 from mgpu_slurm.rank.calls import Agreed, Call
 from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request import target
 from mgpu_slurm.sweeps.worker.command_trials import CommandTrainer
@@ -37,8 +38,7 @@ from mgpu_slurm.sweeps.worker.messages import (
 )
 from mgpu_slurm.sweeps.worker.process_reset import Held, Reset, growth, keep_freed_memory
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
-from mgpu_slurm.training import entry
-from mgpu_slurm.training.entry import Rank
+from mgpu_slurm.training import entry, guard
 
 
 class Trainer(Protocol):
@@ -61,7 +61,7 @@ def serve(rank: Rank, stop: StopFlag) -> None:
             trainer = CommandTrainer(rank, stop, agreement, client)
         else:
             trainer = FunctionTrainer(rank, stop, device, agreement, client)
-        with entry.telling_first(rank):
+        with guard.telling_first(rank):
             WorkerRank(rank, stop, agreement, client, trainer).serve()
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import StopFlag
-from mgpu_slurm.training import entry
-from mgpu_slurm.training.entry import Rank
+from mgpu_slurm.training import entry, guard
 
 
 def run_rank(folder: RunFolder) -> int:
@@ -21,7 +21,7 @@ def run_rank(folder: RunFolder) -> int:
 def work(rank: Rank) -> int:
     # half of the lead is for a checkpoint at the next boundary; a trial that makes none leaves all the same
     stop = StopFlag(leave_after=(rank.spec.lead or 0) / 2)
-    return entry.guarded(rank, stop, lambda: _serve(rank, stop))
+    return guard.guarded(rank, stop, lambda: _serve(rank, stop))
 
 
 def _serve(rank: Rank, stop: StopFlag) -> None:

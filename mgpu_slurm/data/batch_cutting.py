@@ -1,0 +1,211 @@
+"""Cut a batch between its samples: into micro-batches, or down to no rows.
+
+Which dimension or list of a nest runs over the samples is nowhere written. So a plan is made first, which says for each
+part of the batch whether it is cut, and the batch is cut by it or refused (see `Cutter`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.data.nests import ARRAYS, CONSTANTS, children_of, leaves_of, rebuilt
+
+_FIX = "stack the samples, or give the fields by name in a dictionary"
+
+
+class _Cut(Enum):
+    """What becomes of a part of a batch."""
+
+    NOT = "the same for all samples"
+    ROWS = "an entry for each sample"
+    SAMPLES = "a list of samples, each a tensor or a container"
+
+
+class _Fields(NamedTuple):
+    """A container whose children are cut."""
+
+    children: list[_Plan]
+    is_unclear: bool
+    """It may be a list of samples just as well."""
+
+
+_Plan: TypeAlias = "_Cut | _Fields"
+
+
+class _Unfit(Exception):
+    """A batch does not have that many samples, or cannot be cut; says why."""
+
+
+class Cutter:
+    """Cuts batches between samples.
+
+    A list may hold samples (images of different sizes, texts) or fields (images and labels). Lengths and first
+    dimensions tell which, unless a list has as many entries as the batch has samples, and each of these as many rows.
+    Then the rest of the batch decides, or what earlier batches had there.
+    """
+
+    def __init__(self) -> None:
+        self._holds_samples: dict[tuple[int, ...], bool] = {}
+        """Of lists where that was certain, by their place in the nest: at each level the number of the child."""
+
+    def rows(self, samples: Any, expected: int | None = None) -> int:
+        """Return the number of samples in a batch.
+
+        Args:
+            expected: what its loader was asked for; a collate function may leave some out.
+
+        Raises:
+            UserError: the batch cannot be cut between samples.
+        """
+        problem = "nothing in it has an entry for each sample"
+        for rows in [expected or 0, *_possible_rows(samples)]:
+            try:
+                plan = self._plan(samples, rows) if rows else _Cut.NOT
+            except _Unfit as error:
+                problem = str(error)
+                continue
+            if isinstance(plan, _Fields) and rows != expected and _may_be_samples(samples):
+                problem = f"a list in it has {len(samples)} entries, which may be samples or fields: {_FIX}"
+                break
+            if plan is not _Cut.NOT:
+                return rows
+        raise UserError(f"a batch of type {type(samples).__name__} cannot be cut between samples: {problem}")
+
+    def cut(self, samples: Any, rows: int, begin: int, end: int) -> Any:
+        """Return the samples from `begin` to `end` of a batch of `rows` samples, as `rows` has counted them."""
+        return _cut(samples, self._plan(samples, rows), slice(begin, end))
+
+    def split(self, samples: Any, rows: int, parts: int) -> list[tuple[Any, float]]:
+        """Return `parts` micro-batches, equal in size plus or minus one, each with its share of the samples. If there
+        are fewer samples than parts, some are a single sample whose share is 0."""
+        plan = self._plan(samples, rows)
+        edges = [rows * part // parts for part in range(parts + 1)]
+        return [
+            (_cut(samples, plan, slice(begin, max(end, begin + 1))), (end - begin) / rows)
+            for begin, end in itertools.pairwise(edges)
+        ]
+
+    def _plan(self, samples: Any, rows: int) -> _Plan:
+        plan = _plan(samples, rows)
+        return self._cleared(plan, (), rows, _holds_samples(plan), holds_fields=not _may_be_samples(samples))
+
+    def _cleared(
+        self, plan: _Plan, place: tuple[int, ...], rows: int, is_transposed: bool, holds_fields: bool = False
+    ) -> _Plan:
+        """
+        Args:
+            is_transposed: the batch has lists of samples; its collate function makes them of all fields then.
+            holds_fields: this is the whole batch, which is a list of fields rather than of samples if nothing tells.
+        """
+        if not isinstance(plan, _Fields):
+            if plan is _Cut.SAMPLES:
+                self._holds_samples[place] = True
+            return plan
+        if not plan.is_unclear:
+            self._holds_samples[place] = False
+        elif self._holds_samples.get(place, is_transposed):
+            return _Cut.SAMPLES
+        elif not holds_fields and place not in self._holds_samples:
+            raise _Unfit(
+                f"a list in it has {rows} entries with {rows} rows each, which may be samples or fields: {_FIX}"
+            )
+        children = [self._cleared(child, (*place, i), rows, is_transposed) for i, child in enumerate(plan.children)]
+        return _Fields(children, is_unclear=False)
+
+
+def _plan(part: Any, rows: int) -> _Plan:
+    """
+    Raises:
+        _Unfit: the part does not have that many samples, or is of a type that cannot be cut.
+    """
+    if isinstance(part, CONSTANTS):
+        return _Cut.NOT
+    if isinstance(part, torch.Tensor) and (part.is_nested or part.layout is not torch.strided):
+        raise _Unfit(f"a {'nested' if part.is_nested else 'sparse'} tensor has no rows to cut: make a dense one of it")
+    if isinstance(part, ARRAYS):
+        if part.ndim and part.shape[0] != rows:
+            raise _Unfit(f"{type(part).__name__} of shape {[*part.shape]} in a batch of {rows} samples")
+        return _Cut.ROWS if part.ndim else _Cut.NOT
+    children = children_of(part)
+    if children is None or isinstance(part, PackedSequence):
+        raise _Unfit(f"{type(part).__name__} is none of tensors, arrays, tuples, lists, mappings and dataclasses")
+    has_as_many = type(part) in (tuple, list) and len(children) == rows
+    may_hold_samples = has_as_many and len({*map(_kind, children)}) == 1
+    try:
+        plans = [_plan(child, rows) for child in children]
+    except _Unfit:
+        if may_hold_samples:
+            return _Cut.SAMPLES
+        raise
+    if all(plan is _Cut.NOT for plan in plans):
+        return _Cut.ROWS if has_as_many else _Cut.NOT
+    return _Fields(plans, is_unclear=may_hold_samples)
+
+
+def _kind(part: Any) -> tuple[object, ...]:
+    """Return what the same field of all samples has in common."""
+    return type(part), *((part.ndim, part.dtype) if isinstance(part, ARRAYS) else ())
+
+
+def _holds_samples(plan: _Plan) -> bool:
+    return any(map(_holds_samples, plan.children)) if isinstance(plan, _Fields) else plan is _Cut.SAMPLES
+
+
+def _possible_rows(samples: Any) -> Iterator[int]:
+    """Yield the numbers of samples that a batch may have, the likelier first."""
+    if isinstance(samples, ARRAYS) and samples.ndim:
+        # a nested tensor has a size, but no shape
+        yield samples.size(0) if isinstance(samples, torch.Tensor) else len(samples)
+    children = children_of(samples)
+    if type(samples) is list and children and all(map(_is_image, children)):
+        yield len(samples)
+    for child in children or ():
+        if type(child) is tuple and child and all(map(_is_image, child)):
+            yield len(child)
+        yield from _possible_rows(child)
+        if type(child) in (tuple, list):
+            yield len(child)
+    # a tuple is one of fields, unless it is a field
+    if type(samples) is list:
+        yield len(samples)
+
+
+def _may_be_samples(batch: Any) -> bool:
+    """Return whether a batch is a list that may be one of samples as well as one of fields: of images, or of several
+    tuples, mappings or dataclasses of one form that have tensors in them."""
+    if type(batch) is not list or not batch:
+        return False
+    if all(map(_is_image, batch)):
+        return True
+    if len(batch) == 1:
+        # as NVIDIA DALI gives the fields for each GPU
+        return False
+    has_rows = any(isinstance(leaf, ARRAYS) and leaf.ndim for leaf in leaves_of(batch))
+    return has_rows and len(forms := {*map(_form, batch)}) == 1 and None not in forms
+
+
+def _form(part: Any) -> tuple[object, ...] | None:
+    """Return what containers have in common if each may be a sample; None for a tensor, a list or anything else."""
+    children = children_of(part)
+    if children is None or type(part) is list:
+        return None
+    return type(part), *(part if isinstance(part, Mapping) else (len(children),))
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.ndim == 3 and part.shape[0] in (1, 3, 4)
+
+
+def _cut(part: Any, plan: _Plan, which: slice) -> Any:
+    if isinstance(plan, _Fields):
+        children = children_of(part)
+        assert children is not None
+        return rebuilt(part, [_cut(child, of, which) for child, of in zip(children, plan.children, strict=True)])
+    return part if plan is _Cut.NOT else part[which]

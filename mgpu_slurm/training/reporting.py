@@ -1,0 +1,70 @@
+"""Report metrics: write them, choose the best checkpoint by them, and ask whether the training is to continue."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, SupportsIndex
+
+from mgpu_slurm.core.errors import TrialPruned, UserError
+from mgpu_slurm.metrics.reporter import Reporter, as_numbers
+from mgpu_slurm.rank.calls import Call
+from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.training.loop_control import Steering
+from mgpu_slurm.training.progress import Position
+
+Judge = Callable[[int, dict[str, float]], str | None]
+"""Hears the progress and its metrics on rank 0; answers why the training is to end, or None if it continues."""
+
+
+class Reporting:
+    """One rank's part in the reports of a run."""
+
+    def __init__(
+        self,
+        reporter: Reporter | None,
+        judge: Judge | None,
+        position: Position,
+        steering: Steering,
+        agreement: Agreement,
+    ) -> None:
+        """
+        Args:
+            reporter: writes what is reported, on rank 0.
+            judge: decides on each report whether the training continues.
+        """
+        self._reporter = reporter
+        self._judge = judge
+        self._position = position
+        self._steering = steering
+        self._agreement = agreement
+
+    def report(self, progress: SupportsIndex, metrics: dict[str, Any]) -> None:
+        """See `Run.report`."""
+        try:
+            progress = operator.index(progress)
+        except TypeError:
+            raise UserError(f"run.report({progress!r}): progress is a whole number, such as the epoch") from None
+        position, saver = self._position, self._steering.saver
+        numbers = as_numbers(metrics)
+        if self._reporter is not None and self._steering.keeps and saver.hear_report(position.step, numbers):
+            self._steering.save_wanted = True
+        self._steering.together(Call.REPORT)
+        if progress <= position.progress:
+            raise UserError(
+                f"report(progress={progress}): progress counts from 1 and rises, and it was {position.progress} before"
+            )
+        position.progress, position.metrics = progress, numbers
+        if self._reporter is not None:
+            self._reporter.report(progress, position.step, numbers)
+        if self._judge is not None:
+            self._listen_to(self._judge)
+        self._steering.reported()
+
+    def _listen_to(self, judge: Judge) -> None:
+        """Ask on rank 0, and end on all ranks alike if the answer is no."""
+        given_up = self._agreement.told(lambda: judge(self._position.progress, self._position.metrics))
+        if given_up is not None:
+            print(f"mgpu_slurm: {given_up}: stopped at progress {self._position.progress}", flush=True)
+            self._steering.saver.finish()
+            raise TrialPruned(given_up)

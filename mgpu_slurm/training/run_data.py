@@ -1,0 +1,92 @@
+"""Make the loaders and shards of a run, and split its batches, each with what it has to know of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from mgpu_slurm.data.accumulation import Accumulation
+from mgpu_slurm.data.batch_weights import BatchWeights
+from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
+from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
+from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.training.loop_control import Steering
+from mgpu_slurm.training.progress import Position
+from mgpu_slurm.training.wrap import Models
+
+Batch = TypeVar("Batch")
+
+
+class RunData:
+    """The data of one rank's run."""
+
+    def __init__(
+        self,
+        facts: RankFacts,
+        device: torch.device,
+        position: Position,
+        steering: Steering,
+        agreement: Agreement,
+        models: Models,
+        batch_weights: BatchWeights,
+        alive: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            alive: is called with each batch of an evaluation.
+        """
+        self.seed = 0
+        """Of the order of samples; the same on all ranks."""
+        self._steering = steering
+        self._models = models
+        self._run_of_loader = RunOfLoader(
+            facts.rank,
+            facts.world_size,
+            device,
+            steering.before_batch,
+            is_same=steering.is_same_everywhere,
+            together=steering.together,
+            drawn=steering.drawn,
+            take_batch=agreement.take_batch,
+            epoch=lambda: position.epoch,
+            awaits_epochs=lambda: position.awaits_epochs,
+            step=lambda: position.step,
+            places=position.loaders,
+            batch_weights=batch_weights,
+        )
+        self._run_of_shard = RunOfShard(
+            facts.rank,
+            facts.world_size,
+            device,
+            self._begin_evaluation,
+            alive,
+            together=steering.together,
+            drawn=steering.drawn,
+            keeps_step=lambda: models.are_sharded,
+            batch_weights=batch_weights,
+        )
+        self._accumulation = Accumulation(batch_weights, facts.world_size, models.replicated)
+
+    def _begin_evaluation(self) -> None:
+        self._steering.begin_evaluation()
+        self._models.bring_buffers()
+
+    def loader(
+        self, dataset: Dataset[Any], batch_size: int | None, shuffle: bool, drop_last: bool, **options: Any
+    ) -> Loader:
+        """See `Run.loader`."""
+        return make_loader(dataset, batch_size, shuffle, drop_last, self.seed, self._run_of_loader, **options)
+
+    def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard | StreamShard:
+        """See `Run.shard`."""
+        if isinstance(dataset, IterableDataset):
+            return StreamShard(dataset, self._run_of_shard, batch_size, **options)
+        return Shard(dataset, self._run_of_shard, batch_size=batch_size, **options)
+
+    def micro_batches(self, batch: Batch, parts: int) -> Iterator[Batch]:
+        """See `Run.accumulate`."""
+        return self._accumulation.micro_batches(batch, parts)
