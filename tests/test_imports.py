@@ -53,6 +53,13 @@ LIGHT = ("core", "request", "slurm", "executors", "registry", "submission", "job
 HEAVY_MODULES = {SUBMITIT_MODULE: {"submitit"}}
 """Exceptions, besides `doctor.in_job`, which each rank of a job runs."""
 
+LOADED_BY_HELP = {
+    *("mgpu_slurm", "mgpu_slurm.core", "mgpu_slurm.core.errors", "mgpu_slurm.core.formatting", "mgpu_slurm.cli"),
+    *(f"mgpu_slurm.cli.{name}" for name in ("main", "options", "output")),
+    *(f"mgpu_slurm.cli.{name}" for name in ("manage", "results", "setup", "submit", "sweeps")),
+}
+"""All modules that `--help` and completion may load: what a command needs beyond them, it imports when it runs."""
+
 OF_VERSION_0_1 = ("runtime", "sweeping")
 """Packages with modules at the names that version 0.1 had for them."""
 
@@ -164,8 +171,8 @@ def test_submitit_is_imported_in_one_module() -> None:
 
 def test_these_tests_see_what_modules_import() -> None:
     assert "torch" in loaded("mgpu_slurm.training.run")
-    assert "mgpu_slurm.submission.submit" in imports("mgpu_slurm.cli.main", everywhere=True)
-    assert "mgpu_slurm.submission.submit" not in imports("mgpu_slurm.cli.main", everywhere=False)
+    assert "mgpu_slurm.submission.submit" in imports("mgpu_slurm.cli.submit", everywhere=True)
+    assert "mgpu_slurm.submission.submit" not in imports("mgpu_slurm.cli.submit", everywhere=False)
     assert package_of("mgpu_slurm.core.layout") == "core"
 
 
@@ -182,13 +189,30 @@ def test_these_tests_see_what_modules_import() -> None:
     ids=["package", "python", "help", "status", "clean", "dry-run"],
 )
 def test_the_login_side_starts_without_anything_heavy(project: Project, code: str) -> None:
+    assert loaded_by(code, project) & HEAVY == set()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["submit", "--help"]], ids=" ".join)
+def test_help_loads_the_command_line_only(project: Project, words: list[str]) -> None:
+    names = loaded_by(f"from mgpu_slurm.cli.main import main; main({words})", project)
+    assert {name for name in names if name.partition(".")[0] == "mgpu_slurm"} <= LOADED_BY_HELP
+
+
+def test_completion_loads_the_command_line_only(project: Project) -> None:
+    asked = {"_MGPU_SLURM_COMPLETE": "bash_complete", "COMP_WORDS": "mgpu-slurm sub", "COMP_CWORD": "1"}
+    names = loaded_by("from mgpu_slurm.cli.main import main; main()", project, asked)
+    assert {name for name in names if name.partition(".")[0] == "mgpu_slurm"} <= LOADED_BY_HELP
+
+
+def loaded_by(code: str, project: Project, environ: dict[str, str] | None = None) -> set[str]:
+    """Return the names of all modules that a new interpreter has loaded when it has run some code."""
     # the program ends by SystemExit
     code = f"import atexit, sys; atexit.register(lambda: print(*sorted(sys.modules))); {code}"
-    environ = os.environ | project.environ
+    environ = os.environ | project.environ | (environ or {})
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=project.folder, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.splitlines()[-1].split()) & HEAVY == set()
+    return set(done.stdout.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "jobs").rglob("*.py")), ids=lambda path: path.stem)

@@ -1,0 +1,185 @@
+"""Look after runs: `status`, `logs`, `wait`, `cancel`, `clean` and `shell`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import click
+
+from mgpu_slurm.cli.options import json_flag
+from mgpu_slurm.cli.output import (
+    STILL_ALIVE,
+    fail,
+    follow_run,
+    print_ending,
+    print_json,
+    print_lines,
+    print_note,
+    terminal_size,
+)
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import counted, program
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[RUN ...]")
+@click.option("--watch", is_flag=True, help="Show it again and again, until all have ended.")
+@json_flag
+def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
+    """Show how runs stand, newest first.
+
+    A line a run, a group or a sweep; those that are named with all that there is to say.
+    """
+    from mgpu_slurm.registry import current_state, lookup
+    from mgpu_slurm.reports import status as statuses
+    from mgpu_slurm.reports import status_view
+
+    asked = [lookup.find(name) for name in names]
+    if watch:
+        if as_json:
+            raise UserError("--watch: it is for people; programs call `status --json` again, or `wait`")
+        status_view.show(asked, print_note)
+        return
+    found = current_state.current(asked, print_note) if names else lookup.all_states(print_note)
+    if as_json:
+        print_json([statuses.facts(state) for state in status_view.as_one(found, asked)])
+    else:
+        print_lines(status_view.lines(found, asked, terminal_size()))
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.option("--rank", type=int, default=0, show_default=True, help="Whose log.")
+@click.option("--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--launch", is_flag=True, help="The log of the batch script or supervisor instead.")
+def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
+    """Print what a rank has printed, over all attempts.
+
+    With --follow until the run has ended, and how; of a group, how its runs begin and end.
+    """
+    from mgpu_slurm import api
+    from mgpu_slurm.core import records
+    from mgpu_slurm.registry import logs as launch_logs
+    from mgpu_slurm.registry import lookup
+
+    if launch:
+        for path in launch_logs.of_launch(lookup.find(name)):
+            print(path.read_text(errors="replace"), end="")
+        return
+    handle = api.find(name) if follow else api.find_run(name)
+    if isinstance(handle, api.Group):
+        follow_run(handle)
+        return
+    folder = handle.files
+    ranks = records.read_state(folder)["ranks"]
+    # a resumed run may have had more
+    if not 0 <= rank < ranks and not handle.logs(rank):
+        raise UserError(f"--rank {rank}: run {folder.run} has ranks 0 to {ranks - 1}")
+    if follow:
+        follow_run(handle, rank)
+        return
+    from mgpu_slurm.reports.rank_warnings import told, warnings
+
+    print(handle.logs(rank), end="")
+    # beside the log, which stays what the rank has printed
+    newest = records.attempts_started(folder)
+    for line in told(warned for warned in warnings(folder) if warned.rank != rank and warned.attempt == newest):
+        print(f"-- warning: {line}", file=sys.stderr)
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="RUN ...")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Give up after so long.")
+@json_flag
+def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
+    """Block until runs have ended.
+
+    Exit code 1 unless all of them completed, 124 where --timeout came first.
+    """
+    from mgpu_slurm import api
+    from mgpu_slurm.core import states
+    from mgpu_slurm.registry import current_state
+    from mgpu_slurm.reports import status as statuses
+    from mgpu_slurm.reports import status_view
+
+    found = [api.find(name) for name in names]
+    give_up = None if timeout is None else time.monotonic() + timeout
+    try:
+        ended = [each.wait(None if give_up is None else give_up - time.monotonic(), print_note) for each in found]
+    except TimeoutError:
+        ended = [each.state for each in found]
+        alive = [each.name for each, state in zip(found, ended, strict=True) if states.is_alive(state)]
+        if alive:
+            fail(f"--timeout {timeout:g}: still alive: {', '.join(alive)}: wait longer, or cancel", STILL_ALIVE)
+    if as_json:
+        pairs = [pair for each in found for pair in current_state.current([each.files])]
+        print_json([statuses.facts(state) for state in status_view.as_one(pairs, [each.files for each in found])])
+    else:
+        for each in found:
+            print_ending(each)
+    if any(state != "COMPLETED" for state in ended):
+        sys.exit(1)
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="RUN ...")
+def cancel(names: tuple[str, ...]) -> None:
+    """Ask runs to save their work and end."""
+    from mgpu_slurm import api
+
+    for found in [api.find(name) for name in names]:
+        if found.cancel():
+            asked = "asked to end" if found.is_command else "asked to save and end"
+            print(f"{found.name}: {asked}; `{program()} resume {found.name}` starts it again")
+        else:
+            print(f"{found.name}: had ended already ({found.state})")
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[RUN ...]")
+@click.option("--checkpoints", is_flag=True, help="Delete only the checkpoints of the named runs.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
+    """Show what runs take on disk; delete those that are named."""
+    from mgpu_slurm import api
+    from mgpu_slurm.registry.disk_usage import usage_table
+
+    chosen = [api.find(name) for name in names] or api.submitted()
+    for name, handle in zip(names, chosen, strict=False):
+        handle.check_deletable()
+        if yes and handle.name.startswith(name) and handle.name != name:
+            raise UserError(f"--yes: {name!r} is only the beginning of {handle.name}: give the whole name")
+    if not chosen:
+        print("no runs, nothing to clean")
+        return
+    print(usage_table([handle.files for handle in chosen]))
+    if not names:
+        print(f"\nnothing was deleted; name runs to delete them: {program()} clean RUN ...")
+        return
+    what = "the checkpoints of " if checkpoints else ""
+    if not yes and not click.confirm(f"delete {what}{counted(len(chosen), 'run')}?"):
+        return
+    for handle in chosen:
+        handle.delete(only_checkpoints=checkpoints)
+        print(f"deleted {what}{handle.name}")
+
+
+@click.command()
+@click.argument("name", metavar="RUN [-- COMMAND ...]")
+@click.option("--node", metavar="NAME", help="One of the run's nodes.  [default: its first]")
+@click.pass_obj
+def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:
+    """Open a shell beside a run, on one of its nodes.
+
+    Or run one command there, such as nvidia-smi, py-spy or df.
+    """
+    from mgpu_slurm import api
+    from mgpu_slurm.registry import shell as shells
+    from mgpu_slurm.slurm import commands
+
+    handle = api.find_run(name)
+    words = shells.words(handle.files, handle.facts, node, command, terminal=sys.stdin.isatty())
+    os.chdir(shells.place(handle.files))
+    os.execvpe(words[0], words, commands.scrubbed_environment(os.environ))

@@ -1,0 +1,98 @@
+"""Print what commands find, as text or JSON, and follow runs until they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mgpu_slurm.core.formatting import program
+
+if TYPE_CHECKING:
+    from mgpu_slurm.api import Group, Handle
+
+PROGRAM = "mgpu-slurm"
+INTERRUPTED = 130
+STILL_ALIVE = 124
+"""That of timeout(1)."""
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Print an error in one line and exit."""
+    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def print_note(text: str) -> None:
+    """Print what the program is waiting for on standard error, apart from its answer."""
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    from mgpu_slurm.core.files import without_nan
+
+    print(json.dumps(without_nan(value), indent=2), flush=True)
+
+
+def print_lines(lines: list[str]) -> None:
+    print("\n".join(lines), flush=True)
+
+
+def terminal_size() -> os.terminal_size | None:
+    """Return the size of the terminal that shows the output, or None if it goes elsewhere."""
+    import shutil
+
+    return shutil.get_terminal_size() if sys.stdout.isatty() else None
+
+
+def how_to_follow(name: str) -> str:
+    return f"follow it with: {program()} logs {name} --follow"
+
+
+def follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0, without: Iterable[int] = ()) -> None:
+    """Show a run until it ends, then how it ended; exit with 1 if it did not complete."""
+    from mgpu_slurm import api
+
+    found = api.find(name)
+    follow_run(found, quiet=quiet, after_attempt=after_attempt, without=without)
+    if found.state != "COMPLETED":
+        sys.exit(1)
+
+
+def follow_run(
+    found: Handle | Group, rank: int = 0, quiet: bool = False, after_attempt: int = 0, without: Iterable[int] = ()
+) -> None:
+    """Print the log of a run, or how the runs of a group begin and end, until the end or Ctrl-C."""
+    from mgpu_slurm import api
+    from mgpu_slurm.reports.follow import follow, follow_group
+
+    is_group = isinstance(found, api.Group)
+    try:
+        for text in follow_group(found.files, without) if is_group else follow(found.files, rank, after_attempt):
+            if not quiet:
+                print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(
+            f"\nno longer following; the run goes on. Cancel it with: {program()} cancel {found.name}",
+            file=sys.stderr,
+        )
+        sys.exit(INTERRUPTED)
+    if not quiet:
+        print_ending(found, shown_rank=rank)
+
+
+def print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
+    """Print how a run, a group or a sweep has ended."""
+    from mgpu_slurm import api
+    from mgpu_slurm.reports import status as statuses
+    from mgpu_slurm.reports import sweep_status
+    from mgpu_slurm.reports.run_summary import curves_lines, ending_lines
+
+    if isinstance(found, api.Study):
+        print_lines(sweep_status.ending_lines(found.files, found.all_facts))
+    elif isinstance(found, api.Group):
+        print_lines([statuses.table(found.all_facts, {found.name}, terminal_size()), *curves_lines(found.files)])
+    else:
+        print_lines(ending_lines(found.folder, found.facts, shown_rank))

@@ -1,0 +1,107 @@
+"""Show what runs came to: `why`, `aggregate` and `tensorboard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mgpu_slurm.cli.options import json_flag
+from mgpu_slurm.cli.output import print_json, print_lines, print_note
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import program
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@json_flag
+def why(name: str, as_json: bool) -> None:
+    """Show why a run has failed, in plain words, and what to do.
+
+    Of a group, and of a sweep's workers, each that did not complete.
+    """
+    from mgpu_slurm.registry import current_state, lookup
+    from mgpu_slurm.reports import diagnosis as reasons
+
+    folder = lookup.find(name)
+    runs = list(current_state.current([folder]))
+    asked = [(run, state) for run, state in runs if state["state"] != "COMPLETED"] if len(runs) > 1 else runs
+    if as_json:
+        print_json([reasons.facts(run, state) for run, state in asked])
+        return
+    if not asked:
+        print(f"{folder.run}: all of its {len(runs)} runs are complete")
+    for number, (run, state) in enumerate(asked):
+        print_lines([*([""] if number else []), *reasons.lines(run, state)])
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
+@click.option("--by", metavar="KEY[,KEY]", help="Group runs by these config values only.  [default: all but seeds]")
+@click.option(
+    "--on", type=click.Choice(["step", "progress"]), default="step", show_default=True, help="What runs are aligned by."
+)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="[default: aggregate-NAME]")
+@click.option("--parquet/--no-parquet", default=None, help="Write Parquet too.  [default: where pyarrow is installed]")
+@json_flag
+def aggregate(
+    words: tuple[str, ...], by: str | None, on: Any, out: Path | None, parquet: bool | None, as_json: bool
+) -> None:
+    """Take the curves of several runs together.
+
+    Mean, standard deviation, min, max, median and a 95% interval of the mean, step by step, over runs that differ in
+    their seed only: as CSV, Parquet and runs for TensorBoard. PATH is a folder: each one below it with event files is a
+    run, such as those of Lightning. Without any, the newest group.
+
+    \b
+      mgpu-slurm aggregate                        # the newest group
+      mgpu-slurm aggregate GROUP GROUP --by lr    # one curve for each lr
+      mgpu-slurm aggregate lightning_logs
+    """
+    from mgpu_slurm.reports import aggregate as aggregates
+    from mgpu_slurm.reports import aggregate_files
+
+    aggregate_files.check(out, parquet)
+    keys = [key for key in (by or "").split(",") if key]
+    if by is not None and not keys:
+        raise UserError("--by: it takes names of config values, such as --by lr,width")
+    found = aggregates.aggregate(words, on, keys, print_note)
+    out = out or aggregate_files.default_folder(found)
+    written = aggregate_files.write(found, out, parquet)
+    if as_json:
+        print_json({"folder": str(out.absolute()), "files": written, **found.facts})
+        return
+    print(aggregates.table(found))
+    for note in found.notes:
+        print(f"note      {note}")
+    print(f"written   {out}/: {' '.join(written)}")
+    if parquet is None and not aggregate_files.has_parquet():
+        print(f"          no Parquet: {aggregate_files.NO_PARQUET}")
+    print(f"curves    {program()} tensorboard {out}")
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
+@click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="[default: a free one]")
+@json_flag
+def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None:
+    """Show runs in TensorBoard, until Ctrl-C.
+
+    Exactly those that are named, or the newest 20 runs and groups; those of a group and the trials of a sweep appear as
+    they start. It listens on this machine only, where everybody who is logged in can reach it.
+    """
+    from mgpu_slurm.reports import tensorboard_server
+
+    chosen = tensorboard_server.choose(words, print_note)
+
+    def say(server: tensorboard_server.Server) -> None:
+        if as_json:
+            runs = [source.name for source in chosen.runs]
+            print_json({"address": server.address, "port": server.port, "tunnel": server.tunnel, "runs": runs})
+        else:
+            print_lines(tensorboard_server.lines(server))
+
+    if not as_json:
+        print_lines([f"runs      {tensorboard_server.described(chosen)}", "-- starting TensorBoard"])
+    tensorboard_server.serve(chosen, port, say)

@@ -1,0 +1,180 @@
+"""Start runs: `submit` and `resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mgpu_slurm.cli.options import again_flags, code_flag, json_flag, resource_flags, resource_values
+from mgpu_slurm.cli.output import follow_to_the_end, how_to_follow, print_json, print_lines, print_note
+from mgpu_slurm.core.errors import UserError
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[TARGET] [key=value ...] | -- COMMAND ...")
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="YAML file with values for the job's config."
+)
+@resource_flags
+@click.option(
+    "--executor",
+    default="auto",
+    metavar="NAME",
+    help="auto, slurm, allocation (the one that is held) or local; auto is slurm where there is an sbatch, else local."
+    "  [default: auto]",
+)
+@click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
+@click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
+@again_flags(of_new_runs=True)
+@click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
+@click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; may be repeated.")
+@click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")
+@click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
+@click.option("--check", is_flag=True, help="With --dry-run: import the job, and ask SLURM when it would start.")
+@json_flag
+@click.option("--debug", is_flag=True, hidden=True)
+@click.pass_obj
+def submit(
+    command: tuple[str, ...],
+    /,
+    words: tuple[str, ...],
+    config_file: Path | None,
+    extra: tuple[str, ...],
+    follow: bool | None,
+    dry_run: bool,
+    check: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
+    """Run a job function or a command on nodes and GPUs.
+
+    TARGET is package.module, package.module:function or path/to/file.py:function; `train` where no function is named.
+    Without it: `job:` of mgpu.yaml, else jobs/digits.py where there is one. key=value sets the job's config (nested:
+    model.width=32). A command, such as a script for torchrun, stands behind --.
+
+    Where nothing else is said it is one node with all of its GPUs, and one rank per GPU.
+
+    \b
+      mgpu-slurm submit --nodes 2
+      mgpu-slurm submit train.py:train --nodes 2 --gpus-per-node 4 --time 4:00:00 lr=0.1
+      mgpu-slurm submit --nodes 2 -- python train.py --lr 0.1
+    """
+    from mgpu_slurm.submission import submit as submitting
+
+    if check and not dry_run:
+        raise UserError("--check: it goes with --dry-run, and asks when the run would start")
+    request = _request(command, words, config_file, extra, dry_run, options | {"check": check})
+    if dry_run:
+        _show_rehearsal(submitting.rehearse(request, print_note), check, as_json)
+        return
+    submission = submitting.submit(request, print_note)
+    plan = submission.plan
+    if as_json:
+        facts = {
+            "run": plan.spec.run,
+            "folder": str(plan.folder.path),
+            "job_id": submission.job_id,
+            "executor": plan.spec.executor,
+        }
+        print_json(facts)
+        if not follow:
+            return
+    else:
+        print_lines(plan.lines())
+    if plan.spec.executor != "slurm" if follow is None else follow:
+        follow_to_the_end(plan.spec.run, quiet=as_json)
+    else:
+        print_lines([f"job       {submission.job_id}", how_to_follow(plan.spec.run)])
+
+
+def _request(
+    command: tuple[str, ...],
+    words: tuple[str, ...],
+    config_file: Path | None,
+    extra: tuple[str, ...],
+    dry_run: bool,
+    options: dict[str, Any],
+) -> Any:
+    from mgpu_slurm.request import config as configs
+    from mgpu_slurm.request.spec import RESOURCE_FLAGS
+    from mgpu_slurm.submission.plan import Request
+
+    targets = [word for word in words if "=" not in word]
+    if len(targets) > 1:
+        raise UserError(f"two targets, {targets[0]!r} and {targets[1]!r}: give one; a command goes behind --")
+    values = configs.read_yaml(config_file) if config_file is not None else {}
+    values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
+    flags = resource_values({name: options.pop(name) for name in RESOURCE_FLAGS}, extra)
+    target = targets[0] if targets else None
+    return Request(target=target, command=command, values=values, flags=flags, dry_run=dry_run, **options)
+
+
+def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
+    from mgpu_slurm.executors import slurm_queue
+    from mgpu_slurm.request import config as configs
+
+    script = plan.script if plan.spec.executor == "slurm" else None
+    if as_json:
+        facts = {"spec": configs.to_plain(plan.spec), "folder": str(plan.folder.path), "script": script}
+        if check:
+            facts["check"] = configs.to_plain(slurm_queue.check(plan.spec, plan.folder))
+        print_json(facts)
+        return
+    print_lines([*plan.lines(), "nothing was started (--dry-run)"])
+    if script is not None:
+        print(f"\n{script}", end="", flush=True)
+    if check:
+        start = slurm_queue.check(plan.spec, plan.folder)
+        found = f"nothing to check: on {plan.spec.executor} it would start at once" if start is None else start.sentence
+        print(f"\n{found}")
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.argument("words", nargs=-1, metavar="")
+@resource_flags
+@again_flags(of_new_runs=False)
+@code_flag
+@click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
+@json_flag
+def resume(
+    name: str,
+    words: tuple[str, ...],
+    code: str,
+    follow: bool | None,
+    as_json: bool,
+    extra: tuple[str, ...],
+    signal: str | None,
+    max_requeues: int | None,
+    retries: int | None,
+    stuck_after: float | None,
+    **flags: Any,
+) -> None:
+    """Start again a run that has ended.
+
+    It goes on from its newest checkpoint, with what is given here in the place of what it had. Of a group, the runs
+    that did not complete; of a sweep, workers for the trials that are left.
+    """
+    from mgpu_slurm import api
+    from mgpu_slurm.request.spec import read_spec
+    from mgpu_slurm.submission.resume_overrides import Again, Change
+
+    if words:
+        raise UserError(f"{words[0]}: a run keeps its config; submit a new one to train with another")
+    found = api.find(name)
+    attempts = max(facts["attempts"] for facts in found.all_facts)
+    again = Again(signal, max_requeues, retries, stuck_after)
+    job_id = found.resume(Change(resource_values(flags, extra), again, new_code=code == "new"), print_note)
+    executor = read_spec(found.files).executor
+    if as_json:
+        print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": executor})
+        return
+    print(f"run {found.name} goes on as job {job_id}", flush=True)
+    if executor != "slurm" if follow is None else follow:
+        follow_to_the_end(found.name, after_attempt=attempts)
+    else:
+        print(how_to_follow(found.name))
