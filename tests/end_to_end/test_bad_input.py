@@ -32,7 +32,7 @@ TRAIN = """
 
         def __post_init__(self):
             if self.lr < 0:
-                raise ValueError(f"lr={self.lr} is negative: give only one above 0")
+                raise ValueError(f"lr={self.lr} is negative: give one above 0")
             if self.steps == 13:
                 raise KeyError("thirteen")
 
@@ -112,10 +112,10 @@ BAD = {
     "error of two lines": imported("two_lines", "two_lines.py:1", "RuntimeError: first line"),
     "sys.exit on import": imported("exits", "'exits'", "exits.py:2", "SystemExit: 3"),
     "process ends on import": imported("dies", "'dies:train'", "import it by hand"),
-    "file that is no module": local("notes", "'notes'", "neither a Python file", "behind --", files={"notes": ""}),
+    "file that is no module": local("notes", "'notes'", "neither a Python file", "after --", files={"notes": ""}),
     "script that is not there": local("-- python trian.py", "python trian.py", "has no trian.py", "git ignores"),
     "command as one word": Bad((*ASK_ONLY, "--", "python -V"), ("'python -V'", "quotes")),
-    "two targets": local("train other", "'train'", "'other'", "give only one"),
+    "two targets": local("train other", "'train'", "'other'", "give one"),
     "target and command": local("train -- echo", "(train)", "give only one"),
     "no target": local("", "no target", "mgpu_slurm init"),
     "no command after the dashes": local("--", "no target", "mgpu_slurm init"),
@@ -127,7 +127,7 @@ BAD = {
     "fraction for a whole number": asked("train steps=1.5", "steps=1.5", "valid integer"),
     "value for a nested config": asked("train model=3", "model=3", "Model"),
     "missing required key": asked("train:needs", "'data'", "add data=VALUE"),
-    "refused by __post_init__": imported("train lr=-1", "lr=-1.0 is negative", "give only one above 0"),
+    "refused by __post_init__": imported("train lr=-1", "lr=-1.0 is negative", "give one above 0"),
     "crash in __post_init__": imported("train steps=13", "config of train:train", "train.py:", "KeyError: 'thirteen'"),
     "value that is no YAML": local("train lr=[1", "'lr=[1'", "put it in quotes"),
     "override without a key": local("train =1", "'=1'", "key=value"),
@@ -145,7 +145,7 @@ BAD = {
     "no ranks": local("train --ntasks-per-node 0", "--ntasks-per-node 0", "at least 1"),
     "negative GPUs": local("train --gpus-per-node -1", "--gpus-per-node -1", "at least 0"),
     "GPUs that are not here": local(
-        "train --gpus-per-node 3", "--gpus-per-node 3", "this machine has 0", "use 0", environ={"CUDA_VISIBLE_DEVICES": ""}
+        "train --gpus-per-node 3", "--gpus-per-node 3", "this machine has 0", "0", environ={"CUDA_VISIBLE_DEVICES": ""}
     ),
     "negative time": local("train --time -5", "--time '-5'", "expected minutes or one of M:S"),
     "no time": local("train --time 0", "--time '0'", "must be greater than 0"),
@@ -213,7 +213,7 @@ BAD = {
     "wait for no time": call("wait nope-1 --timeout soon", "'soon'", "wait --help"),
     "resume of nothing": call("resume nope-1", "'nope-1'", "-m mgpu_slurm status"),
     "clean of nothing": call("clean nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "init over files": call("init .", "train.py", "already exists", "use another folder"),
+    "init over files": call("init .", "train.py", "already exists", "choose another folder"),
     "unknown command": call("submitt", "'submitt'", "'submit'"),
 }
 
