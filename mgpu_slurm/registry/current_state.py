@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +12,7 @@ from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import held_allocation, slurm_states, supervisors
+from mgpu_slurm.registry.permissions import is_own
 from mgpu_slurm.slurm import accounting, commands, sbatch, termination
 
 State = dict[str, Any]
@@ -123,7 +123,7 @@ def look_for_jobs(folder: RunFolder) -> None:
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
     """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
-    if not _is_own(folder) or _is_elsewhere(records.read_state(folder), commands.cluster_name()):
+    if not is_own(folder) or _is_elsewhere(records.read_state(folder), commands.cluster_name()):
         # the jobs of others are not looked through, and those of another cluster cannot be
         return None, True
     try:
@@ -143,10 +143,6 @@ def _may_be_hidden(folder: RunFolder, submission: records.Submission) -> bool:
     return any(states.is_alive(start.state) for start in named)
 
 
-def _is_own(folder: RunFolder) -> bool:
-    return folder.group.path.stat().st_uid == os.geteuid()
-
-
 def _true(folder: RunFolder, state: State, known: dict[RunFolder, State] | None, here: str | None) -> State:
     if not states.is_alive(state["state"]):
         return state
@@ -163,7 +159,7 @@ def _true(folder: RunFolder, state: State, known: dict[RunFolder, State] | None,
         return state
     facts = known[folder]
     if facts in slurm_states.NO_WORD:
-        if not _is_own(folder):
+        if not is_own(folder):
             # a site may keep the jobs of others to itself
             return state
         facts = termination.ending(folder, state["job_id"]) or facts
