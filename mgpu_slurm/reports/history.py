@@ -25,7 +25,8 @@ from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import counted, program
 from mgpu_slurm.core.layout import TRIALS, RunFolder
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.metrics.event_reader import EventFile, Floats, Integers, read_files
+from mgpu_slurm.metrics.event_layout import Floats, Integers
+from mgpu_slurm.metrics.event_reader import EventFile, read_files
 from mgpu_slurm.registry import current_state, lookup
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Spec, read_spec
