@@ -1,4 +1,4 @@
-"""Find the runs whose curves are meant: runs of ours, trials of sweeps, and folders with event files of other programs."""
+"""Find the runs whose curves are meant: ours, trials of sweeps, and folders with the event files of other programs."""
 
 from __future__ import annotations
 
