@@ -13,7 +13,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import held_allocation, slurm_states, supervisors
 from mgpu_slurm.registry.permissions import is_own
-from mgpu_slurm.slurm import accounting, commands, sbatch, termination
+from mgpu_slurm.slurm import accounting, sbatch, site, termination
 
 State = dict[str, Any]
 
@@ -44,7 +44,7 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
     """
     found = [pair for folder in asked for pair in recorded(folder)]
     asks = [pair for pair in found if states.is_alive(pair[1]["state"]) and _is_slurms_to_tell(pair[1])]
-    here = commands.cluster_name() if any(state["slurm_cluster"] for _, state in asks) else None
+    here = site.cluster_name() if any(state["slurm_cluster"] for _, state in asks) else None
     away = sorted({state["slurm_cluster"] for _, state in asks if _is_elsewhere(state, here)})
     known = slurm_states.ask({folder: state["job_id"] for folder, state in asks if _is_asked(state, here)}, note)
     if known is None or (away and here is None):
@@ -82,7 +82,7 @@ def check_are_of_this_cluster(found: Iterable[State]) -> None:
         ClusterError: one has.
     """
     named = [state for state in found if state["slurm_cluster"]]
-    here = commands.cluster_name() if named else None
+    here = site.cluster_name() if named else None
     for state in named:
         if here is not None and _is_elsewhere(state, here):
             raise ClusterError(
@@ -123,7 +123,7 @@ def look_for_jobs(folder: RunFolder) -> None:
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
     """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
-    if not is_own(folder) or _is_elsewhere(records.read_state(folder), commands.cluster_name()):
+    if not is_own(folder) or _is_elsewhere(records.read_state(folder), site.cluster_name()):
         # the jobs of others are not looked through, and those of another cluster cannot be
         return None, True
     try:

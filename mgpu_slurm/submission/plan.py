@@ -34,7 +34,7 @@ from mgpu_slurm.request.spec import (
     parse_seeds,
     resources_from,
 )
-from mgpu_slurm.slurm import commands, sbatch, script
+from mgpu_slurm.slurm import commands, sbatch, script, site
 from mgpu_slurm.slurm.outage import wait_out
 from mgpu_slurm.slurm.script import Array
 from mgpu_slurm.submission import cluster_file as clusters
@@ -286,7 +286,7 @@ def _gpus_decided(resources: Resources, executor: ExecutorName, request: Request
         return resources, f"{asked} per node, as asked"
     if request.dry_run and shutil.which("sinfo") is None:
         return resources, "not known here: there is no sinfo to ask; set gpus-per-node"
-    found = wait_out(lambda: commands.gpus_per_node(resources.partition), note)
+    found = wait_out(lambda: site.gpus_per_node(resources.partition), note)
     where = f"partition {resources.partition}" if resources.partition else "the default partition"
     if not found:
         return resources, f"none: the nodes of {where} have none"
