@@ -343,19 +343,18 @@ def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
     A line a run, a group or a sweep; those that are named with all that there is to say.
     """
     from mgpu_slurm.reports import status as statuses
-    from mgpu_slurm.reports import status_view
 
     asked = [lookup.find(name) for name in names]
     if watch:
         if as_json:
             raise UserError("--watch: it is for people; programs call `status --json` again, or `wait`")
-        status_view.show(asked, _note)
+        statuses.show(asked, _note)
         return
     found = current_state.current(asked, _note) if names else lookup.all_states(_note)
     if as_json:
-        _print_json([statuses.facts(state) for state in status_view.as_one(found, asked)])
+        _print_json([statuses.facts(state) for state in statuses.as_one(found, asked)])
     else:
-        _print_lines(status_view.lines(found, asked, _terminal()))
+        _print_lines(statuses.lines(found, asked, _terminal()))
 
 
 @cli.command()
@@ -445,7 +444,6 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     from mgpu_slurm import api
     from mgpu_slurm.core import states
     from mgpu_slurm.reports import status as statuses
-    from mgpu_slurm.reports import status_view
 
     found = [api.find(name) for name in names]
     give_up = None if timeout is None else time.monotonic() + timeout
@@ -458,7 +456,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
             _fail(f"--timeout {timeout:g}: still alive: {', '.join(alive)}: wait longer, or cancel", STILL_ALIVE)
     if as_json:
         pairs = [pair for each in found for pair in current_state.current([each.files])]
-        _print_json([statuses.facts(state) for state in status_view.as_one(pairs, [each.files for each in found])])
+        _print_json([statuses.facts(state) for state in statuses.as_one(pairs, [each.files for each in found])])
     else:
         for each in found:
             _print_ending(each)
