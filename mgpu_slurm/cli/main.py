@@ -387,12 +387,13 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
     if follow:
         _follow(handle, rank)
         return
-    from mgpu_slurm.reports.rank_warnings import told, warnings
+    from mgpu_slurm.reports.run_summary import rank_warnings, warning_lines
 
     print(handle.logs(rank), end="")
     # beside the log, which stays what the rank has printed
     newest = records.attempts_started(folder)
-    for line in told(warned for warned in warnings(folder) if warned.rank != rank and warned.attempt == newest):
+    found = [each for each in rank_warnings(folder) if each.rank != rank and each.attempt == newest]
+    for line in warning_lines(found):
         print(f"-- warning: {line}", file=sys.stderr)
 
 
