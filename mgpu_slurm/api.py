@@ -5,24 +5,19 @@ The command line and notebooks share it.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from mgpu_slurm.core import files, records, states
-from mgpu_slurm.core.errors import ClusterError, RunFailed, UserError
-from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.errors import RunFailed, UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.executors import supervisors
-from mgpu_slurm.registry import cleanup, current_state, logs, lookup, sweep_state
+from mgpu_slurm.registry import cancel, cleanup, current_state, logs, lookup, permissions, sweep_state
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import read_spec
-from mgpu_slurm.slurm import commands, job_identity
 from mgpu_slurm.submission import plan
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Request
@@ -89,27 +84,7 @@ class _Submitted:
 
     def cancel(self) -> bool:
         """Asks what is alive to save and end; False where all had ended already."""
-        alive = self._alive()
-        if not alive:
-            return False
-        current_state.check_are_of_this_cluster(facts for _, facts in alive)
-        if alive[0][1]["executor"] == "slurm":
-            if any(facts["job_id"] is None for _, facts in alive):
-                current_state.look_for_jobs(self.files.group)
-                alive = self._alive()
-            self._cancel_jobs(alive)
-            return True
-        self._check_is_own("cancel")
-        if self.files.task is None and any(_is_waiting(folder, facts) for folder, facts in alive):
-            # it starts no more of them, and waits for no other run any more
-            supervisors.cancel(self.files, records.read_state(self.files))
-        reached = [_cancel_local(folder, facts) for folder, facts in alive]
-        return any(reached)
-
-    def _alive(self) -> list[tuple[RunFolder, dict[str, Any]]]:
-        return [
-            (folder, facts) for folder, facts in current_state.current([self.files]) if states.is_alive(facts["state"])
-        ]
+        return cancel.cancel_run(self.files)
 
     def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
         """Starts again what has ended and did not complete: the same run, its next attempt, from its newest checkpoint;
@@ -121,7 +96,7 @@ class _Submitted:
         Raises:
             UserError: there is nothing to start, or the change does not fit, or the run is somebody else's.
         """
-        self._check_is_own("resume")
+        permissions.check_may_change(self.files, "resume")
         found = current_state.current([self.files])
         ended = [folder for folder, facts in found if not states.is_alive(facts["state"])]
         unfinished = [folder for folder, facts in found if folder in ended and facts["state"] != states.COMPLETED]
@@ -138,13 +113,7 @@ class _Submitted:
             UserError: it is still alive, or a part of a group, or somebody else's.
         """
         self.check_deletable()
-        if only_checkpoints:
-            for part in [*lookup.members(self.files), *sweep_state.trials(self.files)]:
-                cleanup.delete_checkpoints(part)
-        elif self.files.task is not None:
-            raise UserError(f"run {self.name} is a part of group {self.files.group.run}: delete that one")
-        else:
-            cleanup.delete_run(self.files)
+        cleanup.delete(self.files, only_checkpoints)
 
     def check_deletable(self) -> None:
         """Refuses what may not be deleted.
@@ -152,55 +121,8 @@ class _Submitted:
         Raises:
             UserError: it is still alive, or somebody else's.
         """
-        self._check_is_own("delete")
-        state = self.state
-        if states.is_alive(state):
-            raise UserError(
-                f"run {self.name} is {state}: `{program()} cancel {self.name}` first;"
-                f" where its cluster is gone for good, delete {str(self.folder)!r} by hand"
-            )
-
-    def _check_is_own(self, what: str) -> None:
-        # in a runs folder that many may write in, it could be renamed all the same
-        if not os.access(self.files.group.path, os.W_OK):
-            raise UserError(f"run {self.name} is {self._owner}'s: only they can {what} it")
-
-    def _cancel_jobs(self, alive: list[tuple[RunFolder, dict[str, Any]]]) -> None:
-        started = [folder for folder, facts in alive if facts["attempts"]]
-        # their jobs may be about to hand them on; an operator who cancels them need not be able to write there
-        with contextlib.suppress(OSError):
-            for folder in started:
-                folder.cancel_wish.touch()
-        told = {facts["job_id"] for _, facts in alive if facts["job_id"] is not None}
-        try:
-            self._scancel(told)
-        except ClusterError:
-            with contextlib.suppress(OSError):
-                for folder in started:
-                    folder.cancel_wish.unlink(missing_ok=True)
-            raise
-        # what has not started ends at once, and nothing but SLURM tells of that, for some minutes
-        left = self._alive()
-        self._scancel({facts["job_id"] for _, facts in left if facts["job_id"] is not None} - told)
-        unknown = [facts["run"] for _, facts in left if facts["job_id"] is None]
-        if unknown:
-            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
-
-    def _scancel(self, job_ids: set[str]) -> None:
-        # one request for all of an array: each costs the controller one
-        jobs = sorted(job_ids) if self.files.task is not None else commands.whole_jobs(sorted(job_ids))
-        job_identity.check(self.files, jobs)
-        try:
-            if jobs:
-                commands.run(commands.scancel_command(jobs))
-        except ClusterError as error:
-            if "permission denied" not in str(error):
-                raise
-            raise ClusterError(f"run {self.name} is {self._owner}'s, and SLURM does not let you cancel it") from None
-
-    @property
-    def _owner(self) -> str:
-        return files.name_of_owner(self.files.group.path)
+        permissions.check_may_change(self.files, "delete")
+        cleanup.check_has_ended(self.files, self.state)
 
 
 class Handle(_Submitted):
@@ -275,7 +197,7 @@ class Study(Group):
         """
         from mgpu_slurm.sweeps import launch
 
-        self._check_is_own("resume")
+        permissions.check_may_change(self.files, "resume")
         return launch.resume(self.files, change, note)
 
     def delete(self, only_checkpoints: bool = False) -> None:
@@ -297,24 +219,6 @@ class Study(Group):
         """The best trial so far: its `number`, `value` and `params` among others; None before the first is complete."""
         found: dict[str, Any] | None = sweep_state.summary_of(self.files)["best"]
         return found
-
-
-def _cancel_local(folder: RunFolder, facts: dict[str, Any]) -> bool:
-    """Ends the run; of a group also one that still waits for its turn."""
-    if _is_waiting(folder, facts):
-        # a supervisor that is started for it meanwhile finds that
-        folder.create_task()
-        folder.cancel_wish.touch()
-        facts = records.read_state(folder)
-    if _is_waiting(folder, facts):
-        records.cancel_unstarted(folder, "cancelled")
-        return True
-    return supervisors.cancel(folder, facts)
-
-
-def _is_waiting(folder: RunFolder, facts: dict[str, Any]) -> bool:
-    """Whether a local run waits for its group's coordinator to start it."""
-    return folder.task is not None and facts["job_id"] is None
 
 
 Target: TypeAlias = str | Callable[..., Any] | Sequence[str] | None

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "sweeps": "core request slurm registry submission job rank metrics checkpoints training",
     # what people call
     "reports": "core request slurm registry submission metrics sweeps",
-    "api": "core request slurm executors registry submission sweeps",
+    "api": "core request registry submission sweeps",
     "doctor": "core request slurm executors registry submission job rank training api",
     "cli": "core request slurm executors registry submission sweeps reports api doctor",
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ from typing import Any
 import torch
 
 from mgpu_slurm.checkpoints import folder as folders
-from mgpu_slurm.checkpoints.digests import digest
 from mgpu_slurm.checkpoints.host_copies import HostCopies, refuse_unwritable
 from mgpu_slurm.checkpoints.reader import OfRank, StoredTensors
 from mgpu_slurm.checkpoints.tensors import is_spread
@@ -26,6 +27,9 @@ from mgpu_slurm.rank.rank_info import RankFacts
 
 LOOK_EVERY = 1.0
 """Seconds between two looks whether a write comes on."""
+
+_PIECE = 1 << 24
+"""Bytes that are taken from a device at once."""
 
 
 class Keeper:
@@ -299,3 +303,25 @@ def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def digest(plain: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Return a digest of a state as two integers of 64 bits; equal states have equal ones.
+
+    Args:
+        plain: what JSON can hold of the state.
+        tensors: by their names, not spread over ranks.
+    """
+    summed = hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16)
+    for name in sorted(tensors):
+        summed.update(f"\n{name} {tensors[name].dtype} {list(tensors[name].shape)}\n".encode())
+        for piece in _pieces(tensors[name]):
+            summed.update(piece)
+    found = summed.digest()
+    return int.from_bytes(found[:8], "little", signed=True), int.from_bytes(found[8:], "little", signed=True)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    held = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, held.numel(), _PIECE):
+        yield held[start : start + _PIECE].cpu().numpy().data

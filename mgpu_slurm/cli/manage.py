@@ -34,19 +34,18 @@ def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
     """
     from mgpu_slurm.registry import current_state, lookup
     from mgpu_slurm.reports import status as statuses
-    from mgpu_slurm.reports import status_view
 
     asked = [lookup.find(name) for name in names]
     if watch:
         if as_json:
             raise UserError("--watch: it is for people; programs call `status --json` again, or `wait`")
-        status_view.show(asked, print_note)
+        statuses.show(asked, print_note)
         return
     found = current_state.current(asked, print_note) if names else lookup.all_states(print_note)
     if as_json:
-        print_json([statuses.facts(state) for state in status_view.as_one(found, asked)])
+        print_json([statuses.facts(state) for state in statuses.as_one(found, asked)])
     else:
-        print_lines(status_view.lines(found, asked, terminal_size()))
+        print_lines(statuses.lines(found, asked, terminal_size()))
 
 
 @click.command()
@@ -80,12 +79,13 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
     if follow:
         follow_run(handle, rank)
         return
-    from mgpu_slurm.reports.rank_warnings import told, warnings
+    from mgpu_slurm.reports.run_summary import rank_warnings, warning_lines
 
     print(handle.logs(rank), end="")
     # beside the log, which stays what the rank has printed
     newest = records.attempts_started(folder)
-    for line in told(warned for warned in warnings(folder) if warned.rank != rank and warned.attempt == newest):
+    found = [each for each in rank_warnings(folder) if each.rank != rank and each.attempt == newest]
+    for line in warning_lines(found):
         print(f"-- warning: {line}", file=sys.stderr)
 
 
@@ -102,7 +102,6 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     from mgpu_slurm.core import states
     from mgpu_slurm.registry import current_state
     from mgpu_slurm.reports import status as statuses
-    from mgpu_slurm.reports import status_view
 
     found = [api.find(name) for name in names]
     give_up = None if timeout is None else time.monotonic() + timeout
@@ -115,7 +114,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
             fail(f"--timeout {timeout:g}: still alive: {', '.join(alive)}: wait longer, or cancel", STILL_ALIVE)
     if as_json:
         pairs = [pair for each in found for pair in current_state.current([each.files])]
-        print_json([statuses.facts(state) for state in status_view.as_one(pairs, [each.files for each in found])])
+        print_json([statuses.facts(state) for state in statuses.as_one(pairs, [each.files for each in found])])
     else:
         for each in found:
             print_ending(each)

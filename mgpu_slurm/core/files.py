@@ -1,4 +1,4 @@
-"""The few ways in which files are written and read, and whose they are.
+"""How files are written and read, and whose they are.
 
 Whole files are written to a temporary name, synced and renamed. `.jsonl` files are append-only: a torn last line, of a
 writer that died, is ignored by readers and cut off by the next writer.
@@ -19,48 +19,12 @@ from typing import Any
 
 from mgpu_slurm.core.errors import UserError
 
-
-def name_of_owner(path: Path) -> str:
-    """Return the user name of the owner of a file or folder; containers have owners without one."""
-    number = path.stat().st_uid
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
-
-
-def refuse_strangers(path: Path, why: str) -> None:
-    """
-    Args:
-        why: what a stranger could do by it, and what to do instead.
-
-    Raises:
-        UserError: the file or folder belongs neither to this user nor to root.
-    """
-    if path.stat().st_uid not in (os.geteuid(), 0):
-        raise UserError(f"{str(path)!r} belongs to {name_of_owner(path)}, {why}")
-
-
 _BLOCK = 1 << 16
 """Bytes that are read at once, from the end of a file."""
 
 
-def set_mode(folder: Path, mode: int) -> None:
-    """Sets a folder's permissions, whatever the umask; a group that it hands down to what is made in it stays."""
-    folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))
-
-
-def open_to(readable_by: str) -> None:
-    """Lets what this process writes from here on be read by the group, where the run is to be.
-
-    For `owner` nothing changes: the run folder itself lets nobody else in.
-    """
-    if readable_by == "group":
-        os.umask(os.umask(0o077) & ~0o050)
-
-
 def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Writes the file whole or not at all.
+    """Write the file whole or not at all.
 
     `sync=False` skips the wait for the disk, for files that are rewritten every second and rebuilt when lost.
     """
@@ -83,7 +47,7 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames inside the folder durable."""
+    """Make renames inside the folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -92,11 +56,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any, sync: bool = True) -> None:
+    """Write the value as JSON, with `sync` as for `write_whole`."""
     write_whole(path, json.dumps(value, indent=1) + "\n", sync)
 
 
+def read_json(path: Path) -> Any:
+    """Return the value in a file, or None if there is no such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
 def without_nan(value: Any) -> Any:
-    """The value with None for NaN and infinity, which JSON does not have."""
+    """Return the value with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -104,24 +77,28 @@ def without_nan(value: Any) -> Any:
     return [without_nan(item) for item in value] if isinstance(value, list) else value
 
 
-def read_json(path: Path) -> Any:
-    """The value, or None where there is no such file."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-
-
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Appends one line; a torn line that a dead writer left is cut off first."""
+    """Append one line; a torn line that a dead writer left is cut off first."""
     line = json.dumps(record) + "\n"
     with open(path, "ab+") as file:
         cut_torn_tail(file.fileno())
         file.write(line.encode())
 
 
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records in the whole lines of a file; none if there is no such file."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in text.split(b"\n")[:-1]:
+        # two machines that append at once may tear a line between them; it is no reason to lose the others
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
 def cut_torn_tail(descriptor: int) -> None:
-    """Takes away what follows the last line break: a writer died over it, and nobody has read it."""
+    """Cut off what follows the last line break: a writer died over it, and nobody has read it."""
     end = os.fstat(descriptor).st_size
     if end == 0 or os.pread(descriptor, 1, end - 1) == b"\n":
         return
@@ -134,7 +111,7 @@ def cut_torn_tail(descriptor: int) -> None:
 
 
 def end_of(path: Path) -> str:
-    """The end of a log that may be long; nothing where there is none."""
+    """Return the end of a log that may be long; nothing if there is no such file."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _BLOCK))
@@ -143,13 +120,37 @@ def end_of(path: Path) -> str:
         return ""
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of the file; nothing where there is no such file."""
+def set_mode(folder: Path, mode: int) -> None:
+    """Set a folder's permissions, whatever the umask; a group that it hands down to what is made in it stays."""
+    folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))
+
+
+def open_to(readable_by: str) -> None:
+    """Let what this process writes from here on be read by the group, if the run is to be.
+
+    For `owner` nothing changes: the run folder itself lets nobody else in.
+    """
+    if readable_by == "group":
+        os.umask(os.umask(0o077) & ~0o050)
+
+
+def name_of_owner(path: Path) -> str:
+    """Return the user name of the owner of a file or folder; containers have owners without one."""
+    number = path.stat().st_uid
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return
-    for line in text.split(b"\n")[:-1]:
-        # two machines that append at once may tear a line between them; it is no reason to lose the others
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def refuse_strangers(path: Path, why: str) -> None:
+    """Refuse a file or folder that somebody else could have put there.
+
+    Args:
+        why: what a stranger could do by it, and what to do instead.
+
+    Raises:
+        UserError: the file or folder belongs neither to this user nor to root.
+    """
+    if path.stat().st_uid not in (os.geteuid(), 0):
+        raise UserError(f"{str(path)!r} belongs to {name_of_owner(path)}, {why}")

@@ -1,4 +1,4 @@
-"""How things are written on the screen: sizes, times, counts, and commands the way this program was called."""
+"""Text for the screen: sizes, times, counts and commands. Sizes that users write are read here too."""
 
 from __future__ import annotations
 
@@ -10,58 +10,42 @@ from pathlib import Path
 
 from mgpu_slurm.core.errors import UserError
 
-
-def program() -> str:
-    """`mgpu-slurm`, or `python -m mgpu_slurm` with the interpreter as it was typed."""
-    return f"{_python()} -m mgpu_slurm" if _is_module_call() else "mgpu-slurm"
-
-
-def counted(number: int, thing: str) -> str:
-    """`1 run`, `2 runs`."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def first_line(text: str) -> str:
-    """Of what may be many lines, or none."""
-    return (text.splitlines() or [""])[0]
-
-
-def in_words(seconds: float) -> str:
-    """`90 s`, `30 min`."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def short_path(path: Path) -> str:
-    """Relative to the working directory where it lies below, for pasting."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
-def _is_module_call() -> bool:
-    return Path(sys.argv[0]).name == "__main__.py"
-
-
-def _python() -> str:
-    return sys.orig_argv[0]
-
-
 _UNITS = {
     "": 1,
     "B": 1,
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", start=1)},
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", start=1)},
 }
-
 _FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
-
 _SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
+def program() -> str:
+    """Return `mgpu-slurm`, or `python -m mgpu_slurm` with the interpreter as it was typed."""
+    return f"{_python()} -m mgpu_slurm" if _is_module_call() else "mgpu-slurm"
+
+
+def short_path(path: Path) -> str:
+    """Return a path for pasting: relative to the working directory if it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number with its noun: `1 run`, `2 runs`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text that may have many, or none."""
+    return (text.splitlines() or [""])[0]
+
+
 def parse_size(text: str) -> int:
-    """Whole bytes of `100MB` (decimal), `1.5 GiB` (binary) or a bare number of bytes; case does not matter.
+    """Return the bytes of `100MB` (decimal), `1.5 GiB` (binary) or a bare number of bytes; case does not matter.
 
     Raises:
-        UserError: where the text is no size.
+        UserError: the text is no size.
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match["unit"].lower()) if match else None
@@ -71,7 +55,7 @@ def parse_size(text: str) -> int:
 
 
 def human_size(size: int) -> str:
-    """`999 B`, `1.5 MB`, `120 MB`: decimal units and three digits at most."""
+    """Return a size such as `999 B`, `1.5 MB`, `120 MB`: decimal units and three digits at most."""
     value = float(size)
     for unit in ("B", "KB", "MB", "GB", "TB"):
         shown = _three_digits(value) if unit != "B" else str(size)
@@ -82,17 +66,13 @@ def human_size(size: int) -> str:
     return f"{_three_digits(value)} PB"
 
 
-def _three_digits(value: float) -> str:
-    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
 def time_of(text: str | None) -> datetime | None:
-    """The time that ISO 8601 says, None for none."""
+    """Return the time that a text in ISO 8601 says; None for no text."""
     return datetime.fromisoformat(text) if text else None
 
 
 def duration(seconds: float) -> str:
-    """A length of time in two letters' precision: `42s`, `3m10s`, `5h02m`, `3d04h`."""
+    """Return a length of time in one or two units: `42s`, `3m10s`, `5h02m`, `3d04h`."""
     seconds = int(max(0, seconds))
     if seconds < 60:
         return f"{seconds}s"
@@ -101,3 +81,20 @@ def duration(seconds: float) -> str:
     if seconds < 86400:
         return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
     return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
+
+
+def in_words(seconds: float) -> str:
+    """Return a length of time as a sentence says it: `90 s`, `30 min`."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _is_module_call() -> bool:
+    return Path(sys.argv[0]).name == "__main__.py"
+
+
+def _python() -> str:
+    return sys.orig_argv[0]
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

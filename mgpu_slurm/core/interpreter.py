@@ -1,14 +1,19 @@
-"""How the project starts Python: without the working directory on the module search path.
+"""How the project starts Python, and which packages are installed for the interpreter of this process.
 
-`python -m` puts it there first: a file `mgpu_slurm.py` or `torch.py` in it would run as whoever starts something there.
+Python starts without the working directory on the module search path. `python -m` puts it there first: a file
+`mgpu_slurm.py` or `torch.py` in it would run as whoever starts something there. What is installed is read from folder
+names: no metadata file is opened.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = "mgpu_slurm"
 
@@ -17,6 +22,9 @@ _BY_HAND = (
     " import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 """Takes a folder to import from, or nothing, and a module. The entry that `-c` puts first is the empty one."""
+
+# "Recording installed projects" of the packaging specifications: NAME-VERSION.dist-info, NAME with underscores
+_INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-[^/]*)?\.(?:dist|egg)-info")
 
 
 def command(python: str, module: str, *arguments: str) -> list[str]:
@@ -42,9 +50,39 @@ def is_safe() -> bool:
     return bool(getattr(sys.flags, "safe_path", False)) or sys.orig_argv[1:3] == ["-c", _BY_HAND]
 
 
+def python() -> dict[str, str]:
+    """Return `version` and `executable` of this interpreter."""
+    return {"version": ".".join(map(str, sys.version_info[:3])), "executable": sys.executable}
+
+
+def packages(places: list[str]) -> dict[str, str]:
+    """Return the versions of the distributions found on a module search path, by normalized name; the first found wins.
+
+    importlib.metadata, which opens every METADATA file, takes 100 ms for 60 of them.
+    """
+    found: dict[str, str] = {}
+    for folder in places:
+        for name in _names_in(Path(folder)):
+            match = _INSTALLED.fullmatch(name)
+            if match:
+                found.setdefault(normalized(match["name"]), match["version"])
+    return dict(sorted(found.items()))
+
+
+def normalized(name: str) -> str:
+    """Return `mgpu-slurm` for every way to write the name of that distribution."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def facts() -> dict[str, Any]:
+    """Return `python` and `packages` of this process: what may differ between two nodes."""
+    # what a project's own files say of it in the program's own folder does not travel
+    return {"python": python(), "packages": packages(search_path())}
+
+
 @cache
 def _home() -> str:
-    """The folder of this package where it is found by the program's own folder only, as in a clone; else empty."""
+    """Return the folder of this package if only the program's own folder leads to it, as in a clone; else empty."""
     home = Path(__file__).resolve().parents[2]
     finders = [finder for finder in sys.meta_path if finder is not importlib.machinery.PathFinder]
     found = [importlib.machinery.PathFinder.find_spec(_PACKAGE, search_path())]
@@ -52,3 +90,11 @@ def _home() -> str:
     found += [finder.find_spec(_PACKAGE, None) for finder in finders]
     places = [Path(spec.origin).resolve().parents[1] for spec in found if spec is not None and spec.origin]
     return "" if home in places[:1] else str(home)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        # zip archives and folders that do not exist are common on sys.path
+        return []

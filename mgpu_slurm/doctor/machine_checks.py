@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import installed, interpreter, layout
+from mgpu_slurm.core import interpreter, layout
 from mgpu_slurm.core.formatting import human_size
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.doctor import check_results
@@ -39,7 +39,7 @@ _BOUND = re.compile(r"(?P<name>[A-Za-z0-9._-]+)\s*>=\s*(?P<version>[0-9.]+)")
 
 
 def python_findings() -> Iterator[Finding]:
-    version = installed.python()["version"]
+    version = interpreter.python()["version"]
     text = f"Python {version} at {sys.executable}"
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
@@ -54,7 +54,7 @@ def python_findings() -> Iterator[Finding]:
             "packages", text, f"install it where nodes see it: {sys.executable} -m pip install ."
         )
         return
-    yield from package_findings(requirements, installed.facts()["packages"])
+    yield from package_findings(requirements, interpreter.facts()["packages"])
 
 
 def package_findings(requirements: list[str], packages: dict[str, str]) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ def package_findings(requirements: list[str], packages: dict[str, str]) -> Itera
     bounds = [match for text in requirements if "extra ==" not in text and (match := _BOUND.match(text))]
     wrong = []
     for bound in bounds:
-        version = packages.get(installed.normalized(bound["name"]))
+        version = packages.get(interpreter.normalized(bound["name"]))
         if version is None:
             wrong.append(f"no {bound['name']} (needs {bound['version']} or newer)")
         elif _numbers(version) < _numbers(bound["version"]):

@@ -52,7 +52,7 @@ def findings_of_slurm(found: Site) -> Iterator[Finding]:
         begun = time.perf_counter()
         commands.run(site.ping_command(), ASK_WITHIN)
         answered = time.perf_counter() - begun
-        settings = commands.parse_config(commands.run(commands.config_command(), ASK_WITHIN))
+        settings = site.parse_config(commands.run(site.config_command(), ASK_WITHIN))
         partitions = commands.run(site.partitions_command(), ASK_WITHIN)
         found.partitions = site.parse_partitions(partitions, commands.run(site.nodes_command(), ASK_WITHIN))
     except ClusterError as error:

@@ -16,7 +16,7 @@ from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.hostlist import compress, expand
 from mgpu_slurm.request.spec import Resources, resources_from
-from mgpu_slurm.slurm import commands
+from mgpu_slurm.slurm import commands, site
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 """Set in the shell of an allocation."""
@@ -160,7 +160,7 @@ def _nodes(text: str) -> Iterable[Node]:
     for match in _NODES.finditer(text):
         cpus = len(expand(f"[{match['cpus']}]"))
         for name in expand(match["nodes"]):
-            yield Node(name, cpus, commands.gpus_in(match["gres"]), int(match["memory"]))
+            yield Node(name, cpus, site.gpus_in(match["gres"]), int(match["memory"]))
 
 
 # -- a run's share

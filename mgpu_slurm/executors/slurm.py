@@ -27,7 +27,7 @@ from mgpu_slurm.executors.base import (
 from mgpu_slurm.executors.slurm_queue import Job
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Resources, Spec, read_spec, resources_from
-from mgpu_slurm.slurm import commands, jobs, termination
+from mgpu_slurm.slurm import commands, jobs, site, termination
 from mgpu_slurm.slurm.outage import wait_out
 
 
@@ -122,7 +122,7 @@ def _with_gpus(resources: Resources, is_dry_run: bool, note: Note) -> tuple[Reso
         return resources, f"{resources.gpus_per_node} per node, as asked"
     if is_dry_run and shutil.which("sinfo") is None:
         return resources, "not known here: there is no sinfo to ask; set gpus-per-node"
-    found = wait_out(lambda: commands.gpus_per_node(resources.partition), note)
+    found = wait_out(lambda: site.gpus_per_node(resources.partition), note)
     where = f"partition {resources.partition}" if resources.partition else "the default partition"
     if not found:
         return resources, f"none: the nodes of {where} have none"

@@ -17,7 +17,7 @@ from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.request.spec import Spec
-from mgpu_slurm.slurm import commands, sbatch, script
+from mgpu_slurm.slurm import commands, sbatch, script, site
 from mgpu_slurm.slurm.outage import Patience, wait_out
 from mgpu_slurm.slurm.sbatch import Handover, Start
 from mgpu_slurm.slurm.script import Array, split
@@ -42,7 +42,7 @@ def announce(folder: RunFolder, tasks: Sequence[int] | None = None, note: Note =
     Raises:
         ClusterError: the cluster did not answer.
     """
-    arrays = [None] if tasks is None else split(tasks, wait_out(commands.max_array_size, note))
+    arrays = [None] if tasks is None else split(tasks, wait_out(site.max_array_size, note))
     jobs = [Job(sbatch.new_token(), array) for array in arrays]
     for job in jobs:
         part = {} if job.array is None else {"first": job.array.first, "tasks": ranges(job.array.tasks)}

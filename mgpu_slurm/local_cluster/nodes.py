@@ -24,7 +24,7 @@ from mgpu_slurm.executors.held_allocation import Allocation
 from mgpu_slurm.job import PARTS, attempt
 from mgpu_slurm.job.srun_log import LaunchLog
 from mgpu_slurm.request.spec import Spec
-from mgpu_slurm.slurm import commands, script, steps
+from mgpu_slurm.slurm import commands, script, site, steps
 from mgpu_slurm.slurm.outage import wait_out
 from mgpu_slurm.training import entry
 
@@ -235,7 +235,7 @@ class HeldNodes:
         nodes = held_allocation.choose(found, resources, busy)
         self.names = [node.name for node in nodes]
         # a login node may be behind a firewall that srun itself has to get through
-        self.ports = wait_out(commands.srun_ports)
+        self.ports = wait_out(site.srun_ports)
         self._options = held_allocation.srun_options(found, nodes, resources, self._spec.run)
         self._log = LaunchLog(self._folder.launch_log(supervisors.log_name(self._spec.executor, self._folder)))
         limit = found.limit(resources)

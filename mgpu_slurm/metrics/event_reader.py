@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_slurm.metrics.event_frames import Records, find_records
-
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from mgpu_slurm.metrics.event_layout import Floats, Integers, Layout, layout_of
+from mgpu_slurm.metrics.event_messages import hyperparameters, parse, scalars
 
 BATCH_BYTES = 256 * 2**20
 """Files that are looked at together; the larger, the more records there are side by side."""
@@ -29,9 +28,6 @@ LONGEST = 512
 
 TRIES = 8
 """Records of one length that are taken apart in vain before the rest of that length is read one by one."""
-
-_FLOAT, _DOUBLE = 1, 2
-"""Of tensorboard's types.proto: DT_FLOAT and DT_DOUBLE."""
 
 
 @dataclass(frozen=True)
@@ -181,27 +177,6 @@ class _Columns:
 # -- records that are built alike
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where in a record with one scalar its parts are; None for what is 0 and therefore not written."""
-
-    time: int | None
-    step: tuple[int, int] | None
-    tag: tuple[int, int]
-    value: int
-    is_double: bool
-
-    def variable(self, length: int) -> NDArray[np.bool_]:
-        """The bytes in which records that are built alike differ."""
-        found = np.zeros(length, bool)
-        value = (self.value, self.value + (8 if self.is_double else 4))
-        time = None if self.time is None else (self.time, self.time + 8)
-        for part in (time, self.step, self.tag, value):
-            if part is not None:
-                found[part[0] : part[1]] = True
-        return found
-
-
 def _read_side_by_side(table: _Table, columns: _Columns) -> Iterator[int]:
     """Reads what is built alike; yields the records that are not."""
     order = np.argsort(table.length, kind="stable")
@@ -221,7 +196,7 @@ def _read_rows(rows: NDArray[np.uint8], places: Integers, columns: _Columns) -> 
     """Reads records of one length, a row each; yields those that are to be read one by one."""
     tries = TRIES
     while len(places):
-        layout = _layout(rows[0].tobytes())
+        layout = layout_of(rows[0].tobytes())
         if layout is None:
             yield int(places[0])
             rows, places, tries = rows[1:], places[1:], tries - 1
@@ -229,7 +204,7 @@ def _read_rows(rows: NDArray[np.uint8], places: Integers, columns: _Columns) -> 
                 yield from places.tolist()
                 return
             continue
-        alike = _is_alike(rows, layout)
+        alike = layout.is_alike(rows)
         if alike.all():
             _take(rows, places, layout, columns)
             return
@@ -237,38 +212,12 @@ def _read_rows(rows: NDArray[np.uint8], places: Integers, columns: _Columns) -> 
         rows, places = rows[~alike], places[~alike]
 
 
-def _is_alike(rows: NDArray[np.uint8], layout: _Layout) -> NDArray[np.bool_]:
-    """Which rows are built like the first one."""
-    fixed = ~layout.variable(rows.shape[1])
-    alike: NDArray[np.bool_] = (rows[:, fixed] == rows[0, fixed]).all(axis=1)
-    if layout.step is not None:
-        # the bytes of a number in base 128 go on where the highest bit is set
-        goes_on = rows[:, slice(*layout.step)] & 0x80
-        alike &= (goes_on == goes_on[0]).all(axis=1)
-    return alike
+def _take(rows: NDArray[np.uint8], places: Integers, layout: Layout, columns: _Columns) -> None:
+    tags = _tags(rows, layout, columns)
+    columns.add(places, tags, layout.steps(rows), layout.values(rows), layout.times(rows))
 
 
-def _take(rows: NDArray[np.uint8], places: Integers, layout: _Layout, columns: _Columns) -> None:
-    values = _numbers(rows, layout.value, "<f8" if layout.is_double else "<f4")
-    times = np.zeros(len(rows)) if layout.time is None else _numbers(rows, layout.time, "<f8")
-    columns.add(places, _tags(rows, layout, columns), _steps(rows, layout), values, times)
-
-
-def _numbers(rows: NDArray[np.uint8], start: int, kind: str) -> Floats:
-    size = np.dtype(kind).itemsize
-    numbers: Floats = np.ascontiguousarray(rows[:, start : start + size]).view(kind)[:, 0].astype(np.float64)
-    return numbers
-
-
-def _steps(rows: NDArray[np.uint8], layout: _Layout) -> Integers:
-    steps = np.zeros(len(rows), np.uint64)
-    if layout.step is not None:
-        for place, column in enumerate(range(*layout.step)):
-            steps |= (rows[:, column] & 0x7F).astype(np.uint64) << np.uint64(7 * place)
-    return steps.view(np.int64)
-
-
-def _tags(rows: NDArray[np.uint8], layout: _Layout, columns: _Columns) -> Integers:
+def _tags(rows: NDArray[np.uint8], layout: Layout, columns: _Columns) -> Integers:
     names = np.ascontiguousarray(rows[:, slice(*layout.tag)])
     if (names == names[0]).all():
         return np.full(len(rows), columns.tag(names[0].tobytes()))
@@ -276,92 +225,11 @@ def _tags(rows: NDArray[np.uint8], layout: _Layout, columns: _Columns) -> Intege
     return np.asarray([columns.tag(text[start : start + size]) for start in range(0, len(text), size)], np.int64)
 
 
-def _layout(record: bytes) -> _Layout | None:
-    """The layout of an event with one scalar; None for any other, and for what is not sure to be read right."""
-    try:
-        found = _taken_apart(record)
-    except (IndexError, KeyError, ValueError):
-        return None
-    # protobuf has the last word on what a record says
-    read = _points(_event(record), {})
-    if found is None or read is None or len(read) != 1:
-        return None
-    rows = np.frombuffer(record, np.uint8)[None]
-    ((tag, step, value, time),) = read
-    times = 0.0 if found.time is None else _numbers(rows, found.time, "<f8")[0]
-    values = _numbers(rows, found.value, "<f8" if found.is_double else "<f4")[0]
-    same = (record[slice(*found.tag)], _steps(rows, found)[0]) == (tag, step)
-    return found if same and np.array_equal([times, values], [time, value], equal_nan=True) else None
-
-
-def _taken_apart(record: bytes) -> _Layout | None:
-    """See event.proto, summary.proto and tensor.proto of tensorboard for the numbers.
-
-    Raises:
-        KeyError: a part is not there.
-        IndexError, ValueError: it is no message of this kind.
-    """
-    event = _fields(record, 0, len(record))
-    summary = _fields(record, *event.pop(5))
-    value = _fields(record, *summary.pop(1))
-    time, step = event.pop(1, None), event.pop(2, None)
-    tag = value.pop(1)
-    # what belongs to a tag as a whole
-    value.pop(9, None)
-    number, is_double = value.pop(2, None), False
-    if number is None:
-        number, is_double = _of_tensor(record, *value.pop(8))
-    if event or summary or value:
-        return None
-    return _Layout(None if time is None else time[0], step, tag, number[0], is_double)
-
-
-def _of_tensor(record: bytes, start: int, stop: int) -> tuple[tuple[int, int], bool]:
-    """Where the number of a tensor is, and whether it is a float64."""
-    tensor = _fields(record, start, stop)
-    kind = record[tensor.pop(1)[0]]
-    tensor.pop(2, None)
-    number = tensor.pop(4, None) or tensor.pop({_FLOAT: 5, _DOUBLE: 6}[kind])
-    if tensor or number[1] - number[0] != {_FLOAT: 4, _DOUBLE: 8}[kind]:
-        raise ValueError("more than one number")
-    return number, kind == _DOUBLE
-
-
-def _fields(record: bytes, start: int, stop: int) -> dict[int, tuple[int, int]]:
-    """The fields of a protobuf message, by number: where the content of each starts and stops.
-
-    Raises:
-        IndexError, ValueError: it is no message, or a field is there twice.
-    """
-    found: dict[int, tuple[int, int]] = {}
-    while start < stop:
-        key, start = _varint(record, start)
-        number, kind = key >> 3, key & 7
-        if kind == 2:
-            size, start = _varint(record, start)
-        else:
-            size = _varint(record, start)[1] - start if kind == 0 else {1: 8, 5: 4}.get(kind, stop)
-        if number in found or start + size > stop:
-            raise ValueError(f"field {number}")
-        found[number] = (start, start + size)
-        start += size
-    return found
-
-
-def _varint(record: bytes, start: int) -> tuple[int, int]:
-    """A number in base 128, lowest digit first, and where the next thing starts."""
-    number = shift = 0
-    while record[start] & 0x80:
-        number |= (record[start] & 0x7F) << shift
-        start, shift = start + 1, shift + 7
-    return number | record[start] << shift, start + 1
-
-
 # -- all other records, one by one
 
 
 def _read_one(file: EventFile, table: _Table, place: int, columns: _Columns) -> None:
-    event = _event(table.record(place))
+    event = parse(table.record(place))
     if event is None:
         file.damaged += 1
         return
@@ -372,67 +240,9 @@ def _read_one(file: EventFile, table: _Table, place: int, columns: _Columns) -> 
     if event.HasField("session_log") and event.session_log.status == 1:
         file.restarts.append((number, event.step))
     others: dict[bytes, Any] = {}
-    for tag, step, value, time in _points(event, others) or ():
+    for tag, step, value, time in scalars(event, others) or ():
         columns.add_one(place, columns.tag(tag), step, value, time)
     for tag, plugin in others.items():
         columns.not_scalars.add((owner, columns.tag(tag)))
         if plugin.plugin_name == "hparams":
-            file.config |= _hyperparameters(plugin.content)
-
-
-def _event(record: bytes) -> Any:
-    """None where it is no event."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    try:
-        return Event.FromString(record)
-    except DecodeError:
-        return None
-
-
-def _points(event: Any, others: dict[bytes, Any]) -> list[tuple[bytes, int, float, float]] | None:
-    """Tag, step, value and time of an event's scalars; None where there is anything else in it.
-
-    Args:
-        others: gets the tags that belong to another plugin, with what that says of them.
-    """
-    if event is None:
-        return None
-    found = []
-    for value in event.summary.value:
-        tag = (value.tag or value.node_name).encode()
-        plugin = value.metadata.plugin_data
-        if plugin.plugin_name not in ("", "scalars") and not value.HasField("simple_value"):
-            others[tag] = plugin
-            continue
-        number = value.simple_value if value.HasField("simple_value") else _number(value)
-        if number is not None:
-            found.append((tag, event.step, number, event.wall_time))
-    return found
-
-
-def _number(value: Any) -> float | None:
-    """The number of a tensor that is one."""
-    tensor = value.tensor
-    if not value.HasField("tensor") or tensor.dtype not in (_FLOAT, _DOUBLE) or tensor.tensor_shape.dim:
-        return None
-    if tensor.tensor_content:
-        kind = np.dtype("<f4" if tensor.dtype == _FLOAT else "<f8")
-        whole = len(tensor.tensor_content) == kind.itemsize
-        return float(np.frombuffer(tensor.tensor_content, kind)[0]) if whole else None
-    numbers = tensor.float_val if tensor.dtype == _FLOAT else tensor.double_val
-    return float(numbers[0]) if len(numbers) == 1 else None
-
-
-def _hyperparameters(content: bytes) -> dict[str, Any]:
-    """Of a session start that the HParams plugin wrote; none for its other messages."""
-    from google.protobuf.json_format import MessageToDict
-    from google.protobuf.message import DecodeError
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    try:
-        start = HParamsPluginData.FromString(content).session_start_info
-    except DecodeError:
-        return {}
-    return {name: MessageToDict(value) for name, value in start.hparams.items()}
+            file.config |= hyperparameters(plugin.content)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu_slurm.core import installed
+from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.files import append_jsonl, read_json
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.hostlist import ranges
@@ -36,7 +36,7 @@ def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankFacts) -> list[s
         found.append(setup_warning(os.environ.get(SETUP_FAILED_VARIABLE)))
     if not spec.nodes_are_simulated and facts.local_rank == 0:
         # a local rank is a fork of the very process that the submission started
-        found.append(version_warning(read_json(folder.environment), installed.facts()))
+        found.append(version_warning(read_json(folder.environment), interpreter.facts()))
     asked = spec.resources.cpus_per_task
     if asked is not None:
         ranks = facts.world_size if spec.nodes_are_simulated else facts.local_world_size
@@ -54,7 +54,7 @@ def version_warning(submitted: Mapping[str, Any] | None, here: Mapping[str, Any]
 
     Args:
         submitted: what `environment.json` holds; None where there is none.
-        here: `installed.facts()` of the node.
+        here: `interpreter.facts()` of the node.
     """
     found = differences(submitted, here) if submitted is not None else []
     if not found:

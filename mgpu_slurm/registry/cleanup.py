@@ -1,65 +1,51 @@
-"""What a run folder takes on disk, and how it goes away."""
+"""Delete runs, or only their checkpoints, from the disk."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry import sweep_state
 
 _DELETED_PREFIX = ".deleted-"
 """No run name starts with a dot, so what carries it is never listed as a run."""
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Bytes by kind: the files' own sizes (as `ls -l` shows them), which are the same on every file system.
-
-    `du` adds the rounding to blocks. Links count with their own size, never with what they lead to.
-    """
-
-    checkpoints: int
-    logs: int
-    tensorboard: int
-    code: int
-    other: int
-
-    @property
-    def total(self) -> int:
-        return self.checkpoints + self.logs + self.tensorboard + self.code + self.other
-
-
-def usage(folder: RunFolder) -> Usage:
-    """What a run takes, or a group with all its runs, or a sweep with all its trials; files that vanish meanwhile count
-    nothing.
+def delete(folder: RunFolder, only_checkpoints: bool = False) -> None:
+    """Delete a run, group or sweep that has ended, or only its checkpoints.
 
     Raises:
-        UserError: where a folder may not be read.
+        UserError: it is a part of a group, or something may not be deleted.
     """
-    parts = [folder, *(RunFolder(path) for path in [*_listed(folder.tasks), *_listed(folder.trials)])]
-    places = {
-        "checkpoints": [part.checkpoints for part in parts],
-        "logs": [part.logs for part in parts],
-        "tensorboard": [part.tensorboard for part in parts],
-        "code": [folder.code],
-    }
-    sizes = {kind: sum(_all_sizes(sections)) for kind, sections in places.items()}
-    counted = frozenset(section for sections in places.values() for section in sections)
-    return Usage(**sizes, other=sum(_sizes(folder.path, without=counted)))
+    if only_checkpoints:
+        members = [member for member, _ in records.read_states(folder)]
+        for part in [*members, *sweep_state.trials(folder)]:
+            delete_checkpoints(part)
+    elif folder.task is not None:
+        raise UserError(f"run {folder.run} is a part of group {folder.group.run}: delete that one")
+    else:
+        delete_run(folder)
 
 
-def _listed(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+def check_has_ended(folder: RunFolder, state: str) -> None:
+    """Refuse to delete what is still alive.
 
+    Args:
+        state: of the run, or of the group or sweep as a whole.
 
-def _all_sizes(sections: list[Path]) -> Iterator[int]:
-    for section in sections:
-        if not section.is_symlink():
-            yield from _sizes(section)
+    Raises:
+        UserError: it is alive.
+    """
+    if states.is_alive(state):
+        raise UserError(
+            f"run {folder.run} is {state}: `{program()} cancel {folder.run}` first;"
+            f" where its cluster is gone for good, delete {str(folder.path)!r} by hand"
+        )
 
 
 def delete_run(folder: RunFolder) -> None:
@@ -119,26 +105,3 @@ def _cannot_delete(path: Path, error: OSError) -> UserError:
         f"cannot delete all of {str(path)!r} ({error.strerror}: {place!r}):"
         " end what still uses it or mend its permissions, then delete again"
     )
-
-
-def _sizes(folder: Path, without: frozenset[Path] = frozenset()) -> Iterator[int]:
-    """Sizes of the files below a folder, except below the folders in `without`."""
-    try:
-        with os.scandir(folder) as found:
-            items = list(found)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except PermissionError as error:
-        raise UserError(f"cannot read {str(folder)!r} ({error.strerror}): only its owner can clean it") from None
-    for item in items:
-        if not item.is_dir(follow_symlinks=False):
-            yield _size(item)
-        elif Path(item.path) not in without:
-            yield from _sizes(Path(item.path), without)
-
-
-def _size(item: os.DirEntry[str]) -> int:
-    try:
-        return item.stat(follow_symlinks=False).st_size
-    except FileNotFoundError:
-        return 0

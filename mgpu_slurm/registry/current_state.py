@@ -14,7 +14,8 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.executors.base import Executor, SlurmView, is_elsewhere
 from mgpu_slurm.executors.selection import EXECUTORS
-from mgpu_slurm.slurm import accounting, commands, sbatch
+from mgpu_slurm.registry.permissions import is_own
+from mgpu_slurm.slurm import accounting, sbatch, site
 
 State = dict[str, Any]
 
@@ -43,7 +44,7 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
         for folder, state in found
         if (executor := _executor_of_living(state)) is not None and executor.asks_slurm(state)
     ]
-    here = commands.cluster_name() if any(state["slurm_cluster"] for _, state in asks) else None
+    here = site.cluster_name() if any(state["slurm_cluster"] for _, state in asks) else None
     away = sorted({state["slurm_cluster"] for _, state in asks if is_elsewhere(state, here)})
     ids = {folder: state["job_id"] for folder, state in asks if state["job_id"] and not is_elsewhere(state, here)}
     known = slurm_states.ask(ids, note)
@@ -73,7 +74,7 @@ def check_are_of_this_cluster(found: Iterable[State]) -> None:
         ClusterError: one has.
     """
     named = [state for state in found if state["slurm_cluster"]]
-    here = commands.cluster_name() if named else None
+    here = site.cluster_name() if named else None
     for state in named:
         if here is not None and is_elsewhere(state, here):
             raise ClusterError(
@@ -115,7 +116,7 @@ def look_for_jobs(folder: RunFolder) -> None:
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
     """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
-    if not _is_own(folder) or is_elsewhere(records.read_state(folder), commands.cluster_name()):
+    if not is_own(folder) or is_elsewhere(records.read_state(folder), site.cluster_name()):
         # the jobs of others are not looked through, and those of another cluster cannot be
         return None, True
     try:

@@ -1,12 +1,54 @@
-"""What runs take on disk, as a table."""
+"""How much runs take on disk."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import human_size
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.registry.cleanup import usage
 
 HEADER = ["RUN", "CHECKPOINTS", "LOGS", "TENSORBOARD", "CODE", "OTHER", "TOTAL"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes by kind: the files' own sizes (as `ls -l` shows them), which are the same on every file system.
+
+    `du` adds the rounding to blocks. Links count with their own size, never with what they lead to.
+    """
+
+    checkpoints: int
+    logs: int
+    tensorboard: int
+    code: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints + self.logs + self.tensorboard + self.code + self.other
+
+
+def usage(folder: RunFolder) -> Usage:
+    """What a run takes, or a group with all its runs, or a sweep with all its trials; files that vanish meanwhile count
+    nothing.
+
+    Raises:
+        UserError: where a folder may not be read.
+    """
+    parts = [folder, *(RunFolder(path) for path in [*_listed(folder.tasks), *_listed(folder.trials)])]
+    places = {
+        "checkpoints": [part.checkpoints for part in parts],
+        "logs": [part.logs for part in parts],
+        "tensorboard": [part.tensorboard for part in parts],
+        "code": [folder.code],
+    }
+    sizes = {kind: sum(_all_sizes(sections)) for kind, sections in places.items()}
+    counted = frozenset(section for sections in places.values() for section in sections)
+    return Usage(**sizes, other=sum(_sizes(folder.path, without=counted)))
 
 
 def usage_table(folders: list[RunFolder]) -> str:
@@ -20,3 +62,36 @@ def usage_table(folders: list[RunFolder]) -> str:
     if len(found) > 1:
         rows.append(["all", "", "", "", "", "", human_size(sum(use.total for _, use in found))])
     return tabulate(rows, tablefmt="plain", disable_numparse=True, stralign="right", colalign=("left",))
+
+
+def _listed(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _all_sizes(sections: list[Path]) -> Iterator[int]:
+    for section in sections:
+        if not section.is_symlink():
+            yield from _sizes(section)
+
+
+def _sizes(folder: Path, without: frozenset[Path] = frozenset()) -> Iterator[int]:
+    """Sizes of the files below a folder, except below the folders in `without`."""
+    try:
+        with os.scandir(folder) as found:
+            items = list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError as error:
+        raise UserError(f"cannot read {str(folder)!r} ({error.strerror}): only its owner can clean it") from None
+    for item in items:
+        if not item.is_dir(follow_symlinks=False):
+            yield _size(item)
+        elif Path(item.path) not in without:
+            yield from _sizes(Path(item.path), without)
+
+
+def _size(item: os.DirEntry[str]) -> int:
+    try:
+        return item.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0

@@ -15,6 +15,7 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import cleanup
 from mgpu_slurm.registry.current_state import NEVER_ARRIVED, State, current, recorded
 from mgpu_slurm.registry.index import folders, roots
+from mgpu_slurm.registry.permissions import refuse_closed
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 
@@ -80,23 +81,9 @@ def find(name: str) -> RunFolder:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
         raise UserError(f"run {name!r} matches several runs ({names}): type more of the name")
     if not found:
-        _refuse_closed(name)
+        refuse_closed(name)
         raise UserError(f"there is no run {name!r}{_hint(name, known)}: see `{program()} status`")
     return found[0]
-
-
-def _refuse_closed(name: str) -> None:
-    """Tells a run that may not be looked into from one that is not there."""
-    for path in [Path(name), *(root / name for root in roots())]:
-        try:
-            os.stat(path / "spec.yaml")
-        except PermissionError:
-            raise UserError(
-                f"run {str(path)!r} is not open to you: its owner shares runs by `readable-by: group` in mgpu.yaml,"
-                " in a runs folder of a group that both are in"
-            ) from None
-        except OSError:
-            continue
 
 
 def _task(folder: RunFolder, task: int) -> RunFolder:

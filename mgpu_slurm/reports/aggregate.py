@@ -14,7 +14,7 @@ from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import counted, program
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup
-from mgpu_slurm.reports import history
+from mgpu_slurm.reports import history, run_sources
 from mgpu_slurm.reports.history import History, On
 from mgpu_slurm.reports.statistics import Summary, summarize
 
@@ -77,7 +77,7 @@ def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), not
     Raises:
         UserError: a word names nothing, or there is nothing to reckon with.
     """
-    found = history.read(history.sources(words or [newest_group()]), on, note)
+    found = history.read(run_sources.sources(words or [newest_group()]), on, note)
     if not any(history.curves for history in found):
         raise UserError(f"{_none_to_reckon(found, on)}: see `{program()} status`, or name others")
     groups = grouped(found, by)

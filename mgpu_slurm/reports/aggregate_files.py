@@ -14,7 +14,7 @@ from typing import Any
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import sync_folder, without_nan, write_json
 from mgpu_slurm.reports.aggregate import Aggregate, Group
-from mgpu_slurm.reports.history import MADE_HERE
+from mgpu_slurm.reports.run_sources import MADE_HERE
 from mgpu_slurm.reports.statistics import NAMES
 
 CSV, PARQUET, TENSORBOARD = "curves.csv", "curves.parquet", "tensorboard"

@@ -14,7 +14,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import logs
 from mgpu_slurm.registry.sweep_state import summary_of
 from mgpu_slurm.registry.watch import Watch
-from mgpu_slurm.reports.rank_warnings import Warned, told, warnings
+from mgpu_slurm.reports.run_summary import RankWarning, rank_warnings, warning_lines
 from mgpu_slurm.reports.sweep_status import new_lines
 
 PAUSE = 0.1
@@ -70,7 +70,7 @@ class _Shown:
         self._rank = rank
         self._after_attempt = after_attempt
         self._tails: dict[Path, _Tail] = {}
-        self._warnings: set[Warned] = set()
+        self._warnings: set[RankWarning] = set()
         self._next_look = 0.0
 
     def new(self, up_to: int, look_at_warnings: bool) -> Iterator[str]:
@@ -85,9 +85,9 @@ class _Shown:
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE
             # the rank that is followed says its own in its log
-            of_others = {warned for warned in warnings(self._folder) if warned.rank != self._rank}
+            of_others = {warned for warned in rank_warnings(self._folder) if warned.rank != self._rank}
             new = {warned for warned in of_others - self._warnings if self._after_attempt < warned.attempt <= up_to}
-            yield from (f"-- warning: {line}\n" for line in told(new))
+            yield from (f"-- warning: {line}\n" for line in warning_lines(new))
             self._warnings |= new
 
 

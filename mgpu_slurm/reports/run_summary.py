@@ -1,23 +1,35 @@
-"""The last words on a run: how it ended, what came out, and where to look next."""
+"""What is said of a run at its end: how it ended, what its ranks warned of, what came out, where to look next."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.core import failures
-from mgpu_slurm.core.files import read_json
+from mgpu_slurm.core.files import read_json, read_jsonl
 from mgpu_slurm.core.formatting import duration, program, short_path
+from mgpu_slurm.core.hostlist import compress, ranges
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.states import FAILED, OUT_OF_MEMORY
-from mgpu_slurm.reports.rank_warnings import told, warnings
 
 SHOWN_LINES = 20
 
 
+@dataclass(frozen=True)
+class RankWarning:
+    """What one rank found wrong around it at its start, for those who look at another rank."""
+
+    attempt: int
+    rank: int
+    node: str
+    text: str
+
+
 def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = None) -> list[str]:
-    """What a person wants to read when a run is over; a failed one shows the traceback of its first cause first.
+    """Return what a person wants to read when a run is over; a failed one shows the traceback of its first cause first.
 
     Args:
         shown_rank: the rank whose log, with its traceback, is already on the screen.
@@ -27,7 +39,8 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     lines = _first_failure(folder, failure, shown_rank) if failure else []
     lines.append(_headline(state))
     # an attempt with other resources may have none
-    lines += [f"warning   {line}" for line in told(w for w in warnings(folder) if w.attempt == state["attempts"])]
+    found = [warning for warning in rank_warnings(folder) if warning.attempt == state["attempts"]]
+    lines += [f"warning   {line}" for line in warning_lines(found)]
     result = read_json(folder.result) if state["state"] == "COMPLETED" else None
     if result is not None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
@@ -44,16 +57,33 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     return lines
 
 
+def curves_lines(group: RunFolder) -> list[str]:
+    """Return how to see the curves of a group, if it has any."""
+    return [_curves_line(group)] if any(group.path.glob("tasks/*/tensorboard")) else []
+
+
+def rank_warnings(folder: RunFolder) -> list[RankWarning]:
+    """Return the warnings of all ranks and attempts of a run, in no order."""
+    found = []
+    for path in folder.logs.glob("*.warnings.jsonl"):
+        attempt = int(path.name.partition("-")[0])
+        found += [RankWarning(attempt, line["rank"], line["node"], line["text"]) for line in read_jsonl(path)]
+    return found
+
+
+def warning_lines(found: Iterable[RankWarning]) -> list[str]:
+    """Return lines such as `rank 3 on n2: ...`, one line for all ranks that say the same."""
+    by_text: dict[str, list[RankWarning]] = {}
+    for warned in sorted(found, key=lambda warned: (warned.attempt, warned.rank)):
+        by_text.setdefault(warned.text, []).append(warned)
+    return [f"{_who(same)}: {text}" for text, same in by_text.items()]
+
+
 def _whose_code(failure: dict[str, Any] | None) -> str:
     # what the program did it would do again
     if failure is not None and failures.cause_of(failure) in (failures.PROGRAM, failures.IMPORT):
         return " --code new   (once it is mended; from its newest checkpoint)"
     return "   (its own code, from its newest checkpoint)"
-
-
-def curves_lines(group: RunFolder) -> list[str]:
-    """How to see the curves of a group, where it has any."""
-    return [_curves_line(group)] if any(group.path.glob("tasks/*/tensorboard")) else []
 
 
 def _curves_line(folder: RunFolder) -> str:
@@ -87,3 +117,9 @@ def _headline(state: dict[str, Any]) -> str:
     if state["attempts"] > 1:
         words += f", {state['attempts']} attempts"
     return words + (f": {state['reason']}" if state["reason"] else "")
+
+
+def _who(same: list[RankWarning]) -> str:
+    ranks = sorted({warned.rank for warned in same})
+    nodes = list(dict.fromkeys(warned.node for warned in same))
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} on {compress(nodes)}"

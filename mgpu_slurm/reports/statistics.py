@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_slurm.metrics.event_reader import Floats, Integers
+from mgpu_slurm.metrics.event_layout import Floats, Integers
 from mgpu_slurm.reports.history import Curve
 
 RESAMPLES = 2000

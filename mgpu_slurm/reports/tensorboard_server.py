@@ -27,7 +27,7 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup
-from mgpu_slurm.reports.history import EVENT_FILES, Source, sources, trials_of
+from mgpu_slurm.reports.run_sources import EVENT_FILES, Source, sources, trials_of
 from mgpu_slurm.sweeps import hparams
 
 NEWEST = 20

@@ -5,13 +5,10 @@ Only named fields are asked for (`-o`, `-O`, `-P`): the forms of `--json` change
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from mgpu_slurm.core.errors import ClusterError
@@ -32,11 +29,7 @@ _OF_ANOTHER_JOB = re.compile(
 _KEPT = ("SLURM_CONF", "MGPU_RUNS")
 _DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _UNCUT = {"SLURM_BITSTR_LEN": "0"}
-_NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
-_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
-"""Where it is unless `SLURM_CONF` names another; a site that has it elsewhere is asked."""
 
-_CLUSTER_NAME = re.compile(r"""^\s*ClusterName\s*=\s*["']?([^\s#"']+)""", re.IGNORECASE | re.MULTILINE)
 # a value may hold `=` and blanks: the next pair begins with a capital letter
 _PAIR = re.compile(r"(?:^| )([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|$)")
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
@@ -87,14 +80,6 @@ class Unanswered(ClusterError):
 
 class Forgotten(ClusterError):
     """The controller does not know the one job that it was asked for, or not any more."""
-
-
-@dataclass(frozen=True)
-class NodeGroup:
-    """Nodes of one partition that have the same GPUs."""
-
-    is_default: bool
-    gpus_per_node: int
 
 
 DEFAULTS_OF_SBATCH = {
@@ -283,105 +268,6 @@ def exclude_command(job_id: str, nodes: str) -> list[str]:
 
 def requeue_command(job_id: str) -> list[str]:
     return ["scontrol", "requeue", job_id]
-
-
-def sinfo_command(partition: str | None) -> list[str]:
-    """Asks for the GPUs of the nodes of a partition (or several, by commas); without one, of all."""
-    # sinfo refuses the two together; a partition that is named is shown also where it is hidden
-    chosen = "--all" if partition is None else f"--partition={partition}"
-    return ["sinfo", "--noheader", chosen, "-o", "%P|%D|%G"]
-
-
-def parse_sinfo(output: str) -> list[NodeGroup]:
-    found = [_NODES.fullmatch(line.strip()) for line in output.splitlines()]
-    return [NodeGroup(line["default"] == "*", gpus_in(line["gres"])) for line in found if line is not None]
-
-
-def gpus_in(gres: str) -> int:
-    """GPUs in a node's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`."""
-    # what stands in parentheses may hold commas, and `(null)` is nothing
-    parts = [part.split(":") for part in re.sub(r"\([^)]*\)", "", gres).split(",")]
-    return sum(int(part[-1]) if part[-1].isdigit() else 1 for part in parts if part[0] == "gpu")
-
-
-def gpus_of(groups: Sequence[NodeGroup], partition: str | None) -> int:
-    """What a job can ask for on every GPU node of a partition: the least that one of them has; 0 without GPUs.
-
-    Args:
-        groups: the answer for the partition, or for all where the job goes to the default one.
-        partition: as the job names it; None for the cluster's default.
-    """
-    counts = [group.gpus_per_node for group in groups if partition is not None or group.is_default]
-    return min((count for count in counts if count > 0), default=0)
-
-
-def gpus_per_node(partition: str | None) -> int:
-    """Asks the cluster once; see `gpus_of`.
-
-    Raises:
-        ClusterError: where it does not answer, or has no such partition.
-    """
-    groups = parse_sinfo(run(sinfo_command(partition)))
-    if partition is not None and not groups:
-        raise ClusterError(f"--partition {partition}: the cluster has none of that name; `sinfo` lists them")
-    return gpus_of(groups, partition)
-
-
-def config_command() -> list[str]:
-    return ["scontrol", "show", "config"]
-
-
-def parse_config(output: str) -> dict[str, str]:
-    """SLURM's own settings by name, such as `MaxArraySize`."""
-    pairs = (line.partition("=") for line in output.splitlines() if "=" in line)
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def cluster_name() -> str | None:
-    """The cluster that SLURM's commands speak to here; None where that is not to be found out.
-
-    By its configuration file, where there is one: this is asked at each look at runs.
-    """
-    named = os.environ.get("SLURM_CONF")
-    try:
-        return _cluster_name((named,) if named else _CONFIGURATIONS)
-    except ClusterError:
-        return None
-
-
-@functools.cache
-def _cluster_name(configurations: Sequence[str]) -> str | None:
-    """Where nothing answers, the next call asks again."""
-    for path in configurations:
-        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            if found := _CLUSTER_NAME.search(file.read()):
-                # as SLURM itself reads it
-                return found[1].lower()
-    return parse_config(run(config_command(), SQUEUE_TAKES)).get("ClusterName")
-
-
-def max_array_size() -> int:
-    """Task numbers of an array are below it.
-
-    Raises:
-        ClusterError: where the controller does not answer.
-    """
-    return int(parse_config(run(config_command()))["MaxArraySize"])
-
-
-def parse_ports(text: str) -> range | None:
-    """The ports of a SrunPortRange; None for `0-0`, which is none."""
-    low, _, high = text.partition("-")
-    return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() and int(low) else None
-
-
-def srun_ports() -> range | None:
-    """The ports on which the site's nodes reach the machine where srun runs; None where it names none.
-
-    Raises:
-        ClusterError: where the controller does not answer.
-    """
-    return parse_ports(parse_config(run(config_command())).get("SrunPortRange", ""))
 
 
 def value_of(field: str) -> str | None:

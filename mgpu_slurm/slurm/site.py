@@ -1,16 +1,27 @@
-"""What SLURM tells of a site: its version, partitions, nodes, and what the user may do there.
+"""What SLURM tells of a site: its name and settings, its nodes' GPUs, its partitions, and what the user may do there.
 
 Pure functions build the commands and read their output; `commands.run` runs them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mgpu_slurm.slurm.commands import gpus_in, pairs_in
+from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.slurm import commands
+from mgpu_slurm.slurm.commands import pairs_in
 
+_GPUS_OF_NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
+_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
+"""Where it is unless `SLURM_CONF` names another; a site that has it elsewhere is asked."""
+
+_CLUSTER_NAME = re.compile(r"""^\s*ClusterName\s*=\s*["']?([^\s#"']+)""", re.IGNORECASE | re.MULTILINE)
 _UNUSABLE = re.compile(r"down|drain|fail|maint|unk|no_respond|inval|reboot|planned_down|future")
 
 
@@ -42,6 +53,14 @@ class Partition:
 
 
 @dataclass(frozen=True)
+class NodeGroup:
+    """Nodes of one partition that have the same GPUs."""
+
+    is_default: bool
+    gpus_per_node: int
+
+
+@dataclass(frozen=True)
 class Association:
     """A user's right to use an account, with its limits."""
 
@@ -49,6 +68,105 @@ class Association:
     max_jobs: int | None
     max_submitted: int | None
     qos: tuple[str, ...]
+
+
+def config_command() -> list[str]:
+    return ["scontrol", "show", "config"]
+
+
+def parse_config(output: str) -> dict[str, str]:
+    """Return SLURM's own settings by name, such as `MaxArraySize`."""
+    pairs = (line.partition("=") for line in output.splitlines() if "=" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def cluster_name() -> str | None:
+    """Return the cluster that SLURM's commands speak to here; None if that cannot be found out.
+
+    By its configuration file, where there is one: this is asked at each look at runs.
+    """
+    named = os.environ.get("SLURM_CONF")
+    try:
+        return _cluster_name((named,) if named else _CONFIGURATIONS)
+    except ClusterError:
+        return None
+
+
+@functools.cache
+def _cluster_name(configurations: Sequence[str]) -> str | None:
+    """Return the name; if nothing answers, the error is not kept, and the next call asks again."""
+    for path in configurations:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            if found := _CLUSTER_NAME.search(file.read()):
+                # as SLURM itself reads it
+                return found[1].lower()
+    return parse_config(commands.run(config_command(), commands.SQUEUE_TAKES)).get("ClusterName")
+
+
+def max_array_size() -> int:
+    """Return the number that all task numbers of an array are below.
+
+    Raises:
+        ClusterError: where the controller does not answer.
+    """
+    return int(parse_config(commands.run(config_command()))["MaxArraySize"])
+
+
+def parse_ports(text: str) -> range | None:
+    """Return the ports of a SrunPortRange; None for `0-0`, which is none."""
+    low, _, high = text.partition("-")
+    return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() and int(low) else None
+
+
+def srun_ports() -> range | None:
+    """Return the ports on which the site's nodes reach the machine where srun runs; None if it names none.
+
+    Raises:
+        ClusterError: where the controller does not answer.
+    """
+    return parse_ports(parse_config(commands.run(config_command())).get("SrunPortRange", ""))
+
+
+def sinfo_command(partition: str | None) -> list[str]:
+    """Ask for the GPUs of the nodes of a partition (or several, by commas); without one, of all."""
+    # sinfo refuses the two together; a partition that is named is shown also where it is hidden
+    chosen = "--all" if partition is None else f"--partition={partition}"
+    return ["sinfo", "--noheader", chosen, "-o", "%P|%D|%G"]
+
+
+def parse_sinfo(output: str) -> list[NodeGroup]:
+    found = [_GPUS_OF_NODES.fullmatch(line.strip()) for line in output.splitlines()]
+    return [NodeGroup(line["default"] == "*", gpus_in(line["gres"])) for line in found if line is not None]
+
+
+def gpus_in(gres: str) -> int:
+    """Return the GPUs in a node's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`."""
+    # what stands in parentheses may hold commas, and `(null)` is nothing
+    parts = [part.split(":") for part in re.sub(r"\([^)]*\)", "", gres).split(",")]
+    return sum(int(part[-1]) if part[-1].isdigit() else 1 for part in parts if part[0] == "gpu")
+
+
+def gpus_of(groups: Sequence[NodeGroup], partition: str | None) -> int:
+    """Return what a job can ask for on every GPU node of a partition: the least that one of them has; 0 without GPUs.
+
+    Args:
+        groups: the answer for the partition, or for all where the job goes to the default one.
+        partition: as the job names it; None for the cluster's default.
+    """
+    counts = [group.gpus_per_node for group in groups if partition is not None or group.is_default]
+    return min((count for count in counts if count > 0), default=0)
+
+
+def gpus_per_node(partition: str | None) -> int:
+    """Ask the cluster once for what `gpus_of` returns.
+
+    Raises:
+        ClusterError: where it does not answer, or has no such partition.
+    """
+    groups = parse_sinfo(commands.run(sinfo_command(partition)))
+    if partition is not None and not groups:
+        raise ClusterError(f"--partition {partition}: the cluster has none of that name; `sinfo` lists them")
+    return gpus_of(groups, partition)
 
 
 def version_command() -> list[str]:

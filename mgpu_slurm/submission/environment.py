@@ -10,7 +10,7 @@ import pwd
 import sys
 from typing import Any
 
-from mgpu_slurm.core import installed
+from mgpu_slurm.core import interpreter
 from mgpu_slurm.submission.snapshot import Snapshot
 
 
@@ -23,7 +23,7 @@ def describe(snapshot: Snapshot | None) -> dict[str, Any]:
     """
     system = os.uname()
     return {
-        **installed.facts(),
+        **interpreter.facts(),
         "platform": f"{system.sysname} {system.release} {system.machine}",
         "host": system.nodename,
         "user": _user(),

@@ -14,26 +14,24 @@ import sys
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import target as targets
 from mgpu_slurm.request.job_function import JobFunction, from_callable
+from mgpu_slurm.submission.source_bindings import bindings, may_bind, rebinds
 
 _MODULES = {"__future__", "collections.abc", "dataclasses", "enum", "pathlib", "typing"}
 """What these hold is known, and imported here without a cost."""
 
 _TYPES = {"bool", "bytes", "dict", "float", "frozenset", "int", "list", "object", "set", "str", "tuple"}
 _OWN_CONSTRUCTION = {"__init__", "__new__", "__setattr__", "__getattribute__", "__init_subclass__"}
-_REBINDING = {"delattr", "exec", "eval", "globals", "locals", "setattr", "vars"}
 _SPECIAL = re.compile(r"\b(?:ClassVar|InitVar|KW_ONLY)\b")
 """Annotations of what is no field, or not like others."""
 
 _NAME = "_mgpu_slurm_source"
 _NO_FIELD = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.Expr, ast.Pass)
-_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 _ANY = ast.Attribute(ast.Name("typing", ast.Load()), "Any", ast.Load())
 _NONE = ast.Constant(None)
@@ -73,7 +71,7 @@ def read(target: str, workdir: Path) -> Reading | None:
     if file.is_uncertain:
         return None
     if function not in file.bound:
-        if _may_make(tree, function):
+        if may_bind(tree, function):
             return None
         raise targets.no_function(target, file.functions())
     return file.reading(target, function)
@@ -113,8 +111,8 @@ class _File:
 
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
-        self.bound = Counter(_bindings(tree))
-        self.is_uncertain = "*" in self.bound or "__getattr__" in self.bound or _rebinds(tree)
+        self.bound = Counter(bindings(tree))
+        self.is_uncertain = "*" in self.bound or "__getattr__" in self.bound or rebinds(tree)
         self._types: set[str] = set()
         """Names that stand for types, or for modules with types."""
         self._modules: set[str] = set()
@@ -191,7 +189,7 @@ class _File:
         body: list[ast.stmt] = [ast.Pass()]
         is_exact = not set(bases) & self._inexact
         for each in node.body:
-            names = set(_bindings(ast.Module([each], [])))
+            names = set(bindings(ast.Module([each], [])))
             if _is_field(each):
                 kind, is_known = self._kind(each.annotation)
                 if not is_known and _SPECIAL.search(ast.unparse(each.annotation)):
@@ -360,59 +358,3 @@ def _run(statements: list[ast.stmt]) -> dict[str, typing.Any] | None:
     finally:
         del sys.modules[_NAME]
     return vars(module)
-
-
-def _bindings(tree: ast.Module) -> Iterator[str]:
-    """The names that a module's own statements bind, each as often as they do; `*` for who knows which."""
-    pending: list[ast.AST] = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
-            # a new attribute or item, however deep, changes what the name stands for
-            root: ast.expr = node
-            while isinstance(root, (ast.Attribute, ast.Subscript)):
-                root = root.value
-            yield from [root.id] if isinstance(root, ast.Name) else []
-        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name is not None:
-            yield node.name
-        elif isinstance(node, ast.MatchMapping) and node.rest is not None:
-            yield node.rest
-        if not isinstance(node, (*_FUNCTION, ast.ClassDef)):
-            pending += ast.iter_child_nodes(node)
-    for inner in ast.walk(tree):
-        if isinstance(inner, ast.Global):
-            yield from inner.names
-
-
-def _rebinds(tree: ast.Module) -> bool:
-    """Whether the module's own statements use what may bind any name."""
-    return any(isinstance(node, ast.Name) and node.id in _REBINDING for node in _own_nodes(tree))
-
-
-def _may_make(tree: ast.Module, name: str) -> bool:
-    """Whether the file may bind a module-level name that no statement of it binds."""
-    # in functions too, which the module may call; the name as a text there is mostly something else, such as a split
-    return any(map(_reaches_a_module, ast.walk(tree))) or any(
-        isinstance(node, ast.Constant) and node.value == name for node in _own_nodes(tree)
-    )
-
-
-def _reaches_a_module(node: ast.AST) -> bool:
-    """Whether this is `globals`, `exec` or `sys.modules`."""
-    if isinstance(node, ast.Name):
-        return node.id in ("globals", "exec")
-    return isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.modules"
-
-
-def _own_nodes(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield what the module's own statements consist of, without the functions in them."""
-    pending: list[ast.AST] = list(tree.body)
-    while pending:
-        node = pending.pop()
-        yield node
-        if not isinstance(node, _FUNCTION):
-            pending += ast.iter_child_nodes(node)

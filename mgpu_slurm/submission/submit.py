@@ -27,7 +27,7 @@ from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.registry import current_state, dependencies, index
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Spec
-from mgpu_slurm.slurm import commands
+from mgpu_slurm.slurm import site
 from mgpu_slurm.submission import environment, job_config, missing, plan, resume_overrides, snapshot
 from mgpu_slurm.submission.plan import Plan, Request
 from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
@@ -156,7 +156,7 @@ def _check_shares_with_none_alive(asked: RunFolder, now: dict[RunFolder, dict[st
 def _check_has_none_elsewhere(group: RunFolder) -> None:
     """A group has its jobs on one cluster at a time."""
     cluster = records.read_state(group)["slurm_cluster"]
-    if cluster is None or cluster == commands.cluster_name():
+    if cluster is None or cluster == site.cluster_name():
         return
     found = [state for _, state in records.read_states(group)]
     current_state.check_are_of_this_cluster(state for state in found if states.is_alive(state["state"]))
@@ -210,7 +210,7 @@ def _reset_state(folder: RunFolder, job_id: str | None, now_with: dict[str, Any]
 
 
 def _slurm_cluster(spec: Spec) -> str | None:
-    return None if spec.nodes_are_simulated else commands.cluster_name()
+    return None if spec.nodes_are_simulated else site.cluster_name()
 
 
 @contextmanager

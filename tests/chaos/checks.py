@@ -15,6 +15,7 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.core import checkpoint_names, records, states
 from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.reports import history as histories
+from mgpu_slurm.reports import run_sources
 from tests.chaos.faults import Fault
 from tests.chaos.job import SAMPLES, SAVE_EVERY, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Trained, Training
@@ -67,7 +68,7 @@ def samples(trained: Trained) -> dict[int, list[list[int]]]:
 
 def curves(trained: Trained) -> Points:
     """As this package reads them."""
-    (history,) = histories.read(histories.sources([str(trained.path)]), "step")
+    (history,) = histories.read(run_sources.sources([str(trained.path)]), "step")
     return {
         name: list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
         for name, curve in history.curves.items()

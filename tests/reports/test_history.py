@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.reports.history import Curve, History, flattened, newest, read, sources
+from mgpu_slurm.reports.history import Curve, History, flattened, newest, read
+from mgpu_slurm.reports.run_sources import sources
 from tests.metrics.event_files import ended_run, opened, restarted, scalar, write
 
 WRITERS = some.lists(some.lists(some.tuples(some.integers(0, 20), some.floats(0, 1)), max_size=12), max_size=5)
@@ -103,44 +101,6 @@ def test_each_folder_with_event_files_is_a_run_and_results_of_aggregate_are_none
     assert len(sources([str(tmp_path), str(tmp_path / "a")])) == 3
     several = [source.name for source in sources([str(tmp_path / "b"), str(tmp_path / "a")])]
     assert several == ["b/version_0", "b/version_1", "a"]
-
-
-def test_links_are_followed_but_not_in_circles_and_what_is_hidden_is_left_out(tmp_path: Path) -> None:
-    for name in ("elsewhere/run", "logs/a", "logs/.half/b"):
-        write(tmp_path / name / "events.out.tfevents.1.h", [scalar("loss", 1, 0.5)])
-    (tmp_path / "logs" / "link").symlink_to(tmp_path / "elsewhere" / "run")
-    (tmp_path / "logs" / "a" / "circle").symlink_to(tmp_path / "logs")
-    assert [source.name for source in sources([str(tmp_path / "logs")])] == ["a", "link"]
-
-
-def test_a_run_is_one_however_it_is_named_and_only_a_whole_one_is_ours(tmp_path: Path) -> None:
-    ours = ended_run(tmp_path / "runs" / "ours")
-    write(ours / "tensorboard" / "events.out.tfevents.10.a", [opened(1.0), scalar("loss", 0, 1.0)])
-    for name in (str(ours), str(tmp_path / "runs")):
-        (found,) = sources([name])
-        assert (found.name, found.path, found.own) == ("ours", ours, RunFolder(ours))
-    # others have a spec.yaml too
-    other = tmp_path / "others" / "mine"
-    write(other / "events.out.tfevents.10.a", [opened(1.0), scalar("loss", 0, 1.0)])
-    (other / "spec.yaml").write_text("model: mine\n")
-    for folder in (tmp_path / "others", other):
-        (found,) = sources([str(folder)])
-        assert (found.name, found.path, found.own) == ("mine", other, None)
-
-
-def test_one_run_of_a_group_is_named_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MGPU_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    group = RunFolder(ended_run(tmp_path / "runs" / "group", tasks=2))
-    (found,) = sources(["group/1"])
-    assert (found.name, found.place, found.own) == ("group/1", "group", group.of_task(1))
-    # as a path too
-    assert [found.name for found in sources([str(group.path)])] == ["group/0", "group/1"]
-
-
-def test_a_folder_with_nothing_in_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run and no event files: name another"):
-        sources([str(tmp_path)])
 
 
 # -- metrics.jsonl

@@ -1,4 +1,4 @@
-"""The last words on a run that failed."""
+"""What is said of a run at its end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core.files import write_json
+from mgpu_slurm.core.files import append_jsonl, write_json
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.reports.run_summary import ending_lines
+from mgpu_slurm.reports.run_summary import RankWarning, ending_lines, rank_warnings, warning_lines
 
 ATTEMPT = {"attempt": 1, "exit_code": 1, "message": "it failed"}
 RAISED = {"rank": 0, "node": "n1", "error": "ValueError", "traceback": "Traceback of rank 0\n"}
@@ -41,3 +41,20 @@ def test_what_failed_first_is_shown_once(
     lines = ending_lines(folder.path, {"state": "FAILED", "run": "x", "reason": "", "attempts": 1}, shown_rank)
     assert lines[0].startswith(first)
     assert sum("failed first" in line for line in lines) == (first != "FAILED")
+
+
+def test_all_warnings_of_a_run_are_found(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    for attempt, rank in ((2, 0), (1, 10), (1, 3)):
+        append_jsonl(folder.rank_warnings(attempt, rank), {"rank": rank, "node": "n2", "text": "few cores"})
+    folder.rank_log(1, 3).write_text("other files do not count\n")
+    assert {(warned.attempt, warned.rank) for warned in rank_warnings(folder)} == {(1, 3), (1, 10), (2, 0)}
+
+
+def test_what_several_ranks_say_alike_is_one_line() -> None:
+    few = [RankWarning(1, rank, f"n{1 + rank // 2}", "few cores") for rank in range(4)]
+    assert warning_lines([RankWarning(2, 0, "n1", "few cores"), RankWarning(1, 3, "n2", "old torch"), *few]) == [
+        "ranks 0-3 on n[1-2]: few cores",
+        "rank 3 on n2: old torch",
+    ]

@@ -104,3 +104,10 @@ def test_a_run_that_is_named_is_told_whole_in_a_narrow_terminal() -> None:
     wide = status.table(RUNS, room=os.terminal_size((300, 24)))
     assert wide == status.table(RUNS)
     assert LONG in wide.splitlines()[2]
+
+
+def test_a_screen_is_filled_and_says_what_it_leaves_out() -> None:
+    told = [f"line {number}" for number in range(10)]
+    assert status.fitting(told, os.terminal_size((80, 11))) == told
+    assert status.fitting(told, os.terminal_size((80, 5))) == [*told[:3], "... 7 more lines, for a taller window"]
+    assert status.fitting(told, os.terminal_size((8, 2))) == ["line 0", "... 9 mo"]

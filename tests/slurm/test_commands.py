@@ -6,23 +6,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.slurm import accounting, commands, jobs
-from mgpu_slurm.slurm.commands import NodeGroup
-
-FakeCommand = Callable[[str, str], None]
-
-
-@pytest.fixture
-def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommand:
-    """Puts a shell script of a name on PATH; nothing else is there but the system's own tools."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    def write(name: str, body: str) -> None:
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
-
-    return write
+from mgpu_slurm.slurm import accounting, commands, jobs, site
+from tests.slurm.conftest import FakeCommand
 
 
 def test_a_submission_is_found_by_its_token() -> None:
@@ -57,7 +42,7 @@ BANNERS = ("|   Maintenance on Monday   |", "| a | b | c | d | e | f | g |", "Yo
     [
         (jobs.parse_squeue, "44_1|RUNNING|N/A|0|2024-05-01T11:00:00|NONE||None|"),
         (accounting.parse_sacct, "43|FAILED|2024-05-01T12:00:01|2024-05-01T12:00:02|2024-05-01T12:00:09|a"),
-        (commands.parse_sinfo, "gpu*|4|gpu:a100:8(S:0-1)"),
+        (site.parse_sinfo, "gpu*|4|gpu:a100:8(S:0-1)"),
         (lambda output: commands.parse_marked(output, "mgpu-1"), "42|mgpu-1"),
     ],
 )
@@ -69,57 +54,6 @@ def test_a_sites_banners_are_no_answers(parse: Callable[[str], object], line: st
 
 def test_scancel_command() -> None:
     assert commands.scancel_command(["42", "43_1"]) == ["scancel", "42", "43_1"]
-
-
-@pytest.mark.parametrize(
-    ("gres", "count"),
-    [
-        ("(null)", 0),
-        ("", 0),
-        ("gpu:4", 4),
-        ("gpu", 1),
-        ("gpu:a100:4(S:0-1)", 4),
-        ("gpu:a100:4(S:0,2-3),nvme:1", 4),
-        ("gpu:v100:2(S:0),gpu:a100:6(S:1)", 8),
-        ("nvme:2,mps:400,shard:gpu:16", 0),
-        ("gpu:1g.10gb:7", 7),
-        ("gpu:no_consume:2", 2),
-    ],
-)
-def test_gpus_in_generic_resources(gres: str, count: int) -> None:
-    assert commands.gpus_in(gres) == count
-
-
-def test_sinfo_command() -> None:
-    assert commands.sinfo_command(None) == ["sinfo", "--noheader", "--all", "-o", "%P|%D|%G"]
-    # sinfo 22.05: "Conflicting options, -a and -p, specified"
-    assert commands.sinfo_command("gpu,big") == ["sinfo", "--noheader", "--partition=gpu,big", "-o", "%P|%D|%G"]
-
-
-def test_gpus_per_node_are_what_every_gpu_node_of_the_partition_has() -> None:
-    groups = commands.parse_sinfo("cpu*|20|(null)\ngpu|4|gpu:a100:8(S:0-1)\ngpu|2|gpu:v100:4(S:0-1)\ngpu|1|(null)\n")
-    assert groups == [
-        NodeGroup(True, 0),
-        NodeGroup(False, 8),
-        NodeGroup(False, 4),
-        NodeGroup(False, 0),
-    ]
-    assert commands.gpus_of(groups, None) == 0
-    assert commands.gpus_of(groups[1:], "gpu") == 4
-    assert commands.gpus_of([], "gpu") == 0
-
-
-def test_gpus_per_node_asks_the_cluster(fake_command: FakeCommand) -> None:
-    answers = 'case "$*" in *--partition=gpu*) echo "gpu|4|gpu:a100:8(S:0-1)";; *) echo "cpu*|9|(null)";; esac'
-    fake_command("sinfo", answers)
-    assert (commands.gpus_per_node("gpu"), commands.gpus_per_node(None)) == (8, 0)
-
-
-def test_a_partition_that_sinfo_does_not_list_is_named(fake_command: FakeCommand) -> None:
-    # sinfo says nothing of it, and that with exit code 0
-    fake_command("sinfo", "true")
-    with pytest.raises(ClusterError, match=r"^--partition gpuu: the cluster has none of that name"):
-        commands.gpus_per_node("gpuu")
 
 
 def test_a_profile_s_defaults_for_sbatch_are_flags() -> None:
@@ -210,31 +144,3 @@ def test_who_waits_for_an_array_waits_for_the_successor_of_each_task() -> None:
         "52": "afterok:9,afterok:77_1",
         "53": "afterok:9_1,afterok:77_1",
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "ports"), [("60001-60003", [60001, 60002, 60003]), ("0-0", None), ("(null)", None), ("", None)]
-)
-def test_the_ports_that_a_site_leaves_open_for_srun(text: str, ports: list[int] | None) -> None:
-    found = commands.parse_ports(text)
-    assert (None if found is None else list(found)) == ports
-
-
-def test_the_cluster_is_known_by_its_configuration_file_or_by_asking(
-    fake_command: FakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_command("scontrol", 'echo "ClusterName             = asked"')
-    files = {
-        "alpha": 'ControlMachine=x\n  clustername = "Alpha"# ours\n',
-        "included": "Include more.conf\n#ClusterName=no\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    found = {}
-    for name in (*files, "not-there"):
-        monkeypatch.setenv("SLURM_CONF", str(tmp_path / name))
-        found[name] = commands.cluster_name()
-    assert found == {"alpha": "alpha", "included": "asked", "not-there": "asked"}
-    fake_command("scontrol", "exit 1")
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "not-there-either"))
-    assert commands.cluster_name() is None

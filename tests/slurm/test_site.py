@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.slurm import site
-from mgpu_slurm.slurm.site import Association, Partition
+from mgpu_slurm.slurm.site import Association, NodeGroup, Partition
+from tests.slurm.conftest import FakeCommand
 
 PARTITIONS = """\
 PartitionName=main AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A DefaultTime=NONE \
@@ -108,3 +111,82 @@ def test_associations_with_and_without_limits() -> None:
 )
 def test_whether_a_job_may_be_requeued(output: str, may: bool | None) -> None:
     assert site.may_be_requeued(output) is may
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("", 0),
+        ("gpu:4", 4),
+        ("gpu", 1),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:4(S:0,2-3),nvme:1", 4),
+        ("gpu:v100:2(S:0),gpu:a100:6(S:1)", 8),
+        ("nvme:2,mps:400,shard:gpu:16", 0),
+        ("gpu:1g.10gb:7", 7),
+        ("gpu:no_consume:2", 2),
+    ],
+)
+def test_gpus_in_generic_resources(gres: str, count: int) -> None:
+    assert site.gpus_in(gres) == count
+
+
+def test_sinfo_command() -> None:
+    assert site.sinfo_command(None) == ["sinfo", "--noheader", "--all", "-o", "%P|%D|%G"]
+    # sinfo 22.05: "Conflicting options, -a and -p, specified"
+    assert site.sinfo_command("gpu,big") == ["sinfo", "--noheader", "--partition=gpu,big", "-o", "%P|%D|%G"]
+
+
+def test_gpus_per_node_are_what_every_gpu_node_of_the_partition_has() -> None:
+    groups = site.parse_sinfo("cpu*|20|(null)\ngpu|4|gpu:a100:8(S:0-1)\ngpu|2|gpu:v100:4(S:0-1)\ngpu|1|(null)\n")
+    assert groups == [
+        NodeGroup(True, 0),
+        NodeGroup(False, 8),
+        NodeGroup(False, 4),
+        NodeGroup(False, 0),
+    ]
+    assert site.gpus_of(groups, None) == 0
+    assert site.gpus_of(groups[1:], "gpu") == 4
+    assert site.gpus_of([], "gpu") == 0
+
+
+def test_gpus_per_node_asks_the_cluster(fake_command: FakeCommand) -> None:
+    answers = 'case "$*" in *--partition=gpu*) echo "gpu|4|gpu:a100:8(S:0-1)";; *) echo "cpu*|9|(null)";; esac'
+    fake_command("sinfo", answers)
+    assert (site.gpus_per_node("gpu"), site.gpus_per_node(None)) == (8, 0)
+
+
+def test_a_partition_that_sinfo_does_not_list_is_named(fake_command: FakeCommand) -> None:
+    # sinfo says nothing of it, and that with exit code 0
+    fake_command("sinfo", "true")
+    with pytest.raises(ClusterError, match=r"^--partition gpuu: the cluster has none of that name"):
+        site.gpus_per_node("gpuu")
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"), [("60001-60003", [60001, 60002, 60003]), ("0-0", None), ("(null)", None), ("", None)]
+)
+def test_the_ports_that_a_site_leaves_open_for_srun(text: str, ports: list[int] | None) -> None:
+    found = site.parse_ports(text)
+    assert (None if found is None else list(found)) == ports
+
+
+def test_the_cluster_is_known_by_its_configuration_file_or_by_asking(
+    fake_command: FakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_command("scontrol", 'echo "ClusterName             = asked"')
+    files = {
+        "alpha": 'ControlMachine=x\n  clustername = "Alpha"# ours\n',
+        "included": "Include more.conf\n#ClusterName=no\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = {}
+    for name in (*files, "not-there"):
+        monkeypatch.setenv("SLURM_CONF", str(tmp_path / name))
+        found[name] = site.cluster_name()
+    assert found == {"alpha": "alpha", "included": "asked", "not-there": "asked"}
+    fake_command("scontrol", "exit 1")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "not-there-either"))
+    assert site.cluster_name() is None

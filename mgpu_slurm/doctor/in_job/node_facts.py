@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import installed
+from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.doctor import check_results
@@ -30,7 +30,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 def measure_versions(team: Team, place: Place) -> Any:
     if not team.me.is_leader:
         return None
-    submitted, here = read_json(place.folder.environment), installed.facts()
+    submitted, here = read_json(place.folder.environment), interpreter.facts()
     return {
         "differences": preflight.differences(submitted, here),
         "python": here["python"]["version"],

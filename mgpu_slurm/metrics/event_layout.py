@@ -1,0 +1,146 @@
+"""Where an event record with one scalar has its time, step, tag and value.
+
+Records of one length that are built alike lie side by side as the rows of an array, and their parts are its columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_slurm.metrics.event_messages import DOUBLE, FLOAT, parse, scalars
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where in a record with one scalar its parts are; None for what is 0 and therefore not written."""
+
+    time: int | None
+    step: tuple[int, int] | None
+    tag: tuple[int, int]
+    value: int
+    is_double: bool
+
+    def variable(self, length: int) -> NDArray[np.bool_]:
+        """Return the bytes in which records that are built alike differ."""
+        found = np.zeros(length, bool)
+        value = (self.value, self.value + (8 if self.is_double else 4))
+        time = None if self.time is None else (self.time, self.time + 8)
+        for part in (time, self.step, self.tag, value):
+            if part is not None:
+                found[part[0] : part[1]] = True
+        return found
+
+    def is_alike(self, rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Return which records, a row each, are built like the first one."""
+        fixed = ~self.variable(rows.shape[1])
+        alike: NDArray[np.bool_] = (rows[:, fixed] == rows[0, fixed]).all(axis=1)
+        if self.step is not None:
+            # the bytes of a number in base 128 go on where the highest bit is set
+            goes_on = rows[:, slice(*self.step)] & 0x80
+            alike &= (goes_on == goes_on[0]).all(axis=1)
+        return alike
+
+    def times(self, rows: NDArray[np.uint8]) -> Floats:
+        return np.zeros(len(rows)) if self.time is None else _numbers(rows, self.time, "<f8")
+
+    def values(self, rows: NDArray[np.uint8]) -> Floats:
+        return _numbers(rows, self.value, "<f8" if self.is_double else "<f4")
+
+    def steps(self, rows: NDArray[np.uint8]) -> Integers:
+        steps = np.zeros(len(rows), np.uint64)
+        if self.step is not None:
+            for place, column in enumerate(range(*self.step)):
+                steps |= (rows[:, column] & 0x7F).astype(np.uint64) << np.uint64(7 * place)
+        return steps.view(np.int64)
+
+
+def layout_of(record: bytes) -> Layout | None:
+    """Return the layout of an event with one scalar; None for any other, and for what is not sure to be read right."""
+    try:
+        found = _taken_apart(record)
+    except (IndexError, KeyError, ValueError):
+        return None
+    # protobuf has the last word on what a record says
+    read = scalars(parse(record), {})
+    if found is None or read is None or len(read) != 1:
+        return None
+    rows = np.frombuffer(record, np.uint8)[None]
+    ((tag, step, value, time),) = read
+    floats = [found.times(rows)[0], found.values(rows)[0]]
+    same = (record[slice(*found.tag)], found.steps(rows)[0]) == (tag, step)
+    return found if same and np.array_equal(floats, [time, value], equal_nan=True) else None
+
+
+def _numbers(rows: NDArray[np.uint8], start: int, kind: str) -> Floats:
+    size = np.dtype(kind).itemsize
+    numbers: Floats = np.ascontiguousarray(rows[:, start : start + size]).view(kind)[:, 0].astype(np.float64)
+    return numbers
+
+
+def _taken_apart(record: bytes) -> Layout | None:
+    """See event.proto, summary.proto and tensor.proto of tensorboard for the numbers.
+
+    Raises:
+        KeyError: a part is not there.
+        IndexError, ValueError: it is no message of this kind.
+    """
+    event = _fields(record, 0, len(record))
+    summary = _fields(record, *event.pop(5))
+    value = _fields(record, *summary.pop(1))
+    time, step = event.pop(1, None), event.pop(2, None)
+    tag = value.pop(1)
+    # what belongs to a tag as a whole
+    value.pop(9, None)
+    number, is_double = value.pop(2, None), False
+    if number is None:
+        number, is_double = _of_tensor(record, *value.pop(8))
+    if event or summary or value:
+        return None
+    return Layout(None if time is None else time[0], step, tag, number[0], is_double)
+
+
+def _of_tensor(record: bytes, start: int, stop: int) -> tuple[tuple[int, int], bool]:
+    """Where the number of a tensor is, and whether it is a float64."""
+    tensor = _fields(record, start, stop)
+    kind = record[tensor.pop(1)[0]]
+    tensor.pop(2, None)
+    number = tensor.pop(4, None) or tensor.pop({FLOAT: 5, DOUBLE: 6}[kind])
+    if tensor or number[1] - number[0] != {FLOAT: 4, DOUBLE: 8}[kind]:
+        raise ValueError("more than one number")
+    return number, kind == DOUBLE
+
+
+def _fields(record: bytes, start: int, stop: int) -> dict[int, tuple[int, int]]:
+    """The fields of a protobuf message, by number: where the content of each starts and stops.
+
+    Raises:
+        IndexError, ValueError: it is no message, or a field stands twice.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    while start < stop:
+        key, start = _varint(record, start)
+        number, kind = key >> 3, key & 7
+        if kind == 2:
+            size, start = _varint(record, start)
+        else:
+            size = _varint(record, start)[1] - start if kind == 0 else {1: 8, 5: 4}.get(kind, stop)
+        if number in found or start + size > stop:
+            raise ValueError(f"field {number}")
+        found[number] = (start, start + size)
+        start += size
+    return found
+
+
+def _varint(record: bytes, start: int) -> tuple[int, int]:
+    """A number in base 128, lowest digit first, and where the next thing starts."""
+    number = shift = 0
+    while record[start] & 0x80:
+        number |= (record[start] & 0x7F) << shift
+        start, shift = start + 1, shift + 7
+    return number | record[start] << shift, start + 1

@@ -1,0 +1,68 @@
+"""TensorBoard's event messages, one by one, as protobuf reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+FLOAT, DOUBLE = 1, 2
+"""Of tensorboard's types.proto: DT_FLOAT and DT_DOUBLE."""
+
+
+def parse(record: bytes) -> Any:
+    """Return the event in a record; None if it is none."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    try:
+        return Event.FromString(record)
+    except DecodeError:
+        return None
+
+
+def scalars(event: Any, others: dict[bytes, Any]) -> list[tuple[bytes, int, float, float]] | None:
+    """Return tag, step, value and time of an event's scalars; None where there is anything else in it.
+
+    Args:
+        others: gets the tags that belong to another plugin, with what that says of them.
+    """
+    if event is None:
+        return None
+    found = []
+    for value in event.summary.value:
+        tag = (value.tag or value.node_name).encode()
+        plugin = value.metadata.plugin_data
+        if plugin.plugin_name not in ("", "scalars") and not value.HasField("simple_value"):
+            others[tag] = plugin
+            continue
+        number = value.simple_value if value.HasField("simple_value") else _number(value)
+        if number is not None:
+            found.append((tag, event.step, number, event.wall_time))
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """Return the number of a tensor that is one."""
+    tensor = value.tensor
+    if not value.HasField("tensor") or tensor.dtype not in (FLOAT, DOUBLE) or tensor.tensor_shape.dim:
+        return None
+    if tensor.tensor_content:
+        kind = np.dtype("<f4" if tensor.dtype == FLOAT else "<f8")
+        whole = len(tensor.tensor_content) == kind.itemsize
+        return float(np.frombuffer(tensor.tensor_content, kind)[0]) if whole else None
+    numbers = tensor.float_val if tensor.dtype == FLOAT else tensor.double_val
+    return float(numbers[0]) if len(numbers) == 1 else None
+
+
+def hyperparameters(content: bytes) -> dict[str, Any]:
+    """Return those of a session start that the HParams plugin wrote; none for its other messages."""
+    from google.protobuf.json_format import MessageToDict
+    from google.protobuf.message import DecodeError
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    try:
+        start = HParamsPluginData.FromString(content).session_start_info
+    except DecodeError:
+        return {}
+    return {name: MessageToDict(value) for name, value in start.hparams.items()}

@@ -1,0 +1,53 @@
+"""Whose a run is, and who may look into it or change it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mgpu_slurm.core import files
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.registry.index import roots
+
+
+def is_own(folder: RunFolder) -> bool:
+    """Return whether the run belongs to this user."""
+    return folder.group.path.stat().st_uid == os.geteuid()
+
+
+def owner(folder: RunFolder) -> str:
+    """Return the user name of the run's owner."""
+    return files.name_of_owner(folder.group.path)
+
+
+def check_may_change(folder: RunFolder, what: str) -> None:
+    """Refuse to change a run in whose folder this user may not write.
+
+    Args:
+        what: the change, as a verb for the message: `cancel`, `resume` or `delete`.
+
+    Raises:
+        UserError: the run is somebody else's.
+    """
+    # in a runs folder that many may write in, it could be renamed all the same
+    if not os.access(folder.group.path, os.W_OK):
+        raise UserError(f"run {folder.run} is {owner(folder)}'s: only they can {what} it")
+
+
+def refuse_closed(name: str) -> None:
+    """Tell a run that this user may not look into from one that is not there.
+
+    Raises:
+        UserError: there is a run of that name, and its owner keeps it closed.
+    """
+    for path in [Path(name), *(root / name for root in roots())]:
+        try:
+            os.stat(path / "spec.yaml")
+        except PermissionError:
+            raise UserError(
+                f"run {str(path)!r} is not open to you: its owner shares runs by `readable-by: group` in mgpu.yaml,"
+                " in a runs folder of a group that both are in"
+            ) from None
+        except OSError:
+            continue

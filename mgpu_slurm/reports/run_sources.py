@@ -1,0 +1,131 @@
+"""Find the runs whose curves are meant: ours, trials of sweeps, and folders with the event files of other programs."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mgpu_slurm.core import records
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.layout import TRIALS, RunFolder
+from mgpu_slurm.registry import lookup
+
+EVENT_FILES = "*tfevents*"
+MADE_HERE = "aggregate.json"
+"""A folder with this file holds curves of several runs, and is no run itself."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run to be read: one of ours, or a folder with event files."""
+
+    name: str
+    place: str
+    path: Path
+    own: RunFolder | None = None
+    is_study: bool = False
+    """Whether it stands for all trials of a sweep, also those that are to come."""
+
+    @property
+    def curves(self) -> Path:
+        """The folder of its event files."""
+        return self.path if self.own is None else self.own.tensorboard
+
+
+def sources(words: Sequence[str], made_here: bool = False) -> list[Source]:
+    """Return the runs that words name: runs, groups, sweeps, or folders with event files somewhere below.
+
+    A sweep is one of them as a whole; see `trials_of`.
+
+    Args:
+        made_here: whether curves that `aggregate` wrote are runs too.
+
+    Raises:
+        UserError: a word names nothing.
+    """
+    found: dict[Path, Source] = {}
+    for word in words:
+        for source in _sources_of(word, made_here):
+            if source.own is None and len(words) > 1:
+                # every logger has its version_0
+                source = replace(source, name=_below_its_place(source))
+            found.setdefault(source.path.resolve(), source)
+    return list(found.values())
+
+
+def _below_its_place(source: Source) -> str:
+    place = Path(source.place).absolute().name
+    return source.name if source.name == place else f"{place}/{source.name}"
+
+
+def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
+    head, slash, number = word.rpartition(f"/{TRIALS}/")
+    if slash and number.isdigit():
+        yield _one_trial(lookup.find(head), int(number))
+        return
+    folder = Path(word)
+    if folder.is_dir():
+        below = list(_below(folder, made_here))
+        if below:
+            yield from below
+            return
+        if os.sep in word or word in (os.curdir, os.pardir):
+            raise UserError(f"folder {word!r} holds no run and no event files: name another")
+    yield from _members(lookup.find(word))
+
+
+def trials_of(found: Sequence[Source]) -> list[Source]:
+    """Return the runs, with the trials that have begun in the place of each sweep."""
+    return [run for source in found for run in (_trials(source) if source.is_study else [source])]
+
+
+def _trials(study: Source) -> Iterator[Source]:
+    assert study.own is not None
+    names = os.listdir(study.own.trials) if study.own.trials.is_dir() else []
+    for number in sorted(int(name) for name in names if name.isdigit()):
+        yield _trial(study.own.of_trial(number))
+
+
+def _one_trial(study: RunFolder, number: int) -> Source:
+    found = _trial(study.of_trial(number))
+    if not found.path.is_dir():
+        raise UserError(f"there is no trial {number} in {study.run}, or it has not begun: see `{program()} status`")
+    return found
+
+
+def _trial(folder: RunFolder) -> Source:
+    return Source(folder.run, folder.group.run, folder.path, folder)
+
+
+def _members(folder: RunFolder) -> Iterator[Source]:
+    if records.read_state(folder)["kind"] == "sweep":
+        # its tasks are workers, which train one trial after another and have no curves themselves
+        yield Source(folder.run, folder.run, folder.path, folder, is_study=True)
+        return
+    for member in lookup.members(folder):
+        yield Source(member.run, member.group.run, member.path, member)
+
+
+def _below(folder: Path, made_here: bool) -> Iterator[Source]:
+    """Yield the runs in a folder: ours, and each folder with event files; what is hidden is none."""
+    seen = set()
+    for path, subfolders, files in os.walk(folder, followlinks=True):
+        place = os.path.realpath(path)
+        if place in seen:
+            # a link that leads to where the walk has been
+            subfolders.clear()
+            continue
+        seen.add(place)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if "spec.yaml" in files and "state.json" in files:
+            yield from _members(RunFolder(Path(path).absolute()))
+            subfolders.clear()
+        elif MADE_HERE in files and not made_here:
+            subfolders.clear()
+        elif fnmatch.filter(files, EVENT_FILES):
+            name = os.path.relpath(path, folder).removeprefix("tensorboard/")
+            yield Source(folder.absolute().name if name == os.curdir else name, str(folder), Path(path))
