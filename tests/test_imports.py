@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "local_cluster": "core request slurm executors registry job rank training",
     "sweeps": "core request slurm registry submission job rank metrics checkpoints training",
     # what people call
-    "reports": "core request slurm registry submission metrics sweeps",
+    "reports": "core request slurm executors registry submission metrics sweeps",
     "api": "core request registry submission sweeps",
     "doctor": "core request slurm executors registry submission job rank training api",
     "cli": "core request slurm executors registry submission sweeps reports api doctor",

@@ -85,7 +85,7 @@ def submit(
             return
     else:
         print_lines(plan.lines())
-    if plan.spec.executor != "slurm" if follow is None else follow:
+    if not plan.spec.is_queued if follow is None else follow:
         follow_to_the_end(plan.spec.run, quiet=as_json)
     else:
         print_lines([f"job       {submission.job_id}", how_to_follow(plan.spec.run)])
@@ -117,7 +117,7 @@ def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
     from mgpu_slurm.executors import slurm_queue
     from mgpu_slurm.request import config as configs
 
-    script = plan.script if plan.spec.executor == "slurm" else None
+    script = plan.script if plan.spec.is_queued else None
     if as_json:
         facts = {"spec": configs.to_plain(plan.spec), "folder": str(plan.folder.path), "script": script}
         if check:
@@ -169,12 +169,12 @@ def resume(
     attempts = max(facts["attempts"] for facts in found.all_facts)
     again = Again(signal, max_requeues, retries, stuck_after)
     job_id = found.resume(Change(resource_values(flags, extra), again, new_code=code == "new"), print_note)
-    executor = read_spec(found.files).executor
+    spec = read_spec(found.files)
     if as_json:
-        print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": executor})
+        print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": spec.executor})
         return
     print(f"run {found.name} goes on as job {job_id}", flush=True)
-    if executor != "slurm" if follow is None else follow:
+    if not spec.is_queued if follow is None else follow:
         follow_to_the_end(found.name, after_attempt=attempts)
     else:
         print(how_to_follow(found.name))

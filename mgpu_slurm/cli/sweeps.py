@@ -39,6 +39,7 @@ def sweep(
     otherwise. key=value changes FILE's values: trials=100, budget.hours=4.
     """
     from mgpu_slurm import api
+    from mgpu_slurm.executors.selection import EXECUTORS
     from mgpu_slurm.request import config as configs
     from mgpu_slurm.sweeps import launch
 
@@ -58,7 +59,7 @@ def sweep(
         if not as_json:
             print_ending(api.find(place))
         return
-    if started.executor != "slurm" if follow is None else follow:
+    if not EXECUTORS[started.executor].is_queued if follow is None else follow:
         follow_to_the_end(place, quiet=as_json, without=started.ended)
     elif not as_json:
         print_lines([f"job       {started.job_id}"] if started.job_id is not None else [])

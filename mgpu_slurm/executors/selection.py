@@ -8,12 +8,18 @@ import shutil
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.allocation import AllocationExecutor
-from mgpu_slurm.executors.base import Executor
+from mgpu_slurm.executors.base import Executor, State
 from mgpu_slurm.executors.local import LocalExecutor
 from mgpu_slurm.executors.slurm import SlurmExecutor
 
 EXECUTORS: dict[str, Executor] = {each.name: each for each in (SlurmExecutor(), AllocationExecutor(), LocalExecutor())}
 """By the name that specs and states have for them."""
+
+
+def is_queued(state: State) -> bool:
+    """Return whether a run's state is that of a job in a queue; False if the state could not be read."""
+    executor = EXECUTORS.get(state["executor"])
+    return executor is not None and executor.is_queued
 
 
 def choose(name: str) -> tuple[Executor, str]:

@@ -35,7 +35,7 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     if program is None:
         print(f"mgpu_slurm: command {words[0]!r} {why_not_found(words[0])}", file=sys.stderr, flush=True)
         os._exit(127)
-    if spec.executor == "local":
+    if spec.nodes_are_simulated:
         os.execv(program, words)
     heard: list[int] = []
     # a handler, which a child does not inherit, as it would an ignored signal
@@ -48,7 +48,7 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
         with suppress(ChildProcessError):
             while True:
                 os.wait()
-        if spec.executor == "slurm":
+        if spec.is_queued:
             # for its code srun would end the other ranks, which may save too
             mark = rank.folder.terminated(rank.attempt)
             retry.for_the_disk(mark.touch, mark)

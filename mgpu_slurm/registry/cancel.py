@@ -9,6 +9,7 @@ from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.executors import supervisors
+from mgpu_slurm.executors.selection import is_queued
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.registry.current_state import State
 from mgpu_slurm.registry.permissions import check_may_change, owner
@@ -28,7 +29,7 @@ def cancel_run(folder: RunFolder) -> bool:
     if not alive:
         return False
     current_state.check_are_of_this_cluster(state for _, state in alive)
-    if alive[0][1]["executor"] == "slurm":
+    if is_queued(alive[0][1]):
         if any(state["job_id"] is None for _, state in alive):
             current_state.look_for_jobs(folder.group)
             alive = _alive(folder)

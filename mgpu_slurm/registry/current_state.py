@@ -13,7 +13,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.executors.base import Executor, SlurmView, is_elsewhere
-from mgpu_slurm.executors.selection import EXECUTORS
+from mgpu_slurm.executors.selection import EXECUTORS, is_queued
 from mgpu_slurm.registry.permissions import is_own
 from mgpu_slurm.slurm import accounting, sbatch, site
 
@@ -86,8 +86,7 @@ def check_are_of_this_cluster(found: Iterable[State]) -> None:
 def recorded(folder: RunFolder) -> list[tuple[RunFolder, State]]:
     """As written down, the runs of a group one by one, with the ids of jobs that have not started."""
     found = records.read_states(folder)
-    queued = (state for _, state in found if state["executor"] in EXECUTORS and EXECUTORS[state["executor"]].is_queued)
-    if any(state["job_id"] is None for state in queued):
+    if any(is_queued(state) and state["job_id"] is None for _, state in found):
         submissions = _confirmed(folder.group)
         for member, recorded in found:
             if recorded["job_id"] is None and states.is_alive(recorded["state"]):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.executors.selection import is_queued
 from mgpu_slurm.registry import current_state, lookup
 from mgpu_slurm.registry.watch import ASK_EVERY
 
@@ -99,7 +100,7 @@ def sbatch_option(after: Iterable[str]) -> str:
     jobs: dict[str, list[str]] = {}
     current_state.check_are_of_this_cluster(state for _, state in found.waiting_for)
     for kind, state in found.waiting_for:
-        if state["executor"] != "slurm" or state["job_id"] is None:
+        if not is_queued(state) or state["job_id"] is None:
             raise UserError(f"run {state['run']} is no job in SLURM's queue: only such a one can be waited for")
         job = state["job_id"].partition("_")[0] if _is_whole(after, state) else state["job_id"]
         if job not in jobs.setdefault(kind, []):

@@ -10,6 +10,7 @@ from typing import Any
 from mgpu_slurm.core import failures, records, states
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.executors.selection import is_queued
 from mgpu_slurm.slurm import accounting, job_identity, site
 from mgpu_slurm.slurm.accounting import AccountedStart
 
@@ -90,7 +91,7 @@ def last_taken_by(folder: RunFolder, state: dict[str, Any]) -> str:
 def _accounted(folder: RunFolder, state: dict[str, Any], started: Sequence[Event]) -> list[AccountedStart]:
     """What accounting has of the jobs of these attempts."""
     # elsewhere the ids are of other jobs, or of none
-    if not started or state["executor"] != "slurm" or state["slurm_cluster"] not in (None, site.cluster_name()):
+    if not started or not is_queued(state) or state["slurm_cluster"] not in (None, site.cluster_name()):
         return []
     found = accounting.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
     return [each for each in found if job_identity.is_of(folder, each)]

@@ -176,7 +176,7 @@ def _planned(made: Plan, sweep: Sweep) -> list[str]:
 
 
 def _rehearsed(made: Plan) -> list[str]:
-    return [_NOTHING, *(["", made.script.rstrip()] if made.spec.executor == "slurm" else [])]
+    return [_NOTHING, *(["", made.script.rstrip()] if made.spec.is_queued else [])]
 
 
 # -- one that exists
@@ -203,7 +203,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         if is_alive:
             refuse_changes(old, sweep, change)
         starting = workers_to_start(folder, sweep, found, waiting_trials(study, sweep))
-        is_full = is_alive and spec.executor != "slurm"
+        is_full = is_alive and not spec.is_queued
         lines = _standing(old, sweep, len(trials), found) + _starts(len(starting), is_alive, is_full, options)
         starting = [] if is_full else starting
         before = frozenset(trial.number for trial in trials if trial.state.is_finished())
@@ -239,7 +239,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         recovery.recover(study, folder, sweep, note)
         found = settled(folder, note)
         alive = sum(states.is_alive(state["state"]) for _, state in found)
-        if alive >= sweep.workers or (alive and read_spec(folder).executor != "slurm"):
+        if alive >= sweep.workers or (alive and not read_spec(folder).is_queued):
             raise UserError(
                 f"study {sweep.study} is at work with {counted(alive, 'worker')}: only what has ended can be resumed"
             )

@@ -74,7 +74,7 @@ def main(folder: RunFolder, work: Work) -> int:
     output.flush()
     # an interpreter that ends gives handled signals back their default, which is to kill it
     ignore_stop_signals(signal.SIGTERM)
-    if code == REQUEUE_EXIT_CODE and spec.executor != "local":
+    if code == REQUEUE_EXIT_CODE and not spec.nodes_are_simulated:
         wish_to_requeue(folder, attempt)
         return 0
     return code
@@ -117,7 +117,7 @@ def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
         # the rendezvous is beside srun, maybe on a login node, whose name means nothing here; its address does
         os.environ["MASTER_ADDR"] = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", os.environ["MASTER_ADDR"])
     # simulated nodes share the cores of one machine
-    neighbours = facts.world_size if spec.executor == "local" else facts.local_world_size
+    neighbours = facts.world_size if spec.nodes_are_simulated else facts.local_world_size
     limit_threads(neighbours)
 
 

@@ -83,7 +83,7 @@ def _leave_at_last(rank: Rank) -> None:
     if rank.spec.kind == "run" and not checkpoints.any_whole(rank.folder):
         # it would start at nothing, again and again
         return
-    code = REQUEUE_EXIT_CODE if rank.spec.executor == "local" else 0
+    code = REQUEUE_EXIT_CODE if rank.spec.nodes_are_simulated else 0
     place = place_of(threading.main_thread())
     said = f"rank {rank.facts.rank} on {rank.facts.node_name} left before the time limit; it could not save at {place}"
     leave_from_here(code, lambda: wish_to_requeue(rank.folder, rank.attempt, said))

@@ -68,7 +68,7 @@ class CommandTrainer:
         self._stop = stop
         self._agreement = agreement
         self._client = client
-        is_here = rank.spec.executor == "local" or rank.spec.resources.nodes == 1
+        is_here = rank.spec.nodes_are_simulated or rank.spec.resources.nodes == 1
         self._address: str = "127.0.0.1" if is_here else agreement.told(lambda: rank.facts.node_name)
         """Of rank 0's node."""
 

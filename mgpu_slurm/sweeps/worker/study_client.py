@@ -168,7 +168,7 @@ class StudyClient:
 
     def dismiss(self) -> None:
         """Take those workers out of SLURM's queue that would find nothing to do."""
-        if self._spec.executor == "slurm":
+        if self._spec.is_queued:
             sweep_end.dismiss_waiting(self._shared)
 
     # -- in a trial
