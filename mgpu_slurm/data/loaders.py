@@ -40,7 +40,7 @@ class RunOfLoader:
     step: Callable[[], int]
     is_same: Callable[[int], bool]
     """Whether a number is the same on all ranks, each of which makes the call."""
-    together: Callable[[Call], None]
+    sync: Callable[[Call], None]
     """Has all ranks make a call, and compares what they have drawn from streams."""
     drawn: Drawn
     take_batch: Callable[[], None]
@@ -170,7 +170,7 @@ class Streamed:
         batch: StreamBatch | None = next(batches, None)
         self._run.drawn.add(self._stream.dataset, batch)
         if number == self._first or batch is None:
-            self._run.together(Call.PASS if number == self._first else Call.END)
+            self._run.sync(Call.PASS if number == self._first else Call.END)
         if batch is None:
             # known from now on: a run can stop behind the last batch, too
             self.last_place = number

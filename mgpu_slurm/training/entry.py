@@ -30,7 +30,7 @@ from mgpu_slurm.job import output, socket_handoff
 from mgpu_slurm.job.stacks import place_of
 from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.devices import limit_threads
-from mgpu_slurm.rank.rank_info import RankFacts, from_slurm
+from mgpu_slurm.rank.rank_info import RankInfo, from_slurm
 from mgpu_slurm.rank.signals import (
     LEAD_SECONDS_VARIABLE,
     LEAD_SIGNAL_VARIABLE,
@@ -66,7 +66,7 @@ class Rank:
 
     spec: Spec
     folder: RunFolder
-    facts: RankFacts
+    facts: RankInfo
     attempt: int
     listener: int | None
     """The bound socket on which this rank is to serve the rendezvous; see `job.socket_handoff`."""
@@ -111,13 +111,13 @@ def run_target(rank: Rank) -> int:
     return guarded(rank, stop, lambda: _train(rank, stop))
 
 
-def _check_world(spec: Spec, facts: RankFacts) -> None:
+def _check_world(spec: Spec, facts: RankInfo) -> None:
     asked = spec.resources.ranks
     if asked != facts.world_size:
         raise UserError(f"the run asked for {asked} ranks, and {facts.world_size} were started")
 
 
-def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
+def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
     # a site that exports nothing, and whose SLURM got no answer of the user's login shell
     os.environ.setdefault("PATH", os.defpath)
     os.environ.update(facts.torchrun_variables())

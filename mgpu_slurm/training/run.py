@@ -27,8 +27,8 @@ from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.calls import Call
-from mgpu_slurm.rank.collectives import Agreement
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.rank.watchdog import Watchdog
 from mgpu_slurm.training.loop_control import Steering
@@ -74,18 +74,18 @@ class Run:
 
     def __init__(
         self,
-        facts: RankFacts,
+        facts: RankInfo,
         folder: Path,
         device: torch.device,
         attempt: int,
         stop: StopFlag,
-        agreement: Agreement | None = None,
+        collectives: Collectives | None = None,
         judge: Judge | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         """
         Args:
-            agreement: that of the run before, where this process has had one.
+            collectives: that of the run before, where this process has had one.
             judge: decides on each report whether the training goes on.
             watchdog: ends this rank where it comes no further.
         """
@@ -98,8 +98,8 @@ class Run:
         self.folder = folder
         self.attempt = attempt
         self._files = RunFolder(folder)
-        self._agreement = agreement or Agreement(facts)
-        self._owns_agreement = agreement is None
+        self._collectives = collectives or Collectives(facts)
+        self._owns_collectives = collectives is None
         self._restored_at: tuple[int, int] | None = None
         """Step and progress of the checkpoint that this attempt has loaded."""
         self._judge = judge
@@ -112,8 +112,8 @@ class Run:
         """A rank whose forwards were fewer would leave the others waiting."""
         self._position = Position()
         self._wrapped = Wrapped()
-        self._keeper = Keeper(self._files, facts, attempt, self._wrapped, self._agreement)
-        self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
+        self._keeper = Keeper(self._files, facts, attempt, self._wrapped, self._collectives)
+        self._steering = Steering(self._position, device, facts.rank, self._collectives, self._keeper, stop, self.alive)
         self._saver = self._steering.saver
         self._steps = StepCounter(self._step_done)
         self._shares = Shares(facts.world_size)
@@ -123,9 +123,9 @@ class Run:
             device,
             self._steering.before_batch,
             is_same=self._steering.is_same_everywhere,
-            together=self._steering.together,
+            sync=self._steering.sync,
             drawn=self._steering.drawn,
-            take_batch=self._agreement.take_batch,
+            take_batch=self._collectives.take_batch,
             epoch=lambda: self._position.epoch,
             awaits_epochs=lambda: self._position.awaits_epochs,
             step=lambda: self.step,
@@ -138,7 +138,7 @@ class Run:
             device,
             self._start_shard,
             self.alive,
-            together=self._steering.together,
+            sync=self._steering.sync,
             drawn=self._steering.drawn,
             keeps_step=lambda: bool(self._sharded),
             shares=self._shares,
@@ -395,7 +395,7 @@ class Run:
         numbers = as_numbers(metrics)
         if self.is_main and self._steering.keeps and self._saver.hear_report(self.step, numbers):
             self._steering.save_wanted = True
-        self._steering.together(Call.REPORT)
+        self._steering.sync(Call.REPORT)
         if progress <= self.progress:
             raise UserError(
                 f"report(progress={progress}): progress counts from 1 and rises, and it was {self.progress} before"
@@ -409,7 +409,7 @@ class Run:
 
     def _listen_to(self, judge: Judge) -> None:
         """Rank 0 asks, and all ranks end alike where the answer is no."""
-        given_up = self._agreement.told(lambda: judge(self.progress, self.last_metrics))
+        given_up = self._collectives.broadcast_from_rank0(lambda: judge(self.progress, self.last_metrics))
         if given_up is not None:
             print(f"mgpu_slurm: {given_up}: stopped at progress {self.progress}", flush=True)
             self._saver.finish()
@@ -430,7 +430,7 @@ class Run:
         Raises:
             UserError: an object that cannot be saved, or names that the checkpoint does not have.
         """
-        self._steering.together(Call.RESTORE)
+        self._steering.sync(Call.RESTORE)
         for name, value in objects.items():
             if isinstance(value, Loader):
                 if self._position.loader is not None:
@@ -458,12 +458,12 @@ class Run:
         while True:
             # rank 0 decides, because a shared file system may show the others an older folder
             found, count = self._keeper.newest() if self.is_main else (Key(0, 0), 0)
-            step, number, count = map(int, self._agreement.total([*found, count]))
+            step, number, count = map(int, self._collectives.total([*found, count]))
             if not count:
                 return None
             newest = Key(step, number)
             problem = self._keeper.problem(newest)
-            if not self._steering.is_so_anywhere(problem is not None, Call.RESTORE):
+            if not self._steering.any_rank(problem is not None, Call.RESTORE):
                 return newest
             self._set_aside(newest, problem, is_last=count == 1)
 
@@ -483,7 +483,7 @@ class Run:
             print(f"mgpu_slurm: WARNING: {said}: going back to the one before it", flush=True)
         if self.is_main:
             self._keeper.set_aside(key)
-        self._steering.together(Call.RESTORE)
+        self._steering.sync(Call.RESTORE)
 
     def _load(self, key: Key) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
@@ -559,9 +559,9 @@ class Run:
         self._steps.close()
         if waits:
             self._steering.warn_of_lost_save()
-        if self._owns_agreement:
+        if self._owns_collectives:
             # the others may wait for what this rank has to say
-            self._agreement.close()
+            self._collectives.close()
         self._saver.close(waits)
         if self._reporter is not None:
             self._reporter.close(self.step)
