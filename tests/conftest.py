@@ -59,11 +59,11 @@ def run(tmp_path: Path) -> Iterator[Run]:
     """A run of one rank, in this process."""
     import torch
 
-    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.rank_info import RankInfo
     from mgpu_slurm.rank.signals import StopFlag
     from mgpu_slurm.training.run import Run
 
-    run = Run(RankFacts(), tmp_path, torch.device("cpu"), 1, StopFlag())
+    run = Run(RankInfo(), tmp_path, torch.device("cpu"), 1, StopFlag())
     yield run
     # one that is open counts the optimizer steps of the tests after it, too
     run.close()

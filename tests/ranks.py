@@ -18,7 +18,7 @@ import torch
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.job import store_secret, store_server
 from mgpu_slurm.rank import rendezvous
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.training.run import Run
 from tests.forks import FORKS
@@ -43,14 +43,14 @@ def run_ranks(
         AssertionError: a rank has failed, and none may.
     """
     folder = folder or Path(tempfile.mkdtemp())
-    facts = [RankFacts(rank, world_size, rank, world_size) for rank in range(world_size)]
+    facts = [RankInfo(rank, world_size, rank, world_size) for rank in range(world_size)]
     answers = join_ranks(_with_run, facts, work, folder, arguments)
     failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failed)}
     assert may_fail or not failed, f"failed, by rank: {failed}"
     return answers
 
 
-def join_ranks(body: Work, facts: list[RankFacts], *arguments: Any) -> list[Any]:
+def join_ranks(body: Work, facts: list[RankInfo], *arguments: Any) -> list[Any]:
     """Calls `body(facts, *arguments)` in a process for each of the facts, with a rendezvous to meet at."""
     listener = store_server.bind("127.0.0.1")
     secret_file = Path(tempfile.mkdtemp()) / "secret"
@@ -93,7 +93,7 @@ def _answer(here: Connection, processes: list[ForkServerProcess]) -> Any:
         return KILLED
 
 
-def _process(there: Connection, body: Work, facts: RankFacts, variables: dict[str, str], arguments: Any) -> None:
+def _process(there: Connection, body: Work, facts: RankInfo, variables: dict[str, str], arguments: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(variables)
     try:
@@ -104,7 +104,7 @@ def _process(there: Connection, body: Work, facts: RankFacts, variables: dict[st
         there.send(Failed(f"{type(error).__name__}: {error}"))
 
 
-def _with_run(facts: RankFacts, work: Work, folder: Path, arguments: tuple[Any, ...]) -> Any:
+def _with_run(facts: RankInfo, work: Work, folder: Path, arguments: tuple[Any, ...]) -> Any:
     if facts.world_size > 1:
         rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=60))
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from mgpu_slurm.checkpoints.policy import BestReports, Plan, best_in
 from mgpu_slurm.checkpoints.train_state import Keeper
 from mgpu_slurm.core.checkpoint_names import Key
-from mgpu_slurm.rank.save_barrier import Tally
+from mgpu_slurm.rank.save_barrier import SaveBarrier
 
 CLOSE_SECONDS = 60.0
 """For which a rank that ends still writes: its checkpoint is whole if all of them come to their end."""
@@ -32,19 +32,24 @@ class Saver:
     """One rank's saves, one at a time."""
 
     def __init__(
-        self, keeper: Keeper, rank: int, tally: Tally, together: Callable[[bool], bool], alive: Callable[[], None]
+        self,
+        keeper: Keeper,
+        rank: int,
+        save_barrier: SaveBarrier,
+        any_rank: Callable[[bool], bool],
+        alive: Callable[[], None],
     ) -> None:
         """
         Args:
-            together: has all ranks meet, given what is true of this one; whether it is true of any.
+            any_rank: returns on every rank whether something is true of any rank, given whether it is true of this one.
             alive: is called now and then while this rank's part of a checkpoint is waited for, as long as it comes on.
         """
         self.plan = Plan()
         self._best = BestReports()
         self._keeper = keeper
         self._rank = rank
-        self._tally = tally
-        self._together = together
+        self._save_barrier = save_barrier
+        self._any_rank = any_rank
         self._alive = alive
         self._begun = 0
         self._begun_at = time.monotonic()
@@ -103,7 +108,7 @@ class Saver:
             return
         self.finish()
         # all come here before they compare what they hold
-        self._together(False)
+        self._any_rank(False)
         self._held = None
         self._keeper.copy({**facts, **self._best.begin(self.plan, facts["step"])}, own)
         self._begin(facts)
@@ -159,7 +164,7 @@ class Saver:
         facts, number = self._facts, self._begun
         try:
             self._has_lost = not self._write(facts)
-            self._tally.done(number, self._has_lost)
+            self._save_barrier.done(number, self._has_lost)
             if self._rank == 0:
                 self._end(facts, number)
         except BaseException as error:
@@ -179,13 +184,13 @@ class Saver:
 
     def _end(self, facts: Mapping[str, Any], number: int) -> None:
         """On rank 0, once all ranks are done with it."""
-        while not self._tally.is_over(number):
+        while not self._save_barrier.is_over(number):
             if time.monotonic() >= self._give_up_at:
                 # if it becomes whole all the same, the next attempt gives it its name
                 return
             time.sleep(LOOK_PAUSE)
-        is_lost = self._tally.is_lost(number)
-        self._tally.forget(number)
+        is_lost = self._save_barrier.is_lost(number)
+        self._save_barrier.forget(number)
         if is_lost:
             if not self._has_lost:
                 print(f"mgpu_slurm: WARNING: not all ranks could write {_name(facts)}: their logs say why", flush=True)
@@ -215,7 +220,7 @@ class Saver:
             self._thread.join()
             self.check()
             # nobody goes on before it
-            if self._together(self._has_lost):
+            if self._any_rank(self._has_lost):
                 self._kept_step = None
             self._facts = None
 

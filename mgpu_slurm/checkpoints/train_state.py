@@ -22,8 +22,8 @@ from mgpu_slurm.core import checkpoint_names, records
 from mgpu_slurm.core.errors import MgpuError, UserError, nearest
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank import codec
-from mgpu_slurm.rank.collectives import Agreement
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.rank_info import RankInfo
 
 LOOK_EVERY = 1.0
 """Seconds between two looks whether a write comes on."""
@@ -35,7 +35,9 @@ _PIECE = 1 << 24
 class Keeper:
     """One rank's part in the checkpoints of a run."""
 
-    def __init__(self, run: RunFolder, facts: RankFacts, attempt: int, wrapped: Wrapped, agreement: Agreement) -> None:
+    def __init__(
+        self, run: RunFolder, facts: RankInfo, attempt: int, wrapped: Wrapped, collectives: Collectives
+    ) -> None:
         """
         Args:
             wrapped: belongs to rank 0 in checkpoints; ranks may differ in anything else.
@@ -47,7 +49,7 @@ class Keeper:
         self._world_size = facts.world_size
         self._attempt = attempt
         self._wrapped = wrapped
-        self._agreement = agreement
+        self._collectives = collectives
         self._saves = 0
         self._is_written = threading.Event()
         self._pieces = 0
@@ -75,7 +77,7 @@ class Keeper:
             UserError: they do not.
         """
         names = list(self.objects)
-        if any(self._agreement.differ(digest(names, {}))):
+        if any(self._collectives.differ(digest(names, {}))):
             raise UserError(f"run.restore: every rank has to give the same names, and this one gave {', '.join(names)}")
 
     def _state(self, name: str) -> _State:
@@ -99,7 +101,7 @@ class Keeper:
         if self._world_size == 1:
             return []
         numbers = [number for state in states.values() for number in state.digest]
-        found = self._agreement.differ(numbers)
+        found = self._collectives.differ(numbers)
         return [name for at, name in enumerate(states) if any(found[2 * at : 2 * at + 2])]
 
     # -- writing; every rank makes these calls, in step

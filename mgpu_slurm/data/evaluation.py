@@ -31,7 +31,7 @@ class RunOfShard:
     alive: Callable[[], None]
     keeps_step: Callable[[], bool]
     """Whether all ranks have to make the same number of batches."""
-    together: Callable[[Call], None]
+    sync: Callable[[Call], None]
     """Has all ranks make a call, and compares what they have drawn from streams."""
     drawn: Drawn
     batch_weights: BatchWeights
@@ -105,7 +105,7 @@ class StreamShard:
         first = next(batches, None)
         # a rank may leave the loop at another batch than the others, so that only the first can be compared
         self._run.drawn.add(self._stream.dataset, first)
-        self._run.together(Call.PASS)
+        self._run.sync(Call.PASS)
         return itertools.chain([first], batches) if first is not None else batches
 
     def _own(self, batch: StreamBatch) -> Any:

@@ -43,7 +43,7 @@ class RunOfLoader:
     step: Callable[[], int]
     is_same: Callable[[int], bool]
     """Whether a number is the same on all ranks, each of which makes the call."""
-    together: Callable[[Call], None]
+    sync: Callable[[Call], None]
     """Has all ranks make a call, and compares what they have drawn from streams."""
     drawn: Drawn
     take_batch: Callable[[], None]
@@ -83,7 +83,7 @@ def make_loader(
     if isinstance(dataset, IterableDataset):
         collate = options.pop("collate_fn", None) or default_collate
         stream = Stream(dataset, batch_size, drop_last, collate, *ranks)
-        return Loader(Streamed(stream, run.device, run.drawn, run.together, run.take_batch, **options), run)
+        return Loader(Streamed(stream, run.device, run.drawn, run.sync, run.take_batch, **options), run)
     size = size_of(dataset)
     if drop_last and size < batch_size:
         raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower one")

@@ -135,7 +135,7 @@ def ask(inside: str) -> Allocation | None:
     """
     try:
         return parse(inside, commands.run(show_command(inside)))
-    except commands.Forgotten:
+    except commands.JobNotFound:
         return None
 
 

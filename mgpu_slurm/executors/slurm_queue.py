@@ -19,7 +19,7 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.slurm import commands, sbatch, script, site
 from mgpu_slurm.slurm.outage import Patience, wait_out
-from mgpu_slurm.slurm.sbatch import Handover, Start
+from mgpu_slurm.slurm.sbatch import ExactlyOnceSubmission, Start
 from mgpu_slurm.slurm.script import Array, split
 
 
@@ -114,29 +114,29 @@ def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note)
         _let_go(interrupts)
         return sbatch.find(folder, job.token)
 
-    handover = Handover(job.token, ask, look)
+    submission = ExactlyOnceSubmission(job.token, ask, look)
     try:
         text = script.render(spec, folder, job.token, job.array, dependency)
         files.write_whole(folder.submission(job.array.first if job.array else 0), text)
-        job_id = handover.queue(Patience(note))
+        job_id = submission.queue(Patience(note))
         _let_go(interrupts)
         return job_id
     except KeyboardInterrupt:
-        _find_out(handover, folder, note)
+        _find_out(submission, folder, note)
         raise
     finally:
-        handover.write_down(folder)
+        submission.write_down(folder)
 
 
-def _find_out(handover: Handover, folder: RunFolder, note: Note) -> None:
+def _find_out(submission: ExactlyOnceSubmission, folder: RunFolder, note: Note) -> None:
     """Tells somebody who has interrupted a submission whether the job was queued all the same."""
-    if handover.job_id is None and handover.is_unsure:
+    if submission.job_id is None and submission.is_unsure:
         try:
-            handover.find(ClusterError("interrupted"), Patience(seconds=0))
+            submission.find(ClusterError("interrupted"), Patience(seconds=0))
         except ClusterError as unknown:
             note(str(unknown))
-    if handover.job_id is not None:
-        note(f"queued before that, as job {handover.job_id}: end it with `{program()} cancel {folder.run}`")
+    if submission.job_id is not None:
+        note(f"queued before that, as job {submission.job_id}: end it with `{program()} cancel {folder.run}`")
 
 
 @contextlib.contextmanager

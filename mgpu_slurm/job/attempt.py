@@ -26,7 +26,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import RUN_VARIABLE
 from mgpu_slurm.job import retry_policy, store_secret, store_server
 from mgpu_slurm.job.gil_monitor import LockWatch
-from mgpu_slurm.job.socket_handoff import Offer
+from mgpu_slurm.job.socket_handoff import SocketOffer
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 
 StartRanks = Callable[[dict[str, str]], dict[int, str]]
@@ -107,7 +107,7 @@ def run_attempt(
     secret_file = folder.secret(attempt)
     retry.for_the_disk(lambda: store_secret.create(secret_file), secret_file)
     variables[store_secret.VARIABLE] = str(secret_file)
-    offer = Offer(listener) if _rank_0_serves(spec) else None
+    offer = SocketOffer(listener) if _rank_0_serves(spec) else None
     oom_kills = processes.oom_kills()
     alive = start_ranks(variables | (offer.variables() if offer else {}))
     service = _Service(listener, offer, wanted=spec.resources.ranks > 1)
@@ -180,7 +180,7 @@ class _Service:
     to start, and this process must go on watching them. Where the thread fails, the ranks would wait for each other in
     vain."""
 
-    def __init__(self, listener: socket.socket, offer: Offer | None, wanted: bool) -> None:
+    def __init__(self, listener: socket.socket, offer: SocketOffer | None, wanted: bool) -> None:
         """
         Args:
             offer: lets rank 0 serve it.

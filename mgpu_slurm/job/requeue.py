@@ -70,7 +70,7 @@ def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = 
     Raises:
         ClusterError: it is not in the queue, and why neither way worked; or nobody can tell.
     """
-    with contextlib.suppress(commands.Unanswered):
+    with contextlib.suppress(commands.SlurmUnavailable):
         # the controller may have been reset meanwhile, and have another job of this id
         job_identity.check(folder, [job.id])
     excluded = {"exclude": _excluded(spec, avoid)} if avoid else {}
@@ -170,15 +170,15 @@ def _submit_behind(folder: RunFolder, spec: Spec, job: Job, more: dict[str, str]
     options = {"comment": sbatch.comment(spec, token), **_alone(job), **more}
     words = sbatch.command("--parsable", *_as_here(options, spec), str(folder.submission(first)), token)
     environ = commands.scrubbed_environment(os.environ)
-    handover = sbatch.Handover(
+    submission = sbatch.ExactlyOnceSubmission(
         token,
         lambda: sbatch.job_id_in(sbatch.call(words, environ)),
         lambda: sbatch.find(folder, token),
     )
     try:
-        new = handover.queue(Patience(print, PATIENCE))
+        new = submission.queue(Patience(print, PATIENCE))
     finally:
-        handover.write_down(folder)
+        submission.write_down(folder)
     return f"{new}_{task}" if task else new
 
 

@@ -22,7 +22,7 @@ ANSWER_SECONDS = 60.0
 _CREDENTIALS = struct.Struct("iII")
 
 
-class Offer:
+class SocketOffer:
     """The batch step's side."""
 
     def __init__(self, listener: socket.socket) -> None:

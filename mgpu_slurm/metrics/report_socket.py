@@ -20,8 +20,8 @@ VARIABLE = "MGPU_REPORTS"
 """Where scripts report: the name of the socket, without its leading zero byte."""
 
 
-class Desk:
-    """The worker's side."""
+class ReportServer:
+    """The worker's side: it hears reports and answers them."""
 
     def __init__(self, judge: Callable[[int, dict[str, float]], str | None]) -> None:
         """
@@ -82,7 +82,7 @@ class Desk:
             caller.close()
 
 
-class Caller:
+class ReportClient:
     """The script's side: a judge as `Run` takes one."""
 
     def __init__(self, name: str) -> None:

@@ -30,15 +30,15 @@ from mgpu_slurm.core.errors import (
 from mgpu_slurm.rank import codec
 from mgpu_slurm.rank.calls import Agreed, Call, different_calls
 from mgpu_slurm.rank.rendezvous import collective_timeout
-from mgpu_slurm.rank.save_barrier import Tally
+from mgpu_slurm.rank.save_barrier import SaveBarrier
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import signed
-from mgpu_slurm.rank.step_sync import Boundaries
+from mgpu_slurm.rank.step_sync import StepSync
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.rank_info import RankInfo
 
 T = TypeVar("T")
 
@@ -52,10 +52,10 @@ _ROW = struct.Struct("<b??qbdd")
 """What each rank sends in a message: stop, save, failed, the boundaries passed and the call; and two values."""
 
 
-class Agreement:
+class Collectives:
     """The message channel of one rank; a world of one needs no messages."""
 
-    def __init__(self, facts: RankFacts, errors: Iterable[type[BaseException]] = ()) -> None:
+    def __init__(self, facts: RankInfo, errors: Iterable[type[BaseException]] = ()) -> None:
         """
         Args:
             errors: Raised as themselves on the ranks that are told of them, besides those of the package; each is made
@@ -65,14 +65,14 @@ class Agreement:
         self._errors = {error.__name__: error for error in (*_ERRORS, *errors)}
         self._group: dist.ProcessGroup | None = None
         self._store: Store = HashStore()
-        self._boundaries: Boundaries | None = None
-        self._tallies = 0
+        self._step_sync: StepSync | None = None
+        self._save_barriers = 0
         if facts.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
             # a script may have made the default group
             store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
             self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", store)
-            self._boundaries = Boundaries(facts, self._store)
+            self._step_sync = StepSync(facts, self._store)
         self._own_row = bytearray(_ROW.size)
         self._table = bytearray(_ROW.size * facts.world_size)
         """The newest message: a row from each rank."""
@@ -83,10 +83,10 @@ class Agreement:
     def step(self, wish: Agreed) -> Agreed:
         """At a boundary: returns what all ranks do at this one. Costs a message only where somebody wishes something;
         that is done here, or at the first boundary that no rank has passed."""
-        return wish if self._boundaries is None else self._boundaries.pass_one(wish)
+        return wish if self._step_sync is None else self._step_sync.pass_one(wish)
 
-    def together(self, call: Call, wish: Agreed) -> Agreed:
-        """Makes sure that all ranks make this call now, and returns what they agreed.
+    def sync(self, call: Call, wish: Agreed) -> Agreed:
+        """Make sure that all ranks make this call now, and return what they agreed.
 
         Raises:
             CollectiveMismatch: some ranks called something else; the message says who called what.
@@ -95,42 +95,44 @@ class Agreement:
         return self.with_values(call, wish, [0.0, 0.0])[0]
 
     def with_sums(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
-        """Do what `together` does, and return the sums of two values over the ranks too, in double precision; all of it
+        """Do what `sync` does, and return the sums of two values over the ranks too, in double precision; all of it
         in one message."""
         agreed, columns = self.with_values(call, wish, values)
         return agreed, [sum(column) for column in columns]
 
     def with_values(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, Sequence[Sequence[float]]]:
-        """Do what `together` does, and return each of two values of all ranks too, in one message."""
-        if self._boundaries is None:
+        """Do what `sync` does, and return each of two values of all ranks too, in one message."""
+        if self._step_sync is None:
             return wish, [[value] for value in values]
-        self._boundaries.begin(call, wish.stop)
-        self._exchange(call, wish, values, self._boundaries)
+        self._step_sync.begin(call, wish.stop)
+        self._exchange(call, wish, values, self._step_sync)
         stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._table), strict=True)
         _check_same_call(calls)
         if call is not Call.END:
             # who compares what was drawn from a stream can name it
             _check_same_place(passed)
         agreed = Agreed(Stop(max(stops)), any(saves), any(failures))
-        self._boundaries.end(agreed.stop)
+        self._step_sync.end(agreed.stop)
         return agreed, columns
 
     def take_batch(self) -> None:
         """Note that this rank has a batch of a stream, and so does not come to its end before the next boundary."""
-        if self._boundaries is not None:
-            self._boundaries.take_batch()
+        if self._step_sync is not None:
+            self._step_sync.take_batch()
 
-    def tally(self) -> Tally:
-        """One for each run; every rank makes it."""
-        self._tallies += 1
-        return Tally(PrefixStore(f"saves {self._tallies}", self._store), self._facts.rank, self._facts.world_size)
+    def save_barrier(self) -> SaveBarrier:
+        """Return the save barrier of a run; every rank makes one."""
+        self._save_barriers += 1
+        return SaveBarrier(
+            PrefixStore(f"saves {self._save_barriers}", self._store), self._facts.rank, self._facts.world_size
+        )
 
     def close(self) -> None:
-        if self._boundaries is not None:
-            self._boundaries.close()
+        if self._step_sync is not None:
+            self._step_sync.close()
 
     def total(self, values: list[float]) -> list[float]:
-        """The sum of each value over the ranks, in double precision; comes after `together`."""
+        """The sum of each value over the ranks, in double precision; comes after `sync`."""
         if self._group is None:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -138,7 +140,7 @@ class Agreement:
         return [float(value) for value in tensor]
 
     def differ(self, numbers: Sequence[int]) -> list[bool]:
-        """Return which of these integers of 64 bits are not the same on all ranks; comes after `together`."""
+        """Return which of these integers of 64 bits are not the same on all ranks; comes after `sync`."""
         if self._group is None:
             return [False] * len(numbers)
         own = torch.tensor(numbers, dtype=torch.int64)
@@ -147,9 +149,9 @@ class Agreement:
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._group)
         return cast("list[bool]", (ends[0] != ~ends[1]).tolist())
 
-    def told(self, find: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, find: Callable[[], T]) -> T:
         """Return on every rank what rank 0 finds out: numbers, texts and collections of them, which stay what they are.
-        If finding it out fails, raise that error on every rank. Comes after `together`.
+        If finding it out fails, raise that error on every rank. Comes after `sync`.
 
         It travels as JSON: to unpickle a message would be to run whatever code its sender wants.
         """
@@ -193,31 +195,31 @@ class Agreement:
         dist.broadcast(held, src=0, group=self._group)
         return held.numpy().tobytes()
 
-    def _exchange(self, call: Call, wish: Agreed, values: list[float], boundaries: Boundaries) -> None:
+    def _exchange(self, call: Call, wish: Agreed, values: list[float], step_sync: StepSync) -> None:
         """Fill the table with the rows of all ranks."""
         assert self._group is not None
-        _ROW.pack_into(self._own_row, 0, wish.stop, wish.save, wish.failed, boundaries.passed, call, *values)
+        _ROW.pack_into(self._own_row, 0, wish.stop, wish.save, wish.failed, step_sync.passed, call, *values)
         # not by way of dist.all_gather, which logs each call
         work = self._group.allgather(self._received, self._sent)
         try:
-            self._wait(work, call, boundaries)
+            self._wait(work, call, step_sync)
         except MgpuError:
             # never to be destroyed: it would wait for the others to answer this message
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise
         except RuntimeError:
             # the others may have left because of it
-            boundaries.settle()
-            boundaries.check()
+            step_sync.settle()
+            step_sync.check()
             raise
 
-    def _wait(self, work: dist.Work, call: Call, boundaries: Boundaries) -> None:
+    def _wait(self, work: dist.Work, call: Call, step_sync: StepSync) -> None:
         for seconds in LOOKS:
             if _is_done_within(work, seconds):
                 return
             # who does not come may have gone past this call, and wait for this rank elsewhere
-            boundaries.check()
-            boundaries.ring()
+            step_sync.check()
+            step_sync.ring()
         self._say_who_waits(call)
         work.wait()
 

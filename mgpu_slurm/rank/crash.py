@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_slurm.core.records import now
 
 if TYPE_CHECKING:
-    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.rank_info import RankInfo
 import sys
 
 FAREWELL_SECONDS = 5.0
@@ -42,7 +42,7 @@ def _is_of_this_package(frame: TracebackType) -> bool:
     return Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
-def record(error: BaseException, shown: str, facts: RankFacts) -> dict[str, Any]:
+def record(error: BaseException, shown: str, facts: RankInfo) -> dict[str, Any]:
     return {
         "rank": facts.rank,
         "node": facts.node_name,

@@ -6,14 +6,14 @@ import os
 from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.processes import cores
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.slurm.commands import THREADS_VARIABLE
 
 if TYPE_CHECKING:
     import torch
 
 
-def choose(facts: RankFacts) -> torch.device:
+def choose(facts: RankInfo) -> torch.device:
     """The GPU of this local rank among those the process sees, else the CPU.
 
     A rank that sees one GPU uses that one, whatever its local rank: some sites bind GPUs to tasks. More ranks than

@@ -20,7 +20,7 @@ from mgpu_slurm.core.processes import cores
 from mgpu_slurm.request.spec import SETUP_FAILED_VARIABLE
 
 if TYPE_CHECKING:
-    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.rank_info import RankInfo
     from mgpu_slurm.request.spec import Spec
 
 SHOWN_DIFFERENCES = 5
@@ -29,7 +29,7 @@ RankGpu = tuple[str, str | None]
 """The name of a rank's node, and the identity of its GPU."""
 
 
-def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankFacts) -> list[str]:
+def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankInfo) -> list[str]:
     """What can be said before torch is imported; versions are one rank's work on each node."""
     found = []
     if facts.rank == 0:
@@ -121,7 +121,7 @@ def shared_gpu_warnings(gpus: Sequence[RankGpu]) -> dict[int, str]:
     }
 
 
-def warn(warnings: Sequence[str], folder: RunFolder, attempt: int, facts: RankFacts) -> None:
+def warn(warnings: Sequence[str], folder: RunFolder, attempt: int, facts: RankInfo) -> None:
     """Says it in the rank's own log, and leaves it where those who follow another rank find it."""
     for text in warnings:
         print(f"mgpu_slurm: warning: {text}", flush=True)

@@ -15,8 +15,8 @@ from mgpu_slurm.request.spec import (
 
 
 @dataclass(frozen=True)
-class RankFacts:
-    """A rank's place in its world."""
+class RankInfo:
+    """A rank's place in its world of ranks."""
 
     rank: int = 0
     world_size: int = 1
@@ -49,7 +49,7 @@ class Rank:
 
     spec: Spec
     folder: RunFolder
-    facts: RankFacts
+    facts: RankInfo
     attempt: int
     listener: int | None
     """The bound socket on which this rank is to serve the rendezvous; see `job.socket_handoff`."""
@@ -57,7 +57,7 @@ class Rank:
     """Errors that its log tells of."""
 
 
-def from_environment(environ: Mapping[str, str] = os.environ) -> RankFacts:
+def from_environment(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Torchrun's variables where a launcher of its kind set them, else SLURM's step, else a world of one.
 
     Torchrun comes first because it may itself have been started by srun, once per node.
@@ -66,12 +66,12 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> RankFacts:
         return _from_torchrun(environ)
     if "SLURM_STEP_NUM_TASKS" in environ:
         return from_slurm(environ)
-    return RankFacts(node_name=os.uname().nodename)
+    return RankInfo(node_name=os.uname().nodename)
 
 
-def _from_torchrun(environ: Mapping[str, str]) -> RankFacts:
+def _from_torchrun(environ: Mapping[str, str]) -> RankInfo:
     local_rank = _number(environ, "LOCAL_RANK")
-    return RankFacts(
+    return RankInfo(
         rank=_number(environ, "RANK"),
         world_size=_number(environ, "WORLD_SIZE"),
         local_rank=local_rank,
@@ -81,7 +81,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankFacts:
     )
 
 
-def from_slurm(environ: Mapping[str, str] = os.environ) -> RankFacts:
+def from_slurm(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """The facts that srun gives its tasks.
 
     The step's variables win over the job's, which also stand in the batch script, where no srun started anything.
@@ -90,7 +90,7 @@ def from_slurm(environ: Mapping[str, str] = os.environ) -> RankFacts:
     names = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
-    return RankFacts(
+    return RankInfo(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_number(environ, "SLURM_LOCALID"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mgpu_slurm.core.errors import RendezvousError, UserError
 from mgpu_slurm.rank import devices
 from mgpu_slurm.rank.preflight import shared_gpu_warnings
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.request.spec import STUCK_AFTER_VARIABLE
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LONGER_THAN_STUCK_MINUTES = 5.0
 
 
 def join(
-    facts: RankFacts,
+    facts: RankInfo,
     device: torch.device,
     environ: Mapping[str, str] = os.environ,
     timeout: timedelta = ARRIVAL_TIMEOUT,
@@ -69,7 +69,7 @@ def collective_timeout() -> timedelta | None:
     return timedelta(minutes=minutes + LONGER_THAN_STUCK_MINUTES) if minutes else None
 
 
-def connect(facts: RankFacts, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:
+def connect(facts: RankInfo, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:
     """This rank's own connection to the store of its attempt.
 
     Args:
@@ -116,7 +116,7 @@ def is_served(environ: Mapping[str, str] = os.environ) -> bool:
     return True
 
 
-def _check_in(store: Store, facts: RankFacts, gpu: str | None, timeout: timedelta) -> str | None:
+def _check_in(store: Store, facts: RankInfo, gpu: str | None, timeout: timedelta) -> str | None:
     """Rank 0 waits for everyone and tells all what it found, so that every rank fails with the same words.
 
     Returns a warning for this rank.
@@ -141,7 +141,7 @@ def _check_in(store: Store, facts: RankFacts, gpu: str | None, timeout: timedelt
     return warning
 
 
-def _verdict(store: Store, facts: RankFacts, timeout: timedelta) -> tuple[str, dict[int, str]]:
+def _verdict(store: Store, facts: RankInfo, timeout: timedelta) -> tuple[str, dict[int, str]]:
     """What is wrong, empty where all ranks came with the same world size; and warnings by rank."""
     import torch.distributed as dist
 

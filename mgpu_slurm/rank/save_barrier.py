@@ -1,4 +1,4 @@
-"""Which ranks have finished a save: told through the store of their attempt, so that no step costs a message."""
+"""Which ranks have finished a save: they say so through the store of their attempt, so that no step costs a message."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 _WRITTEN, _LOST = "written", "lost"
 
 
-class Tally:
-    """Of the saves of one run, by their numbers.
+class SaveBarrier:
+    """The saves of one run, by their numbers, and which ranks have finished each.
 
     Each rank has a value of its own: a counter would be quicker to read, and could not be signed.
     """

@@ -24,7 +24,7 @@ from mgpu_slurm.rank.signals import Stop
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.rank_info import RankInfo
 
 FOREVER = timedelta(days=7)
 """That one waits for a bell; torch's store warns when it is over, and it begins anew."""
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     calls: int
     """That all ranks make together, and this one has begun."""
     passed: int
-    """Boundaries."""
+    """StepSync."""
     at: Call
     """What it does now; a step where it is in no other call."""
     has_batch: bool = False
@@ -55,10 +55,10 @@ class Place(NamedTuple):
         return self.passed, self.has_batch
 
 
-class Boundaries:
-    """One rank's."""
+class StepSync:
+    """One rank's part in finding the boundary at which all ranks act."""
 
-    def __init__(self, facts: RankFacts, store: Store) -> None:
+    def __init__(self, facts: RankInfo, store: Store) -> None:
         self._rank = facts.rank
         self._world_size = facts.world_size
         self._store = store

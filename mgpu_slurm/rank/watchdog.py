@@ -44,7 +44,7 @@ from mgpu_slurm.request.spec import FLIGHT_VARIABLE
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.rank_info import RankInfo
 
 LOOK_EVERY = 1.0
 """Seconds, at most; a tenth of a short limit."""
@@ -64,7 +64,7 @@ Record = dict[str, Any]
 class Watchdog:
     """Of one rank. It begins with the first sign of life: what a training takes to get there is its own affair."""
 
-    def __init__(self, seconds: float, facts: RankFacts, record: Path | None, stacks: Path | None = None) -> None:
+    def __init__(self, seconds: float, facts: RankInfo, record: Path | None, stacks: Path | None = None) -> None:
         """
         Args:
             seconds: for which a rank may stand still.
@@ -176,7 +176,7 @@ class Watchdog:
         }
 
 
-def watchdog(minutes: float, facts: RankFacts, folder: RunFolder | None, attempt: int) -> Watchdog | None:
+def watchdog(minutes: float, facts: RankInfo, folder: RunFolder | None, attempt: int) -> Watchdog | None:
     """
     Args:
         minutes: for which a rank may stand still; 0 for as long as it likes, which nobody has to watch.

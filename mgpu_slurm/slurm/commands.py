@@ -69,7 +69,7 @@ _PASSING = {
 phrases the first counts."""
 
 
-class Unanswered(ClusterError):
+class SlurmUnavailable(ClusterError):
     """SLURM did not answer, or had no time: it may later."""
 
     def __init__(self, message: str, request: str = LOST) -> None:
@@ -78,7 +78,7 @@ class Unanswered(ClusterError):
         """What became of it."""
 
 
-class Forgotten(ClusterError):
+class JobNotFound(ClusterError):
     """The controller does not know the one job that it was asked for, or not any more."""
 
 
@@ -112,8 +112,8 @@ def run(command: list[str], timeout: float = 30) -> str:
         timeout: seconds; the command is ended after that.
 
     Raises:
-        Unanswered: SLURM does not answer at the moment.
-        Forgotten: it does not know the job.
+        SlurmUnavailable: SLURM does not answer at the moment.
+        JobNotFound: it does not know the job.
         ClusterError: the command is not there, or fails.
     """
     name = command[0]
@@ -131,16 +131,16 @@ def run(command: list[str], timeout: float = 30) -> str:
     except FileNotFoundError:
         raise ClusterError(f"no {name} on PATH: call this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise Unanswered(f"{name} did not answer within {timeout:g} s: try again later") from None
+        raise SlurmUnavailable(f"{name} did not answer within {timeout:g} s: try again later") from None
     except OSError as error:
         raise ClusterError(f"{name} cannot be started: {error.strerror}") from None
     if done.returncode != 0:
         said = done.stderr or done.stdout
         message = f"{name} failed (exit code {done.returncode}): {error_line(said)}"
         if "Invalid job id specified" in said:
-            raise Forgotten(message)
+            raise JobNotFound(message)
         request = passing(said)
-        raise ClusterError(message) if request is None else Unanswered(message, request)
+        raise ClusterError(message) if request is None else SlurmUnavailable(message, request)
     return done.stdout
 
 

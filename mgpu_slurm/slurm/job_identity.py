@@ -57,11 +57,11 @@ def strangers(folder: RunFolder, job_ids: Collection[str]) -> list[QueuedJob]:
     """Return the jobs that SLURM has under the ids of a run's or group's jobs, and that are others.
 
     Raises:
-        Unanswered: the controller does not answer.
+        SlurmUnavailable: the controller does not answer.
     """
     listed = jobs.queued(commands.whole_jobs(job_ids)) if job_ids else {}
     if listed is None:
-        raise commands.Unanswered("SLURM's controller does not answer: try again later")
+        raise commands.SlurmUnavailable("SLURM's controller does not answer: try again later")
     asked = [job for job in listed.values() if job.job_id in job_ids or whole(job.job_id) in job_ids]
     return [job for job in asked if not is_of(folder, job)]
 
@@ -70,7 +70,7 @@ def check(folder: RunFolder, job_ids: Collection[str]) -> None:
     """Refuse to act on jobs by their ids if SLURM uses one of the ids for another job by now.
 
     Raises:
-        Unanswered: the controller does not answer.
+        SlurmUnavailable: the controller does not answer.
         ClusterError: it does use one.
     """
     for job in strangers(folder, job_ids):

@@ -126,7 +126,7 @@ def queued(job_ids: Sequence[str], note: Note = quiet) -> dict[str, QueuedJob] |
     """
     try:
         output = commands.run(squeue_command(job_ids), commands.SQUEUE_TAKES)
-    except commands.Forgotten:
+    except commands.JobNotFound:
         # squeue fails this way where a single job is asked for, and leaves unknown ones out where several are
         return {}
     except ClusterError:
@@ -166,7 +166,7 @@ def shown(job_id: str) -> list[QueuedJob] | None:
     """
     try:
         return parse_shown(commands.run(show_command(job_id), commands.SQUEUE_TAKES)) or None
-    except commands.Forgotten:
+    except commands.JobNotFound:
         return []
     except ClusterError:
         return None

@@ -33,7 +33,7 @@ class Patience:
     def is_over(self) -> bool:
         return time.monotonic() >= self._give_up
 
-    def tell(self, problem: commands.Unanswered) -> None:
+    def tell(self, problem: commands.SlurmUnavailable) -> None:
         """Says once that there is something to wait for."""
         if self._told:
             return
@@ -57,7 +57,7 @@ def wait_out(ask: Callable[[], Answer], note: Note = quiet) -> Answer:
     while True:
         try:
             return ask()
-        except commands.Unanswered as problem:
+        except commands.SlurmUnavailable as problem:
             if patience.is_over:
                 raise
             patience.tell(problem)

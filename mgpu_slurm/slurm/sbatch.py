@@ -63,7 +63,7 @@ def call(words: Sequence[str], environ: Mapping[str, str], text: str = "") -> st
         text: the script, where the command names none.
 
     Raises:
-        Unanswered: SLURM does not answer at the moment.
+        SlurmUnavailable: SLURM does not answer at the moment.
         ClusterError: it refused.
     """
     done = subprocess.run(
@@ -84,16 +84,16 @@ def job_id_in(output: str) -> str:
     """The job id that `sbatch --parsable` answers, past the banners of a site.
 
     Raises:
-        Unanswered: there is none.
+        SlurmUnavailable: there is none.
     """
     ids = [found["id"] for found in map(_ANSWER.fullmatch, output.splitlines()) if found]
     if not ids:
-        raise commands.Unanswered(f"sbatch answered without a job id: {commands.error_line(output)[:200]}")
+        raise commands.SlurmUnavailable(f"sbatch answered without a job id: {commands.error_line(output)[:200]}")
     return ids[-1]
 
 
 def failure(code: int, output: str) -> ClusterError:
-    """Why sbatch failed: an `Unanswered` where asking again may help, else a refusal.
+    """Why sbatch failed: a `SlurmUnavailable` if asking again may help, else a refusal.
 
     Args:
         code: its exit code, negative where a signal ended it.
@@ -102,13 +102,13 @@ def failure(code: int, output: str) -> ClusterError:
     if code in _NOT_STARTED:
         return ClusterError(f"sbatch cannot be started: {said}")
     if code == _TIMED_OUT:
-        return commands.Unanswered(f"sbatch did not answer within {TIME_LIMIT} s")
+        return commands.SlurmUnavailable(f"sbatch did not answer within {TIME_LIMIT} s")
     if code < 0 or (code > 128 and not _is_wrong_option(code, output)):
-        return commands.Unanswered(f"sbatch was ended by {_signal_name(abs(code) % 128)}")
+        return commands.SlurmUnavailable(f"sbatch was ended by {_signal_name(abs(code) % 128)}")
     request = commands.passing(output)
     if request is None:
         return ClusterError(f"sbatch refused the job: {said}")
-    return commands.Unanswered(f"sbatch got no answer: {said}", request)
+    return commands.SlurmUnavailable(f"sbatch got no answer: {said}", request)
 
 
 def _is_wrong_option(code: int, output: str) -> bool:
@@ -135,7 +135,7 @@ def find(folder: RunFolder, token: str) -> str | None:
     return job_lock.holder(folder, token) or commands.job_marked(token)
 
 
-class Handover:
+class ExactlyOnceSubmission:
     """One job on its way into SLURM's queue, where it arrives once or not at all."""
 
     def __init__(self, token: str, ask: Callable[[], str], look: Callable[[], str | None]) -> None:
@@ -169,12 +169,12 @@ class Handover:
                     raise _nothing_queued(problem)
         return self.job_id
 
-    def _asked(self) -> commands.Unanswered | None:
+    def _asked(self) -> commands.SlurmUnavailable | None:
         """Calls sbatch once; why nobody can tell what became of that, or None."""
         self.is_unsure = True
         try:
             self.job_id = self._ask()
-        except commands.Unanswered as problem:
+        except commands.SlurmUnavailable as problem:
             self.is_unsure = problem.request == commands.LOST
             return problem
         except ClusterError:

@@ -63,7 +63,7 @@ def steps(inside: str) -> list[Step]:
     """
     try:
         return parse_steps(commands.run(steps_command(inside))) or parse_shown(commands.run(show_command(inside)))
-    except commands.Forgotten:
+    except commands.JobNotFound:
         return []
     except ClusterError as error:
         # scontrol's words on a job that has none

@@ -19,7 +19,7 @@ from submitit.core.utils import FailedJobError
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.slurm import sbatch
-from mgpu_slurm.slurm.commands import Unanswered
+from mgpu_slurm.slurm.commands import SlurmUnavailable
 
 _SUBMITIT_PATTERNS = ("%j", "%t", "%A", "%a")
 
@@ -58,7 +58,7 @@ def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
             environment is changed to it for the call.
 
     Raises:
-        Unanswered: a job may be queued all the same (see `sbatch.Handover`).
+        SlurmUnavailable: a job may be queued all the same (see `sbatch.ExactlyOnceSubmission`).
         ClusterError: there is no sbatch, or it refused.
     """
     place = str(folder.path / "submitit")
@@ -74,7 +74,7 @@ def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
         except FailedJobError as error:
             failed = error.__cause__
             if not isinstance(failed, subprocess.CalledProcessError):
-                raise Unanswered(f"sbatch was not waited for: {failed}") from None
+                raise SlurmUnavailable(f"sbatch was not waited for: {failed}") from None
             raise sbatch.failure(failed.returncode, failed.output) from None
 
 

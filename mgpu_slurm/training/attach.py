@@ -36,7 +36,7 @@ from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_A
 from mgpu_slurm.training.run import Run
 
 if TYPE_CHECKING:
-    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.rank_info import RankInfo
 
 _attached: list[Run] = []
 
@@ -73,8 +73,8 @@ def _make() -> Run:
     if facts.world_size > 1 and not dist.is_initialized():
         shared = rendezvous.join(facts, device)
         atexit.register(_destroy_group)
-    desk = os.environ.get(report_socket.VARIABLE)
-    judge = None if desk is None else report_socket.Caller(desk)
+    address = os.environ.get(report_socket.VARIABLE)
+    judge = None if address is None else report_socket.ReportClient(address)
     run = Run(facts, _folder(facts), device, attempt, stop, judge=judge, watchdog=_watchdog_of(facts, attempt))
     preflight.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
     if _is_the_run() or facts.world_size > 1:
@@ -98,7 +98,7 @@ def _leave_soon_after_an_error(run: Run) -> None:
     sys.excepthook = shown
 
 
-def _watchdog_of(facts: RankFacts, attempt: int) -> Watchdog | None:
+def _watchdog_of(facts: RankInfo, attempt: int) -> Watchdog | None:
     # of a trial its worker says how it ended
     folder = RunFolder(Path(os.environ[RUN_VARIABLE])) if _is_the_run() else None
     return watchdog(float(os.environ.get(STUCK_AFTER_VARIABLE, "0")), facts, folder, attempt)
@@ -123,7 +123,7 @@ def _leave_at_last() -> None:
         leave_from_here(REQUEUE_EXIT_CODE, lambda: wish_to_requeue(folder, attempt))
 
 
-def _folder(facts: RankFacts) -> Path:
+def _folder(facts: RankInfo) -> Path:
     for variable in (TRIAL_VARIABLE, RUN_VARIABLE):
         if variable in os.environ:
             return Path(os.environ[variable])
@@ -136,7 +136,7 @@ def _folder(facts: RankFacts) -> Path:
     return folder
 
 
-def _told(name: str, facts: RankFacts) -> str:
+def _told(name: str, facts: RankInfo) -> str:
     """Return rank 0's name of the new run."""
     store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
     if facts.rank == 0:

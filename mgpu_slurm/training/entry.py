@@ -26,7 +26,7 @@ from mgpu_slurm.job import output, socket_handoff
 from mgpu_slurm.rank import preflight
 from mgpu_slurm.rank.command import run_command
 from mgpu_slurm.rank.devices import limit_threads
-from mgpu_slurm.rank.rank_info import Rank, RankFacts, from_slurm
+from mgpu_slurm.rank.rank_info import Rank, RankInfo, from_slurm
 from mgpu_slurm.rank.signals import (
     LEAD_SECONDS_VARIABLE,
     LEAD_SIGNAL_VARIABLE,
@@ -89,13 +89,13 @@ def run_target(rank: Rank) -> int:
     return guarded(rank, stop, lambda: _train(rank, stop))
 
 
-def _check_world(spec: Spec, facts: RankFacts) -> None:
+def _check_world(spec: Spec, facts: RankInfo) -> None:
     asked = spec.resources.ranks
     if asked != facts.world_size:
         raise UserError(f"the run asked for {asked} ranks, and {facts.world_size} were started")
 
 
-def _export(spec: Spec, folder: RunFolder, facts: RankFacts) -> None:
+def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
     # a site that exports nothing, and whose SLURM got no answer of the user's login shell
     os.environ.setdefault("PATH", os.defpath)
     os.environ.update(facts.torchrun_variables())

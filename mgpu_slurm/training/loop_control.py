@@ -17,7 +17,7 @@ from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.streams import Drawn
 from mgpu_slurm.rank.calls import Agreed, Call
-from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.training.meter import Meter
@@ -33,14 +33,14 @@ class Steering:
         position: Position,
         device: torch.device,
         rank: int,
-        agreement: Agreement,
+        collectives: Collectives,
         keeper: Keeper,
         stop: StopFlag,
         alive: Callable[[], None],
     ) -> None:
         self._position = position
         self._device = device
-        self._agreement = agreement
+        self._collectives = collectives
         self._alive = alive
         self._agreed = Agreed()
         self._evaluates, self._has_evaluated = True, False
@@ -52,7 +52,7 @@ class Steering:
         self._epoch_of_pass: int | None = None
         """That of `state.epochs` in which the loader that is restored has given batches of this pass."""
         self.stop = stop
-        self.saver = Saver(keeper, rank, agreement.tally(), self.is_so_anywhere, alive)
+        self.saver = Saver(keeper, rank, collectives.save_barrier(), self.any_rank, alive)
         self.keeps = False
         """Whether there is anything to save, and so to come back to."""
         self.save_wanted = False
@@ -80,11 +80,12 @@ class Steering:
 
     # -- agreeing; every rank makes these calls
 
-    def together(self, call: Call) -> None:
+    def sync(self, call: Call) -> None:
+        """Wait until all ranks make this call, and learn what any of them wishes."""
         self._exchange(call)
 
-    def is_so_anywhere(self, is_so: bool, call: Call = Call.SAVE) -> bool:
-        """Whether that is so on any rank."""
+    def any_rank(self, is_so: bool, call: Call = Call.SAVE) -> bool:
+        """Return whether that is so on any rank."""
         return self._exchange(call, failed=is_so).failed
 
     def is_same_everywhere(self, number: int) -> bool:
@@ -94,14 +95,14 @@ class Steering:
 
     def _exchange(self, call: Call, failed: bool = False) -> Agreed:
         wish = replace(self._wish(), failed=failed)
-        agreed, (digests, _) = self._agreement.with_values(call, wish, [float(self.drawn.digest), 0.0])
+        agreed, (digests, _) = self._collectives.with_values(call, wish, [float(self.drawn.digest), 0.0])
         self._remember(agreed)
         self._alive()
         self.drawn.check(digests)
         return agreed
 
     def _exchange_sums(self, call: Call, values: list[float]) -> list[float]:
-        agreed, sums = self._agreement.with_sums(call, self._wish(), values)
+        agreed, sums = self._collectives.with_sums(call, self._wish(), values)
         self._remember(agreed)
         self._alive()
         return sums
@@ -130,7 +131,7 @@ class Steering:
                 yield epoch
                 position.epoch = None
                 position.next_epoch = epoch + 1
-                self.together(Call.EPOCH)
+                self.sync(Call.EPOCH)
                 self._act(in_pass=False, save=True, wait=epoch == total)
         finally:
             # also if the job has left the loop
@@ -154,7 +155,7 @@ class Steering:
                 self._begin_pass()
         else:
             self._has_evaluated = True
-        self._remember(self._agreement.step(self._wish()))
+        self._remember(self._collectives.step(self._wish()))
         self.saver.check()
         self._alive()
         # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
@@ -190,7 +191,7 @@ class Steering:
 
     def finish(self) -> None:
         """Wait until every rank's job function has returned, and write the checkpoint that is still wanted."""
-        self.together(Call.FINISH)
+        self.sync(Call.FINISH)
         if self.keeps and (self._agreed.save or self.saver.is_due_at(self._position.step)):
             self._position.leave_loop()
             self.saver.save(*self._moment(in_pass=False))
@@ -241,7 +242,7 @@ class Steering:
     def begin_evaluation(self) -> None:
         """Every rank calls it."""
         self._has_evaluated = True
-        self.together(Call.SHARD)
+        self.sync(Call.SHARD)
         self._leave_evaluation()
 
     def mean(self, total: float, count: float) -> float:
@@ -258,7 +259,7 @@ class Steering:
             return
         facts, own = self._moment(in_pass=True)
         # nobody waits long for another checkpoint that is still being written, and all do the same
-        if not self.is_so_anywhere(self.saver.is_writing_other(facts)):
+        if not self.any_rank(self.saver.is_writing_other(facts)):
             self.saver.hold(facts, own)
 
     def _begin_pass(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 from mgpu_slurm.core.errors import TrialPruned, UserError
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.calls import Call
-from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.training.loop_control import Steering
 from mgpu_slurm.training.progress import Position
 
@@ -26,7 +26,7 @@ class Reporting:
         judge: Judge | None,
         position: Position,
         steering: Steering,
-        agreement: Agreement,
+        collectives: Collectives,
     ) -> None:
         """
         Args:
@@ -37,7 +37,7 @@ class Reporting:
         self._judge = judge
         self._position = position
         self._steering = steering
-        self._agreement = agreement
+        self._collectives = collectives
 
     def report(self, progress: SupportsIndex, metrics: dict[str, Any]) -> None:
         """See `Run.report`."""
@@ -49,7 +49,7 @@ class Reporting:
         numbers = as_numbers(metrics)
         if self._reporter is not None and self._steering.keeps and saver.hear_report(position.step, numbers):
             self._steering.save_wanted = True
-        self._steering.together(Call.REPORT)
+        self._steering.sync(Call.REPORT)
         if progress <= position.progress:
             raise UserError(
                 f"report(progress={progress}): progress counts from 1 and rises, and it was {position.progress} before"
@@ -63,7 +63,9 @@ class Reporting:
 
     def _listen_to(self, judge: Judge) -> None:
         """Ask on rank 0, and end on all ranks alike if the answer is no."""
-        given_up = self._agreement.told(lambda: judge(self._position.progress, self._position.metrics))
+        given_up = self._collectives.broadcast_from_rank0(
+            lambda: judge(self._position.progress, self._position.metrics)
+        )
         if given_up is not None:
             print(f"mgpu_slurm: {given_up}: stopped at progress {self._position.progress}", flush=True)
             self._steering.saver.finish()

@@ -9,7 +9,7 @@ from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.calls import Call
-from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.training.loop_control import Steering
 from mgpu_slurm.training.progress import Position
 
@@ -44,11 +44,11 @@ class CheckpointFinder:
     """Finds a checkpoint: each rank checks its share of the files, and all take the same one."""
 
     def __init__(
-        self, files: RunFolder, is_main: bool, agreement: Agreement, keeper: Keeper, steering: Steering
+        self, files: RunFolder, is_main: bool, collectives: Collectives, keeper: Keeper, steering: Steering
     ) -> None:
         self._files = files
         self._is_main = is_main
-        self._agreement = agreement
+        self._collectives = collectives
         self._keeper = keeper
         self._steering = steering
 
@@ -57,12 +57,12 @@ class CheckpointFinder:
         while True:
             # rank 0 decides, because a shared file system may show the others an older folder
             found, count = self._keeper.newest() if self._is_main else (Key(0, 0), 0)
-            step, number, count = map(int, self._agreement.total([*found, count]))
+            step, number, count = map(int, self._collectives.total([*found, count]))
             if not count:
                 return None
             newest = Key(step, number)
             problem = self._keeper.problem(newest)
-            if not self._steering.is_so_anywhere(problem is not None, Call.RESTORE):
+            if not self._steering.any_rank(problem is not None, Call.RESTORE):
                 return newest
             self._set_aside(newest, problem, is_last=count == 1)
 
@@ -83,4 +83,4 @@ class CheckpointFinder:
             print(f"mgpu_slurm: WARNING: {said}: going back to the one before it", flush=True)
         if self._is_main:
             self._keeper.set_aside(key)
-        self._steering.together(Call.RESTORE)
+        self._steering.sync(Call.RESTORE)

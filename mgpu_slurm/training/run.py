@@ -22,8 +22,8 @@ from mgpu_slurm.data.evaluation import Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.calls import Call
-from mgpu_slurm.rank.collectives import Agreement
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.rank.watchdog import Watchdog
 from mgpu_slurm.training.loop_control import Steering
@@ -43,18 +43,18 @@ class Run:
 
     def __init__(
         self,
-        facts: RankFacts,
+        facts: RankInfo,
         folder: Path,
         device: torch.device,
         attempt: int,
         stop: StopFlag,
-        agreement: Agreement | None = None,
+        collectives: Collectives | None = None,
         judge: Judge | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         """
         Args:
-            agreement: that of the run before, if this process has had one.
+            collectives: that of the run before, if this process has had one.
             judge: decides on each report whether the training continues.
             watchdog: ends this rank if it makes no progress.
         """
@@ -67,25 +67,25 @@ class Run:
         self.folder = folder
         self.attempt = attempt
         self._files = RunFolder(folder)
-        self._agreement = agreement or Agreement(facts)
-        self._owns_agreement = agreement is None
+        self._collectives = collectives or Collectives(facts)
+        self._owns_collectives = collectives is None
         self._watchdog = watchdog
         self._reporter = Reporter(self._files, attempt) if self.is_main else None
         self._position = Position()
         self._batch_weights = BatchWeights(facts.world_size)
         self._models = Models(device, facts.world_size, self._batch_weights.note_inputs)
-        self._keeper = Keeper(self._files, facts, attempt, self._models.wrapped, self._agreement)
-        self._steering = Steering(self._position, device, facts.rank, self._agreement, self._keeper, stop, self.alive)
+        self._keeper = Keeper(self._files, facts, attempt, self._models.wrapped, self._collectives)
+        self._steering = Steering(self._position, device, facts.rank, self._collectives, self._keeper, stop, self.alive)
         self._saver = self._steering.saver
-        self._finder = CheckpointFinder(self._files, self.is_main, self._agreement, self._keeper, self._steering)
-        self._reporting = Reporting(self._reporter, judge, self._position, self._steering, self._agreement)
+        self._finder = CheckpointFinder(self._files, self.is_main, self._collectives, self._keeper, self._steering)
+        self._reporting = Reporting(self._reporter, judge, self._position, self._steering, self._collectives)
         self._steps = StepCounter(self._step_done)
         self._data = RunData(
             facts,
             device,
             self._position,
             self._steering,
-            self._agreement,
+            self._collectives,
             self._models,
             self._batch_weights,
             self.alive,
@@ -308,7 +308,7 @@ class Run:
         Raises:
             UserError: an object that cannot be saved, or names that the checkpoint does not have.
         """
-        self._steering.together(Call.RESTORE)
+        self._steering.sync(Call.RESTORE)
         for name, value in objects.items():
             if isinstance(value, Loader):
                 self._position.follow(name, value)
@@ -391,9 +391,9 @@ class Run:
         self._steps.close()
         if waits:
             self._steering.warn_of_lost_save()
-        if self._owns_agreement:
+        if self._owns_collectives:
             # the others may wait for what this rank has to say
-            self._agreement.close()
+            self._collectives.close()
         self._saver.close(waits)
         if self._reporter is not None:
             self._reporter.close(self.step)

@@ -12,8 +12,8 @@ from mgpu_slurm.data.accumulation import Accumulation
 from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
-from mgpu_slurm.rank.collectives import Agreement
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.training.loop_control import Steering
 from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.wrap import Models
@@ -26,11 +26,11 @@ class RunData:
 
     def __init__(
         self,
-        facts: RankFacts,
+        facts: RankInfo,
         device: torch.device,
         position: Position,
         steering: Steering,
-        agreement: Agreement,
+        collectives: Collectives,
         models: Models,
         batch_weights: BatchWeights,
         alive: Callable[[], None],
@@ -49,9 +49,9 @@ class RunData:
             device,
             steering.before_batch,
             is_same=steering.is_same_everywhere,
-            together=steering.together,
+            sync=steering.sync,
             drawn=steering.drawn,
-            take_batch=agreement.take_batch,
+            take_batch=collectives.take_batch,
             epoch=lambda: position.epoch,
             awaits_epochs=lambda: position.awaits_epochs,
             step=lambda: position.step,
@@ -64,7 +64,7 @@ class RunData:
             device,
             self._begin_evaluation,
             alive,
-            together=steering.together,
+            sync=steering.sync,
             drawn=steering.drawn,
             keeps_step=lambda: models.are_sharded,
             batch_weights=batch_weights,

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints.wrapping import Wrapped
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -65,8 +65,8 @@ def values_of(objects: dict[str, Any]) -> list[Any]:
 
 def in_folder(run: Run, folder: Path) -> Run:
     """Another run of the same ranks."""
-    facts = RankFacts(run.rank, run.world_size, run.rank, run.world_size)
-    return Run(facts, folder, run.device, 1, StopFlag(), run._agreement)
+    facts = RankInfo(run.rank, run.world_size, run.rank, run.world_size)
+    return Run(facts, folder, run.device, 1, StopFlag(), run._collectives)
 
 
 def saves(run: Run, folder: Path) -> list[Any]:

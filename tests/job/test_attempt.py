@@ -65,7 +65,7 @@ def test_a_rank_ends_with_the_thread_that_it_needs(project: Project) -> None:
         from torch.utils.data import TensorDataset
         import torch
 
-        from mgpu_slurm.rank.step_sync import Boundaries
+        from mgpu_slurm.rank.step_sync import StepSync
 
 
         def broken(self):
@@ -74,7 +74,7 @@ def test_a_rank_ends_with_the_thread_that_it_needs(project: Project) -> None:
 
         def train(run, config):
             if run.rank == 1:
-                Boundaries._answer = broken
+                StepSync._answer = broken
             model = torch.nn.Linear(1, 1)
             data = run.loader(TensorDataset(torch.ones(8, 1)), batch_size=2)
             run.restore(model=model, data=data)

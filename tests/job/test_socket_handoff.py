@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from mgpu_slurm.job import socket_handoff, store_server
-from mgpu_slurm.job.socket_handoff import Offer
+from mgpu_slurm.job.socket_handoff import SocketOffer
 from mgpu_slurm.metrics import report_socket
 from tests.forks import FORKS
 
@@ -22,7 +22,7 @@ def listener() -> Iterator[socket.socket]:
 
 def offered(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thread, list[bool]]:
     """An offer that waits in a thread, as the batch step's does, and what it says in the end."""
-    offer = Offer(listener)
+    offer = SocketOffer(listener)
     (pair,) = offer.variables().items()
     monkeypatch.setenv(*pair)
     said: list[bool] = []
@@ -66,7 +66,7 @@ def test_a_rank_that_connects_before_is_served_by_the_batch_step(
 def test_a_rank_that_is_gone_before_it_has_the_socket_leaves_it_to_others(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer = Offer(listener)
+    offer = SocketOffer(listener)
     ((_, name),) = offer.variables().items()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.connect(f"\0{name}")
@@ -110,6 +110,6 @@ def test_a_name_that_another_user_has_taken_is_not_the_batch_steps(monkeypatch: 
     monkeypatch.setenv(socket_handoff.VARIABLE, name)
     assert socket_handoff.take(0) is None
     with pytest.raises(ConnectionError, match="another user has its socket"):
-        report_socket.Caller(name)(1, {"loss": 0.5})
+        report_socket.ReportClient(name)(1, {"loss": 0.5})
     here.send("over")
     stranger.join()

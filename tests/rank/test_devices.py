@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from mgpu_slurm.data import randomness
 from mgpu_slurm.doctor.in_job import gpus
 from mgpu_slurm.rank import devices
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.training.run import Run
 
@@ -30,7 +30,7 @@ def test_the_gpu_of_a_local_rank(visible: int, local_rank: int, chosen: int, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert devices.choose(RankFacts(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
+    assert devices.choose(RankInfo(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
 
 
 def test_threads_are_the_cores_shared_out_unless_slurm_gave_each_task_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +45,8 @@ def test_threads_are_the_cores_shared_out_unless_slurm_gave_each_task_its_own(mo
 @pytest.mark.gpu
 @needs_gpu
 def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
-    device = devices.choose(RankFacts())
-    run = Run(RankFacts(), tmp_path, device, 1, StopFlag())
+    device = devices.choose(RankInfo())
+    run = Run(RankInfo(), tmp_path, device, 1, StopFlag())
     model = run.wrap(nn.Linear(2, 1))
     assert next(model.parameters()).device == device
     for (batch,) in run.loader(TensorDataset(torch.ones(4, 2)), batch_size=2):
@@ -60,7 +60,7 @@ def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_the_gpus_random_numbers_go_on_where_they_were() -> None:
-    device = devices.choose(RankFacts())
+    device = devices.choose(RankInfo())
     state = randomness.random_state(device)
     first = torch.rand(3, device=device)
     randomness.set_random_state(state, device)
@@ -73,7 +73,7 @@ def trained(folder: Path, device: torch.device, stop_at: int | None) -> tuple[in
     Returns:
         the step at which it began, and the weights; none if it was left.
     """
-    run = Run(RankFacts(), folder, device, 1, StopFlag())
+    run = Run(RankInfo(), folder, device, 1, StopFlag())
     run.seed(0, deterministic=True)
     model = run.wrap(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -96,7 +96,7 @@ def trained(folder: Path, device: torch.device, stop_at: int | None) -> tuple[in
 
 @pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 def test_a_training_goes_on_exactly_on_its_device(on: str, tmp_path: Path) -> None:
-    device = torch.device(on) if on == "cpu" else devices.choose(RankFacts())
+    device = torch.device(on) if on == "cpu" else devices.choose(RankInfo())
     try:
         _, whole = trained(tmp_path / "whole", device, None)
         assert trained(tmp_path / "parts", device, stop_at=7) == (0, [])

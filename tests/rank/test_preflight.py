@@ -10,7 +10,7 @@ import pytest
 from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank import preflight
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 
 
 def node(python: str = "3.11.2", **packages: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_a_warning_stands_in_the_ranks_own_log_and_in_a_file_for_the_others(
 ) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    preflight.warn(["few cores", "old torch"], folder, 2, RankFacts(3, 4, 1, 2, 1, "n2"))
+    preflight.warn(["few cores", "old torch"], folder, 2, RankInfo(3, 4, 1, 2, 1, "n2"))
     assert capsys.readouterr().out == "mgpu_slurm: warning: few cores\nmgpu_slurm: warning: old torch\n"
     assert [line["text"] for line in read_jsonl(folder.rank_warnings(2, 3))] == ["few cores", "old torch"]
 
@@ -100,10 +100,10 @@ def test_a_warning_stands_in_the_ranks_own_log_and_in_a_file_for_the_others(
 def test_where_nothing_is_wrong_nothing_is_written(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    preflight.warn([], folder, 1, RankFacts())
+    preflight.warn([], folder, 1, RankInfo())
     assert list(folder.logs.iterdir()) == []
 
 
 def test_a_warning_that_cannot_be_kept_is_still_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    preflight.warn(["few cores"], RunFolder(tmp_path / "gone"), 1, RankFacts())
+    preflight.warn(["few cores"], RunFolder(tmp_path / "gone"), 1, RankInfo())
     assert "few cores" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.rank.rank_info import RankFacts, from_environment
+from mgpu_slurm.rank.rank_info import RankInfo, from_environment
 
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "7",
@@ -27,14 +27,14 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 
 def test_a_task_of_srun() -> None:
-    assert from_environment(STEP) == RankFacts(2, 3, 0, 1, 1, "rack2n7")
+    assert from_environment(STEP) == RankInfo(2, 3, 0, 1, 1, "rack2n7")
 
 
 def test_the_steps_variables_win_over_the_jobs() -> None:
     # a step of one task inside of a job of three
     one = STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     one |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "rack2n7"}
-    assert from_environment(one) == RankFacts(0, 1, 0, 1, 0, "rack2n7")
+    assert from_environment(one) == RankInfo(0, 1, 0, 1, 0, "rack2n7")
 
 
 def test_a_batch_script_is_no_world_of_three_ranks() -> None:
@@ -42,7 +42,7 @@ def test_a_batch_script_is_no_world_of_three_ranks() -> None:
 
 
 def test_torchrun_below_srun_knows_better() -> None:
-    assert from_environment(STEP | TORCHRUN | {"SLURMD_NODENAME": "rack2n7"}) == RankFacts(5, 8, 1, 4, 1, "rack2n7")
+    assert from_environment(STEP | TORCHRUN | {"SLURMD_NODENAME": "rack2n7"}) == RankInfo(5, 8, 1, 4, 1, "rack2n7")
 
 
 def test_nothing_set_is_a_world_of_one() -> None:

@@ -11,18 +11,18 @@ import torch
 from mgpu_slurm.core.errors import RendezvousError
 from mgpu_slurm.job import store_server
 from mgpu_slurm.rank import devices, rendezvous
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 from tests.ranks import join_ranks
 from tests.support import wait_until
 
 
-def joined(facts: RankFacts) -> str:
+def joined(facts: RankInfo) -> str:
     rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=2))
     torch.distributed.destroy_process_group()
     return "joined"
 
 
-def joined_once_there(facts: RankFacts, place: Path, present: int) -> str:
+def joined_once_there(facts: RankInfo, place: Path, present: int) -> str:
     """However long their processes take to start, the ranks come at one time."""
     (place / str(facts.rank)).touch()
     wait_until(lambda: len(list(place.iterdir())) == present)
@@ -30,23 +30,23 @@ def joined_once_there(facts: RankFacts, place: Path, present: int) -> str:
 
 
 def test_a_missing_rank_is_named_by_every_rank_that_came(tmp_path: Path) -> None:
-    present = [RankFacts(rank, 4, rank, 4, node_name="n1") for rank in (0, 2)]
+    present = [RankInfo(rank, 4, rank, 4, node_name="n1") for rank in (0, 2)]
     for answer in join_ranks(joined_once_there, present, tmp_path, 2):
         assert answer.startswith("RendezvousError: rank 1, 3 of 4 has not arrived after 2 s")
 
 
 def test_a_missing_rank_0_is_named() -> None:
-    (answer,) = join_ranks(joined, [RankFacts(1, 2, 1, 2, node_name="n7")])
+    (answer,) = join_ranks(joined, [RankInfo(1, 2, 1, 2, node_name="n7")])
     assert answer.startswith("RendezvousError: rank 0 has not arrived after 2 s (told by rank 1 on n7)")
 
 
 def test_ranks_that_believe_in_different_worlds_are_told_so(tmp_path: Path) -> None:
-    different = [RankFacts(0, 2, 0, 2), RankFacts(1, 3, 1, 3, node_name="n2")]
+    different = [RankInfo(0, 2, 0, 2), RankInfo(1, 3, 1, 3, node_name="n2")]
     answers = join_ranks(joined_once_there, different, tmp_path, 2)
     assert all("rank 1 on n2 believes in a world of 3 ranks, rank 0 in one of 2" in answer for answer in answers)
 
 
-def joined_with_gpu(facts: RankFacts) -> str | None:
+def joined_with_gpu(facts: RankInfo) -> str | None:
     # which GPU a rank has is the one fact that no machine without GPUs can give
     devices.identity = lambda device: "GPU-a" if facts.rank < 2 else "GPU-b"
     warning = rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=20))
@@ -55,7 +55,7 @@ def joined_with_gpu(facts: RankFacts) -> str | None:
 
 
 def test_ranks_that_share_a_gpu_are_told_so() -> None:
-    answers = join_ranks(joined_with_gpu, [RankFacts(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
+    answers = join_ranks(joined_with_gpu, [RankInfo(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
     shared = "ranks 0-1 compute on the same GPU, GPU-a of n1"
     assert answers == [shared, shared, None]
 
@@ -80,9 +80,9 @@ def test_ports_are_those_that_a_site_leaves_open() -> None:
 
 
 def test_a_rank_without_an_address_says_who_sets_it() -> None:
-    (answer,) = join_ranks(joined_without_address, [RankFacts(0, 2, 0, 2)])
+    (answer,) = join_ranks(joined_without_address, [RankInfo(0, 2, 0, 2)])
     assert "rank 0 of 2 has no MASTER_ADDR and MASTER_PORT" in answer
 
 
-def joined_without_address(facts: RankFacts) -> None:
+def joined_without_address(facts: RankInfo) -> None:
     rendezvous.join(facts, torch.device("cpu"), environ={})

@@ -36,13 +36,13 @@ def passes(run: Run, seed: int) -> list[tuple[int, Agreed]]:
     found, wish = [], NOTHING
     for boundary in range(1, 200):
         wish = wishes.get(boundary, wish)
-        agreed = run._agreement.step(wish)
+        agreed = run._collectives.step(wish)
         if agreed != NOTHING:
             found.append((boundary, agreed))
             # what was done is not wished any more, and who was told to stop is not told otherwise
             wish = Agreed(wish.stop)
         time.sleep(pace)
-    run._agreement.together(Call.EPOCH, wish)
+    run._collectives.sync(Call.EPOCH, wish)
     run.close()
     return found
 
@@ -58,10 +58,10 @@ def test_all_do_the_same_at_the_same_boundary(seed: int) -> None:
 def all_want_it(run: Run) -> list[int]:
     found = []
     for boundary in range(1, 10):
-        if run._agreement.step(Agreed(save=boundary == 5)).save:
+        if run._collectives.step(Agreed(save=boundary == 5)).save:
             found.append(boundary)
         # as ranks in step are, by the gradients that they exchange
-        run._agreement.total([0.0])
+        run._collectives.total([0.0])
     run.close()
     return found
 
@@ -97,7 +97,7 @@ def counts_messages(run: Run, is_stream: bool) -> list[int]:
 def _count_messages(run: Run) -> list[int]:
     """Count what this rank sends from now on in the one number that is returned."""
     calls = [0]
-    store, group = type(run._agreement._store), type(run._agreement._group)
+    store, group = type(run._collectives._store), type(run._collectives._group)
     for owner, names in (
         (dist, ("all_gather", "all_reduce", "broadcast")),
         (group, ("allgather", "allreduce")),
@@ -161,7 +161,7 @@ def goes_past(run: Run) -> None:
     if run.rank == 0:
         run.mean(0, 1)
     for _ in range(2000):
-        run._agreement.step(NOTHING)
+        run._collectives.step(NOTHING)
         time.sleep(0.01)
 
 
@@ -198,8 +198,8 @@ def goes_on_alone(run: Run) -> list[Stop]:
     if run.rank == 1:
         run.close()
         return []
-    wait_until(lambda: run._agreement._store.check([step_sync.GONE]))
-    return [run._agreement.step(Agreed(stop=Stop.END)).stop for _ in range(3)]
+    wait_until(lambda: run._collectives._store.check([step_sync.GONE]))
+    return [run._collectives.step(Agreed(stop=Stop.END)).stop for _ in range(3)]
 
 
 def test_nobody_waits_for_one_that_has_ended() -> None:
@@ -211,7 +211,7 @@ def trains_unrestored(run: Run) -> int:
     run.checkpoints(every_minutes=1e-6)
     for _ in run.loader(TensorDataset(torch.ones(20, 1)), batch_size=2):
         pass
-    return run._agreement._boundaries._round if run._agreement._boundaries is not None else -1
+    return run._collectives._step_sync._round if run._collectives._step_sync is not None else -1
 
 
 def test_who_keeps_nothing_asks_for_nothing() -> None:

@@ -20,9 +20,9 @@ from mgpu_slurm.core.errors import ForgeryError, MgpuError, TrialPruned, UserErr
 from mgpu_slurm.job import store_secret
 from mgpu_slurm.rank import rendezvous
 from mgpu_slurm.rank.calls import Agreed, Call
-from mgpu_slurm.rank.collectives import Agreement
-from mgpu_slurm.rank.rank_info import RankFacts
-from mgpu_slurm.rank.save_barrier import Tally
+from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.rank_info import RankInfo
+from mgpu_slurm.rank.save_barrier import SaveBarrier
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import SignedStore, signed
 from mgpu_slurm.rank.step_sync import GONE
@@ -65,14 +65,14 @@ def with_environ(environ: dict[str, str], marker: Path, knows: str) -> None:
     play_rank_0(marker, knows)
 
 
-def is_told(facts: RankFacts, marker: Path, knows: str, has_secret: bool) -> Any:
+def is_told(facts: RankInfo, marker: Path, knows: str, has_secret: bool) -> Any:
     if not has_secret:
         del os.environ[store_secret.VARIABLE]
     stranger = FORKS.Process(target=with_environ, args=(dict(os.environ), marker, knows))
     stranger.start()
     try:
         rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=60))
-        return Agreement(facts).told(lambda: None)
+        return Collectives(facts).broadcast_from_rank0(lambda: None)
     finally:
         stranger.kill()
         stranger.join()
@@ -80,14 +80,14 @@ def is_told(facts: RankFacts, marker: Path, knows: str, has_secret: bool) -> Any
 
 @pytest.mark.parametrize(("knows", "forged"), [("nothing", "mgpu/verdict"), ("greetings", "mgpu/default/")])
 def test_a_stranger_does_not_become_rank_0(tmp_path: Path, knows: str, forged: str) -> None:
-    (answer,) = join_ranks(is_told, [RankFacts(1, 2, 1, 2)], tmp_path / "ran", knows, True)
+    (answer,) = join_ranks(is_told, [RankInfo(1, 2, 1, 2)], tmp_path / "ran", knows, True)
     assert answer.startswith(f"ForgeryError: the rendezvous has a value of '{forged}"), answer
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_a_stranger_sends_is_not_unpickled_where_nothing_is_signed(tmp_path: Path) -> None:
     """A script that torchrun has started has no secret."""
-    (answer,) = join_ranks(is_told, [RankFacts(1, 2, 1, 2)], tmp_path / "ran", "nothing", False)
+    (answer,) = join_ranks(is_told, [RankInfo(1, 2, 1, 2)], tmp_path / "ran", "nothing", False)
     # of what it was sent: it has arrived
     assert "DecodeError" in answer, answer
     assert not (tmp_path / "ran").exists()
@@ -101,21 +101,21 @@ def fails(call: Callable[[], Any]) -> str:
 
 def meets_forgeries(run: Run) -> list[str]:
     """What a run says to each kind of value that it takes from its store while it trains."""
-    agreement = run._agreement
+    collectives = run._collectives
     if run.rank != 0:
         # it stays, and says nothing meanwhile
         dist.barrier()
         return []
-    agreement._store.set("place", "")
+    collectives._store.set("place", "")
     stranger = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     (prefix,) = [key.removesuffix("place") for key in stranger.list_keys() if key.endswith("/place")]
-    tally = agreement.tally()
-    tally.done(7, is_lost=False)
+    barrier = collectives.save_barrier()
+    barrier.done(7, is_lost=False)
     stranger.set(f"{prefix}saves 2/7/1", "written")
     stranger.set(f"{prefix}{GONE}", "1")
     # the server does not answer to `set`: it has made the values when it answers to this
     assert stranger.check([f"{prefix}{GONE}"])
-    said = [fails(lambda: tally.is_over(7)), fails(lambda: agreement._store.check([GONE]))]
+    said = [fails(lambda: barrier.is_over(7)), fails(lambda: collectives._store.check([GONE]))]
     dist.barrier()
     return [text.replace(prefix, "") for text in said]
 
@@ -188,14 +188,14 @@ def test_the_secret_is_for_its_owner_alone(tmp_path: Path) -> None:
 
 def test_what_ranks_have_said_of_a_save_is_removed() -> None:
     store = HashStore()
-    tallies = [Tally(store, rank, 2) for rank in range(2)]
+    barriers = [SaveBarrier(store, rank, 2) for rank in range(2)]
     for save in (1, 2):
-        tallies[0].done(save, is_lost=False)
-        assert not tallies[0].is_over(save)
-        tallies[1].done(save, is_lost=save == 2)
-        assert tallies[0].is_over(save)
-        assert tallies[0].is_lost(save) is (save == 2)
-        tallies[0].forget(save)
+        barriers[0].done(save, is_lost=False)
+        assert not barriers[0].is_over(save)
+        barriers[1].done(save, is_lost=save == 2)
+        assert barriers[0].is_over(save)
+        assert barriers[0].is_lost(save) is (save == 2)
+        barriers[0].forget(save)
         assert store.num_keys() == 0
 
 
@@ -217,15 +217,15 @@ def raises(error: BaseException) -> Any:
 
 
 def hears(run: Run) -> list[str]:
-    agreement = Agreement(RankFacts(run.rank, 2, run.rank, 2), [OwnError])
-    found = [repr(agreement.told(lambda: TOLD if run.rank == 0 else None))]
+    collectives = Collectives(RankInfo(run.rank, 2, run.rank, 2), [OwnError])
+    found = [repr(collectives.broadcast_from_rank0(lambda: TOLD if run.rank == 0 else None))]
     for error in [*ERRORS, None]:
         try:
             # what no JSON can hold is an error too
-            agreement.told(lambda: raises(error) if error is not None else object())  # noqa: B023
+            collectives.broadcast_from_rank0(lambda: raises(error) if error is not None else object())  # noqa: B023
         except BaseException as raised:
             found.append(f"{type(raised).__name__}: {getattr(raised, 'reason', raised)}")
-    agreement.close()
+    collectives.close()
     return found
 
 
@@ -239,12 +239,12 @@ def test_what_rank_0_tells_stays_what_it_is() -> None:
 
 
 def sums(run: Run) -> list[tuple[Agreed, str]]:
-    agreement = run._agreement
+    collectives = run._collectives
     values = [[[1.0, 2.0**53], [0.1, 1.0]], [[math.inf, math.nan], [1.0, 1.0]], [[1e308, -1.0], [1e308, -1.0]]]
     wishes = [Agreed(save=run.rank == 1), Agreed(stop=Stop.END if run.rank else Stop.REQUEUE), Agreed(failed=True)]
     found = []
     for wish, each in zip(wishes, values, strict=True):
-        agreed, total = agreement.with_sums(Call.MEAN, wish, each[run.rank])
+        agreed, total = collectives.with_sums(Call.MEAN, wish, each[run.rank])
         found.append((agreed, repr(total)))
     run.close()
     return found

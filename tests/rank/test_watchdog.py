@@ -18,11 +18,11 @@ from tests.support import wait_until
 SCRIPT = """
 import sys, threading, time
 from pathlib import Path
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.watchdog import Watchdog
 
 folder = Path(sys.argv[1])
-facts = RankFacts(node_name="n1")
+facts = RankInfo(node_name="n1")
 watchdog = Watchdog({seconds}, facts, folder / "record.json", {stacks})
 watchdog.watch(lambda: 7)
 watchdog.alive()

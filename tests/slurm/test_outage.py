@@ -7,7 +7,7 @@ import pytest
 
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.slurm import outage
-from mgpu_slurm.slurm.commands import BUSY, UNREACHED, Unanswered
+from mgpu_slurm.slurm.commands import BUSY, UNREACHED, SlurmUnavailable
 from mgpu_slurm.slurm.outage import Patience, wait_out
 
 
@@ -18,8 +18,8 @@ def notes() -> list[str]:
 
 def test_the_user_is_told_once_and_until_when(notes: list[str]) -> None:
     some = Patience(notes.append, seconds=120)
-    some.tell(Unanswered("socket timed out"))
-    some.tell(Unanswered("socket timed out"))
+    some.tell(SlurmUnavailable("socket timed out"))
+    some.tell(SlurmUnavailable("socket timed out"))
     expected = time.strftime("%H:%M", time.localtime(time.time() + 120))
     (note,) = notes
     assert re.fullmatch(
@@ -28,7 +28,7 @@ def test_the_user_is_told_once_and_until_when(notes: list[str]) -> None:
 
 
 def test_a_controller_that_answers_is_not_called_silent(notes: list[str]) -> None:
-    Patience(notes.append).tell(Unanswered("queue full", BUSY))
+    Patience(notes.append).tell(SlurmUnavailable("queue full", BUSY))
     assert notes[0].startswith("SLURM's controller takes no jobs at the moment; trying again until ")
 
 
@@ -44,7 +44,7 @@ def test_the_pauses_grow_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_question_is_asked_until_there_is_an_answer(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outage, "PAUSES", (0.0,))
-    answers = iter([Unanswered("no"), Unanswered("no"), "yes"])
+    answers = iter([SlurmUnavailable("no"), SlurmUnavailable("no"), "yes"])
 
     def ask() -> str:
         said = next(answers)
@@ -60,9 +60,9 @@ def test_it_ends_with_the_problem(notes: list[str], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(outage, "SECONDS", 0.0)
 
     def ask() -> str:
-        raise Unanswered("connection refused", UNREACHED)
+        raise SlurmUnavailable("connection refused", UNREACHED)
 
-    with pytest.raises(Unanswered, match="connection refused"):
+    with pytest.raises(SlurmUnavailable, match="connection refused"):
         wait_out(ask, notes.append)
     assert notes == []
 

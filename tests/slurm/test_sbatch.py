@@ -11,9 +11,9 @@ import pytest
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.slurm import outage, sbatch
-from mgpu_slurm.slurm.commands import BUSY, LOST, UNREACHED, Unanswered
+from mgpu_slurm.slurm.commands import BUSY, LOST, UNREACHED, SlurmUnavailable
 from mgpu_slurm.slurm.outage import Patience
-from mgpu_slurm.slurm.sbatch import Handover, MayBeQueued, failure, job_id_in
+from mgpu_slurm.slurm.sbatch import ExactlyOnceSubmission, MayBeQueued, failure, job_id_in
 
 FAILED = "sbatch: error: Batch job submission failed: "
 
@@ -33,7 +33,7 @@ def test_the_job_id_among_banners(output: str, job_id: str) -> None:
 
 @pytest.mark.parametrize("output", ["", "Welcome to job 500\n", "Submitted batch job 42\n"])
 def test_an_answer_without_a_job_id_is_none(output: str) -> None:
-    with pytest.raises(Unanswered, match="without a job id") as caught:
+    with pytest.raises(SlurmUnavailable, match="without a job id") as caught:
         job_id_in(output)
     assert caught.value.request == LOST
 
@@ -60,7 +60,7 @@ def test_what_may_succeed_later_is_told_apart_by_what_became_of_the_request(
     code: int, output: str, request_was: str
 ) -> None:
     problem = failure(code, f"Welcome!\n{output}\n")
-    assert isinstance(problem, Unanswered)
+    assert isinstance(problem, SlurmUnavailable)
     assert problem.request == request_was
 
 
@@ -79,7 +79,7 @@ def test_what_may_succeed_later_is_told_apart_by_what_became_of_the_request(
 )
 def test_anything_else_is_a_refusal(code: int, output: str) -> None:
     problem = failure(code, output)
-    assert not isinstance(problem, Unanswered)
+    assert not isinstance(problem, SlurmUnavailable)
     assert "\n" not in str(problem)
 
 
@@ -125,49 +125,49 @@ def in_turn(*answers: Say) -> Callable[[], str | None]:
     return answer
 
 
-def handover(asks: tuple[Say, ...], looks: tuple[Say, ...]) -> Handover:
-    return Handover("mgpu-1", in_turn(*asks), in_turn(*looks))
+def submission(asks: tuple[Say, ...], looks: tuple[Say, ...]) -> ExactlyOnceSubmission:
+    return ExactlyOnceSubmission("mgpu-1", in_turn(*asks), in_turn(*looks))
 
 
 SILENT = ClusterError("squeue is silent")
 
 
-def lost() -> Unanswered:
-    return Unanswered("socket timed out", LOST)
+def lost() -> SlurmUnavailable:
+    return SlurmUnavailable("socket timed out", LOST)
 
 
 def test_an_answer_ends_it() -> None:
-    job = handover(("42",), ())
+    job = submission(("42",), ())
     assert job.queue(Patience()) == "42"
     assert not job.is_unsure
 
 
 def test_a_job_that_was_taken_without_an_answer_is_found() -> None:
-    assert handover((lost(),), ("42",)).queue(Patience()) == "42"
+    assert submission((lost(),), ("42",)).queue(Patience()) == "42"
 
 
 def test_a_request_on_which_the_controller_still_works_is_found_at_the_second_look() -> None:
-    assert handover((lost(),), (None, "42")).queue(Patience()) == "42"
+    assert submission((lost(),), (None, "42")).queue(Patience()) == "42"
 
 
 def test_only_two_answers_that_it_is_not_there_permit_another_try() -> None:
-    assert handover((lost(), "43"), (None, SILENT, None)).queue(Patience()) == "43"
+    assert submission((lost(), "43"), (None, SILENT, None)).queue(Patience()) == "43"
 
 
 def test_one_answer_permits_it_where_the_request_never_arrived() -> None:
-    unreached = Unanswered("connection refused", UNREACHED)
-    assert handover((unreached, unreached, "43"), (SILENT, None, None)).queue(Patience()) == "43"
+    unreached = SlurmUnavailable("connection refused", UNREACHED)
+    assert submission((unreached, unreached, "43"), (SILENT, None, None)).queue(Patience()) == "43"
 
 
 def test_a_refusal_is_final() -> None:
-    job = handover((lost(), ClusterError("invalid partition")), (None, None))
+    job = submission((lost(), ClusterError("invalid partition")), (None, None))
     with pytest.raises(ClusterError, match=r"^invalid partition$"):
         job.queue(Patience())
     assert not job.is_unsure
 
 
 def test_patience_ends_with_certainty_where_the_controller_answers() -> None:
-    job = handover((lost(),), (None, None))
+    job = submission((lost(),), (None, None))
     with pytest.raises(ClusterError, match=r"^socket timed out; nothing was queued") as caught:
         job.queue(Patience(seconds=0))
     assert not isinstance(caught.value, MayBeQueued)
@@ -175,21 +175,21 @@ def test_patience_ends_with_certainty_where_the_controller_answers() -> None:
 
 
 def test_patience_ends_with_certainty_where_the_controller_was_never_reached() -> None:
-    job = handover((Unanswered("connection refused", UNREACHED),), (SILENT,))
+    job = submission((SlurmUnavailable("connection refused", UNREACHED),), (SILENT,))
     with pytest.raises(ClusterError, match=r"^connection refused; nothing was queued") as caught:
         job.queue(Patience(seconds=0))
     assert not isinstance(caught.value, MayBeQueued)
 
 
 def test_patience_ends_without_certainty_where_the_controller_went_away() -> None:
-    job = handover((lost(),), (None, SILENT))
+    job = submission((lost(),), (None, SILENT))
     with pytest.raises(MayBeQueued, match=r"^socket timed out; .* is not known, because squeue is silent: .*mgpu-1"):
         job.queue(Patience(seconds=0))
     assert job.is_unsure
 
 
 def test_an_interrupt_between_two_looks_leaves_it_unsure() -> None:
-    job = handover((lost(),), (None, KeyboardInterrupt()))
+    job = submission((lost(),), (None, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         job.queue(Patience())
     assert job.is_unsure
@@ -200,5 +200,5 @@ def test_an_sbatch_that_puts_off_its_end_is_killed(tmp_path: Path, monkeypatch: 
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setattr(sbatch, "TIME_LIMIT", 0.1)
     monkeypatch.setattr(sbatch, "KILL_AFTER", 0.1)
-    with pytest.raises(Unanswered, match="was ended by SIGKILL"):
+    with pytest.raises(SlurmUnavailable, match="was ended by SIGKILL"):
         sbatch.call(sbatch.command("--parsable", "script"), {"PATH": f"{tmp_path}:/usr/bin:/bin"})

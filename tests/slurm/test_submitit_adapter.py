@@ -14,7 +14,7 @@ from submitit.core.utils import CommandFunction, FailedJobError
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.slurm import sbatch
-from mgpu_slurm.slurm.commands import LOST, Unanswered, scrubbed_environment
+from mgpu_slurm.slurm.commands import LOST, SlurmUnavailable, scrubbed_environment
 from mgpu_slurm.slurm.submitit_adapter import submit
 
 SCRIPT = "#!/bin/bash\n#SBATCH --job-name=digits\n\necho it\\'s $HOME\n"
@@ -136,7 +136,7 @@ def test_without_an_answer_the_job_may_be_queued_all_the_same(
     folder: RunFolder, fake_sbatch: FakeSbatch, monkeypatch: pytest.MonkeyPatch, body: str, limit: float, problem: str
 ) -> None:
     monkeypatch.setattr(sbatch, "TIME_LIMIT", limit)
-    with pytest.raises(Unanswered, match=f"^{problem}$") as caught:
+    with pytest.raises(SlurmUnavailable, match=f"^{problem}$") as caught:
         submit(SCRIPT, folder, fake_sbatch(body))
     assert caught.value.request == LOST
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from mgpu_slurm.core.layout import RunFolder
-    from mgpu_slurm.rank.rank_info import RankFacts
+    from mgpu_slurm.rank.rank_info import RankInfo
     from mgpu_slurm.request.spec import Spec
 
 PATIENCE = 90.0
@@ -78,7 +78,7 @@ class TooLate(Exception):
 class Team:
     """All ranks of a run, seen from one of them."""
 
-    def __init__(self, store: Store, facts: RankFacts, patience: float = PATIENCE) -> None:
+    def __init__(self, store: Store, facts: RankInfo, patience: float = PATIENCE) -> None:
         self._store = store
         self.patience = patience
         self.me = Member(facts.rank, facts.node, facts.node_name, facts.local_rank)

@@ -21,9 +21,9 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import TRIAL_VARIABLE
 from mgpu_slurm.job import store_server
 from mgpu_slurm.metrics import report_socket
-from mgpu_slurm.metrics.report_socket import Desk
+from mgpu_slurm.metrics.report_socket import ReportServer
 from mgpu_slurm.rank.calls import Agreed, Call
-from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.command import program_of, why_not_found
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
@@ -63,22 +63,22 @@ class _Exit:
 class CommandTrainer:
     """Trains by starting the trial's command on every rank."""
 
-    def __init__(self, rank: Rank, stop: StopFlag, agreement: Agreement, client: StudyClient | None) -> None:
+    def __init__(self, rank: Rank, stop: StopFlag, collectives: Collectives, client: StudyClient | None) -> None:
         self._rank = rank
         self._stop = stop
-        self._agreement = agreement
+        self._collectives = collectives
         self._client = client
         is_here = rank.spec.nodes_are_simulated or rank.spec.resources.nodes == 1
-        self._address: str = "127.0.0.1" if is_here else agreement.told(lambda: rank.facts.node_name)
+        self._address: str = "127.0.0.1" if is_here else collectives.broadcast_from_rank0(lambda: rank.facts.node_name)
         """Of rank 0's node."""
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
         heard = _Heard()
-        with closing(Desk(lambda progress, metrics: self._report(heard, progress, metrics))) as desk:
+        with closing(ReportServer(lambda progress, metrics: self._report(heard, progress, metrics))) as server:
             # served by this process until the children have ended
             port, store = self._rendezvous()
-            child = self._start(order, folder, desk, port)
-            exited, stop = self._wait(child, folder, desk)
+            child = self._start(order, folder, server, port)
+            exited, stop = self._wait(child, folder, server)
             if stop is Stop.NO and exited.code in (TERMINATED_EXIT_CODE, -signal.SIGTERM):
                 stop = self._late_word()
             del store
@@ -105,9 +105,9 @@ class CommandTrainer:
             made.append(store_server.serve(listener))
             return port
 
-        return self._agreement.told(make), made
+        return self._collectives.broadcast_from_rank0(make), made
 
-    def _start(self, order: Assignment, folder: RunFolder, desk: Desk, port: int) -> subprocess.Popen[bytes]:
+    def _start(self, order: Assignment, folder: RunFolder, server: ReportServer, port: int) -> subprocess.Popen[bytes]:
         spec = self._rank.spec
         program, words = program_of(spec, order.words)
         if program is None:
@@ -115,7 +115,7 @@ class CommandTrainer:
         variables = store_server.exports(self._address, port) | {
             ATTEMPT_VARIABLE: str(order.attempt),
             TRIAL_VARIABLE: str(folder.path),
-            report_socket.VARIABLE: desk.name,
+            report_socket.VARIABLE: server.name,
         }
         parent = os.getpid()
 
@@ -126,7 +126,7 @@ class CommandTrainer:
 
         return subprocess.Popen(words, executable=program, env=os.environ | variables, preexec_fn=enter)
 
-    def _wait(self, child: subprocess.Popen[bytes], folder: RunFolder, desk: Desk) -> tuple[_Exit, Stop]:
+    def _wait(self, child: subprocess.Popen[bytes], folder: RunFolder, server: ReportServer) -> tuple[_Exit, Stop]:
         """Until the children of all ranks have ended; how, and what was asked for meanwhile."""
         descriptor = os.pidfd_open(child.pid)
         deadline: float | None = None
@@ -134,9 +134,9 @@ class CommandTrainer:
         # the children hear it too, and what they take to end is their own affair
         self._stop.is_heeded = True
         try:
-            desk.watch(descriptor)
+            server.watch(descriptor)
             while True:
-                desk.serve(LOOK_EVERY)
+                server.serve(LOOK_EVERY)
                 code = child.poll()
                 if code == -signal.SIGTERM:
                     # of a stop this process may hear a little later than its child
@@ -145,8 +145,8 @@ class CommandTrainer:
                     if (is_new or deadline is not None or self._stop.due is not Stop.NO) and _left(folder):
                         # a stop that ends a shell or launcher leaves behind what may still save
                         code = None
-                stop = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=bool(code)))
-                if not self._agreement.total([float(code is None)])[0]:
+                stop = self._collectives.sync(Call.TRIAL, Agreed(stop=self._stop.due, failed=bool(code)))
+                if not self._collectives.total([float(code is None)])[0]:
                     return self._first_failure(child), stop.stop
                 if deadline is None and (stop.failed or stop.stop is Stop.LEAVE):
                     if stop.stop is Stop.LEAVE:
@@ -162,7 +162,7 @@ class CommandTrainer:
         give_up = time.monotonic() + PATIENCE_FOR_SIGTERM
         while True:
             is_over = time.monotonic() > give_up
-            agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=is_over))
+            agreed = self._collectives.sync(Call.TRIAL, Agreed(stop=self._stop.due, failed=is_over))
             if agreed.stop is not Stop.NO or agreed.failed:
                 return agreed.stop
             time.sleep(0.05)
@@ -170,7 +170,7 @@ class CommandTrainer:
     def _first_failure(self, child: subprocess.Popen[bytes]) -> _Exit:
         codes = [0.0] * self._rank.facts.world_size
         codes[self._rank.facts.rank] = float(child.returncode)
-        exits = [_Exit(rank, int(code)) for rank, code in enumerate(self._agreement.total(codes))]
+        exits = [_Exit(rank, int(code)) for rank, code in enumerate(self._collectives.total(codes))]
         # those that were killed because of another one come last
         failed = sorted((each for each in exits if each.code), key=lambda each: each.code == -signal.SIGKILL)
         return failed[0] if failed else exits[0]

@@ -14,7 +14,7 @@ from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.reporter import odd_result, result_of
 from mgpu_slurm.rank import crash, preflight
-from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request import config as configs
@@ -33,12 +33,12 @@ class FunctionTrainer:
     """Trains by calling the job function, each time with a run of its own."""
 
     def __init__(
-        self, rank: Rank, stop: StopFlag, device: torch.device, agreement: Agreement, client: StudyClient | None
+        self, rank: Rank, stop: StopFlag, device: torch.device, collectives: Collectives, client: StudyClient | None
     ) -> None:
         self._rank = rank
         self._stop = stop
         self._device = device
-        self._agreement = agreement
+        self._collectives = collectives
         self._report = _report_to(client)
         self._watchdog = entry.watchdog_of(rank)
         self._job = job_loading.job_function(rank.spec, rank.folder)
@@ -53,7 +53,7 @@ class FunctionTrainer:
         facts = self._rank.facts
         before = checkpoints.newest(folder) if facts.rank == 0 else None
         run = Run(
-            facts, folder.path, self._device, order.attempt, self._stop, self._agreement, self._report, self._watchdog
+            facts, folder.path, self._device, order.attempt, self._stop, self._collectives, self._report, self._watchdog
         )
         try:
             result = self._call(run, order, folder)

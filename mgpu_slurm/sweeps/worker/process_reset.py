@@ -62,8 +62,8 @@ def keep_freed_memory() -> None:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a process holds."""
+class ResourceUsage:
+    """How much memory, threads and open files a process has."""
 
     memory: int
     """Bytes, resident."""
@@ -73,7 +73,7 @@ class Held:
     files: int
 
     @classmethod
-    def now(cls) -> Held:
+    def now(cls) -> ResourceUsage:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[1])
         return cls(
@@ -85,7 +85,7 @@ class Held:
         )
 
 
-def growth(before: Held, now: Held) -> str | None:
+def growth(before: ResourceUsage, now: ResourceUsage) -> str | None:
     """What trials have left that is too much; None where all is well."""
     if now.memory - before.memory > max(GROWTH_OF_MEMORY, before.memory // 2):
         return f"{(now.memory - before.memory) / 2**30:.1f} GiB of memory"
@@ -111,7 +111,7 @@ class Reset:
         self._torch = _torch_settings()
         self._collected = -math.inf
         """When, by the monotonic clock."""
-        self._left: Held | None = None
+        self._left: ResourceUsage | None = None
         """What this process held after the last collection."""
 
     def apply(self) -> None:
@@ -137,7 +137,7 @@ class Reset:
         if (
             self._left is None
             or time.monotonic() >= self._collected + COLLECT_EVERY
-            or _is_much(self._left, Held.now())
+            or _is_much(self._left, ResourceUsage.now())
         ):
             self._collect()
 
@@ -148,10 +148,10 @@ class Reset:
             gc.freeze()
         # does nothing where no GPU was used
         torch.cuda.empty_cache()
-        self._collected, self._left = time.monotonic(), Held.now()
+        self._collected, self._left = time.monotonic(), ResourceUsage.now()
 
 
-def _is_much(before: Held, now: Held) -> bool:
+def _is_much(before: ResourceUsage, now: ResourceUsage) -> bool:
     """Whether what trials have left cannot wait."""
     return now.memory > before.memory + LITTLE_MEMORY or replace(now, memory=before.memory) != before
 

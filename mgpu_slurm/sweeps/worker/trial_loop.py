@@ -20,7 +20,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.records import now
 from mgpu_slurm.job import output
 from mgpu_slurm.rank.calls import Agreed, Call
-from mgpu_slurm.rank.collectives import Agreement
+from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request import target
@@ -36,7 +36,7 @@ from mgpu_slurm.sweeps.worker.messages import (
     from_plain,
     undisturbed,
 )
-from mgpu_slurm.sweeps.worker.process_reset import Held, Reset, growth, keep_freed_memory
+from mgpu_slurm.sweeps.worker.process_reset import Reset, ResourceUsage, growth, keep_freed_memory
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 from mgpu_slurm.training import entry, guard
 
@@ -54,18 +54,18 @@ def serve(rank: Rank, stop: StopFlag) -> None:
     target.stand_in(rank.folder.code / rank.spec.workdir)
     # a context on the GPU would take memory from the commands
     own_device = torch.device("cpu") if rank.spec.target.is_command else None
-    with entry.joined(rank, own_device) as device, closing(Agreement(rank.facts, RAISED_TOGETHER)) as agreement:
-        client = _client(rank, agreement)
+    with entry.joined(rank, own_device) as device, closing(Collectives(rank.facts, RAISED_TOGETHER)) as collectives:
+        client = _client(rank, collectives)
         trainer: Trainer
         if rank.spec.target.is_command:
-            trainer = CommandTrainer(rank, stop, agreement, client)
+            trainer = CommandTrainer(rank, stop, collectives, client)
         else:
-            trainer = FunctionTrainer(rank, stop, device, agreement, client)
+            trainer = FunctionTrainer(rank, stop, device, collectives, client)
         with guard.telling_first(rank):
-            WorkerRank(rank, stop, agreement, client, trainer).serve()
+            WorkerRank(rank, stop, collectives, client, trainer).serve()
 
 
-def _client(rank: Rank, agreement: Agreement) -> StudyClient | None:
+def _client(rank: Rank, collectives: Collectives) -> StudyClient | None:
     """Rank 0's; where that fails, all ranks hear of it."""
     made: list[StudyClient] = []
 
@@ -75,7 +75,7 @@ def _client(rank: Rank, agreement: Agreement) -> StudyClient | None:
         client.settle()
         made.append(client)
 
-    agreement.told(make)
+    collectives.broadcast_from_rank0(make)
     return made[0] if made else None
 
 
@@ -83,15 +83,15 @@ class WorkerRank:
     """One rank of a worker."""
 
     def __init__(
-        self, rank: Rank, stop: StopFlag, agreement: Agreement, client: StudyClient | None, trainer: Trainer
+        self, rank: Rank, stop: StopFlag, collectives: Collectives, client: StudyClient | None, trainer: Trainer
     ) -> None:
         self._rank = rank
         self._stop = stop
-        self._agreement = agreement
+        self._collectives = collectives
         self._client = client
         self._trainer = trainer
         self._reset = Reset()
-        self._held: Held | None = None
+        self._held: ResourceUsage | None = None
 
     def serve(self) -> None:
         """Trains until there is nothing to do.
@@ -127,7 +127,7 @@ class WorkerRank:
         return order
 
     def _ask(self) -> Assignment | Leave | None:
-        agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due))
+        agreed = self._collectives.sync(Call.TRIAL, Agreed(stop=self._stop.due))
         return from_plain(self._told(lambda own: as_plain(own.next(agreed.stop))))
 
     def _train(self, order: Assignment) -> Ending:
@@ -150,7 +150,7 @@ class WorkerRank:
             assert client is not None
             return undisturbed(lambda: ask(client))
 
-        return self._agreement.told(ask_it)
+        return self._collectives.broadcast_from_rank0(ask_it)
 
     def _leave(self, order: Leave) -> None:
         print(f"mgpu_slurm: {order.reason}", flush=True)
@@ -185,10 +185,10 @@ class WorkerRank:
 
     def _too_much(self) -> str | None:
         """What trials have left on any rank that is too much; nothing after the first, which loads what all need."""
-        own = growth(self._held, Held.now()) if self._held is not None else None
+        own = growth(self._held, ResourceUsage.now()) if self._held is not None else None
         if self._held is None:
-            self._held = Held.now()
-        agreed = self._agreement.together(Call.TRIAL, Agreed(stop=self._stop.due, failed=own is not None))
+            self._held = ResourceUsage.now()
+        agreed = self._collectives.sync(Call.TRIAL, Agreed(stop=self._stop.due, failed=own is not None))
         if agreed.stop is not Stop.NO:
             # new ranks would not know of it
             return None

@@ -17,14 +17,14 @@ from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job import network, shared_files
 from mgpu_slurm.doctor.in_job.team import Answer, Member, Place, Team, TooLate, who, within
 from mgpu_slurm.rank import rendezvous
-from mgpu_slurm.rank.rank_info import RankFacts
+from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from tests.ranks import join_ranks
 
-TWO_NODES = [RankFacts(rank, 4, rank % 2, 2, rank // 2, f"n{1 + rank // 2}") for rank in range(4)]
+TWO_NODES = [RankInfo(rank, 4, rank % 2, 2, rank // 2, f"n{1 + rank // 2}") for rank in range(4)]
 
 
-def a_team(facts: RankFacts, patience: float = 20.0) -> Team:
+def a_team(facts: RankInfo, patience: float = 20.0) -> Team:
     return Team(rendezvous.connect(facts, os.environ, timedelta(seconds=20)), facts, patience)
 
 
@@ -33,7 +33,7 @@ def a_place(folder: Path) -> Place:
     return Place(RunFolder(folder), spec, torch.device("cpu"), 1, 0.0)
 
 
-def what_it_knows(facts: RankFacts) -> Any:
+def what_it_knows(facts: RankInfo) -> Any:
     team = a_team(facts)
     team.meet("all")
     return [member.words for member in team.leaders], team.gather("double", 2 * facts.rank)
@@ -45,7 +45,7 @@ def test_ranks_know_each_other_and_rank_0_gets_what_all_have_measured() -> None:
     assert [gathered for _, gathered in answers] == [{0: 0, 1: 2, 2: 4, 3: 6}, {}, {}, {}]
 
 
-def looks(facts: RankFacts, silent: int, broken: int) -> list[dict[str, Any]]:
+def looks(facts: RankInfo, silent: int, broken: int) -> list[dict[str, Any]]:
     team = a_team(facts, patience=2.0)
     if facts.rank == silent:
         return []
@@ -72,7 +72,7 @@ def test_ranks_that_fail_and_ranks_that_fall_silent_are_named_and_the_others_cou
     ]
 
 
-def waits_for_nobody(facts: RankFacts) -> str:
+def waits_for_nobody(facts: RankInfo) -> str:
     team = a_team(facts, patience=0.2)
     begun = time.monotonic()
     try:
@@ -84,10 +84,10 @@ def waits_for_nobody(facts: RankFacts) -> str:
 
 
 def test_a_wait_has_an_end() -> None:
-    assert join_ranks(waits_for_nobody, [RankFacts()]) == ["never told was not told within 0.2 s"]
+    assert join_ranks(waits_for_nobody, [RankInfo()]) == ["never told was not told within 0.2 s"]
 
 
-def judged(facts: RankFacts, folder: Path, measure: Any, judge: Any) -> Any:
+def judged(facts: RankInfo, folder: Path, measure: Any, judge: Any) -> Any:
     team = a_team(facts)
     told = team.gather("check", measure(team, a_place(folder)))
     answers = [Answer(team.members[rank], value) for rank, value in told.items() if value is not None]

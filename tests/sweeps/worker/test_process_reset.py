@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from mgpu_slurm.sweeps.worker import process_reset
-from mgpu_slurm.sweeps.worker.process_reset import Held, Reset, growth
+from mgpu_slurm.sweeps.worker.process_reset import Reset, ResourceUsage, growth
 from tests.forks import FORKS
 
 
@@ -120,14 +120,14 @@ def leave_threads() -> None:
 
 
 def send_growth(leave: Callable[[], object], there: Connection) -> None:
-    before = Held.now()
+    before = ResourceUsage.now()
     leave()
-    there.send(growth(before, Held.now()))
+    there.send(growth(before, ResourceUsage.now()))
 
 
 class TestGrowth:
     def test_nothing_is_nothing(self) -> None:
-        held = Held.now()
+        held = ResourceUsage.now()
         assert growth(held, held) is None
 
     @pytest.mark.parametrize(("leave", "found"), [(leave_files, "65 open files"), (leave_threads, "17 threads")])
@@ -143,18 +143,18 @@ class TestGrowth:
 
     def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(process_reset, "GROWTH_OF_MEMORY", 1 << 20)
-        before = Held.now()
-        small = Held(memory=1 << 20, gpu_memory=0, threads=before.threads, files=before.files)
+        before = ResourceUsage.now()
+        small = ResourceUsage(memory=1 << 20, gpu_memory=0, threads=before.threads, files=before.files)
         left = np.ones(8 << 20)
-        now = Held.now()
+        now = ResourceUsage.now()
         assert now.memory - before.memory > 50 << 20
         assert growth(small, now) == f"{(now.memory - small.memory) / 2**30:.1f} GiB of memory"
         # beside a process that is large by itself it is little
-        assert growth(Held(10 << 30, 0, 1, 1), Held((10 << 30) + (4 << 30), 0, 1, 1)) is None
+        assert growth(ResourceUsage(10 << 30, 0, 1, 1), ResourceUsage((10 << 30) + (4 << 30), 0, 1, 1)) is None
         assert left.any()
 
     def test_tensors_on_a_gpu(self) -> None:
-        assert growth(Held(0, 0, 1, 1), Held(0, 3 << 30, 1, 1)) == "3.0 GiB of GPU memory"
+        assert growth(ResourceUsage(0, 0, 1, 1), ResourceUsage(0, 3 << 30, 1, 1)) == "3.0 GiB of GPU memory"
 
 
 class Ring:
@@ -188,8 +188,8 @@ class TestCollecting:
 
     def test_trials_of_a_moment_share_one(self, used: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
         # threads and files that earlier tests have left may end at any time, and a change of them does not wait
-        held = Held.now()
-        monkeypatch.setattr(Held, "now", lambda: held)
+        held = ResourceUsage.now()
+        monkeypatch.setattr(ResourceUsage, "now", lambda: held)
         used.apply()
         ring = weakref.ref(Ring())
         used.apply()
