@@ -181,12 +181,14 @@ class Pass:
     def _tidy_unused(self) -> None:
         left: dict[Share | None, list[HandedBatch]] = {}
         for share, batches in self._unused.items():
-            unused = {frozenset(each.parts): each for each in batches if not each.is_used}
-            alive = [each for each in unused.values() if each.is_alive()]
+            unused = [each for each in batches if not each.is_used]
+            # one that is gone may have had the same ids as one that came after it
+            alive = [each for each in unused if each.is_alive()]
             if len(alive) < len(unused):
                 self.gone.add(share)
             if alive:
-                left[share] = alive
+                # the newest of those that have the same parts
+                left[share] = [*{frozenset(each.parts): each for each in alive}.values()]
         self._unused = left
 
     def has_batches(self) -> bool:
