@@ -169,7 +169,7 @@ class Keeper:
         """
         if records.attempts_started(self._run) > self._attempt:
             # as on a node that was given up and lives
-            raise MgpuError(f"attempt {self._attempt} of this run was given up, and a later one goes on: this one ends")
+            raise MgpuError(f"attempt {self._attempt} of this run was superseded by a later one and exits")
         key = checkpoint_names.key_of(folders.publish(self._hidden(step)))
         assert key is not None
         return key

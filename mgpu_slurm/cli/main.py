@@ -38,10 +38,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        mend = f": see `{context.command_path} --help`" if context else ""
+        fix = f": see `{context.command_path} --help`" if context else ""
         if isinstance(error, click.NoSuchOption) and words[0] == "submit":
-            mend = f" (the job's own values go without dashes, name=value; a command goes behind --){mend}"
-        fail(error.format_message().rstrip(".") + mend, UserError.exit_code)
+            fix = f" (config values have no dashes: lr=0.1; a command goes after `--`){fix}"
+        fail(error.format_message().rstrip(".") + fix, UserError.exit_code)
     except MgpuError as error:
         if debug:
             raise
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except OSError as error:
         if debug:
             raise
-        fail(f"{error}: mend that and try again", MgpuError.exit_code)
+        fail(f"{error}: fix that and try again", MgpuError.exit_code)
     sys.exit(0)
 
 

@@ -25,12 +25,12 @@ from mgpu_slurm.core.formatting import counted, program
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[RUN ...]")
-@click.option("--watch", is_flag=True, help="Show it again and again, until all have ended.")
+@click.option("--watch", is_flag=True, help="Refresh until all runs have ended.")
 @json_flag
 def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
-    """Show how runs stand, newest first.
+    """List runs with their state, newest first.
 
-    A line a run, a group or a sweep; those that are named with all that there is to say.
+    One line per run, group or sweep; details for those you name.
     """
     from mgpu_slurm.registry import current_state, lookup
     from mgpu_slurm.reports import status as statuses
@@ -38,7 +38,7 @@ def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
     asked = [lookup.find(name) for name in names]
     if watch:
         if as_json:
-            raise UserError("--watch: it is for people; programs call `status --json` again, or `wait`")
+            raise UserError("--watch and --json cannot be combined: call `status --json` again, or `wait`")
         statuses.show(asked, print_note)
         return
     found = current_state.current(asked, print_note) if names else lookup.all_states(print_note)
@@ -50,13 +50,13 @@ def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("name", metavar="RUN")
-@click.option("--rank", type=int, default=0, show_default=True, help="Whose log.")
-@click.option("--follow", is_flag=True, help="Go on until the run has ended.")
-@click.option("--launch", is_flag=True, help="The log of the batch script or supervisor instead.")
+@click.option("--rank", type=int, default=0, show_default=True, help="Which rank's log.")
+@click.option("--follow", is_flag=True, help="Keep printing new output until the run ends.")
+@click.option("--launch", is_flag=True, help="Print the log of the batch script or supervisor instead.")
 def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
-    """Print what a rank has printed, over all attempts.
+    """Print a rank's output, over all attempts.
 
-    With --follow until the run has ended, and how; of a group, how its runs begin and end.
+    With --follow, until the run ends. For a group: when its runs start and end.
     """
     from mgpu_slurm import api
     from mgpu_slurm.core import records
@@ -91,12 +91,12 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
 
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="RUN ...")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Give up after so long.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Stop waiting after this many seconds.")
 @json_flag
 def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     """Block until runs have ended.
 
-    Exit code 1 unless all of them completed, 124 where --timeout came first.
+    Exit code 1 unless all of them completed, 124 if --timeout came first.
     """
     from mgpu_slurm import api
     from mgpu_slurm.core import states
@@ -111,7 +111,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
         ended = [each.state for each in found]
         alive = [each.name for each, state in zip(found, ended, strict=True) if states.is_alive(state)]
         if alive:
-            fail(f"--timeout {timeout:g}: still alive: {', '.join(alive)}: wait longer, or cancel", STILL_ALIVE)
+            fail(f"timed out after {timeout:g} s; still running: {', '.join(alive)}", STILL_ALIVE)
     if as_json:
         pairs = [pair for each in found for pair in current_state.current([each.files])]
         print_json([statuses.facts(state) for state in statuses.as_one(pairs, [each.files for each in found])])
@@ -125,7 +125,7 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="RUN ...")
 def cancel(names: tuple[str, ...]) -> None:
-    """Ask runs to save their work and end."""
+    """Checkpoint and stop runs."""
     from mgpu_slurm import api
 
     for found in [api.find(name) for name in names]:
@@ -133,15 +133,15 @@ def cancel(names: tuple[str, ...]) -> None:
             asked = "asked to end" if found.is_command else "asked to save and end"
             print(f"{found.name}: {asked}; `{program()} resume {found.name}` starts it again")
         else:
-            print(f"{found.name}: had ended already ({found.state})")
+            print(f"{found.name}: already ended ({found.state})")
 
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[RUN ...]")
 @click.option("--checkpoints", is_flag=True, help="Delete only the checkpoints of the named runs.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Skip the confirmation prompt.")
 def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
-    """Show what runs take on disk; delete those that are named."""
+    """Show disk usage of runs; delete the ones you name."""
     from mgpu_slurm import api
     from mgpu_slurm.registry.disk_usage import usage_table
 
@@ -170,7 +170,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
 @click.option("--node", metavar="NAME", help="One of the run's nodes.  [default: its first]")
 @click.pass_obj
 def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:
-    """Open a shell beside a run, on one of its nodes.
+    """Open a shell on one of a run's nodes.
 
     Or run one command there, such as nvidia-smi, py-spy or df.
     """

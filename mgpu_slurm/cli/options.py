@@ -10,11 +10,11 @@ import click
 
 _RESOURCE_FLAGS = [
     click.option("--nodes", type=int, metavar="N", help="Nodes."),
-    click.option("--ntasks-per-node", type=int, metavar="N", help="Ranks on each node."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs on each node, 0 for none."),
-    click.option("--cpus-per-task", type=int, metavar="N", help="Cores of each rank."),
-    click.option("--mem", metavar="SIZE", help="Memory of each node, as sbatch takes it: 64G."),
-    click.option("--time", metavar="TIME", help="Time limit, as sbatch takes it: minutes, M:S, H:M:S, D-H."),
+    click.option("--ntasks-per-node", type=int, metavar="N", help="Ranks per node."),
+    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 0 for none."),
+    click.option("--cpus-per-task", type=int, metavar="N", help="CPU cores per rank."),
+    click.option("--mem", metavar="SIZE", help="Memory per node in sbatch's format, e.g. 64G."),
+    click.option("--time", metavar="TIME", help="Time limit in sbatch's format: minutes, M:S, H:M:S, D-H."),
     click.option("--partition", metavar="NAME"),
     click.option("--account", metavar="NAME"),
     click.option("--qos", metavar="NAME"),
@@ -22,9 +22,7 @@ _RESOURCE_FLAGS = [
     click.option("--exclude", metavar="NODES"),
     click.option("--nodelist", metavar="NODES"),
     click.option("--reservation", metavar="NAME"),
-    click.option(
-        "--sbatch", "extra", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch; may be repeated."
-    ),
+    click.option("--sbatch", "extra", multiple=True, metavar="KEY=VALUE", help="Any other sbatch option; repeatable."),
 ]
 """Options of `submit`, `resume` and `doctor`, in sbatch's words."""
 
@@ -46,40 +44,38 @@ def again_flags(of_new_runs: bool) -> Callable[[Any], Any]:
         click.option(
             "--signal",
             metavar="SIGNAL[@SECONDS]",
-            help="What is sent how long before the time limit." + default("USR2@120, or a fifth of a short limit"),
+            help="Signal to send, and how many seconds before the time limit."
+            + default("USR2@120, or a fifth of a short limit"),
         ),
         click.option(
             "--max-requeues",
             type=int,
             metavar="N",
-            help="How often the run may start again at its time limit." + default("20"),
+            help="Maximum number of requeues at the time limit." + default("20"),
         ),
         click.option(
             "--retries",
             type=int,
             metavar="N",
-            help="How often in a row it starts again that has failed, of anything."
-            + default("3 where the cluster failed"),
+            help="How often to restart after a failure of any kind." + default("3 where the cluster failed"),
         ),
         click.option(
             "--stuck-after",
             type=float,
             metavar="MINUTES",
-            help="Without progress, after which it starts again; 0 for never." + default("30"),
+            help="Restart after this many minutes without progress; 0 = never." + default("30"),
         ),
     ]
     return lambda command: functools.reduce(lambda inner, flag: flag(inner), reversed(flags), command)
 
 
-json_flag = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON value, and nothing else, on standard output."
-)
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 code_flag = click.option(
     "--code",
     type=click.Choice(["same", "new"]),
     default="same",
     show_default=True,
-    help="Of what exists: its own code, or the project's as it is now.",
+    help="For an existing run: use its own code, or the project's current code.",
 )
 
 

@@ -48,7 +48,7 @@ def terminal_size() -> os.terminal_size | None:
 
 
 def how_to_follow(name: str) -> str:
-    return f"follow it with: {program()} logs {name} --follow"
+    return f"follow its log: {program()} logs {name} --follow"
 
 
 def follow_to_the_end(name: str, quiet: bool = False, after_attempt: int = 0, without: Iterable[int] = ()) -> None:
@@ -75,7 +75,7 @@ def follow_run(
                 print(text, end="", flush=True)
     except KeyboardInterrupt:
         print(
-            f"\nno longer following; the run goes on. Cancel it with: {program()} cancel {found.name}",
+            f"\nstopped following; the run continues. Cancel it with: {program()} cancel {found.name}",
             file=sys.stderr,
         )
         sys.exit(INTERRUPTED)

@@ -40,7 +40,11 @@ def why(name: str, as_json: bool) -> None:
 @click.argument("words", nargs=-1, metavar="[RUN|GROUP|SWEEP|PATH ...]")
 @click.option("--by", metavar="KEY[,KEY]", help="Group runs by these config values only.  [default: all but seeds]")
 @click.option(
-    "--on", type=click.Choice(["step", "progress"]), default="step", show_default=True, help="What runs are aligned by."
+    "--on",
+    type=click.Choice(["step", "progress"]),
+    default="step",
+    show_default=True,
+    help="Align runs by step or by progress (epoch).",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="[default: aggregate-NAME]")
 @click.option("--parquet/--no-parquet", default=None, help="Write Parquet too.  [default: where pyarrow is installed]")
@@ -48,11 +52,11 @@ def why(name: str, as_json: bool) -> None:
 def aggregate(
     words: tuple[str, ...], by: str | None, on: Any, out: Path | None, parquet: bool | None, as_json: bool
 ) -> None:
-    """Take the curves of several runs together.
+    """Average the curves of several runs.
 
     Mean, standard deviation, min, max, median and a 95% interval of the mean, step by step, over runs that differ in
     their seed only: as CSV, Parquet and runs for TensorBoard. PATH is a folder: each one below it with event files is a
-    run, such as those of Lightning. Without any, the newest group.
+    run, such as those of Lightning. Default: the newest group.
 
     \b
       mgpu-slurm aggregate                        # the newest group

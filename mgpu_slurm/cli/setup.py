@@ -29,7 +29,7 @@ def init(folder: Path) -> None:
 
 
 @click.command()
-@click.option("--submit", "submits", is_flag=True, help="Look at nodes too, by a job of two nodes and ten minutes.")
+@click.option("--submit", "submits", is_flag=True, help="Also test the nodes, with a ten-minute job on two of them.")
 @resource_flags
 @click.option("--executor", default="auto", metavar="NAME", help="As for submit.  [default: auto]")
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
@@ -41,7 +41,7 @@ def doctor(
 
     With --submit also the nodes and what lies between them, by a job on two of them.
 
-    All flags but --json are for the job of --submit. Exit code 1 when something failed.
+    All flags except --json apply to the --submit job. Exit code 1 when something failed.
     """
     from mgpu_slurm import doctor as doctors
     from mgpu_slurm.doctor import job_checks
@@ -50,7 +50,7 @@ def doctor(
     resources = resource_values(flags, extra)
     given = [f"--{name}" for name, value in resources.items() if value is not None]
     if given and not submits:
-        raise UserError(f"{given[0]}: it is for the job of --submit: add that")
+        raise UserError(f"{given[0]} only applies with --submit")
     found: list[Finding] = []
     terminal = terminal_size()
     width = terminal.columns if terminal else sys.maxsize

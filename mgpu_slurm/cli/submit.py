@@ -22,15 +22,17 @@ from mgpu_slurm.core.errors import UserError
     "--executor",
     default="auto",
     metavar="NAME",
-    help="auto, slurm, allocation (the one that is held) or local; auto is slurm where there is an sbatch, else local."
+    help="auto, slurm, allocation (your current salloc) or local; auto is slurm if there is an sbatch, else local."
     "  [default: auto]",
 )
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
 @click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
 @again_flags(of_new_runs=True)
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
-@click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; may be repeated.")
-@click.option("--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, however; may be repeated.")
+@click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; repeatable.")
+@click.option(
+    "--after-any", multiple=True, metavar="RUN", help="Start once RUN has ended, whatever its outcome; repeatable."
+)
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
 @click.option("--check", is_flag=True, help="With --dry-run: import the job, and ask SLURM when it would start.")
@@ -50,13 +52,13 @@ def submit(
     debug: bool,
     **options: Any,
 ) -> None:
-    """Run a job function or a command on nodes and GPUs.
+    """Run a training function or a script on SLURM, or on this machine.
 
-    TARGET is package.module, package.module:function or path/to/file.py:function; `train` where no function is named.
-    Without it: `job:` of mgpu.yaml, else jobs/digits.py where there is one. key=value sets the job's config (nested:
-    model.width=32). A command, such as a script for torchrun, stands behind --.
+    TARGET is package.module, package.module:function or path/to/file.py:function; `train` if no function is named.
+    It defaults to `job:` in mgpu.yaml, else jobs/digits.py if it exists. key=value sets the job's config (nested:
+    model.width=32). Put a command, such as a torchrun script, after --.
 
-    Where nothing else is said it is one node with all of its GPUs, and one rank per GPU.
+    By default: one node, all of its GPUs, one rank per GPU.
 
     \b
       mgpu-slurm submit --nodes 2
@@ -105,7 +107,7 @@ def _request(
 
     targets = [word for word in words if "=" not in word]
     if len(targets) > 1:
-        raise UserError(f"two targets, {targets[0]!r} and {targets[1]!r}: give one; a command goes behind --")
+        raise UserError(f"got two targets, {targets[0]!r} and {targets[1]!r}; to run a command put it after `--`")
     values = configs.read_yaml(config_file) if config_file is not None else {}
     values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
     flags = resource_values({name: options.pop(name) for name in RESOURCE_FLAGS}, extra)
@@ -129,7 +131,7 @@ def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
         print(f"\n{script}", end="", flush=True)
     if check:
         start = slurm_queue.check(plan.spec, plan.folder)
-        found = f"nothing to check: on {plan.spec.executor} it would start at once" if start is None else start.sentence
+        found = f"nothing to check: {plan.spec.executor} starts jobs immediately" if start is None else start.sentence
         print(f"\n{found}")
 
 
@@ -154,7 +156,7 @@ def resume(
     stuck_after: float | None,
     **flags: Any,
 ) -> None:
-    """Start again a run that has ended.
+    """Resume a run that has ended.
 
     It goes on from its newest checkpoint, with what is given here in the place of what it had. Of a group, the runs
     that did not complete; of a sweep, workers for the trials that are left.
@@ -173,7 +175,7 @@ def resume(
     if as_json:
         print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": spec.executor})
         return
-    print(f"run {found.name} goes on as job {job_id}", flush=True)
+    print(f"resumed run {found.name} as job {job_id}", flush=True)
     if not spec.is_queued if follow is None else follow:
         follow_to_the_end(found.name, after_attempt=attempts)
     else:

@@ -32,7 +32,7 @@ def sweep(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Search for a job's best parameters, as FILE says.
+    """Run the hyperparameter search described in FILE.
 
     Workers, a job array on SLURM, take one trial after the other out of one study. Called again with the same FILE it
     adds what FILE has more: trials, workers, budget; the study keeps the code that it began with, unless --code says
@@ -63,12 +63,12 @@ def sweep(
         follow_to_the_end(place, quiet=as_json, without=started.ended)
     elif not as_json:
         print_lines([f"job       {started.job_id}"] if started.job_id is not None else [])
-        print(f"look at it with: {program()} status {name} --watch")
+        print(f"watch it: {program()} status {name} --watch")
 
 
 @click.command()
 @click.argument("name", metavar="STUDY")
-@click.option("--yaml", "as_yaml", is_flag=True, help="Print its whole config, as `submit --config` takes it.")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print its full config as YAML for `submit --config`.")
 @json_flag
 def best(name: str, as_yaml: bool, as_json: bool) -> None:
     """Show the best trial of a sweep, and how to train it again."""

@@ -263,11 +263,14 @@ _OF_AN_END = [
     for pattern, cause in (
         # by the local executor's word for it, and by srun's
         (r"^ranks? \S+ on \S+: Out Of Memory$", HOST_MEMORY),
-        (r"^(?:[\w\- ]+ on \S+|[\w ]+) was ended by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
-        (r"^[\w\- ]+ (?:on \S+ )?was ended by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
-        (r"was ended by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
+        (r"^(?:[\w\- ]+ on \S+|[\w ]+) was (?:ended|killed) by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
+        (r"^[\w\- ]+ (?:on \S+ )?was (?:ended|killed) by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
+        (r"was (?:ended|killed) by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
         (r": mgpu_slurm: command '.*' (?:is not|may not) ", NO_COMMAND),
-        (r"was ended by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)", CRASH),
+        (
+            r"was (?:ended|killed) by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)",
+            CRASH,
+        ),
         ("^the batch step could not serve the rendezvous", RENDEZVOUS),
         (r"^srun waited for \d+ s, and SLURM did not start the ranks' step", HELD_UP),
         (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),

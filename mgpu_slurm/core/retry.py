@@ -83,7 +83,7 @@ def patiently(
     """The answer, also of a file system that is away for a while, or full.
 
     Args:
-        problem: what is not to be had, to go on from `mgpu_slurm: `.
+        problem: what cannot be opened, to go on from `mgpu_slurm: `.
         seconds: after which it has been too long; None for `SECONDS`.
         passing: the errors to wait for, by their numbers; None for all.
 

@@ -77,7 +77,7 @@ def make_loader(
             )
         return _indexed(dataset, ListedBatches(batch_sampler, None, False, *ranks), run, options)
     if batch_size is None or batch_size < 1:
-        raise UserError(f"batch_size={batch_size}: expected at least 1 sample for all ranks together")
+        raise UserError(f"batch_size={batch_size}: must be at least 1 (it is the total over all ranks)")
     if shuffle and (sampler is not None or isinstance(dataset, IterableDataset)):
         raise UserError("run.loader(shuffle=True): the order is that of the sampler or of the stream: shuffle there")
     if isinstance(dataset, IterableDataset):

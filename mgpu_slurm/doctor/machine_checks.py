@@ -129,7 +129,7 @@ def torch_findings(facts: dict[str, Any] | None, problem: str, partitions_with_g
     built = f"for CUDA {facts['cuda']}" if facts["cuda"] and facts["cuda"][0].isdigit() else facts["cuda"] or "CPU only"
     seen = ", ".join(dict.fromkeys(facts["gpus"])) or "none"
     text = f"torch {facts['version']} ({built}; GPUs here: {seen}), imported in {span(facts['seconds'])}"
-    fix = "install the torch for the nodes' GPUs (pytorch.org says which), and submit from that environment"
+    fix = "install a torch build for the nodes' GPUs (see pytorch.org), and submit from that environment"
     if not facts["gloo"]:
         yield check_results.failed("torch", f"{text}: built without gloo, by which ranks agree", fix)
     elif facts["cuda"] is None and partitions_with_gpus:

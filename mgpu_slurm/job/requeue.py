@@ -83,7 +83,7 @@ def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = 
         successor = _submit_behind(folder, spec, job, excluded)
     except ClusterError as also:
         raise ClusterError(f"{refused}; nor is another job known to be in the queue: {also}") from None
-    records.update_state(folder, job_id=successor, reason=f"goes on as job {successor}: {refused}")
+    records.update_state(folder, job_id=successor, reason=f"continues as job {successor}: {refused}")
     if _cancel_if_wished(folder, successor):
         return REQUEUE_EXIT_CODE
     # those that wait for this job to complete would never start otherwise

@@ -171,5 +171,5 @@ def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:
 def _unrecorded(code: int) -> dict[str, Any]:
     """Of an attempt whose own process has died over it."""
     if code < 0:
-        return {"message": f"the process that watched over the ranks was ended by {signal.Signals(-code).name}"}
+        return {"message": f"the supervisor was killed by {signal.Signals(-code).name}"}
     return {}

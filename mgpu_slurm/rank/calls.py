@@ -71,7 +71,7 @@ def different_calls(made: Iterable[tuple[int, Call]]) -> MgpuError:
         error, every = UserError, "A stream has to give all of its samples in the same order on each rank, and every"
     return error(
         f"the ranks make different calls: {', '.join(parts)}. {every} rank has to make these calls: "
-        "move what only some make out of its `if`, such as `if run.is_main:`"
+        "move the call out of `if run.is_main:` so that every rank makes it"
     )
 
 

@@ -158,6 +158,6 @@ def _verdict(store: Store, facts: RankInfo, timeout: timedelta) -> tuple[str, di
         node, world_size, gpu = json.loads(store.get(key))
         gpus.append((node, gpu))
         if world_size != facts.world_size:
-            problem = f"rank {rank} on {node} believes in a world of {world_size} ranks, rank 0 in one of"
+            problem = f"rank {rank} on {node} expects {world_size} ranks, rank 0 expects"
             return f"{problem} {facts.world_size}: the ranks were not started by one launcher", {}
     return "", shared_gpu_warnings(gpus)

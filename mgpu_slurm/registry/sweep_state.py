@@ -130,13 +130,13 @@ def reason(workers: Sequence[State], summary: dict[str, Any], state: str) -> str
     if summary["trials"]["FAIL"] == sum(summary["trials"].values()):
         return f"{told}, and all of them failed"
     if _is_in_vain(summary):
-        return f"{told}, and all of them were given up{_why_given_up(summary)}"
+        return f"{told}, and all of them were pruned{_why_pruned(summary)}"
     left = summary["trials"]["RUNNING"] + summary["trials"]["WAITING"]
     how = next((worker["reason"] for worker in workers if worker["state"] != states.COMPLETED), "")
     return f"{told}, {left} unfinished{f': {how}' if how else ''}"
 
 
-def _why_given_up(summary: dict[str, Any]) -> str:
+def _why_pruned(summary: dict[str, Any]) -> str:
     return next((f": {trial['reason']}" for trial in summary["recent"] if trial["reason"]), "")
 
 

@@ -100,8 +100,7 @@ def newest_group() -> str:
         if folder.task is not None:
             return str(folder.group.path)
     raise UserError(
-        "there is no group of runs: name runs (`aggregate RUN RUN`) or a folder with event files,"
-        " or submit with --seeds"
+        "no group found: name runs (`aggregate RUN RUN`) or a folder with event files, or submit with --seeds"
     )
 
 
@@ -243,7 +242,7 @@ def _note_of_lonely_runs(groups: Sequence[Group], by: Sequence[str]) -> list[str
     if by or not keys or any(len(group.runs) > 1 for group in groups) or len({run.target for run in runs}) > 1:
         return []
     shared = [key for key in keys if len({json.dumps(run.config.get(key), default=str) for run in runs}) < len(runs)]
-    advice = f"; `--by {shared[0]}` takes those together that have it in common" if shared else ""
+    advice = f"; `--by {shared[0]}` averages runs that share a value" if shared else ""
     return [f"no two of {len(groups)} runs have the same config: a curve for each{advice}"]
 
 
@@ -283,7 +282,7 @@ def _notes_of_metric(metric: str, summary: Summary, group: Group, on: On) -> Ite
     common = summary.steps <= min(ends.values())
     holes = int((summary.count[common] < len(having)).sum())
     if holes:
-        yield f"{holes} of {counted(len(summary.steps), on)} not in all runs, though they went on: see `count`"
+        yield f"{holes} of {counted(len(summary.steps), on)} missing in some longer runs: see `count`"
 
 
 def _names(runs: Iterable[History], more: Callable[[History], str] = lambda run: "") -> str:

@@ -37,7 +37,7 @@ def check(out: Path | None, parquet: bool | None = None) -> None:
     if parquet and not has_parquet():
         raise UserError(f"--parquet: {NO_PARQUET}")
     if out is not None and out.exists() and not _may_be_replaced(out):
-        raise UserError(f"--out {str(out)!r}: it is there and no result of `aggregate`: name another folder")
+        raise UserError(f"--out {str(out)!r}: exists and was not written by `aggregate`: choose another folder")
 
 
 def _may_be_replaced(out: Path) -> bool:

@@ -53,7 +53,7 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     if state["state"] != "COMPLETED" and any(folder.logs.glob("*")):
         lines.append(f"logs      {short_path(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
-            lines.append(f"go on     {program()} resume {state['run']}{_whose_code(failure)}")
+            lines.append(f"resume    {program()} resume {state['run']}{_whose_code(failure)}")
     return lines
 
 
@@ -82,8 +82,8 @@ def warning_lines(found: Iterable[RankWarning]) -> list[str]:
 def _whose_code(failure: dict[str, Any] | None) -> str:
     # what the program did it would do again
     if failure is not None and failures.cause_of(failure) in (failures.PROGRAM, failures.IMPORT):
-        return " --code new   (once it is mended; from its newest checkpoint)"
-    return "   (its own code, from its newest checkpoint)"
+        return " --code new   (after fixing the code; continues from the newest checkpoint)"
+    return "   (same code, from the newest checkpoint)"
 
 
 def _curves_line(folder: RunFolder) -> str:

@@ -45,12 +45,12 @@ FACTS = (
 )
 """The names that `status --json` gives for each run; programs rely on them."""
 
-HEADER = ["RUN", "STATE", "TRY", "RANKS", "STEP", "PROGRESS", "AGE", "TIME", "REASON, METRICS"]
+HEADER = ["RUN", "STATE", "ATTEMPT", "RANKS", "STEP", "PROGRESS", "AGE", "TIME", "REASON, METRICS"]
 
 WATCH_PAUSE = 2.0
 """Seconds between two looks."""
 
-_LEFT_OUT_FIRST = ("AGE", "RANKS", "TRY", "STEP", "TIME", "PROGRESS")
+_LEFT_OUT_FIRST = ("AGE", "RANKS", "ATTEMPT", "STEP", "TIME", "PROGRESS")
 """What a narrow terminal has no room for, in this order."""
 _LEAST_ROOM_FOR_METRICS = 16
 _LONGEST_NAME = 28

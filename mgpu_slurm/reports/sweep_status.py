@@ -8,13 +8,13 @@ from datetime import datetime, timezone
 from typing import Any
 
 from mgpu_slurm.core import records, states
-from mgpu_slurm.core.formatting import counted, duration, program, short_path, time_of
+from mgpu_slurm.core.formatting import duration, program, short_path, time_of
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry.current_state import State
 from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
 
-WORDS = {"COMPLETE": "complete", "PRUNED": "given up", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
+WORDS = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 """Optuna's states of a trial, in the order in which they are told."""
 
 
@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
 
 
 def _spent(folder: RunFolder, workers: int, summary: dict[str, Any]) -> str:
-    """The time for which workers have had their nodes, and about how much giving trials up has saved."""
+    """Return for how long workers have had their nodes, and about how much pruning has saved."""
     gpus = read_spec(folder).resources.gpus
     hours = sum(records.hours(folder.of_task(number)) for number in range(workers))
     told = _hours(hours, gpus)
@@ -91,12 +91,12 @@ def _spent(folder: RunFolder, workers: int, summary: dict[str, Any]) -> str:
     pruned, pruned_seconds = summary["seconds"].get("pruned", (0, 0.0))
     if complete and pruned:
         saved = max(0.0, pruned * complete_seconds / complete - pruned_seconds) / 3600
-        told += f"; giving {counted(pruned, 'trial')} up has saved about {_hours(saved, gpus)}"
+        told += f"; pruning saved about {_hours(saved, gpus)}"
     return told
 
 
 def _hours(hours: float, gpus: int) -> str:
-    return f"{hours * gpus:.2f} GPU-hours" if gpus else f"{duration(hours * 3600)} of workers"
+    return f"{hours * gpus:.2f} GPU-hours" if gpus else f"{duration(hours * 3600)} of worker time"
 
 
 def _seconds(worker: State, now: datetime) -> float:
@@ -112,14 +112,14 @@ def _left(workers: Sequence[State], summary: dict[str, Any]) -> list[str]:
     if not running or not lengths or summary["over"] is not None:
         return []
     rounds = math.ceil(left / running) + (1 if summary["trials"]["RUNNING"] else 0) / 2
-    return [f"left      about {duration(rounds * sum(lengths) / len(lengths))}"]
+    return [f"ETA       about {duration(rounds * sum(lengths) / len(lengths))}"]
 
 
 def _workers(workers: Sequence[State]) -> list[str]:
     from tabulate import tabulate
 
     now = datetime.now(timezone.utc)
-    rows = [["WORKER", "STATE", "TRY", "JOB", "TRIAL", "PROGRESS", "TIME", "METRICS, REASON"]]
+    rows = [["WORKER", "STATE", "ATTEMPT", "JOB", "TRIAL", "PROGRESS", "TIME", "METRICS, REASON"]]
     for worker in sorted(workers, key=_by_life):
         trial = worker.get("trial")
         has_trial = trial is not None and worker["state"] == states.RUNNING

@@ -208,7 +208,7 @@ def lines(server: Server) -> list[str]:
     return [
         f"address   {server.address}",
         f"tunnel    {server.tunnel}",
-        "          (in a terminal of the machine that you sit at; then open the address there)",
+        "          (run this on your own computer, then open the address in its browser)",
         "-- Ctrl-C ends it",
     ]
 

@@ -281,7 +281,7 @@ def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> li
         is_full: whether they have to wait for those at work.
     """
     if not workers:
-        return [] if is_alive else ["starts    no worker: no trial is left"]
+        return [] if is_alive else ["workers   none started: all trials are done"]
     if is_full:
         return ["starts    no more workers before those at work have ended: they share what there is"]
     code = "as it is now" if options.new_code else "that of the study (--code new: as it is now)"

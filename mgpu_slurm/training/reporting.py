@@ -52,7 +52,7 @@ class Reporting:
         self._steering.sync(Call.REPORT)
         if progress <= position.progress:
             raise UserError(
-                f"report(progress={progress}): progress counts from 1 and rises, and it was {position.progress} before"
+                f"report(progress={progress}): progress must increase, from 1 on; it was {position.progress} before"
             )
         position.progress, position.metrics = progress, numbers
         if self._reporter is not None:

@@ -264,7 +264,7 @@ def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
     for attempt in (1, 2):
         records.record_event(folder, "started", attempt=attempt)
     (answer,) = run_ranks(saves_at_every_step, 1, folder=tmp_path, may_fail=True)
-    assert answer == "MgpuError: attempt 1 of this run was given up, and a later one goes on: this one ends"
+    assert answer == "MgpuError: attempt 1 of this run was superseded by a later one and exits"
     assert checkpoint_names.complete(folder) == []
 
 

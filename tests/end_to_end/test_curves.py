@@ -107,7 +107,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_calls_that_are_wrong_are_told_in_one_line(project: Project) -> None:
-    assert "there is no group of runs: name runs" in refused(project.call("aggregate"))
+    assert "no group found: name runs" in refused(project.call("aggregate"))
     assert "there is no run 'nothing'" in refused(project.call("aggregate", "nothing"))
     assert "holds no run and no event files" in refused(project.call("aggregate", "."))
     project.write("mine/notes.txt", "")

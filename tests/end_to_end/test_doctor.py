@@ -67,7 +67,7 @@ def test_what_is_broken_is_told_line_by_line_and_ends_nothing(bare: Project) -> 
 def test_flags_of_the_job_are_refused_without_it(bare: Project) -> None:
     done = bare.call("doctor", "--nodes", "3")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "mgpu-slurm: --nodes: it is for the job of --submit: add that\n"
+    assert done.stderr == "mgpu-slurm: --nodes only applies with --submit\n"
 
 
 def test_the_job_measures_what_lies_between_two_nodes_and_leaves_nothing(bare: Project) -> None:

@@ -315,7 +315,7 @@ def test_a_sweep_of_a_function_typed_in_goes_on_and_is_found_again(tmp_path: Pat
         print(study.results())
     """
     refused, wrong, first, second, results = python(project, "-c", textwrap.dedent(code)).splitlines()
-    assert refused.startswith("the sweep: it says nothing of when to end: add `trials:`")
+    assert refused.startswith("the sweep: no stopping condition: add `trials:`")
     assert wrong == "config of train: inner.x='wide': expected a valid number"
     assert first.startswith("<Study typed ")
     assert first.endswith("> COMPLETED {'inner.x': 0.5} 2")

@@ -190,7 +190,8 @@ def test_a_killed_workers_trial_goes_on_elsewhere_and_a_sweep_grows_while_it_run
     assert len({trial.params["x"] for trial in trials_of(folder)}) == 9
     assert [worker["attempts"] for worker in facts_of(project)["workers"]] == [2, 2, 1]
     assert (
-        "starts    no worker: no trial is left\n" in project.call("sweep", "sweep.yaml", "trials=9", "workers=3").stdout
+        "workers   none started: all trials are done\n"
+        in project.call("sweep", "sweep.yaml", "trials=9", "workers=3").stdout
     )
 
 
@@ -259,11 +260,11 @@ def test_an_error_that_all_workers_meet_first_stops_the_sweep_with_it(project: P
     write_sweep(project, trials=50, workers=2, space={"x": {"float": [0.0, 1.0]}}, fixed={"does": "fails"})
     done = project.call("sweep", "sweep.yaml", "--executor", "local")
     assert done.returncode == 1
-    assert "failed alike: ValueError: broken on 0" in done.stdout
+    assert "failed with the same error: ValueError: broken on 0" in done.stdout
     assert wait(project).returncode == 1
     facts = facts_of(project)
     assert facts["state"] == "FAILED"
-    assert facts["reason"].endswith("failed alike: ValueError: broken on 0")
+    assert facts["reason"].endswith("failed with the same error: ValueError: broken on 0")
     assert facts["trials"]["RUNNING"] == 0
     assert 5 <= facts["trials"]["FAIL"] <= 6
     done = project.call("best", "study")
@@ -325,7 +326,7 @@ def test_each_trial_has_the_value_that_it_reached_and_its_own_failure(project: P
     reached = [None if trial.state.name == "FAIL" else trial.params["x"] + 6 for trial in trials]
     assert [trial.value for trial in trials] == reached
     assert ends(folder, 1)["result"] == {"score": reached[1], "train": 0.5}
-    assert ends(folder, 3)["message"] == ("the job neither reports nor returns the metric 'score'; it reports loss")
+    assert ends(folder, 3)["message"] == ("the job never reported or returned the metric 'score'; it reports loss")
     assert list(trials[4].intermediate_values) == [3, 6]
 
 
@@ -335,8 +336,8 @@ def test_a_metric_that_is_never_there_stops_the_sweep_with_the_first_five_trials
     assert done.returncode == 1
     facts = facts_of(project)
     assert (facts["state"], facts["trials"]["FAIL"], facts["trials"]["WAITING"]) == ("FAILED", 5, 45)
-    said = "the job neither reports nor returns the metric 'score' (did you mean 'scores'?)"
-    assert facts["reason"] == f"5 of 50 trials: all of the first 5 trials failed alike: {said}"
+    said = "the job never reported or returned the metric 'score' (did you mean 'scores'?)"
+    assert facts["reason"] == f"5 of 50 trials: the first 5 trials all failed with the same error: {said}"
     assert said in done.stdout
 
 

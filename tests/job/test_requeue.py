@@ -101,7 +101,7 @@ def test_where_slurm_does_not_requeue_another_job_waits_for_the_end_of_this_one(
     assert [line for line in environ if line.startswith(("SLURM_CPU_BIND", "RANK="))] == []
     state = records.read_state(folder)
     assert (state["state"], state["job_id"]) == ("REQUEUED", job_id)
-    assert state["reason"].startswith(f"goes on as job {job_id}: scontrol ")
+    assert state["reason"].startswith(f"continues as job {job_id}: scontrol ")
     newest = records.submissions(folder)[-1]
     assert (newest.token, newest.job_id) == (token, job_id)
     # status asks for the new job

@@ -86,7 +86,7 @@ def test_but_a_job_in_which_slurm_starts_nothing_is_left_by_it_too(tmp_path: Pat
 def test_who_watched_over_the_ranks_may_be_killed_too(failing: Failing) -> None:
     retry = failing.fails({}, code=-9)
     assert retry is not None
-    assert retry.why == "the process that watched over the ranks was ended by SIGKILL"
+    assert retry.why == "the supervisor was killed by SIGKILL"
 
 
 class TestNodes:

@@ -49,7 +49,7 @@ def server(study: Study) -> Iterator[ReportServer]:
 def test_numbers_arrive_as_they_are_and_the_answer_comes_back(server: ReportServer, study: Study) -> None:
     client = ReportClient(server.name)
     assert client(1, {"loss": 0.1 + 0.2}) is None
-    study.answer = "hopeless beside the others: ü"
+    study.answer = "worse than the other trials: ü"
     assert client(2**60, {"loss": float("inf"), "x": 5e-324}) == study.answer
     assert study.heard == [(1, {"loss": 0.30000000000000004}), (2**60, {"loss": math.inf, "x": 5e-324})]
     client(3, {"loss": float("nan")})

@@ -72,7 +72,7 @@ def test_runs_of_which_no_two_are_alike_are_said(tmp_path: Path) -> None:
         reporter.close(0)
     folders = [str(tmp_path / name) for name in ("0.1", "0.2", "0.3")]
     said = "no two of 3 runs have the same config: a curve for each"
-    assert aggregate(folders).notes == [f"{said}; `--by width` takes those together that have it in common"]
+    assert aggregate(folders).notes == [f"{said}; `--by width` averages runs that share a value"]
     assert aggregate(folders[1:]).notes == [said.replace("3", "2")]
     assert aggregate(folders, by=["lr"]).notes == []
     assert aggregate(folders[:1]).notes == []
@@ -122,7 +122,7 @@ def test_shorter_runs_and_missing_metrics_are_said(tmp_path: Path) -> None:
 
 def test_steps_that_only_some_runs_have_are_said(tmp_path: Path) -> None:
     assert made(tmp_path, {"a": 8, "b": 8}, {"b": 2}).notes == [
-        "loss: 4 of 9 steps not in all runs, though they went on: see `count`"
+        "loss: 4 of 9 steps missing in some longer runs: see `count`"
     ]
 
 
@@ -187,7 +187,7 @@ def test_an_older_result_is_replaced_and_anything_else_is_left_alone(tmp_path: P
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").touch()
-    with pytest.raises(UserError, match="it is there and no result of `aggregate`: name another folder"):
+    with pytest.raises(UserError, match="exists and was not written by `aggregate`: choose another folder"):
         aggregate_files.write(result, tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis"]
 

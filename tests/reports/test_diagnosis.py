@@ -201,7 +201,7 @@ def test_what_went_wrong_before_is_told_too(project: Project) -> None:
     [
         ("exit 3", "FAILED: rank 0 ended with exit code 3; resumed"),
         ("exit 75", "it stopped before its time limit to be requeued; restarted"),
-        ("kill -9 $PPID", "the process that watched over the ranks was ended by SIGKILL; restarted"),
+        ("kill -9 $PPID", "the supervisor was killed by SIGKILL; restarted"),
     ],
 )
 def test_what_ended_the_attempt_before(project: Project, first: str, told: str) -> None:

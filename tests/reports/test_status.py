@@ -100,7 +100,7 @@ def test_a_run_that_is_named_is_told_whole_in_a_narrow_terminal() -> None:
     assert "OutOfMemoryError" in "".join(lines)
     assert 60 * "x" in "".join(line.strip() for line in lines)
     # as much as fits: the rest has a line each
-    assert lines[0].split() == ["RUN", "STATE", "TRY", "STEP", "PROGRESS", "TIME"]
+    assert lines[0].split() == ["RUN", "STATE", "ATTEMPT", "STEP", "PROGRESS", "TIME"]
     wide = status.table(RUNS, room=os.terminal_size((300, 24)))
     assert wide == status.table(RUNS)
     assert LONG in wide.splitlines()[2]

@@ -110,7 +110,7 @@ def test_a_budget_that_is_spent_is_not_resumed_and_a_failure_is(tmp_path: Path, 
     studies.note(study, studies.OVER, {"reason": "1.00 of 1 hours are over", "failed": False})
     with pytest.raises(UserError, match=r"no trial is left \(1.00 of 1 hours are over\): raise"):
         launch.resume(folder, NO_CHANGE)
-    studies.note(study, studies.OVER, {"reason": "all failed alike", "failed": True})
+    studies.note(study, studies.OVER, {"reason": "all failed with the same error", "failed": True})
     launch.resume(folder, NO_CHANGE)
     assert studies.notes(study_of(folder))[studies.OVER] is None
     assert [tasks for tasks, _ in restarts.asked] == [[0]]
@@ -151,7 +151,7 @@ def test_fewer_trials_than_there_are_add_nothing_and_other_code_is_taken_when_as
     assert started.lines[1:] == [
         "trials    1; it was 2",
         "sampler   tpe; it was random",
-        "starts    no worker: no trial is left",
+        "workers   none started: all trials are done",
     ]
     extend(trials=3)
     launch.start(VALUES | {"workers": 1, "trials": 4}, {}, "sweep.yaml", launch.Options(new_code=True))

@@ -139,7 +139,7 @@ def wrongly_reported(run: Run) -> None:
 
 def test_progress_has_to_rise_and_every_rank_is_told(tmp_path: Path) -> None:
     answers = run_ranks(wrongly_reported, 2, folder=tmp_path, may_fail=True)
-    assert all("progress counts from 1 and rises, and it was 1 before" in answer for answer in answers)
+    assert all("progress must increase, from 1 on; it was 1 before" in answer for answer in answers)
 
 
 class _Numbers(torch.utils.data.IterableDataset[int]):

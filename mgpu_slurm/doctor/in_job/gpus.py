@@ -35,7 +35,7 @@ def judge_gpus(answers: list[Answer]) -> list[Finding]:
     missing = [a for a in answers if preflight.missing_gpus_warning(a.value["asked"], a.value["visible"])]
     if missing:
         text = preflight.missing_gpus_warning(missing[0].value["asked"], 0)
-        fix = "have a torch that is built for CUDA and fits the nodes' driver (nvidia-smi says which CUDA it takes)"
+        fix = "install a torch build for CUDA that fits the nodes' driver (nvidia-smi shows the CUDA version)"
         found.append(check_results.failed("gpus", f"{who([answer.member for answer in missing])}: {text}", fix))
     shared = preflight.shared_gpu_warnings([(a.member.node_name, a.value["gpu"]) for a in answers])
     fix = "one rank for each GPU: lower --ntasks-per-node, or raise --gpus-per-node"

@@ -52,7 +52,7 @@ def judge_versions(answers: list[Answer]) -> list[Finding]:
             if differences[0].startswith(("Python", "torch", "no torch"))
             else check_results.warning
         )
-        fix = "have one environment on a folder that all nodes share, and submit from it"
+        fix = "put the environment on a file system that all nodes share, and submit from it"
         found.append(level("versions", f"{nodes}: {', '.join(differences)}", fix))
     return found
 
@@ -75,7 +75,7 @@ def judge_cores(answers: list[Answer]) -> list[Finding]:
         if asked is not None:
             problem = preflight.cores_warning(asked, value["ranks"], usable, value["on_machine"])
         if problem is not None:
-            fix = "ask for as many cores as there are for each rank, or look at how the site binds tasks (TaskPlugin)"
+            fix = "request as many cores per rank as there are, or check how the site binds tasks (TaskPlugin)"
             found.append(check_results.warning("cores", f"{ranks}: {problem}", fix))
         else:
             is_bound = usable < value["on_machine"] or value["ranks"] == 1

@@ -119,7 +119,7 @@ def judge_visibility(answers: list[Answer]) -> list[Finding]:
             name = answer.member.node_name
             writer = "the other nodes write" if name == first else f"{first} writes"
             text = f"{name} does not see what {writer} in {folder} within {VISIBLE_WITHIN:g} s: {', '.join(unseen)}"
-            fix = "have the runs on a folder that all nodes share: set MGPU_RUNS to one"
+            fix = "put the runs on a file system that all nodes share: set MGPU_RUNS to a folder there"
             found.append(check_results.failed("shared folder", text, fix))
         for way, seconds in answer.value["seen"].items():
             if seconds is not None:

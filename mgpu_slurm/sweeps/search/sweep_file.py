@@ -71,7 +71,7 @@ class Sweep:
             f"metric    {self.metric}, to {self.direction}",
             f"sampler   {self.sampler.words}",
             f"pruner    {self.pruner.words}",
-            f"trials    {trials}{f', {len(self.enqueue)} of them at known points' if self.enqueue else ''}",
+            f"trials    {trials}{f', {len(self.enqueue)} of them enqueued' if self.enqueue else ''}",
             *([f"knows     the trials of study {self.warm_start}"] if self.warm_start else []),
             f"workers   {self.workers}",
             *([f"budget    {words}"] if (words := self.budget.words(self.metric)) else []),
@@ -187,7 +187,7 @@ def _checked(keys: _Keys, source: str) -> Sweep:
 
 def _direction(keys: _Keys) -> Literal["maximize", "minimize"]:
     if keys.direction is None and _IS_AN_ERROR.search(keys.metric.lower()):
-        raise UserError(f"metric {keys.metric}: say `direction: minimize`; without it a metric is maximized")
+        raise UserError(f"metric {keys.metric}: add `direction: minimize`; without it a metric is maximized")
     return keys.direction or "maximize"
 
 
@@ -217,7 +217,7 @@ def _trials(keys: _Keys, space: Space | str) -> int | None:
         points = len(space.grid())
         return points if keys.trials is None else min(points, keys.trials)
     if keys.trials is None and keys.budget == Budget():
-        raise UserError("it says nothing of when to end: add `trials:`, or a `budget:` such as {hours: 4}")
+        raise UserError("no stopping condition: add `trials:`, or a `budget:` such as {hours: 4}")
     return keys.trials
 
 
@@ -236,7 +236,7 @@ def _check_names(made: Sweep) -> None:
 
 
 def _check_points(made: Sweep) -> None:
-    """That known points lie in the space."""
+    """Check that enqueued points lie in the space."""
     if made.enqueue and made.sampler.name == "grid":
         raise UserError("enqueue: a grid has all of its points already: leave it out")
     if made.trials is not None and len(made.enqueue) > made.trials:

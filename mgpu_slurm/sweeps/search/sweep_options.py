@@ -75,7 +75,7 @@ class Pruner:
     @property
     def words(self) -> str:
         if self.name == "none":
-            return "none: every trial comes to its end"
+            return "none"
         if self.name == "median":
             return f"median, from progress {self.min_resource} on, after {self.startup_trials} whole trials"
         if self.name != "hyperband":

@@ -53,12 +53,16 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
         return None
     if len(failed) < min(FIRST_FAILURES, limit or FIRST_FAILURES):
         return None
-    alike = "the only trial" if len(failed) == 1 else f"all of the first {len(failed)} trials"
-    return f"{alike} failed alike: {failed[-1].system_attrs.get(studies.REASON)}"
+    alike = (
+        "the only trial failed"
+        if len(failed) == 1
+        else f"the first {len(failed)} trials all failed with the same error"
+    )
+    return f"{alike}: {failed[-1].system_attrs.get(studies.REASON)}"
 
 
 def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
-    """Return whether so many of the first trials have failed alike there that the next one should wait for news."""
+    """Return whether the first trials there have failed with the same error so often that the next one should wait."""
     return not goes_well(trials) and len(_streak(trials, place)) >= EARLY_FAILURES
 
 

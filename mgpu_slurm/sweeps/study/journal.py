@@ -207,4 +207,4 @@ class JournalFile(BaseJournalBackend):
             print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        return retry.patiently(ask, f"the study's journal {str(self._path)!r} is not to be had", self._seconds)
+        return retry.patiently(ask, f"the study's journal {str(self._path)!r} cannot be opened", self._seconds)

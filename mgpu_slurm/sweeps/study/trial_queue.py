@@ -72,7 +72,7 @@ def create(sweep: Sweep, journal: Path) -> Study:
         journal: where it is kept, unless the sweep names a database; absolute.
 
     Raises:
-        UserError: the database is not to be had, or has a study of that name.
+        UserError: the database cannot be opened, or has a study of that name.
     """
     optuna_adapter.silence()
     try:

@@ -214,7 +214,7 @@ class StudyClient:
         if name in result and (has_trained or reported is None):
             value = result[name]
         if value is None:
-            self.fail(f"the job neither reports nor returns the metric {self._missing(result | last_metrics)}")
+            self.fail(f"the job never reported or returned the metric {self._missing(result | last_metrics)}")
             return
         if not math.isfinite(value):
             self.prune(f"{self._sweep.metric} is {value}", progress)

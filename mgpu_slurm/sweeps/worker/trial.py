@@ -21,7 +21,7 @@ from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
-HOPELESS = "hopeless beside the others"
+HOPELESS = "worse than the other trials"
 """Why the scheduler prunes a trial."""
 
 
@@ -107,7 +107,7 @@ class WorkerTrial:
             self._study.tell(self._trial, state=TrialState.PRUNED)
         with hparams.may_fail():
             hparams.write_end(self.folder, self._sweep, "pruned")
-        self._end(f"given up at progress {progress}: {reason}")
+        self._end(f"pruned at progress {progress}: {reason}")
 
     def fail(self, reason: str) -> None:
         with locked(self._sweep_folder.trials_lock):
@@ -135,7 +135,7 @@ class WorkerTrial:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
             studies.give_back(self._study, self.frozen())
-        self._end("given back: it goes on later")
+        self._end("paused; will be continued")
 
     def _write_result(self, state: str, **facts: Any) -> None:
         record = {"run": self.folder.run, "state": state, **facts, "ended": records.now()}

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a direction that is none": (change(direction="up"), "direction='up'"),
     "an unknown sampler": (change(sampler="tpee"), "sampler: 'tpee': expected tpe, random"),
     "an unknown key of the sampler": (change(sampler={"name": "tpe", "sed": 1}), "unknown key 'sampler.sed'"),
-    "a loss that nobody wants": (change(metric="val_loss"), "metric val_loss: say `direction: minimize`; without it"),
+    "a loss that nobody wants": (change(metric="val_loss"), "metric val_loss: add `direction: minimize`; without it"),
     "an unknown pruner": (
         change(pruner="medan"),
         "'medan': expected none, median, hyperband, or package.module.Class (d",

@@ -31,7 +31,7 @@ class TestCommonFailures:
             # a message may name the trial's values
             fail(part, reason="ValueError: no data at 0.25")
         begin(parts[0])
-        said = "all of the first 5 trials failed alike: ValueError: no data at 1e-05"
+        said = "the first 5 trials all failed with the same error: ValueError: no data at 1e-05"
         with pytest.raises(SweepFailed, match=said):
             parts[0].fail("ValueError: no data at 1e-05")
         # the other one hears of it
@@ -44,12 +44,12 @@ class TestCommonFailures:
         for number in range(5):
             begin(part)
             assert part.report(1, {"scores": 0.5}) is None
-            said = "the job neither reports nor returns the metric 'score' (did you mean 'scores'?)"
+            said = "the job never reported or returned the metric 'score' (did you mean 'scores'?)"
             with pytest.raises(SweepFailed) if number == 4 else nullcontext() as ended:
                 part.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
             assert states(folder)[number:] == ["FAIL"]
             assert files.read_json(folder.of_trial(number).failure)["message"] == said
-        assert str(ended.value) == f"all of the first 5 trials failed alike: {said}"  # type: ignore[union-attr]
+        assert str(ended.value) == f"the first 5 trials all failed with the same error: {said}"  # type: ignore[union-attr]
 
     def test_different_ones_or_one_success_do_not(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
@@ -90,7 +90,7 @@ class TestCommonFailures:
             assert broken.next(Stop.NO) is None
             broken._health._waits_until = 0.0
             fail(broken)
-        with pytest.raises(SweepFailed, match="all of the first 6 trials failed alike: OSError: no GPU"):
+        with pytest.raises(SweepFailed, match="the first 6 trials all failed with the same error: OSError: no GPU"):
             silent.fail("OSError: no GPU")
 
     @pytest.mark.parametrize("max_retries", [0, 1])
@@ -105,7 +105,9 @@ class TestCommonFailures:
         # one that is tried again has not ended
         assert ended == [[1], [0, 1, 1]][max_retries]
         begin(part)
-        with pytest.raises(SweepFailed, match=r"all of the first 2 trials failed alike: its command was ended by SIG"):
+        with pytest.raises(
+            SweepFailed, match=r"the first 2 trials all failed with the same error: its command was ended by SIG"
+        ):
             part.lose("its command was ended by SIGKILL")
         assert (states(folder), part.ended) == (["FAIL", "FAIL"], 2)
 
@@ -117,13 +119,13 @@ class TestCommonFailures:
             worker(folder, 0, attempt + 1).settle()
             assert states(folder) == ["WAITING"]
         begin(worker(folder, 0, max_retries + 1))
-        with pytest.raises(SweepFailed, match="the only trial failed alike: its worker died"):
+        with pytest.raises(SweepFailed, match="the only trial failed: its worker died"):
             worker(folder, 0, max_retries + 2).settle()
 
     def test_the_only_trial_is_enough(self, tmp_path: Path) -> None:
         part = worker(make(tmp_path, trials=1, workers=1), 0)
         begin(part)
-        with pytest.raises(SweepFailed, match="the only trial failed alike: KeyError: 'a'"):
+        with pytest.raises(SweepFailed, match="the only trial failed: KeyError: 'a'"):
             part.fail("KeyError: 'a'")
 
 
@@ -153,7 +155,7 @@ def shown(folder: RunFolder) -> list[str]:
 
 @pytest.mark.usefixtures("no_pause")
 class TestWaitingForNews:
-    """Of the others, where all that a worker has had failed alike: its node may be broken."""
+    """Of the others, where all that a worker has had failed with the same error: its node may be broken."""
 
     def test_of_their_first_trials(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
@@ -174,7 +176,7 @@ class TestWaitingForNews:
         fail(broken, 2)
         assert broken.next(Stop.NO) is None
         begin(starting)
-        with pytest.raises(SweepFailed, match="all of the first 3 trials failed alike"):
+        with pytest.raises(SweepFailed, match="the first 3 trials all failed with the same error"):
             starting.fail("OSError: no GPU")
         assert leave(broken).exit_code == 1
 
@@ -379,7 +381,7 @@ class TestABrokenNode:
             again.next(Stop.NO)
 
     def test_a_trial_that_was_only_lost_ends_no_sweep(self, tmp_path: Path) -> None:
-        """Also where the two before it failed alike, and one that may do well was given back."""
+        """Also where the two before it failed with the same error, and one that may do well was given back."""
         folder = make(tmp_path, trials=9)
         preempted, part = worker(folder, 0), worker(folder, 1)
         begin(preempted)
@@ -412,9 +414,7 @@ class TestGivingUp:
         leave(part)
         told, workers = sweep_state.summary_of(folder), [{"state": "COMPLETED"}]
         assert sweep_state.overall(workers, told) == "FAILED"
-        assert (
-            sweep_state.reason(workers, told, "FAILED") == "1 of 1 trial, and all of them were given up: score is nan"
-        )
+        assert sweep_state.reason(workers, told, "FAILED") == "1 of 1 trial, and all of them were pruned: score is nan"
 
 
 class TestSpacesByAFunction:
@@ -426,9 +426,7 @@ class TestSpacesByAFunction:
 
     def test_one_that_fails_alike_for_the_first_trials_ends_the_sweep_with_its_error(self, tmp_path: Path) -> None:
         folder = self.chosen(tmp_path, "return [1]")
-        said = (
-            r"all of the first 4 trials failed alike: space: UserError: choices.py:choose has returned \[1\]: expected"
-        )
+        said = r"the first 4 trials all failed with the same error: space: UserError: choices.py:choose has returned"
         with pytest.raises(SweepFailed, match=said):
             begin(worker(folder, 0))
         assert states(folder) == ["FAIL"] * 4

@@ -183,7 +183,7 @@ class TestFileSystemsThatAreAway:
         with stderr_as(path.with_name("stderr")) as stderr:
             reader.start()
             wait_until(lambda: "; trying again until " in stderr.read_text())
-        assert f"mgpu_slurm: the study's journal {str(path)!r} is not to be had (" in stderr.read_text()
+        assert f"mgpu_slurm: the study's journal {str(path)!r} cannot be opened (" in stderr.read_text()
         assert found == []
         away.rename(path)
         reader.join(20)
