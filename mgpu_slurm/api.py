@@ -17,6 +17,7 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import cancel, cleanup, current_state, logs, lookup, permissions, sweep_state
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.restart_policy import RestartPolicy
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.submission import plan
 from mgpu_slurm.submission import submit as submitting
@@ -281,10 +282,7 @@ def submit(
         executor=executor,
         cluster=cluster,
         name=name,
-        signal=signal,
-        max_requeues=max_requeues,
-        retries=retries,
-        stuck_after=stuck_after,
+        restart=RestartPolicy(signal, max_requeues, retries, stuck_after),
         seeds=None if seeds is None else str(seeds),
         after=tuple(after),
         after_any=tuple(after_any),

@@ -34,7 +34,7 @@ def resource_flags(command: Any) -> Any:
     return command
 
 
-def again_flags(of_new_runs: bool) -> Callable[[Any], Any]:
+def restart_flags(of_new_runs: bool) -> Callable[[Any], Any]:
     """Return a decorator that adds the options for restarts."""
 
     def default(words: str) -> str:

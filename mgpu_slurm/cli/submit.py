@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mgpu_slurm.cli.options import again_flags, code_flag, json_flag, resource_flags, resource_values
+from mgpu_slurm.cli.options import code_flag, json_flag, resource_flags, resource_values, restart_flags
 from mgpu_slurm.cli.output import follow_to_the_end, how_to_follow, print_json, print_lines, print_note
 from mgpu_slurm.core.errors import UserError
 
@@ -27,7 +27,7 @@ from mgpu_slurm.core.errors import UserError
 )
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
 @click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
-@again_flags(of_new_runs=True)
+@restart_flags(of_new_runs=True)
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; repeatable.")
 @click.option(
@@ -102,6 +102,7 @@ def _request(
     options: dict[str, Any],
 ) -> Any:
     from mgpu_slurm.request import config as configs
+    from mgpu_slurm.request.restart_policy import RestartPolicy
     from mgpu_slurm.request.spec import RESOURCE_FLAGS
     from mgpu_slurm.submission.plan import Request
 
@@ -111,8 +112,11 @@ def _request(
     values = configs.read_yaml(config_file) if config_file is not None else {}
     values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
     flags = resource_values({name: options.pop(name) for name in RESOURCE_FLAGS}, extra)
+    restart = RestartPolicy.taken_from(options)
     target = targets[0] if targets else None
-    return Request(target=target, command=command, values=values, flags=flags, dry_run=dry_run, **options)
+    return Request(
+        target=target, command=command, values=values, flags=flags, restart=restart, dry_run=dry_run, **options
+    )
 
 
 def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
@@ -139,7 +143,7 @@ def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
 @click.argument("name", metavar="RUN")
 @click.argument("words", nargs=-1, metavar="")
 @resource_flags
-@again_flags(of_new_runs=False)
+@restart_flags(of_new_runs=False)
 @code_flag
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @json_flag
@@ -150,27 +154,24 @@ def resume(
     follow: bool | None,
     as_json: bool,
     extra: tuple[str, ...],
-    signal: str | None,
-    max_requeues: int | None,
-    retries: int | None,
-    stuck_after: float | None,
     **flags: Any,
 ) -> None:
     """Resume a run that has ended.
 
-    It goes on from its newest checkpoint, with what is given here in the place of what it had. Of a group, the runs
-    that did not complete; of a sweep, workers for the trials that are left.
+    It continues from its newest checkpoint; options given here override the old ones. Of a group, the runs that did not
+    complete; of a sweep, workers for the trials that are left.
     """
     from mgpu_slurm import api
+    from mgpu_slurm.request.restart_policy import RestartPolicy
     from mgpu_slurm.request.spec import read_spec
-    from mgpu_slurm.submission.resume_overrides import Again, Change
+    from mgpu_slurm.submission.resume_overrides import Change
 
     if words:
         raise UserError(f"{words[0]}: a run keeps its config; submit a new one to train with another")
     found = api.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
-    again = Again(signal, max_requeues, retries, stuck_after)
-    job_id = found.resume(Change(resource_values(flags, extra), again, new_code=code == "new"), print_note)
+    restart = RestartPolicy.taken_from(flags)
+    job_id = found.resume(Change(resource_values(flags, extra), restart, new_code=code == "new"), print_note)
     spec = read_spec(found.files)
     if as_json:
         print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": spec.executor})

@@ -22,8 +22,9 @@ from mgpu_slurm.executors import selection
 from mgpu_slurm.executors.base import Asked, Executor
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request import job_function
+from mgpu_slurm.request import job_function, restart_policy
 from mgpu_slurm.request import target as targets
+from mgpu_slurm.request.restart_policy import RestartPolicy
 from mgpu_slurm.request.spec import (
     Spec,
     Target,
@@ -62,11 +63,7 @@ class Request:
     executor: str = "auto"
     cluster: str | None = None
     name: str | None = None
-    signal: str | None = None
-    max_requeues: int | None = None
-    retries: int | None = None
-    stuck_after: float | None = None
-    """Minutes."""
+    restart: RestartPolicy = restart_policy.DEFAULT
     seeds: str | None = None
     """`5`, or with a limit at a time `100%10`."""
     workers: int | None = None
@@ -157,7 +154,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     limit = resolved.time_limit
     target, root = _target(request, file.job, cwd)
     root = request.project or root
-    signal, lead = announcement(request.signal or _site_signal(chosen, limit), limit, executor.is_queued)
+    signal, lead = announcement(request.restart.signal or _site_signal(chosen, limit), limit, executor.is_queued)
     tasks, at_once = _tasks(request, executor)
     spec = Spec(
         run=_name(request, target),
@@ -172,8 +169,8 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         at_once=at_once,
         after=dependencies.named(request.after, request.after_any),
         max_requeues=_max_requeues(request, chosen),
-        retries=request.retries,
-        stuck_after=Spec.stuck_after if request.stuck_after is None else request.stuck_after,
+        retries=request.restart.retries,
+        stuck_after=Spec.stuck_after if request.restart.stuck_after is None else request.restart.stuck_after,
         kill_wait=chosen.kill_wait,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),
@@ -208,7 +205,7 @@ def _max_requeues(request: Request, chosen: Cluster) -> int:
     if request.workers is not None:
         # a worker comes back for as long as there are trials
         return WORKER_REQUEUES
-    return chosen.max_requeues if request.max_requeues is None else request.max_requeues
+    return chosen.max_requeues if request.restart.max_requeues is None else request.restart.max_requeues
 
 
 def _cluster(file: ClusterFile, name: str | None, executor: Executor) -> Cluster:

@@ -15,24 +15,11 @@ from mgpu_slurm.core import files, layout, records
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request import restart_policy
+from mgpu_slurm.request.restart_policy import RestartPolicy
 from mgpu_slurm.request.spec import RESOURCE_FLAGS, Spec, announcement, read_spec, resources_from
 from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission import environment, job_config, snapshot
-
-
-@dataclass(frozen=True)
-class Again:
-    """What makes a run start again by itself, as in its spec; None for as before."""
-
-    signal: str | None = None
-    """As `--signal` takes it."""
-    max_requeues: int | None = None
-    retries: int | None = None
-    stuck_after: float | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -41,7 +28,7 @@ class Change:
 
     flags: dict[str, Any] = field(default_factory=dict)
     """Resources by sbatch's long names; None for as before."""
-    again: Again = Again()
+    restart: RestartPolicy = restart_policy.DEFAULT
     new_code: bool = False
     """Whether to take the project's code as it is now, and the calling environment's packages."""
     probes: tuple[dict[str, Any], ...] = ()
@@ -52,7 +39,7 @@ class Change:
         return {name: value for name, value in self.flags.items() if value is not None}
 
     def __bool__(self) -> bool:
-        return self.new_code or bool(self.given or self.again.given)
+        return self.new_code or bool(self.given or self.restart.given)
 
 
 NO_CHANGE = Change()
@@ -74,7 +61,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
         return
     if folder.task is not None:
         raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
-    spec = _with_again(_with_resources(before, change.given), change.again.given)
+    spec = _with_restart(_with_resources(before, change.given), change.restart.given)
     with _new_code(folder, spec, change.probes) if change.new_code else nullcontext(spec) as spec:
         try:
             spec.write(folder)
@@ -84,7 +71,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
             before.write(folder)
             records.update_state(folder, nodes=before.resources.nodes, ranks=before.resources.ranks)
             raise
-    records.record_event(folder, "changed", flags=change.given | change.again.given, new_code=change.new_code)
+    records.record_event(folder, "changed", flags=change.given | change.restart.given, new_code=change.new_code)
 
 
 def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
@@ -99,7 +86,7 @@ def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
     return replace(spec, resources=resources, lead=lead)
 
 
-def _with_again(spec: Spec, given: dict[str, Any]) -> Spec:
+def _with_restart(spec: Spec, given: dict[str, Any]) -> Spec:
     if "signal" in given:
         signal, lead = announcement(given["signal"], spec.resources.time_limit, spec.is_queued)
         given = given | {"signal": signal, "lead": lead}

@@ -16,6 +16,7 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.restart_policy import RestartPolicy
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
@@ -151,7 +152,7 @@ def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
         executor=options.executor,
         cluster=options.cluster,
         name=sweep.study,
-        stuck_after=sweep.stuck_after,
+        restart=RestartPolicy(stuck_after=sweep.stuck_after),
         workers=sweep.workers if sweep.trials is None else min(sweep.workers, sweep.trials),
         probes=_probes(sweep),
         dry_run=options.dry_run,
@@ -231,7 +232,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
     Raises:
         UserError: nothing is left to do, or workers are at work that leave no room for others.
     """
-    for name in change.again.given:
+    for name in change.restart.given:
         raise UserError(f"--{name.replace('_', '-')}: of a sweep its file says it: change that, and call `sweep FILE`")
     with locked(folder.sweep_lock):
         sweep = sweep_file.load(folder.sweep)

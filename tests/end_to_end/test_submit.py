@@ -418,7 +418,7 @@ def test_ctrl_c_stops_following_and_not_the_run(project: Project) -> None:
     _, said = process.communicate(timeout=60)
     (folder,) = project.runs.iterdir()
     assert process.returncode == 130
-    assert "the run goes on" in said
+    assert "the run continues" in said
     assert f"cancel {folder.name}" in said
     assert "Traceback" not in said
     (facts,) = project.json("status")

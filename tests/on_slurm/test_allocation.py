@@ -233,7 +233,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run(hold: Callable[..., Shell], s
     followed = slurm_project.folder / "followed"
     wait_until(lambda: followed.exists() and followed.read_text().endswith("ready\n"))
     assert shell.say("kill -INT -- -$!; wait $!; echo $?") == "130"
-    assert "no longer following; the run goes on" in (slurm_project.folder / "told").read_text()
+    assert "stopped following; the run continues" in (slurm_project.folder / "told").read_text()
     (folder,) = slurm_project.runs.iterdir()
     assert facts(slurm_project, folder)["state"] == "RUNNING"
     assert slurm_project.call("cancel", folder.name).returncode == 0

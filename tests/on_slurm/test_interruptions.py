@@ -245,7 +245,7 @@ def test_a_cancelled_training_goes_on_exactly(project: Project, cluster: Cluster
     assert done.stdout.startswith(f"CANCELLED  {run.name}  in ")
     assert (first["state"], first["reason"], first["attempts"]) == ("CANCELLED", "cancelled", 1)
     assert first["step"] == kept(run)
-    assert "had ended already" in project.call("cancel", run.name).stdout
+    assert "already ended" in project.call("cancel", run.name).stdout
     cluster.until_job(first["job_id"], "CANCELLED")
 
     done = project.call("resume", run.name, "--follow")

@@ -108,11 +108,11 @@ class TestTheControllerIsDown:
         facts = json.loads(shown.stdout)
         assert [one["state"] for one in facts] == ["RUNNING", "RUNNING"]
         assert all(SILENCE in one["reason"] for one in facts)
-        assert shown.stderr == f"mgpu-slurm: {SILENCE}: runs are taken as they were last seen\n"
+        assert shown.stderr == f"mgpu-slurm: {SILENCE}: showing the last known states\n"
         assert slurm_project.call("logs", run.name).stdout == "begin\n"
         assert [process.poll() for process in (submitting, waiting, for_long, following)] == [None] * 4
 
-        told = f"{SILENCE}: runs are taken as they were last seen; asking again"
+        told = f"{SILENCE}: showing the last known states; asking again"
         assert read_until(waiting.stderr, SILENCE) == [f"mgpu-slurm: {told}"]
         assert read_until(for_long.stderr, SILENCE) == [f"mgpu-slurm: {told}"]
         assert read_until(following.stdout, SILENCE) == [f"-- {told}"]
@@ -197,7 +197,7 @@ def test_a_run_of_another_cluster_that_shares_its_files_is_left_alone(
     slurm_project.environ["SLURM_CONF"] = str(elsewhere)
     commands(asked)
     found = slurm_project.json("status")
-    seen = "as it was last seen: its job is on cluster testbed, and this is neighbour"
+    seen = "last known state (its job is on cluster testbed, and this is neighbour)"
     assert sorted((facts["state"], facts["reason"]) for facts in found) == [("PENDING", seen)] * 3 + [("RUNNING", seen)]
     assert {facts["job_id"] for facts in found} >= {job_of(run), job_of(waits), f"{job_of(group)}_1"}
     refused = f"run {run.name} has its job on cluster testbed, and this is neighbour: call this on a login node there"
@@ -377,5 +377,5 @@ def test_another_job_with_the_id_of_a_runs_is_left_alone(slurm_project: Project,
     assert job_of(run) == other
     state, reason = state_of(slurm_project, run)
     assert (state, reason.partition(":")[0]) == ("FAILED", "lost")
-    assert "had ended already" in slurm_project.call("cancel", run.name).stdout
+    assert "already ended" in slurm_project.call("cancel", run.name).stdout
     assert cluster.job(other)["JobState"] == "RUNNING"
