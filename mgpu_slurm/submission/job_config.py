@@ -59,7 +59,7 @@ def complete(
     target = spec.target
     if target.is_command:
         if any(values):
-            raise UserError(f"key=value {next(iter(values[0]))!r}: a command has no config; put it behind --")
+            raise UserError(f"key=value {next(iter(values[0]))!r}: a command has no config; put it after --")
         return Completed({}, None, {})
     if function is not None:
         job = job_function.from_callable(function, target.label)

@@ -115,12 +115,12 @@ BAD = {
     "file that is no module": local("notes", "'notes'", "neither a Python file", "after --", files={"notes": ""}),
     "script that is not there": local("-- python trian.py", "python trian.py", "has no trian.py", "git ignores"),
     "command as one word": Bad((*ASK_ONLY, "--", "python -V"), ("'python -V'", "quotes")),
-    "two targets": local("train other", "'train'", "'other'", "give one"),
+    "two targets": local("train other", "'train'", "'other'", "put it after"),
     "target and command": local("train -- echo", "(train)", "give only one"),
     "no target": local("", "no target", "mgpu_slurm init"),
     "no command after the dashes": local("--", "no target", "mgpu_slurm init"),
     # its config
-    "config as a flag": local("--lr 0.1", "--lr", "name=value"),
+    "config as a flag": local("--lr 0.1", "--lr", "lr=0.1"),
     "unknown key": local("train lrr=1", "'lrr'", "did you mean 'lr'"),
     "unknown nested key": asked("train model.widht=1", "'model.widht'", "did you mean 'width'"),
     "wrong type": asked("train lr=fast", "lr='fast'", "valid number"),
@@ -131,7 +131,7 @@ BAD = {
     "crash in __post_init__": imported("train steps=13", "config of train:train", "train.py:", "KeyError: 'thirteen'"),
     "value that is no YAML": local("train lr=[1", "'lr=[1'", "put it in quotes"),
     "override without a key": local("train =1", "'=1'", "key=value"),
-    "config for a command": local("lr=1 -- echo", "'lr'", "behind --"),
+    "config for a command": local("lr=1 -- echo", "'lr'", "after --"),
     "broken config file": local("train --config broken.yaml", "broken.yaml:3:6", "fix the YAML"),
     "key twice in the config file": local("train --config twice.yaml", "twice.yaml:2:1", "'lr'", "fix the YAML"),
     "list as config file": local("train --config list.yaml", "list.yaml", "expected `key: value` lines"),
@@ -170,7 +170,7 @@ BAD = {
         "submit --executor slurm train", "no sbatch", "--executor local", code=3, environ={"PATH": "/no-such-folder"}
     ),
     "unknown flag": local("train --nodez 2", "--nodez", "--nodes"),
-    "command without its dashes": local("python train.py --lr 0.1", "'--lr'", "a command goes behind --"),
+    "command without its dashes": local("python train.py --lr 0.1", "'--lr'", "a command goes after"),
     "script that is no job": local("script.py", "no 'train'", "-- python script.py", files={"script.py": b"x = 1"}),
     # the folders
     "runs folder below a file": local(

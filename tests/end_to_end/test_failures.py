@@ -273,7 +273,7 @@ def test_who_waited_long_enough_is_told_so_by_an_exit_code_of_its_own(project: P
     folder = project.submit("--", "sleep", "600")
     waited = project.call("wait", folder.name, "--timeout", "0.1")
     assert waited.returncode == 124
-    assert waited.stderr == f"mgpu-slurm: --timeout 0.1: still alive: {folder.name}: wait longer, or cancel\n"
+    assert waited.stderr == f"mgpu-slurm: timed out after 0.1 s; still running: {folder.name}\n"
     project.call("cancel", folder.name)
 
 
