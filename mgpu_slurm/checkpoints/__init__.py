@@ -1,1 +1,1 @@
-"""Checkpoints: written while the training goes on, whole or not at all, read by as many ranks as there are."""
+"""Checkpoints: written during training, complete or not at all, and readable by any number of ranks."""

@@ -1,8 +1,8 @@
-"""Checkpoints as folders: one that has its final name is whole, and on the disk.
+"""Checkpoints as folders: a folder with its final name is complete and on disk.
 
-Into a hidden folder each rank writes two files: its tensors, and after them a record of all else, with the checksums of
-both. When the records of all ranks are there nothing is missing, and the folder gets its final name; whoever comes
-later can do that too, where the one who should was killed. Older checkpoints go only after that.
+Each rank writes two files into a hidden folder: its tensors, then a record of everything else, with the checksums of
+both. Once the records of all ranks exist, nothing is missing, and the folder gets its final name. If the process that
+should rename it was killed, a later one can do so. Older checkpoints are deleted only after that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _RECORD = re.compile(r"rank-(\d{5,})\.json")
 
 
 def hidden(run: RunFolder, step: int, attempt: int, save: int) -> Path:
-    """Where an attempt writes its save of this number: one of the same step may still be on its way to its name."""
+    """Return the hidden folder for one save of an attempt.
+
+    It depends on the number of the save because another save of the same step may not be published yet.
+    """
     final = run.checkpoint(step)
     return final.with_name(f".{final.name}.of-{attempt}-{save}")
 
@@ -46,14 +49,14 @@ def write_part(
     parts: Mapping[str, Part],
     came_on: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes what a rank keeps, its record last.
+    """Write a rank's part of a checkpoint, its record last.
 
     Args:
-        state: what JSON can hold of it.
-        came_on: is called now and then.
+        state: the part of the state that JSON can hold.
+        came_on: called after each piece.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = folder / f"{_name(rank)}{SUFFIX}"
@@ -73,14 +76,14 @@ def _checksum(body: Mapping[str, Any]) -> int:
 
 
 def ranks(folder: Path) -> list[int]:
-    """Those whose records are there."""
-    # a listing: of a single name a network file system may say for a while that it is not there
+    """Return the ranks whose records exist."""
+    # a listing, because a network file system may report a single name as missing for a while
     entries = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(match[1]) for entry in entries if (match := _RECORD.fullmatch(entry)))
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the records of all ranks are there."""
+    """Return whether the records of all ranks exist."""
     found = ranks(folder)
     try:
         return bool(found) and len(found) == record(folder, found[0])["world_size"]
@@ -89,12 +92,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def record(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank has kept but for its tensors.
+    """Return a rank's record: all that it saved except its tensors.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it is not what was written.
-        MgpuError: another version has written it.
+        OSError: the record cannot be read.
+        ValueError: the record is damaged.
+        MgpuError: the record has another version's format.
     """
     body: Any = json.loads((folder / f"{_name(rank)}.json").read_text())
     if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
@@ -105,7 +108,7 @@ def record(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def problem(folder: Path, some: Iterable[int]) -> str | None:
-    """What is wrong with the files of some ranks; None if they are what was written."""
+    """Return what is wrong with the files of some ranks, or None if they are intact."""
     for rank in some:
         try:
             known = record(folder, rank)["tensors"]
@@ -117,7 +120,7 @@ def problem(folder: Path, some: Iterable[int]) -> str | None:
 
 
 def publish(folder: Path) -> Path:
-    """Give a hidden folder that is whole its final name, and return that."""
+    """Give a complete hidden folder its final name, and return that path."""
     match = _HIDDEN.fullmatch(folder.name)
     assert match is not None, folder
     final = _final(folder, int(match[1]))
@@ -132,8 +135,11 @@ def publish(folder: Path) -> Path:
 
 
 def _final(folder: Path, step: int) -> Path:
-    """Return the name for a checkpoint of this step: that of the newest one of the step if both are of the same place
-    in the run, else a new one, so that the older is kept."""
+    """Return the final path for a checkpoint of this step.
+
+    If the newest checkpoint of the step is of the same place in the run, the path is the same. Else it is a new one, so
+    that the older checkpoint is kept.
+    """
     run = RunFolder(folder.parents[1])
     keys = [key for path in complete(run) if (key := key_of(path)) is not None and key.step == step]
     if not keys:
@@ -143,7 +149,7 @@ def _final(folder: Path, step: int) -> Path:
 
 
 def _place(folder: Path) -> Any:
-    """Return where in the run a checkpoint was written; None if it does not tell."""
+    """Return the place in the run at which a checkpoint was written, or None if it is unknown."""
     try:
         return record(folder, 0)["shared"]["facts"]["place"]
     except (OSError, ValueError, KeyError, MgpuError):
@@ -151,12 +157,12 @@ def _place(folder: Path) -> Any:
 
 
 def any_whole(run: RunFolder) -> bool:
-    """Whether there is one to go on from, with its name or still without."""
+    """Return whether there is a complete checkpoint to resume from, published or not."""
     return bool(complete(run) or _left_whole(run))
 
 
 def publish_left(run: RunFolder) -> None:
-    """Publishes what an attempt that is over has left whole, and clears the rest away."""
+    """Publish the complete checkpoints that an ended attempt has left unpublished, and delete the incomplete ones."""
     for path in _left_whole(run):
         publish(path)
     for path in below(run):
@@ -165,13 +171,13 @@ def publish_left(run: RunFolder) -> None:
 
 
 def _left_whole(run: RunFolder) -> list[Path]:
-    """Those without their name that lack nothing, the oldest first."""
+    """Return the complete folders that are not published yet, oldest first."""
     found = [path for path in below(run) if _HIDDEN.fullmatch(path.name) and is_whole(path)]
     return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
 def set_aside(folder: Path) -> Path:
-    """Takes a damaged checkpoint away from those that are read; what is left of it stays."""
+    """Rename a damaged checkpoint so that it is not read again; its files are kept."""
     aside = folder.with_name(f"{DAMAGED}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(folder, aside)
@@ -179,7 +185,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def point_to_best(run: RunFolder, best: Key | None) -> None:
-    """Has the link `best` name this checkpoint; None for no link."""
+    """Point the link `best` to a checkpoint; None removes the link."""
     link = run.checkpoints / BEST
     if best is None:
         link.unlink(missing_ok=True)
@@ -191,10 +197,11 @@ def point_to_best(run: RunFolder, best: Key | None) -> None:
 
 
 def trim(run: RunFolder, keep: int, also: Key | None = None) -> None:
-    """Deletes all but the newest ones.
+    """Delete all checkpoints except the newest ones.
 
     Args:
-        also: one that stays too.
+        keep: number of newest checkpoints to keep.
+        also: a checkpoint to keep as well.
     """
     for path in complete(run)[:-keep]:
         if key_of(path) != also:

@@ -1,4 +1,4 @@
-"""What a rank keeps of tensors, copied into main memory that is used again: training goes on while it is written."""
+"""Copies of a rank's tensors in reusable main memory, so that training continues while they are written."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mgpu_slurm.core.errors import UserError
 
 
 class HostCopies:
-    """Copies of one state after the other, each in the memory of the one before."""
+    """Copies of successive states, each in the memory of the previous one."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, tensors: Mapping[str, torch.Tensor], is_main: bool) -> dict[str, Part]:
-        """Copies what this rank has to keep: its own parts of tensors that are spread over ranks, and on the first
-        rank those that all ranks have.
+        """Copy the tensors that this rank has to save.
 
-        What came out of the call before is not valid any more.
+        These are its own parts of spread tensors and, if `is_main`, the tensors that all ranks have in common.
+        The result of the previous call becomes invalid.
         """
         kept = {name: own for name, tensor in tensors.items() if (own := _own(tensor, is_main)) is not None}
         copies = {name: self._buffer(name, local) for name, (local, _) in kept.items()}
@@ -41,7 +41,7 @@ class HostCopies:
 
 
 def _own(tensor: Any, is_main: bool) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """What this rank keeps of a tensor, and where that begins in the whole; None where others keep it."""
+    """Return this rank's part of a tensor and its offsets in the whole, or None if other ranks save it."""
     if not is_spread(tensor):
         return (tensor, (0,) * tensor.dim()) if is_main else None
     place = tensor.device_mesh.get_coordinate()
@@ -49,14 +49,15 @@ def _own(tensor: Any, is_main: bool) -> tuple[torch.Tensor, tuple[int, ...]] | N
         return None
     (chunk,) = tensor.__create_chunk_list__()
     local = tensor.to_local()
-    # there may be more ranks than rows
+    # a rank has no rows if there are more ranks than rows
     return (local, tuple(chunk.offsets)) if local.numel() or not tensor.numel() else None
 
 
 def refuse_unwritable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """
+    """Refuse tensors that a file cannot hold.
+
     Raises:
-        UserError: names a tensor of a kind that files cannot hold.
+        UserError: a tensor is of such a kind; the message names it.
     """
     for name, tensor in tensors.items():
         kind = _unwritable_kind(tensor)

@@ -1,4 +1,4 @@
-"""What a run asks of its checkpoints: when one is written, how many stay, and which is the best."""
+"""A run's checkpoint settings: when to save, how many checkpoints to keep, and which one is the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIRECTIONS = ("minimize", "maximize")
 
 @dataclass(frozen=True)
 class Plan:
-    """When a run saves but for the ends of its epochs, and what stays; see `Run.checkpoints`."""
+    """When a run saves in addition to the ends of epochs, and which checkpoints it keeps; see `Run.checkpoints`."""
 
     every_steps: int | None = None
     every_minutes: float | None = 10.0
@@ -24,9 +24,10 @@ class Plan:
     direction: str | None = None
 
     def check(self) -> None:
-        """
+        """Check the values.
+
         Raises:
-            UserError: names what is none.
+            UserError: a value is invalid; the message names it.
         """
         if self.every_steps is not None and not _is_whole_number(self.every_steps):
             raise UserError(f"run.checkpoints(every_steps={self.every_steps!r}): expected 1, 2, ... or None")
@@ -41,7 +42,7 @@ class Plan:
             )
 
     def best_of(self, known: Best | None) -> Best | None:
-        """The best that is known, where it is that of the metric which counts."""
+        """Return the known best if it is for this plan's metric and direction, else None."""
         if known is None or (known.metric, known.direction) != (self.best, self.direction):
             return None
         return known
@@ -53,14 +54,14 @@ def _is_whole_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Best:
-    """A report that no other was as good as, and whose checkpoint has its name, or gets it next."""
+    """The best report so far whose checkpoint has been or is being written."""
 
     metric: str
     direction: str
     value: float
     step: int
     number: int | None = None
-    """Which of the checkpoints of that step it is; None while that has no name yet."""
+    """Number of the checkpoint among those of its step; None until the checkpoint has its name."""
 
     @property
     def key(self) -> Key:
@@ -68,11 +69,11 @@ class Best:
 
 
 def best_in(facts: Mapping[str, Any], key: Key) -> Best | None:
-    """Return which checkpoint was the best when this one was written.
+    """Return the best checkpoint at the time when a checkpoint was written.
 
     Args:
-        facts: of this one.
-        key: its own.
+        facts: facts of the checkpoint.
+        key: key of the checkpoint.
     """
     if facts["best"] is None:
         return None
@@ -82,23 +83,23 @@ def best_in(facts: Mapping[str, Any], key: Key) -> Best | None:
 
 
 class BestReports:
-    """Keeps count, on rank 0, of the best report that has a checkpoint."""
+    """Tracker of the best report that has a checkpoint; on rank 0."""
 
     def __init__(self) -> None:
         self._kept: Best | None = None
-        """Of the checkpoints that have their name."""
+        """The best of the published checkpoints."""
         self._next: Best | None = None
-        """Once the save on its way has its name too."""
+        """The best once the save in progress is published too."""
         self._heard: Best | None = None
-        """A report that is better, until it is saved."""
+        """A better report that is not saved yet."""
         self._has_missed = False
 
     def restored(self, best: Best | None) -> None:
-        """Continue from the best that a checkpoint names; None if that does not exist any more."""
+        """Continue from the best that a checkpoint names; None if that no longer exists."""
         self._kept = self._next = best
 
     def hear(self, plan: Plan, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether a checkpoint of this step would be the best."""
+        """Note a report; return whether a checkpoint of its step would be the best."""
         if plan.best is None or plan.direction is None:
             return False
         if plan.best not in metrics:
@@ -121,7 +122,7 @@ class BestReports:
             )
 
     def begin(self, plan: Plan, step: int) -> dict[str, Any]:
-        """What a checkpoint of this step says of the best: it counts once `published`."""
+        """Return the entries about the best for a checkpoint of this step; they take effect with `published`."""
         self._next = plan.best_of(self._kept)
         if self._heard is not None and self._heard.step == step:
             self._next = self._heard
@@ -129,14 +130,14 @@ class BestReports:
         if self._next is None:
             return {"best": None}
         best = asdict(self._next)
-        # version 0.1 reads the rest, and nothing more
+        # version 0.1 reads `best` and accepts no other keys in it
         return {"best_number": best.pop("number"), "best": best}
 
     def published(self, key: Key) -> Key | None:
-        """Return the best checkpoint, now that the one on its way has its name.
+        """Return the best checkpoint after the one in progress was published.
 
         Args:
-            key: that name.
+            key: key of the published checkpoint.
         """
         if self._next is not None and self._next.number is None:
             self._next = replace(self._next, number=key.number)

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, read as they are wanted: whole, or the part of a rank, whichever ranks wrote them."""
+"""Tensors of a checkpoint, read on demand: whole, or a rank's part, independent of which ranks wrote them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class _Stored:
 
 
 class OfRank(Mapping[str, torch.Tensor]):
-    """Tensors as one rank had them: its own, and of what it did not keep for itself the others'."""
+    """The tensors that one rank had: those it saved separately, and the shared ones for all other names."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:
         """
         Args:
-            prefix: begins the names of its own.
+            prefix: prefix of the names of the tensors that the rank saved separately.
         """
         self._tensors = tensors
         self._prefix = prefix
@@ -46,17 +46,17 @@ class OfRank(Mapping[str, torch.Tensor]):
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """Tensors by their names: on the CPU and whole, or spread over this run's ranks like a tensor of that name."""
+    """Tensors by name: whole on the CPU, or spread over this run's ranks like the run's tensor of that name."""
 
     def __init__(self, files: Sequence[Path], like: Mapping[str, torch.Tensor]) -> None:
         """
         Args:
-            like: tensors of the run that goes on.
+            like: tensors of the run that resumes.
         """
         self._like = like
         self._parts: dict[str, list[_Stored]] = {}
         for path in files:
-            # its methods have no types
+            # safe_open's methods have no type hints
             file: Any = safe_open(path, framework="pt")
             offsets = loads(file.metadata()["DCP_SHARDING_INFO"])
             for name in file.keys():  # noqa: SIM118
@@ -81,14 +81,14 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         (chunk,) = like.__create_chunk_list__()
         if local.numel():
             local.copy_(self._region(name, tuple(chunk.offsets), tuple(chunk.sizes)))
-        # of the same kind, without loading what DTensors need
+        # a tensor of the same type, without importing DTensor's modules
         spread: torch.Tensor = type(like).from_local(
             local.to(like.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
         )
         return spread
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole."""
+        """Return the shape of the whole tensor."""
         ends = [
             [start + size for start, size in zip(part.offsets, part.shape, strict=True)] for part in self._parts[name]
         ]
@@ -98,7 +98,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         parts = self._parts[name]
         if len(parts) == 1 and (parts[0].offsets, parts[0].shape) == (start, shape):
             stored: torch.Tensor = parts[0].file.get_tensor(name)
-            # what is mapped from a file keeps its space on the disk after it was deleted
+            # a mapped file keeps its disk space even after it was deleted
             return stored.clone()
         region: torch.Tensor | None = None
         for part in parts:

@@ -1,8 +1,8 @@
-"""When checkpoints are written, and how: beside the training, which waits for a copy in main memory only.
+"""Asynchronous saving of checkpoints: training waits only for a copy in main memory.
 
-All ranks begin a save at the same boundary. Each copies what it keeps, and a thread writes that while the training goes
-on; once all have written, that of rank 0 gives the checkpoint its name. What a rank cannot write costs that checkpoint
-and no more.
+All ranks begin a save at the same boundary. Each copies its state, and a thread writes the copy while training
+continues. Once all ranks have written, the thread of rank 0 gives the checkpoint its name. If a rank cannot write, only
+that checkpoint is lost.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.rank.save_barrier import SaveBarrier
 
 CLOSE_SECONDS = 60.0
-"""For which a rank that ends still writes: its checkpoint is whole if all of them come to their end."""
+"""Seconds for which a rank that exits continues to write; the checkpoint is complete if all ranks finish in time."""
 
 HOLD_SECONDS = 1.0
-"""For which a copy before an evaluation waits for a checkpoint that is being written."""
+"""Seconds for which a copy before an evaluation waits for a checkpoint that is being written."""
 
 LOOK_PAUSE = 0.02
-"""Seconds between two looks whether all have written."""
+"""Seconds between two checks whether all ranks have written."""
 
 
 class Saver:
@@ -42,7 +42,7 @@ class Saver:
         """
         Args:
             any_rank: returns on every rank whether something is true of any rank, given whether it is true of this one.
-            alive: is called now and then while this rank's part of a checkpoint is waited for, as long as it comes on.
+            alive: called now and then during the wait for this rank's part of a checkpoint, if that makes progress.
         """
         self.plan = Plan()
         self._best = BestReports()
@@ -55,13 +55,13 @@ class Saver:
         self._begun_at = time.monotonic()
         self._last_step = 0
         self._facts: Mapping[str, Any] | None = None
-        """Of the save that was begun last, until it was waited for; the same on all ranks."""
+        """Facts of the newest save, until it was waited for; the same on all ranks."""
         self._held: Mapping[str, Any] | None = None
-        """Of the place before an evaluation, while that goes on; the same on all ranks."""
+        """Facts of the place before an evaluation, while that runs; the same on all ranks."""
         self._kept_step: int | None = None
-        """Of the newest checkpoint, unless that was lost; the same on all ranks."""
+        """Step of the newest checkpoint, unless that was lost; the same on all ranks."""
         self._has_lost = False
-        """Its part of the save that was begun last."""
+        """Whether this rank could not write its part of the newest save."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up_at = math.inf
@@ -73,48 +73,48 @@ class Saver:
         self._last_step = self._kept_step = facts["step"]
         self._begun_at = time.monotonic()
         best = best_in(facts, key)
-        # it was deleted for one that is better, and that has been set aside since
+        # the best may have been deleted for a better one that has been set aside since
         self._best.restored(best if best is not None and self._keeper.has(best.key) else None)
 
     def is_due_at(self, step: int) -> bool:
-        """Whether a checkpoint of this step is wanted; the same on all ranks."""
+        """Return whether a checkpoint of this step is wanted; the same on all ranks."""
         every = self.plan.every_steps
-        # there may be no boundary at the very step
+        # there may be no boundary at exactly that step
         return every is not None and step // every > self._last_step // every
 
     def is_due_now(self) -> bool:
-        """Whether this rank wishes one at the next boundary, for the time that has gone since the last."""
+        """Return whether this rank requests a save at the next boundary, given the time since the last one."""
         if self._rank != 0 or self.plan.every_minutes is None or self._is_writing:
             return False
         return time.monotonic() >= self._begun_at + 60 * self.plan.every_minutes
 
     def hear_report(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """On rank 0: whether a checkpoint of this step would be the best, and is wanted."""
+        """Note a report; return whether a checkpoint of its step would be the best one and is wanted; on rank 0."""
         return self._best.hear(self.plan, step, metrics)
 
-    # -- saving; every rank makes these calls, in step
+    # -- saving; all ranks make these calls, in the same order
 
     def save(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Begins a checkpoint, unless that of the same place is on its way already.
+        """Begin a checkpoint, unless one of the same place is already being written.
 
         Args:
-            facts: where the run stands, the same on all ranks.
-            own: what this rank keeps for itself.
+            facts: the position of the run, the same on all ranks.
+            own: state of this rank.
 
         Raises:
-            UserError: something cannot be kept.
+            UserError: some state cannot be saved.
         """
         if facts == self._facts:
             return
         self.finish()
-        # all come here before they compare what they hold
+        # all ranks arrive here before they compare their states
         self._any_rank(False)
         self._held = None
         self._keeper.copy({**facts, **self._best.begin(self.plan, facts["step"])}, own)
         self._begin(facts)
 
     def hold(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Copies what a checkpoint of this place would hold, for `save_held`, unless there is one on its way.
+        """Copy the state of this place for `save_held`, unless a checkpoint of it is already being written.
 
         Args:
             facts: see `save`.
@@ -126,21 +126,21 @@ class Saver:
         self._held = facts
 
     def is_writing_other(self, facts: Mapping[str, Any]) -> bool:
-        """Whether this rank's part of a checkpoint of another place is still being written, or on rank 0 anybody's."""
+        """Return whether a checkpoint of another place is still being written: this rank's part, on rank 0 any part."""
         if self._thread is None or facts == self._facts:
             return False
         self._thread.join(HOLD_SECONDS)
         return self._thread.is_alive()
 
     def release(self) -> None:
-        """What was held is of no use any more: the training goes on."""
+        """Drop the held state, because training continues."""
         self._held = None
 
     def save_held(self, step: int) -> bool:
-        """Begins a checkpoint of the place that is held.
+        """Begin a checkpoint of the held state.
 
         Returns:
-            whether the run can be left: a place is held, or nothing was trained since the last checkpoint.
+            whether the run can exit: a state is held, or no training happened since the last checkpoint.
         """
         if self._held is None:
             self.finish()
@@ -149,7 +149,7 @@ class Saver:
             self._begin(self._held)
         return True
 
-    # -- beside the training
+    # -- in the background
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._begun += 1
@@ -183,10 +183,10 @@ class Saver:
         return True
 
     def _end(self, facts: Mapping[str, Any], number: int) -> None:
-        """On rank 0, once all ranks are done with it."""
+        """Wait until all ranks are done with a save, then publish or discard it; on rank 0."""
         while not self._save_barrier.is_over(number):
             if time.monotonic() >= self._give_up_at:
-                # if it becomes whole all the same, the next attempt gives it its name
+                # if it still becomes complete, the next attempt publishes it
                 return
             time.sleep(LOOK_PAUSE)
         is_lost = self._save_barrier.is_lost(number)
@@ -212,38 +212,39 @@ class Saver:
             print(f"mgpu_slurm: WARNING: the link to the best checkpoint cannot be made: {error}", flush=True)
 
     def finish(self) -> None:
-        """Waits until the checkpoint on its way has its name, or is given up."""
+        """Wait until the checkpoint in progress is published or abandoned."""
         if self._facts is not None:
             assert self._thread is not None
             self._keeper.wait_for_write(self._alive)
-            # what others take is for them to say
+            # the other ranks report their own progress
             self._thread.join()
             self.check()
-            # nobody goes on before it
+            # no rank continues before this
             if self._any_rank(self._has_lost):
                 self._kept_step = None
             self._facts = None
 
     def check(self) -> None:
-        """
+        """Raise the error of the background thread, if it failed.
+
         Raises:
-            MgpuError: the run goes on elsewhere.
-            Exception: whatever else went wrong beside the training.
+            MgpuError: a later attempt has replaced this one.
+            Exception: any other error of the thread.
         """
         if self._error is not None:
             raise self._error
 
     def close(self, waits: bool) -> None:
-        """Lets this rank's part come to its end; where another rank's does not, the next attempt finds what is whole.
+        """Finish this rank's part; if another rank does not finish, the next attempt finds the complete checkpoints.
 
         Args:
-            waits: on rank 0: for the others, who come to their end too.
+            waits: on rank 0: whether to wait for the other ranks, which are finishing too.
         """
         self._give_up_at = time.monotonic() + (CLOSE_SECONDS if waits else 0)
         self.await_write()
 
     def await_write(self) -> None:
-        """Wait for this rank's part of a checkpoint that is on its way, for `CLOSE_SECONDS` at most."""
+        """Wait for this rank's part of a checkpoint in progress, for at most `CLOSE_SECONDS`."""
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 

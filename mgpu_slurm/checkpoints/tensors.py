@@ -1,4 +1,4 @@
-"""Tell how a tensor is stored: spread over ranks, and at which place in memory."""
+"""Determine how a tensor is stored: whether it is spread over ranks, and its address in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, told without loading what those need."""
+    """Return whether a tensor is a DTensor, without importing DTensor's modules."""
     return hasattr(tensor, "__create_chunk_list__")
 
 
@@ -24,7 +24,7 @@ def has_memory(part: torch.Tensor) -> bool:
 
 
 def place_of(part: Any) -> int:
-    """Return a number that is the same for a tensor and its views, and for an array and tensors that are made of it."""
+    """Return a number that is the same for a tensor and its views, and for an array and tensors made from it."""
     if isinstance(part, np.ndarray):
         return part.ctypes.data
     if isinstance(part, torch.Tensor) and has_memory(part):

@@ -1,4 +1,4 @@
-"""What a rank keeps of a run in checkpoints, and how a run goes on from it."""
+"""The state that a rank saves in checkpoints, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks whether a write comes on."""
+"""Seconds between two looks at the progress of a write."""
 
 _PIECE = 1 << 24
-"""Bytes that are taken from a device at once."""
+"""Bytes copied from a device at once."""
 
 
 class Keeper:
@@ -40,10 +40,10 @@ class Keeper:
     ) -> None:
         """
         Args:
-            wrapped: belongs to rank 0 in checkpoints; ranks may differ in anything else.
+            wrapped: modules whose state is saved by rank 0 only; ranks may differ in anything else.
         """
         self.objects: dict[str, Any] = {}
-        """With `state_dict` and `load_state_dict`, by the names that their user gave them."""
+        """Objects with `state_dict` and `load_state_dict`, by the names that the user gave them."""
         self._run = run
         self._rank = facts.rank
         self._world_size = facts.world_size
@@ -53,14 +53,15 @@ class Keeper:
         self._saves = 0
         self._is_written = threading.Event()
         self._pieces = 0
-        """Written so far."""
+        """Number of pieces written so far."""
         self._shared_copies = HostCopies()
         self._own_copies = HostCopies()
 
     def add(self, name: str, value: Any) -> None:
-        """
+        """Add an object to the checkpoints.
+
         Raises:
-            UserError: it cannot be kept.
+            UserError: its state cannot be saved.
         """
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise UserError(f"run.restore({name}=...): a {type(value).__name__} has no state_dict and load_state_dict")
@@ -71,7 +72,7 @@ class Keeper:
             raise UserError(f"run.restore({name}=...): {error}") from None
 
     def check_names(self) -> None:
-        """Make sure that all ranks keep the same objects.
+        """Check that all ranks save the same objects.
 
         Raises:
             UserError: they do not.
@@ -104,17 +105,17 @@ class Keeper:
         found = self._collectives.differ(numbers)
         return [name for at, name in enumerate(states) if any(found[2 * at : 2 * at + 2])]
 
-    # -- writing; every rank makes these calls, in step
+    # -- writing; all ranks make these calls, in the same order
 
     def copy(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Takes down how the run stands now.
+        """Copy the current state of the run.
 
         Args:
-            facts: the same on all ranks.
-            own: of this rank.
+            facts: state that is the same on all ranks.
+            own: state of this rank.
 
         Raises:
-            UserError: an object keeps what a checkpoint cannot hold.
+            UserError: an object's state contains something that a checkpoint cannot hold.
         """
         states = self._states()
         differing = self._differing(states)
@@ -134,7 +135,7 @@ class Keeper:
         self._is_written.clear()
 
     def write(self, step: int) -> None:
-        """Writes this rank's part of what was copied.
+        """Write this rank's part of the copied state.
 
         Raises:
             OSError: it cannot be written.
@@ -149,10 +150,10 @@ class Keeper:
         self._pieces += 1
 
     def wait_for_write(self, alive: Callable[[], None]) -> None:
-        """Until another thread has come to the end of `write`.
+        """Wait until another thread has finished `write`.
 
         Args:
-            alive: is called as long as that comes on.
+            alive: called while that makes progress.
         """
         seen = self._pieces
         while not self._is_written.wait(LOOK_EVERY):
@@ -161,28 +162,28 @@ class Keeper:
                 alive()
 
     def publish(self, step: int) -> checkpoint_names.Key:
-        """On rank 0, when all have written; return under which name it is kept.
+        """Give the checkpoint its final name and return its key; on rank 0, after all ranks have written.
 
         Raises:
-            OSError: it has not got its name.
-            MgpuError: the run goes on elsewhere.
+            OSError: it could not be renamed.
+            MgpuError: a later attempt has replaced this one.
         """
         if records.attempts_started(self._run) > self._attempt:
-            # as on a node that was given up and lives
+            # for example on a node that was considered lost but is still running
             raise MgpuError(f"attempt {self._attempt} of this run was superseded by a later one and exits")
         key = checkpoint_names.key_of(folders.publish(self._hidden(step)))
         assert key is not None
         return key
 
     def tidy(self, keep: int, best: checkpoint_names.Key | None) -> None:
-        """On rank 0: deletes what is not to stay, and has the link `best` name the best one.
+        """Delete old checkpoints and point the link `best` to the best one; on rank 0.
 
         Args:
-            keep: how many stay.
-            best: stays too.
+            keep: number of newest checkpoints to keep.
+            best: checkpoint to keep as well.
 
         Raises:
-            OSError: the link cannot be made.
+            OSError: the link cannot be created.
         """
         folders.trim(self._run, keep, also=best)
         folders.point_to_best(self._run, best)
@@ -191,7 +192,7 @@ class Keeper:
         return self._run.checkpoint(*key).is_dir()
 
     def discard(self, step: int) -> None:
-        """On rank 0, when all are done and one has failed: where the disk is full its space is wanted."""
+        """Delete a failed checkpoint to free its disk space; on rank 0, after all ranks are done."""
         shutil.rmtree(self._hidden(step), ignore_errors=True)
 
     def _hidden(self, step: int) -> Path:
@@ -200,13 +201,13 @@ class Keeper:
     # -- reading
 
     def newest(self) -> tuple[checkpoint_names.Key, int]:
-        """On rank 0: the newest checkpoint, and how many there are."""
+        """Return the newest checkpoint and the number of checkpoints; on rank 0."""
         folders.publish_left(self._run)
         found = checkpoint_names.complete(self._run)
         return (checkpoint_names.key_of(found[-1]) if found else None) or checkpoint_names.Key(0), len(found)
 
     def problem(self, key: checkpoint_names.Key) -> str | None:
-        """What is wrong with this rank's share of a checkpoint's files; None if they are what was written."""
+        """Return what is wrong with this rank's share of a checkpoint's files, or None if they are intact."""
         path = self._run.checkpoint(*key)
         if not folders.is_whole(path):
             return "the record of a rank is damaged or not there"
@@ -216,14 +217,16 @@ class Keeper:
         folders.set_aside(self._run.checkpoint(*key))
 
     def load(self, key: checkpoint_names.Key, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Loads the objects, and returns the facts, and what this rank kept, where it existed, and after it those that
-        exist no more: of each of them one rank hears.
+        """Load the objects; return the facts and the per-rank states assigned to this rank.
+
+        The first of these states is this rank's, if the checkpoint has one. The states of ranks that no longer exist
+        are distributed over the current ranks, each to one of them.
 
         Args:
-            names: of all that is to be restored; the facts have those that are no objects.
+            names: everything to restore; names that are not objects are in the facts.
 
         Raises:
-            UserError: the checkpoint lacks one, or has several of it for another number of ranks.
+            UserError: the checkpoint lacks one of them, or has one per rank for a different number of ranks.
         """
         path = self._run.checkpoint(*key)
         first = folders.record(path, 0)
@@ -250,13 +253,13 @@ class Keeper:
         return shared["facts"], [codec.joined(folders.record(path, rank)["own"], tensors) for rank in heard_of]
 
     def _own_objects(self, path: Path, first: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states of the objects of which this rank had its own.
+        """Return the states of the objects that this rank saved separately.
 
         Args:
             first: the record of rank 0.
 
         Raises:
-            UserError: it had one of another number of ranks.
+            UserError: they were saved by a different number of ranks.
         """
         differing = [name for name in first["shared"].get("differing", []) if name in self.objects]
         if differing and first["world_size"] != self._world_size:
@@ -270,15 +273,15 @@ class Keeper:
 
 @dataclass(frozen=True)
 class _State:
-    """How an object stands."""
+    """The current state of an object."""
 
     plain: Any
-    """What JSON can hold of it."""
+    """The part that JSON can hold."""
     tensors: Mapping[str, torch.Tensor]
     own: Mapping[str, torch.Tensor]
-    """Those of the tensors that may be different on each rank."""
+    """The tensors that may differ between ranks."""
     is_rank_0s: bool
-    """Whether it all counts as rank 0 has it."""
+    """Whether rank 0's state counts for all ranks."""
 
     @property
     def digest(self) -> tuple[int, int]:
@@ -286,13 +289,15 @@ class _State:
 
 
 def _prefix(rank: int) -> str:
-    """Return how the names of tensors begin that a rank keeps of its own objects."""
+    """Return the prefix of the names of the tensors that a rank saves for its own objects."""
     return f"rank-{rank}.objects."
 
 
 def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer make what it keeps where that is spread over ranks like its parameters, which stay as they are:
-    it has to be known how, before parts are read."""
+    """Make an optimizer create its state if that is spread over ranks like its parameters, without changing these.
+
+    The layout has to be known before parts of the state are read.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if optimizer.state or not any(map(is_spread, parameters)):
         return
@@ -308,11 +313,11 @@ def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def digest(plain: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """Return a digest of a state as two integers of 64 bits; equal states have equal ones.
+    """Return a digest of a state as two 64-bit integers; equal states have equal digests.
 
     Args:
-        plain: what JSON can hold of the state.
-        tensors: by their names, not spread over ranks.
+        plain: the part of the state that JSON can hold.
+        tensors: tensors by name, not spread over ranks.
     """
     summed = hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tensors):

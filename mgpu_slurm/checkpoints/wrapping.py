@@ -1,7 +1,7 @@
-"""What `run.wrap` returned, whose state is rank 0's on all ranks, and names of a state that do not depend on wrapping.
+"""The modules that `run.wrap` returned, whose state is rank 0's on all ranks, and state names independent of wrapping.
 
-DistributedDataParallel and `torch.compile` put what they wrap below a name of their own. They are told by their
-classes, since a user's attribute may have the same name.
+DistributedDataParallel and `torch.compile` add a prefix to the names of the module they wrap. They are recognized by
+their classes, because a user's attribute may have the same name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from mgpu_slurm.checkpoints.tensors import is_sharded, is_spread, place_of
 
 _OF_VERSION_0_1 = ("module", "_orig_mod")
-"""Parts of the names in its checkpoints that may come from wrapping."""
+"""Parts of names in checkpoints of version 0.1 that may come from wrapping."""
 
 
 class Wrapped:
@@ -35,9 +35,9 @@ class Wrapped:
         self._modules.append(module)
 
     def reaches(self, value: Any) -> Callable[[str], bool]:
-        """Return a function that tells which names in the state of an object belong to wrapped modules.
+        """Return a function that reports whether a name in the state of an object belongs to a wrapped module.
 
-        An optimizer belongs to them if all of its parameters do, and a moving average if it is one of such a module.
+        An optimizer belongs to wrapped modules if all of its parameters do, a moving average if it averages one.
         """
         tensors = {id(each) for module in self._modules for each in (*module.parameters(), *module.buffers())}
         if isinstance(value, torch.optim.Optimizer):
@@ -47,10 +47,10 @@ class Wrapped:
         if not isinstance(value, nn.Module):
             return lambda name: False
         if is_sharded(value):
-            # one model that is sharded over the ranks
+            # a single model, sharded over the ranks
             return lambda name: True
 
-        # looked for once, and not at each name
+        # computed once, not for each name
         inside = [part for module in self._modules for part in module.modules()]
         inside += [part for part in value.modules() if isinstance(part, DistributedDataParallel)]
         inside += [part for part in value.modules() if isinstance(part, AveragedModel) and self._averages(part)]
@@ -61,13 +61,13 @@ class Wrapped:
         return lambda name: any(id(part) in belonging for part in _along(value, name))
 
     def holds(self) -> Callable[[torch.Tensor], bool]:
-        """Return a function that tells whether a tensor is one of wrapped modules, whoever has it in its state."""
+        """Return a function that reports whether a tensor belongs to a wrapped module, in whichever state it occurs."""
         held = (each for module in self._modules for each in (*module.parameters(), *module.buffers()))
         places = {place_of(each) for each in held if not is_spread(each)}
         return lambda tensor: place_of(tensor) in places
 
     def _averages(self, average: AveragedModel) -> bool:
-        """Whether it is a moving average of a wrapped module: a copy of one, so it has the same class and shapes."""
+        """Return whether it is a moving average of a wrapped module, judged by the same class and shapes."""
         return any(_form(average.module) == _form(module) for module in self._modules)
 
 
@@ -78,16 +78,16 @@ def _form(module: nn.Module) -> tuple[type, list[torch.Size]]:
 
 
 def _wraps(module: Any) -> str | None:
-    """Return below which name a wrapper holds its module; None for any other module."""
+    """Return the name under which a wrapper holds its module, or None for any other module."""
     if isinstance(module, DistributedDataParallel):
         return "module"
-    # there are none before torch has imported this, which takes long
+    # before torch has imported this (a slow import), no compiled modules exist
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
 
 
 def _along(module: nn.Module, name: str) -> Iterator[Any]:
-    """Yield the modules on the way to a name of a state, beginning with the root, and the tensor at its end."""
+    """Yield the modules on the path to a name in a state, from the root, and the tensor at its end."""
     current: Any = module
     for part in name.split("."):
         yield current
@@ -103,23 +103,23 @@ def _along(module: nn.Module, name: str) -> Iterator[Any]:
 
 
 def _canonical_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name without the parts that come from wrapping for each name in a module's state."""
+    """Map each name in a module's state to the name without the parts that come from wrapping."""
     modules = module.named_modules(remove_duplicate=False)
     wrapped = {f"{path}.{child}".lstrip(".") for path, each in modules if (child := _wraps(each)) is not None}
     names = {name: _without(wrapped, name) if wrapped else name for name in state}
-    # two of one name would lose one: with wrappers that hold tensors of their own
+    # wrappers with their own tensors may cause duplicate names, of which one would be lost
     return names if len(set(names.values())) == len(names) else {name: name for name in state}
 
 
 def _without(wrapped: Container[str], name: str) -> str:
-    """Return a name without the last part of each of its beginnings that is the name of a wrapped module."""
+    """Return a name without the last part of each of its prefixes that is the name of a wrapped module."""
     parts = name.split(".")
     beginnings = accumulate(parts, "{}.{}".format)
     return ".".join(part for part, beginning in zip(parts, beginnings, strict=True) if beginning not in wrapped)
 
 
 def state_of(value: Any) -> tuple[Any, dict[str, str]]:
-    """Return the state of an object, that of a module by canonical names, and its actual names by these."""
+    """Return the state of an object, and its actual names by canonical name; a module's state has canonical names."""
     state = value.state_dict()
     if not isinstance(value, nn.Module):
         return state, {}
@@ -132,10 +132,10 @@ def _renamed(state: Any, names: Mapping[str, str]) -> Any:
 
 
 def load_state(value: Any, state: Any, is_old: bool) -> None:
-    """Load what `state_of` returned into an object, however it is wrapped now.
+    """Load a state returned by `state_of` into an object, however that is wrapped now.
 
     Args:
-        is_old: whether version 0.1 has written it, which had other names.
+        is_old: whether version 0.1 wrote the state, which used different names.
     """
     if isinstance(value, nn.Module):
         _, actual = state_of(value)
@@ -146,15 +146,15 @@ def load_state(value: Any, state: Any, is_old: bool) -> None:
 
 
 def _from_version_0_1(actual: Mapping[str, str], state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the module for those in the checkpoint, which depend on how that was wrapped.
+    """Map the names in an old checkpoint, which depend on its wrapping, to the names of the module.
 
     Args:
-        actual: names of the module by canonical ones.
+        actual: the module's names by canonical name.
     """
     if set(state) == set(actual.values()):
         return {}
     if set(state) != set(actual):
-        # how it was wrapped is not known any more: only if every name has exactly one partner
+        # its wrapping is unknown: map the names only if each has exactly one counterpart
         ours, theirs = {_short(name): name for name in actual}, {_short(name): name for name in state}
         if ours.keys() == theirs.keys() and len(ours) == len(actual) and len(theirs) == len(state):
             return {theirs[short]: actual[name] for short, name in ours.items()}

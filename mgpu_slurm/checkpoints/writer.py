@@ -1,9 +1,9 @@
-"""Tensors in safetensors files: written as a stream with its checksum.
+"""Write tensors to safetensors files, as a stream with a checksum.
 
-A file is the length of a header in eight bytes, little-endian; the header, JSON that gives each tensor's type, shape
-and place; then the bytes of all tensors (https://github.com/huggingface/safetensors#format). Of a tensor that is spread
-over ranks each writes its own part; where in the whole a part begins stands in the header as
-torch.distributed.checkpoint writes it, whose HuggingFaceStorageReader reads these files too.
+A file consists of the length of the header in eight bytes, little-endian; the header, which is JSON with each tensor's
+type, shape and position; and the bytes of all tensors (https://github.com/huggingface/safetensors#format). If a tensor
+is spread over ranks, each rank writes its own part. The header contains the offsets of a part in the whole in the
+format of torch.distributed.checkpoint, whose HuggingFaceStorageReader can read these files too.
 """
 
 from __future__ import annotations
@@ -40,26 +40,25 @@ _TYPES = {
 }
 
 _PIECE = 1 << 22
-"""Bytes that are written, and summed up, at once: whoever else wants the interpreter waits for as long."""
+"""Bytes written and checksummed at once; other threads that need the interpreter wait for that long."""
 
 _SYNC_EVERY = 1 << 26
-"""Bytes after which the disk has to have them: all at the end might take it long, and nobody could tell that it comes
-on."""
+"""Bytes between two syncs to disk; a single sync at the end could take long without any sign of progress."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor: all of it, or a part of one that is spread over ranks."""
+    """A rank's part of a tensor: all of it, or its share of a tensor that is spread over ranks."""
 
     values: torch.Tensor
     """On the CPU, contiguous."""
     offsets: tuple[int, ...]
-    """Where it begins in the whole, by dimension."""
+    """Start of the part in the whole tensor, by dimension."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What tells whether a file is as it was written."""
+    """Size and checksum of a file, to verify that it is intact."""
 
     size: int
     """Bytes."""
@@ -72,13 +71,13 @@ def is_writable(dtype: torch.dtype) -> bool:
 
 
 def write(path: Path, parts: Mapping[str, Part], came_on: Callable[[], None] = lambda: None) -> Written:
-    """Writes a new file, and has it on the disk.
+    """Write a new file and sync it to disk.
 
     Args:
-        came_on: is called after each piece.
+        came_on: called after each piece.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     size = checksum = synced = 0
     with open(path, "xb", buffering=0) as file:
@@ -114,7 +113,7 @@ def _header(parts: Mapping[str, Part]) -> bytes:
             "data_offsets": [start, end],
         }
     text = json.dumps(entries).encode()
-    # the bytes of tensors begin at a multiple of eight
+    # pad, so that the tensors' bytes begin at a multiple of eight
     return text + b" " * (-len(text) % 8)
 
 
@@ -124,10 +123,10 @@ def _write_all(descriptor: int, piece: memoryview) -> None:
 
 
 def summed(path: Path) -> Written:
-    """What a file is now.
+    """Return the current size and checksum of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     size = checksum = 0
     with open(path, "rb", buffering=0) as file:

@@ -1,8 +1,9 @@
-"""How ranks agree: whether to stop, whether to save, and that they all make the same call.
+"""Agreement between ranks: whether to stop, whether to save, and that they all make the same call.
 
-Each call that all ranks have to make sends one small message of one form over a gloo group of its own. As all messages
-have the same form, ranks that make different calls still complete each other's message, read that they differ, and say
-which rank called what, where other tools hang until the time-out. Between these calls `step_sync` has them agree.
+Each call that all ranks have to make sends one small message of a fixed format over a separate gloo group. Because the
+format is fixed, ranks that make different calls still complete each other's message. They detect the difference and
+report which rank made which call, instead of hanging until the time-out. Between these calls `step_sync` has the ranks
+agree.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOKS = (1.0, 1.0, 8.0, 50.0)
-"""Seconds for which a rank waits for the others in a call, between looks at where they are."""
+"""Seconds for which a rank waits for the others in a call, between checks where they are."""
 
 _ERRORS = (MgpuError, UserError, NoStudy, ClusterError, RunFailed, TrialPruned)
-"""Raised as themselves on ranks that are told of them."""
+"""Errors that keep their type on the ranks that are told of them."""
 
 _ROW = struct.Struct("<b??qbdd")
-"""What each rank sends in a message: stop, save, failed, the boundaries passed and the call; and two values."""
+"""A rank's row of a message: stop, save, failed, the number of boundaries passed, the call, and two values."""
 
 
 class Collectives:
-    """The message channel of one rank; a world of one needs no messages."""
+    """One rank's channel to the other ranks; a world of one needs no messages."""
 
     def __init__(self, facts: RankInfo, errors: Iterable[type[BaseException]] = ()) -> None:
         """
         Args:
-            errors: Raised as themselves on the ranks that are told of them, besides those of the package; each is made
-                from a message.
+            errors: Errors that keep their type on the ranks that are told of them, in addition to the package's own;
+                each is created from a message.
         """
         self._facts = facts
         self._errors = {error.__name__: error for error in (*_ERRORS, *errors)}
@@ -69,39 +70,44 @@ class Collectives:
         self._save_barriers = 0
         if facts.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
-            # a script may have made the default group
+            # the default group may have been created by a script
             store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
             self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", store)
             self._step_sync = StepSync(facts, self._store)
         self._own_row = bytearray(_ROW.size)
         self._table = bytearray(_ROW.size * facts.world_size)
         """The newest message: a row from each rank."""
-        # made once: tensors cost more than what is done with them here
+        # created once, because creating tensors costs more than their use here
         self._sent = [torch.frombuffer(self._own_row, dtype=torch.uint8)]
         self._received = [list(torch.frombuffer(self._table, dtype=torch.uint8).view(facts.world_size, -1).unbind())]
 
     def step(self, wish: Agreed) -> Agreed:
-        """At a boundary: returns what all ranks do at this one. Costs a message only where somebody wishes something;
-        that is done here, or at the first boundary that no rank has passed."""
+        """Pass a boundary, and return what all ranks do at it.
+
+        This costs a message only if a rank requests something. The request is carried out here, or at the first
+        boundary that no rank has passed.
+        """
         return wish if self._step_sync is None else self._step_sync.pass_one(wish)
 
     def sync(self, call: Call, wish: Agreed) -> Agreed:
-        """Make sure that all ranks make this call now, and return what they agreed.
+        """Check that all ranks make this call now, and return what they agreed.
 
         Raises:
-            CollectiveMismatch: some ranks called something else; the message says who called what.
-            UserError: they did, and a stream has ended on the others.
+            CollectiveMismatch: some ranks made a different call; the message states which rank made which call.
+            UserError: the same, if a stream has ended on some ranks only.
         """
         return self.with_values(call, wish, [0.0, 0.0])[0]
 
     def with_sums(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
-        """Do what `sync` does, and return the sums of two values over the ranks too, in double precision; all of it
-        in one message."""
+        """Do what `sync` does, and also return the sums of two values over the ranks, in double precision.
+
+        All of this takes one message.
+        """
         agreed, columns = self.with_values(call, wish, values)
         return agreed, [sum(column) for column in columns]
 
     def with_values(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, Sequence[Sequence[float]]]:
-        """Do what `sync` does, and return each of two values of all ranks too, in one message."""
+        """Do what `sync` does, and also return two values from each rank, in the same message."""
         if self._step_sync is None:
             return wish, [[value] for value in values]
         self._step_sync.begin(call, wish.stop)
@@ -109,19 +115,19 @@ class Collectives:
         stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._table), strict=True)
         _check_same_call(calls)
         if call is not Call.END:
-            # who compares what was drawn from a stream can name it
+            # at the end of a stream, the caller compares the batches drawn and can name the stream
             _check_same_place(passed)
         agreed = Agreed(Stop(max(stops)), any(saves), any(failures))
         self._step_sync.end(agreed.stop)
         return agreed, columns
 
     def take_batch(self) -> None:
-        """Note that this rank has a batch of a stream, and so does not come to its end before the next boundary."""
+        """Note that this rank has a batch of a stream, so that the stream does not end before the next boundary."""
         if self._step_sync is not None:
             self._step_sync.take_batch()
 
     def save_barrier(self) -> SaveBarrier:
-        """Return the save barrier of a run; every rank makes one."""
+        """Create the save barrier of a run; every rank has to make this call."""
         self._save_barriers += 1
         return SaveBarrier(
             PrefixStore(f"saves {self._save_barriers}", self._store), self._facts.rank, self._facts.world_size
@@ -132,7 +138,7 @@ class Collectives:
             self._step_sync.close()
 
     def total(self, values: list[float]) -> list[float]:
-        """The sum of each value over the ranks, in double precision; comes after `sync`."""
+        """Return the sum of each value over the ranks, in double precision; call it after `sync`."""
         if self._group is None:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -140,20 +146,20 @@ class Collectives:
         return [float(value) for value in tensor]
 
     def differ(self, numbers: Sequence[int]) -> list[bool]:
-        """Return which of these integers of 64 bits are not the same on all ranks; comes after `sync`."""
+        """Return for each of these 64-bit integers whether it differs between ranks; call it after `sync`."""
         if self._group is None:
             return [False] * len(numbers)
         own = torch.tensor(numbers, dtype=torch.int64)
-        # the greatest of each, and the least
+        # the maximum of each number, and the minimum
         ends = torch.stack([own, ~own])
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._group)
         return cast("list[bool]", (ends[0] != ~ends[1]).tolist())
 
     def broadcast_from_rank0(self, find: Callable[[], T]) -> T:
-        """Return on every rank what rank 0 finds out: numbers, texts and collections of them, which stay what they are.
-        If finding it out fails, raise that error on every rank. Comes after `sync`.
+        """Return on every rank what `find` returns on rank 0; call it after `sync`.
 
-        It travels as JSON: to unpickle a message would be to run whatever code its sender wants.
+        The result may contain numbers, strings and collections of them, whose types are kept. If `find` fails, its
+        error is raised on every rank. The result is sent as JSON, because a pickle could run any code of its sender.
         """
         if self._group is None:
             return find()
@@ -165,7 +171,7 @@ class Collectives:
         return cast(T, codec.joined(said["found"], {}))
 
     def _tell(self, find: Callable[[], T]) -> T:
-        """Tell the others what is found out, or the error."""
+        """Send the result, or the error, to the other ranks."""
         failure: BaseException | None = None
         try:
             found = find()
@@ -187,10 +193,10 @@ class Collectives:
         return {"error": MgpuError.__name__, "message": f"{name}: {message}"}
 
     def _broadcast(self, data: bytes) -> bytes:
-        """Return rank 0's data; the other ranks' is not looked at."""
+        """Return rank 0's data; that of other ranks is ignored."""
         size = torch.tensor([len(data)])
         dist.broadcast(size, src=0, group=self._group)
-        # writable memory, which torch wants
+        # torch requires writable memory
         held = torch.frombuffer(bytearray(data) or bytearray(int(size)), dtype=torch.uint8)
         dist.broadcast(held, src=0, group=self._group)
         return held.numpy().tobytes()
@@ -199,16 +205,16 @@ class Collectives:
         """Fill the table with the rows of all ranks."""
         assert self._group is not None
         _ROW.pack_into(self._own_row, 0, wish.stop, wish.save, wish.failed, step_sync.passed, call, *values)
-        # not by way of dist.all_gather, which logs each call
+        # not dist.all_gather, which logs each call
         work = self._group.allgather(self._received, self._sent)
         try:
             self._wait(work, call, step_sync)
         except MgpuError:
-            # never to be destroyed: it would wait for the others to answer this message
+            # never destroy the group: that would wait for the others to answer this message
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise
         except RuntimeError:
-            # the others may have left because of it
+            # the other ranks may have left because of a mismatch
             step_sync.settle()
             step_sync.check()
             raise
@@ -217,7 +223,7 @@ class Collectives:
         for seconds in LOOKS:
             if _is_done_within(work, seconds):
                 return
-            # who does not come may have gone past this call, and wait for this rank elsewhere
+            # a missing rank may have passed this call, and wait for this rank elsewhere
             step_sync.check()
             step_sync.ring()
         self._say_who_waits(call)
@@ -237,7 +243,7 @@ def _is_done_within(work: dist.Work, seconds: float) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        # it failed, or came at the last moment
+        # it failed, or completed at the last moment
         work.wait()
     return True
 

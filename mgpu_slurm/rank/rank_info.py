@@ -1,4 +1,4 @@
-"""Tell which rank this process is, whichever launcher has started it."""
+"""Determine which rank this process is, for any launcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankInfo:
             raise UserError(f"local rank {self.local_rank} is outside of the {self.local_world_size} ranks of its node")
 
     def torchrun_variables(self) -> dict[str, str]:
-        """The names under which torchrun gives the same facts, for scripts written for it."""
+        """Return these facts as torchrun's environment variables, for scripts written for torchrun."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -45,22 +45,22 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank knows of itself, once its output goes to its own log."""
+    """A rank's context, once its output goes to its own log."""
 
     spec: Spec
     folder: RunFolder
     facts: RankInfo
     attempt: int
     listener: int | None
-    """The bound socket on which this rank is to serve the rendezvous; see `job.socket_handoff`."""
+    """Bound socket on which this rank serves the rendezvous; see `job.socket_handoff`."""
     told: list[BaseException] = field(default_factory=list)
-    """Errors that its log tells of."""
+    """Errors that its log already shows."""
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """Torchrun's variables where a launcher of its kind set them, else SLURM's step, else a world of one.
+    """Return the rank according to torchrun's variables if they are set, else SLURM's step, else a world of one.
 
-    Torchrun comes first because it may itself have been started by srun, once per node.
+    Torchrun's variables come first because srun may have started torchrun itself, once per node.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
@@ -82,9 +82,9 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankInfo:
 
 
 def from_slurm(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """The facts that srun gives its tasks.
+    """Return the rank according to the variables that srun sets for its tasks.
 
-    The step's variables win over the job's, which also stand in the batch script, where no srun started anything.
+    The step's variables override the job's, which are also set in the batch script, outside of any srun.
     """
     node = _number(environ, "SLURM_NODEID")
     names = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
