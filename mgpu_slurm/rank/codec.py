@@ -1,7 +1,7 @@
-"""A state as JSON and named tensors: exact, and nothing in it can run code.
+"""Encode a state as JSON and named tensors: exactly, and such that decoding cannot run code.
 
-JSON has neither tuples nor tensors, and no keys but texts. What it has not is an object of the key `!`, which says what
-it is, and the key `of`: `{"!": "tuple", "of": [1, 2]}`. Numbers come back bit for bit.
+JSON has neither tuples nor tensors, and only string keys. Values that JSON lacks become an object with the key `!` for
+the type and the key `of` for the content: `{"!": "tuple", "of": [1, 2]}`. Numbers are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ _DICTS: dict[type, Callable[[Any], Any]] = {dict: dict, OrderedDict: OrderedDict
 
 
 def split(state: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What JSON can hold of a state, and its tensors by the names that the JSON gives them.
+    """Return the part of a state that JSON can hold, and its tensors by the names used in that part.
 
     Args:
-        name: what the state is of; the names of its tensors begin with it.
+        name: name of the state's owner; the names of its tensors begin with it.
 
     Raises:
-        UserError: names the place that holds more than numbers, texts, tensors and collections of them.
+        UserError: the state contains something other than numbers, strings, tensors and collections of them; the
+            message names the place.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _plain(state, name, tensors), tensors
 
 
 def joined(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state again.
+    """Return the state that `split` was given.
 
     Args:
-        tensors: by their names.
+        tensors: tensors by name.
     """
     if isinstance(plain, list):
         return [joined(each, tensors) for each in plain]
@@ -68,7 +69,7 @@ def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     if kind is list:
         return _each(value, place, tensors)
     if kind in (set, frozenset):
-        # their order is another one in each process
+        # sets are ordered differently in each process
         return _typed(kind.__name__, _each(sorted(value, key=repr), place, tensors))
     if kind in _COLLECTIONS:
         return _typed(kind.__name__, _each(value, place, tensors))
@@ -113,7 +114,7 @@ def _typed(name: str, of: Any) -> dict[str, Any]:
 
 
 def _named(tensor: torch.Tensor, place: str, tensors: dict[str, torch.Tensor]) -> str:
-    """A name that no other tensor has, where keys hold dots too."""
+    """Add a tensor under a unique name, and return the name; keys with dots could cause duplicates."""
     name, number = place, 2
     while name in tensors:
         name, number = f"{place}~{number}", number + 1

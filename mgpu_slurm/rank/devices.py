@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Choose the device and the number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def choose(facts: RankInfo) -> torch.device:
-    """The GPU of this local rank among those the process sees, else the CPU.
+    """Select and return the GPU of this local rank among the visible ones, or return the CPU.
 
-    A rank that sees one GPU uses that one, whatever its local rank: some sites bind GPUs to tasks. More ranks than
-    GPUs share them in turn.
+    A rank that sees one GPU uses that one, whatever its local rank, because some sites bind GPUs to tasks. If there are
+    more ranks than GPUs, they share the GPUs in turn.
     """
     import torch
 
@@ -29,21 +29,21 @@ def choose(facts: RankInfo) -> torch.device:
 
 
 def visible_gpus() -> int:
-    """How many GPUs torch can use in this process."""
+    """Return the number of GPUs that torch can use in this process."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def identity(device: torch.device) -> str | None:
-    """Which GPU of all GPUs in the world a device is, whatever number it has in this process; None for the CPU."""
+    """Return the UUID of a device's GPU, independent of its index in this process; None for the CPU."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def visible_identities() -> list[str]:
-    """Of all GPUs that torch can use in this process."""
+    """Return the UUIDs of all GPUs that torch can use in this process."""
     import torch
 
     found = (identity(torch.device("cuda", index)) for index in range(visible_gpus()))
@@ -51,14 +51,14 @@ def visible_identities() -> list[str]:
 
 
 def limit_threads(ranks_on_node: int) -> None:
-    """Decides how many threads this process and its children compute with, where nobody has."""
+    """Set OMP_NUM_THREADS for this process and its children, unless it is already set."""
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = os.environ[THREADS_VARIABLE] = str(threads_per_rank(ranks_on_node))
 
 
 def threads_per_rank(ranks_on_node: int) -> int:
-    """OMP threads = cores / ranks, unless SLURM gave each task its own cores.
+    """Return the number of OMP threads: cores / ranks, unless SLURM gave each task its own cores.
 
-    Too many threads cost more than too few: 2 ranks of 2 threads on 2 cores ran 1.7 times slower than of 1.
+    Too many threads cost more than too few: on 2 cores, 2 ranks ran 1.7 times slower with 2 threads each than with 1.
     """
     return int(os.environ.get("SLURM_CPUS_PER_TASK") or max(1, cores() // ranks_on_node))

@@ -1,6 +1,6 @@
-"""Signals that ask a run to stop: the handler sets a flag, and ranks act on it together at a step boundary.
+"""Signals that ask a run to stop: the handler sets a flag, and all ranks act on it at the same step boundary.
 
-A collective inside a handler deadlocks, and a save on one rank alone tears the checkpoint; so nothing happens here.
+The handler does no more, because a collective in it would deadlock, and a save on a single rank would be inconsistent.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
 LEAD_SECONDS_VARIABLE = "MGPU_LEAD_SECONDS"
 
 PART_OF_LEAD = 0.75
-"""Of the time between the lead signal and the time limit, after which a rank that is blocked leaves; the rest is for
-the requeue."""
+"""Fraction of the time between the lead signal and the time limit after which a blocked rank exits.
+
+The rest is left for the requeue.
+"""
 
 SAYS_AFTER = 4.0
-"""Seconds after SIGTERM: SIGKILL comes 30 s later mostly, and at some sites 5."""
+"""Seconds after SIGTERM at which a rank logs where it is; SIGKILL usually follows after 30 s, at some sites 5 s."""
 
 
 class Stop(IntEnum):
-    """What was asked, the stronger the higher."""
+    """Requests to stop, weakest first."""
 
     NO = 0
     REQUEUE = 1
-    """The time limit is near: save and come back."""
+    """The time limit is near: save, exit and be restarted."""
     LEAVE = 2
-    """The time limit is very near: leave and come back, also where nothing was saved."""
+    """The time limit is very near: exit and be restarted, even if nothing was saved."""
     END = 3
-    """SIGTERM, or Ctrl-C: save and leave; who sent it decides what comes next."""
+    """SIGTERM or Ctrl-C: save and exit; the sender decides what happens next."""
 
 
 class StopFlag:
@@ -50,40 +52,41 @@ class StopFlag:
     def __init__(self, leave_after: float | None = None) -> None:
         """
         Args:
-            leave_after: seconds after the lead signal at which this rank has to be gone, saved or not; None for one
-                that stays to its end.
+            leave_after: seconds after the lead signal at which this rank has to exit, saved or not; None for never.
         """
         self._leave_after = leave_after
         self.is_heeded = False
-        """Nobody need be told where this rank is: it has come to the place where all of them stop."""
+        """Whether this rank has reached the place where all ranks stop, so that its log need not show where it is."""
         self.comes_back = False
-        """Whether this rank has stopped in order to be started again."""
+        """Whether this rank has stopped in order to be restarted."""
         self.asked = Stop.NO
         self._asked_at = 0.0
 
     @property
     def due(self) -> Stop:
-        """What is to be done now."""
+        """The request to act on now."""
         is_late = self._leave_after is not None and time.monotonic() - self._asked_at >= self._leave_after
         return Stop.LEAVE if self.asked is Stop.REQUEUE and is_late else self.asked
 
     def listen(self) -> None:
-        """Takes over the lead signal, SIGTERM and Ctrl-C of this process."""
+        """Install handlers for the lead signal, SIGTERM and Ctrl-C."""
         reset_sigterm_in_children()
         signal.signal(lead_signal(), self._on_lead)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_interrupt)
 
     def see_to_it(self, leave_after: float | None, leave: Callable[[], None]) -> None:
-        """Has a thread hear the signals too: where the main one is blocked, in a collective that another rank does not
-        come to or in user code, it runs no handler and reaches no boundary. It says where that is after a SIGTERM.
+        """Start a thread that receives the signals too.
+
+        The main thread runs no handler and reaches no boundary while it is blocked, in user code or in a collective
+        that another rank does not reach. After a SIGTERM, the thread logs where that is.
 
         Args:
-            leave_after: seconds after the lead signal at which it calls `leave`; None for never.
+            leave_after: seconds after the lead signal at which the thread calls `leave`; None for never.
         """
         heard, tell = os.pipe()
         os.set_blocking(tell, False)
-        # written by the C code that catches a signal, whatever the interpreter does
+        # CPython's C signal handler writes to it, whatever the interpreter is doing
         signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
 
         def wait() -> None:
@@ -108,17 +111,19 @@ class StopFlag:
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self.asked is Stop.END:
-            # a second one does not wait for a boundary
+            # a second Ctrl-C does not wait for a boundary
             signal.default_int_handler(signum, frame)
         self.asked = Stop.END
 
 
 def wish_to_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
-    """Ask the batch step to have the run started again, where an exit code does not reach it: srun takes one for a
-    failure, ends the other ranks while they still save, and reports the code of those; launchers replace it.
+    """Ask the batch step to restart the run, for cases in which an exit code would not reach it.
+
+    srun takes such a code for a failure, ends the other ranks while they still save, and reports their code instead;
+    launchers replace the code.
 
     Args:
-        said: why this rank asks so, for people.
+        said: the reason for the request, for people.
     """
     wish = folder.requeue_wish(attempt)
     retry.for_the_disk(wish.touch, wish)
@@ -127,10 +132,10 @@ def wish_to_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
 
 
 def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> NoReturn:
-    """Ends a rank that cannot save from where it is, which its log shows.
+    """Log where this rank is, and exit, because it cannot save from there.
 
     Args:
-        tell: is called before.
+        tell: called before the exit.
     """
     try:
         _say_where(b"the time limit is near: this rank leaves, and could not save from here")
@@ -140,19 +145,21 @@ def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> 
 
 
 def _say_where(words: bytes) -> None:
-    # not by print, over which another thread may be blocked
+    # not print, in which another thread may be blocked
     os.write(1, b"mgpu_slurm: WARNING: " + words + b":\n")
     faulthandler.dump_traceback(1)
 
 
 def lead_signal() -> signal.Signals:
-    """Return the signal that says that the time limit is near."""
+    """Return the signal that announces the time limit."""
     return signal.Signals[f"SIG{os.environ.get(LEAD_SIGNAL_VARIABLE, 'USR2')}"]
 
 
 def ignore_stop_signals(*besides: signal.Signals) -> None:
-    """Ignore the lead signal and Ctrl-C, and these: the signals of the run reach every process of a rank, and none must
-    die of them before the save."""
+    """Ignore the lead signal, Ctrl-C and the given signals.
+
+    The run's signals reach every process of a rank, and none of them may die before the save.
+    """
     for signum in (lead_signal(), signal.SIGINT, *besides):
         signal.signal(signum, signal.SIG_IGN)
 
@@ -160,16 +167,15 @@ def ignore_stop_signals(*besides: signal.Signals) -> None:
 # -- children of a rank
 
 _forking = threading.local()
-"""The signals that the thread had blocked before it began to fork."""
+"""The signals that a thread had blocked before its fork."""
 
 
 @functools.cache
 def reset_sigterm_in_children() -> None:
-    """Make SIGTERM end the children that this process forks from now on, as it ends any other program.
+    """Make SIGTERM terminate the children that this process forks from now on.
 
     They would inherit a handler that only sets a flag, which nobody reads in a child: `Process.terminate` and
-    `multiprocessing.Pool` would wait for them for ever. A SIGTERM that comes before the child has reset the handler
-    waits until it has.
+    `multiprocessing.Pool` would wait for them forever. SIGTERM is blocked until the child has reset the handler.
     """
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
@@ -183,7 +189,7 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    # signals of the child are no signals of this rank
+    # signals to the child are not signals to this rank
     signal.set_wakeup_fd(-1)
     handler = signal.getsignal(signal.SIGTERM)
     if getattr(handler, "__func__", None) is StopFlag._on_term:  # and not one that the job has set since

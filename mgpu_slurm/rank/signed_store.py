@@ -1,4 +1,4 @@
-"""A store whose values are signed, so that what another user's process writes there is noticed and never used."""
+"""A store with signed values, so that values written by another user's process are detected and never used."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ else:
 
 _DIGEST_BYTES = 32
 _HEAD = struct.Struct(">IQ")
-"""The writer's rank, and the length of the name of the value."""
+"""The writer's rank, and the length of the value's name."""
 
 
 def signed(store: Store, rank: int, environ: Mapping[str, str] = os.environ) -> Store:
-    """Return the store with its values signed; the store itself if they are already, or if nobody has made a secret.
+    """Return the store with signed values; the store itself if it signs them already, or if there is no secret.
 
     Args:
-        rank: That of this process.
+        rank: This process's rank.
     """
     base = store
     while isinstance(base, PrefixStore):
@@ -39,12 +39,12 @@ def signed(store: Store, rank: int, environ: Mapping[str, str] = os.environ) -> 
 
 
 class SignedStore(Store):
-    """Signs each value, with its name and the writer's rank, and checks that when it is read.
+    """A store that signs each value, with its name and the writer's rank, and verifies it on reading.
 
-    Write each name once in the life of the key: an older value of the same name would be valid too. The results of
-    `add` and `wait` are not signed. They are hints: read what was waited for with `get`.
+    Write each name only once in the life of the key, because an older value of the same name would be valid too. The
+    results of `add` and `wait` are not signed. They are hints: read the value with `get`.
 
-    Process groups call these methods from C++ too. A store's other methods are not there.
+    Process groups call these methods from C++ too. Other methods of a store are not implemented.
     """
 
     def __init__(self, store: Store, key: bytes, rank: int) -> None:
@@ -53,7 +53,7 @@ class SignedStore(Store):
         self._key = key
         self._rank = rank
         self.set_timeout(store.timeout)  # type: ignore[attr-defined]
-        # process groups hold the C++ object alone, which does not keep this one alive
+        # process groups hold only the C++ object, which does not keep this one alive
         _kept.append(self)
 
     def clone(self) -> SignedStore:
@@ -65,9 +65,10 @@ class SignedStore(Store):
         self._store.set(key, self._signature(key, body) + body)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """
+        """Return a value.
+
         Raises:
-            ForgeryError: The value does not come from a rank of this attempt.
+            ForgeryError: The value was not written by a rank of this attempt.
         """
         stored = self._store.get(key)
         signature, body = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
@@ -79,10 +80,10 @@ class SignedStore(Store):
         return body[_HEAD.size :]
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all of these have values, each from a rank of this attempt.
+        """Return whether all of these keys have values.
 
         Raises:
-            ForgeryError: One does not.
+            ForgeryError: A value was not written by a rank of this attempt.
         """
         if not self._store.check(keys):
             return False
@@ -102,11 +103,11 @@ class SignedStore(Store):
     def num_keys(self) -> int:
         return self._store.num_keys()
 
-    # by these names torch calls them from C++
+    # the names under which torch calls them from C++
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _signature(self, key: str, body: bytes) -> bytes:
-        # the head tells where the name ends
+        # the head contains the length of the name, so the end of the name is unambiguous
         return hmac.digest(self._key, body[: _HEAD.size] + key.encode() + body[_HEAD.size :], "sha256")
 
 

@@ -1,11 +1,11 @@
-"""The boundary at which all ranks act: found when one of them wants something, so that a step costs no message before.
+"""Find the boundary at which all ranks act: only on request, so that other steps cost no message.
 
-A rank that wants something rings, and waits for the answer. On every rank a thread says what that rank wishes and how
-many boundaries it has passed, and lets it pass no further one until all have said so. They act at the first boundary
-that nobody has passed: this one, where all want the same. Who is behind goes on to it, so that nobody waits in a
-collective for a rank that is held.
+A rank with a request rings, and waits for the answer. A thread of every rank then reports the rank's requests and the
+number of boundaries it has passed, and holds the rank at the next boundary until all ranks have reported. All ranks act
+at the first boundary that none of them has passed; that is the current one if all made the same request there. Ranks
+that are behind continue to it, so that no rank waits in a collective for a rank that is held.
 
-The same answers show where ranks have lost each other: one that has made a call which another has gone past.
+The same reports show whether ranks have diverged: one has made a call that another has skipped.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from mgpu_slurm.rank.rank_info import RankInfo
 
 FOREVER = timedelta(days=7)
-"""That one waits for a bell; torch's store warns when it is over, and it begins anew."""
+"""Time-out of the wait for a bell; when it expires, torch's store warns, and the wait begins again."""
 
 CLOSE_SECONDS = 1.0
-"""For the thread's end, and for the last answer where ranks end."""
+"""Seconds to wait for the thread to end, and for the last answer when ranks exit."""
 
 LOOK_SECONDS = 2.0
-"""For which one waits for an answer, between looks whether all are there to give one."""
+"""Seconds to wait for an answer, between checks whether all ranks are still there."""
 
 RING, CLOSE, GONE = "ring", "close", "gone"
 
@@ -42,13 +42,13 @@ class Place(NamedTuple):
     """Where a rank is."""
 
     calls: int
-    """That all ranks make together, and this one has begun."""
+    """Number of calls common to all ranks that this rank has begun."""
     passed: int
-    """StepSync."""
+    """Number of boundaries that this rank has passed."""
     at: Call
-    """What it does now; a step where it is in no other call."""
+    """The rank's current call; a step if it is in no other call."""
     has_batch: bool = False
-    """Whether it has taken a batch of a stream since the last boundary: the stream may end there instead."""
+    """Whether it has taken a batch of a stream since the last boundary; the stream may end there instead."""
 
     @property
     def reached(self) -> tuple[int, bool]:
@@ -62,32 +62,32 @@ class StepSync:
         self._rank = facts.rank
         self._world_size = facts.world_size
         self._store = store
-        # a client that waits lets nobody else ask
+        # a store client that waits blocks all other requests
         self._waiting_store: Store = store.clone()  # type: ignore[attr-defined]
         self._changed = threading.Condition()
         self._round = 0
         self._rung = -1
         self._is_held = False
         self._is_deaf = False
-        """Nobody can be asked any more."""
+        """Whether the other ranks can no longer be reached."""
         self._closed = threading.Event()
         self._wish = Agreed()
         self._place = Place(0, 0, Call.STEP)
         self._due: list[tuple[int, Agreed]] = []
-        """What was agreed, and at which boundary it is done."""
+        """Pending agreements, each with the boundary at which it is carried out."""
         self._stop = Stop.NO
-        """What was agreed already."""
+        """The strongest stop agreed so far."""
         self._lost: list[tuple[int, Call]] = []
-        """Ranks and where they are, once they have lost each other."""
+        """All ranks and their calls, once they have diverged."""
         self._thread = crash.guarded_thread(self._listen, "boundaries")
 
-    # -- the training's own thread
+    # -- the training thread
 
     def pass_one(self, wish: Agreed) -> Agreed:
-        """Passes a boundary; what all ranks do there.
+        """Pass a boundary, and return what all ranks do there.
 
         Raises:
-            CollectiveMismatch: the ranks have lost each other.
+            CollectiveMismatch: the ranks have diverged.
         """
         while True:
             with self._changed:
@@ -97,7 +97,7 @@ class StepSync:
                 if self._wish == Agreed() or self._is_deaf:
                     return self._pass()
                 turn = self._round
-            # before it passes, so that they act here if nobody else has
+            # ring before passing, so that the ranks act here if no other rank has passed
             self.ring()
             self._wait_for_answer(turn)
 
@@ -106,7 +106,7 @@ class StepSync:
             self._await(lambda: self._round > turn)
 
     def _await(self, condition: Callable[[], bool]) -> None:
-        """As long as there is anybody to wait for."""
+        """Wait for the condition, as long as the other ranks can be reached."""
         while not (condition() or self._is_deaf):
             if not self._changed.wait(LOOK_SECONDS) and self._store.check([GONE]):
                 self._is_deaf = True
@@ -128,28 +128,28 @@ class StepSync:
         return self._place.passed
 
     def begin(self, call: Call, stop: Stop) -> None:
-        """This rank makes a call that all make together."""
+        """Note that this rank begins a call that all ranks make."""
         with self._changed:
             self._wish = Agreed(stop)
             self._place = self._place._replace(calls=self._place.calls + 1, at=call)
 
     def take_batch(self) -> None:
-        """Note that the stream has not ended at the last boundary."""
+        """Note that the stream did not end at the last boundary."""
         with self._changed:
             self._place = self._place._replace(has_batch=True)
 
     def end(self, stop: Stop) -> None:
-        """It has come back from it.
+        """Note that the call has returned.
 
         Args:
-            stop: on which all have agreed there.
+            stop: the stop that all ranks agreed on in the call.
         """
         with self._changed:
             self._stop = max(self._stop, stop)
             self._place = self._place._replace(at=Call.STEP)
 
     def ring(self) -> None:
-        """Has all ranks say where they are and what they wish; returns at once."""
+        """Ask all ranks to report their places and requests; return without waiting."""
         turn = self._round
         if self._rung == turn:
             return
@@ -158,36 +158,37 @@ class StepSync:
             self._tell_all(self._store, f"bell/{turn}", RING)
 
     def check(self) -> None:
-        """
+        """Raise an error if the ranks have diverged.
+
         Raises:
-            CollectiveMismatch: the ranks have lost each other.
-            UserError: they have, at the end of a stream.
+            CollectiveMismatch: the ranks make different calls.
+            UserError: the same, at the end of a stream.
         """
         if self._lost:
             raise different_calls(self._lost)
 
     def settle(self) -> None:
-        """Waits for the answer to a round that goes on, if there is one soon."""
+        """Wait up to `CLOSE_SECONDS` for the answer to a round in progress."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_held, CLOSE_SECONDS)
 
     def close(self) -> None:
-        """Ends the thread: one that waits in C++ at the interpreter's end would abort the process."""
+        """End the thread; if it still waited in C++ at interpreter shutdown, it would abort the process."""
         self._closed.set()
         with suppress(RuntimeError):  # the store may have gone
             for what in ("bell", "answer"):
                 self._store.set(f"{what}/{self._round}/{self._rank}", CLOSE)
         self._thread.join(CLOSE_SECONDS)
 
-    # -- the thread beside it
+    # -- the background thread
 
     def _listen(self) -> None:
         try:
             while self._heard("bell") == RING:
                 self._answer()
         except RuntimeError:
-            # a store that is gone takes the attempt with it; a rank that has lost only its connection would train on
-            # without hearing of any save or stop
+            # the attempt ends if the store is gone; but a rank that has lost only its connection would continue to
+            # train and miss every save and stop
             if not self._closed.wait(CLOSE_SECONDS) and rendezvous.is_served():
                 raise
         finally:
@@ -195,7 +196,7 @@ class StepSync:
                 self._is_held, self._is_deaf = False, True
                 self._changed.notify_all()
             with suppress(RuntimeError):
-                # who asks now would wait for ever
+                # a rank that rings now would wait forever
                 self._store.set(GONE, str(self._rank))
 
     def _answer(self) -> None:
@@ -225,7 +226,7 @@ class StepSync:
             self._changed.notify_all()
 
     def _heard(self, what: str) -> str:
-        """Waits for it."""
+        """Wait for this rank's message of the current round, and return it."""
         from torch.distributed import DistStoreError
 
         key = f"{what}/{self._round}/{self._rank}"
@@ -241,10 +242,10 @@ class StepSync:
 
 
 def _answer_to(said: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """What all ranks do, and at which boundary.
+    """Return what all ranks do, and at which boundary.
 
     Args:
-        said: by each rank: the stop and the save that it wishes, and its place.
+        said: the report of each rank: the requested stop and save, and its place.
     """
     places = [Place(*each[2:]) for each in said]
     return {
@@ -256,7 +257,7 @@ def _answer_to(said: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def have_lost_each_other(places: Sequence[Place]) -> bool:
-    """Whether one has made a call at a boundary that another has gone past without it."""
+    """Return whether a rank has made a call at a boundary that another rank has passed without making it."""
     reached = (-1, False)
     for place in sorted(places, key=lambda place: (place.calls, place.reached)):
         if place.reached < reached:

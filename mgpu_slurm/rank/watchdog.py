@@ -1,12 +1,11 @@
-"""Sees that a rank comes on, and ends it where it does not: stuck ranks would hold their nodes until the time limit.
+"""Kill a rank that makes no progress, because stuck ranks would hold their nodes until the time limit.
 
-A thread of each rank compares how often the rank has said that it is alive. Where that has not changed for long, it
-writes down where the rank is, and whether it waits there for others: of a training that is stuck all ranks stand
-still, and what tells the one that holds the others up is that it does not wait. Then it ends the rank, and with it the
-attempt.
+A thread of each rank counts the rank's signs of life. If the count has not changed for too long, the thread records
+where the rank is, and whether it waits there for other ranks. In a stuck training all ranks stop, and the one that
+blocks the others is the one that does not wait. Then the thread kills the rank, which ends the attempt.
 
-A rank whose thread cannot run, because C code holds the interpreter's lock, says nothing; its silence names it among
-others, and a timer of the system shows its stack. Where nobody misses it, that is what tells of it (see
+If C code holds the GIL, the thread cannot run, and the rank records nothing. The missing record identifies it among the
+others, and a system timer dumps its stack. If no other rank waits for it, only that stack reveals it (see
 `job.gil_monitor`).
 """
 
@@ -47,29 +46,29 @@ if TYPE_CHECKING:
     from mgpu_slurm.rank.rank_info import RankInfo
 
 LOOK_EVERY = 1.0
-"""Seconds, at most; a tenth of a short limit."""
+"""Maximum seconds between two checks; a tenth of the limit if that is shorter."""
 
 LONGER_THAN_EVER = 2.0
-"""Times the longest time between two signs of life so far, for which a rank may stand still in any case."""
+"""A rank may always be silent for this many times the longest interval between two signs of life so far."""
 
 SHORTEST_GRACE, LONGEST_GRACE = 3.0, 60.0
-"""Seconds between a rank's record and its end, in which the others write theirs: a tenth of the limit."""
+"""Bounds on the seconds between a rank's record and its end, in which the others write theirs: a tenth of the limit."""
 
 LAST_SECONDS = 30.0
-"""After its grace a rank ends, whatever it hangs on while it says why."""
+"""Seconds after its grace at which a rank is killed, even if writing its record hangs."""
 
 Record = dict[str, Any]
 
 
 class Watchdog:
-    """Of one rank. It begins with the first sign of life: what a training takes to get there is its own affair."""
+    """Watchdog of one rank. It starts at the first sign of life; the time until then is not limited."""
 
     def __init__(self, seconds: float, facts: RankInfo, record: Path | None, stacks: Path | None = None) -> None:
         """
         Args:
-            seconds: for which a rank may stand still.
-            record: the file for what there is to say of this rank; None where somebody else says it.
-            stacks: the file for what its threads are at where none of them can run; None for its log.
+            seconds: time that a rank may make no progress.
+            record: file for this rank's failure record; None if another process reports the failure.
+            stacks: file for the stacks of its threads when none of them can run; None for its log.
         """
         self._seconds = seconds
         self._pause = min(LOOK_EVERY, seconds / 10)
@@ -84,31 +83,31 @@ class Watchdog:
         self._alarm = _Alarm(stacks)
 
     def watch(self, step: Callable[[], int]) -> None:
-        """Watches the thread that calls it.
+        """Watch the calling thread.
 
         Args:
-            step: at which the rank is.
+            step: returns the rank's current step.
         """
         self._step, self._signs, self._rests = step, 0, threading.Event()
-        # also in a loop of somebody else's
+        # counts optimizer steps of other training loops too
         self._hook = register_optimizer_step_post_hook(lambda *_: self.alive())
         watched, rests = threading.get_ident(), self._rests
         self._thread = crash.guarded_thread(lambda: self._look(watched, rests), "watchdog")
 
     def alive(self) -> None:
-        """The rank has come on. Costs next to nothing."""
+        """Note a sign of life of this rank. This costs almost nothing."""
         if not self._signs:
-            # what comes next may not let the thread look
+            # the code that follows may never let the watchdog thread run
             self._alarm.set(self._seconds + self._pause)
         self._signs += 1
 
     def rest(self) -> None:
-        """Watches no more."""
+        """Stop watching."""
         self._rests.set()
         if self._hook is not None:
             self._hook.remove()
         if self._thread is not None:
-            # it may be about to end the process
+            # the thread may be about to kill the process
             self._thread.join(timeout=1.0)
         self._alarm.clear()
 
@@ -120,11 +119,11 @@ class Watchdog:
             at, since_then = time.monotonic(), time.process_time() - computed
             late = at - looked - self._pause
             if late > 1 and since_then < late / 10:
-                # the whole process was suspended, as SLURM does with a job; a busy machine only makes it late
+                # the whole process was suspended, as SLURM can do with a job; a busy machine would only delay it
                 since += late
                 if signs:
                     self._alarm.set(self._limit(longest) + self._pause)
-            # that this thread runs shows that nobody keeps the interpreter's lock
+            # this thread runs, so the GIL is not blocked
             self._alarm.forget()
             if signs != self._signs:
                 longest = max(longest, at - since)
@@ -138,14 +137,14 @@ class Watchdog:
         return max(self._seconds, LONGER_THAN_EVER * longest)
 
     def _end(self, watched: int, seconds: float) -> None:
-        # no exit code, which would be the program's own
+        # a signal, because an exit code would look like the program's own
         last = threading.Timer(self._grace + LAST_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
         last.daemon = True
         last.start()
         self._alarm.clear()
         try:
             record = self._record(sys._current_frames()[watched], seconds)
-            # not by print, over which another thread may be blocked
+            # not print, in which another thread may be blocked
             os.write(1, f"mgpu_slurm: stuck: {record['message']}; this rank ends. Its threads:\n".encode())
             faulthandler.dump_traceback(1)
             if self._file is not None:
@@ -158,7 +157,7 @@ class Watchdog:
         frames = stack(innermost)
         collectives: list[Record] = []
         with suppress(Exception):
-            # a private interface
+            # private interface of torch
             collectives = _collectives(self._facts.rank)
         unfinished = [entry for entry in collectives if not entry["retired"]]
         waits = bool(unfinished) or _is_where_ranks_wait(frames)
@@ -177,10 +176,11 @@ class Watchdog:
 
 
 def watchdog(minutes: float, facts: RankInfo, folder: RunFolder | None, attempt: int) -> Watchdog | None:
-    """
+    """Create the watchdog of a rank.
+
     Args:
-        minutes: for which a rank may stand still; 0 for as long as it likes, which nobody has to watch.
-        folder: of the run whose attempt it is; None where somebody else says how this process ended.
+        minutes: time that a rank may make no progress; 0 for no limit and no watchdog.
+        folder: folder of the attempt's run; None if another process reports how this one ended.
     """
     if not minutes:
         return None
@@ -189,14 +189,16 @@ def watchdog(minutes: float, facts: RankInfo, folder: RunFolder | None, attempt:
     stacks = folder.stacks(attempt) if facts.rank == 0 else None
     if stacks is not None:
         with suppress(OSError):
-            # of a process before this one, which a launcher of the user's has started again
+            # left by an earlier process that the user's launcher has restarted
             stacks.unlink()
     return Watchdog(60 * minutes, facts, folder.rank_failure(attempt, facts.rank), stacks)
 
 
 def _collectives(rank: int) -> list[Record]:
-    """What torch's flight recorders have of this process, the oldest first; nothing where they keep none. It is left
-    beside the logs too, as torch itself does at an NCCL time-out."""
+    """Return the entries of torch's flight recorders in this process, oldest first; none if they are disabled.
+
+    The dump is also written next to the logs, as torch itself does at an NCCL time-out.
+    """
     if not dist.is_initialized():
         return []
     from torch._C import _distributed_c10d as recorder
@@ -221,44 +223,44 @@ _WHERE_RANKS_WAIT = (
     str(_PACKAGE / "rank" / "step_sync.py"),
     str(_PACKAGE / "checkpoints" / "saver.py"),
 )
-"""For what others do not send: in collectives, also those of a backward pass."""
+"""Code in which a rank waits for the others: in collectives, including those of a backward pass."""
 
 
 def _is_where_ranks_wait(frames: Sequence[traceback.FrameSummary]) -> bool:
-    # a condition of Python's own is what one waits with, and not for
+    # skip Python's own threading.Condition, which the wait is implemented with
     innermost = next((frame for frame in reversed(frames) if frame.filename != threading.__file__), frames[-1])
     return innermost.filename.startswith(_WHERE_RANKS_WAIT)
 
 
 class _Alarm:
-    """Shows the stacks of this process's threads when a time is over, also where none of them can run Python code.
+    """A timer that dumps the stacks of this process's threads, even if none of them can run Python code.
 
-    By a timer of the system (timer_create(2)), which a forked child does not have. The thread of C code that
-    `faulthandler.dump_traceback_later` keeps is one that a child of `os.fork` waits for at its end, and has not.
+    It is a system timer (timer_create(2)), which a forked child does not inherit. `faulthandler.dump_traceback_later`
+    would start a C thread that a child of `os.fork` does not have but waits for when it exits.
     """
 
     def __init__(self, file: Path | None) -> None:
         """
         Args:
-            file: that has what was shown since it began last; None for this process's log.
+            file: file for the stacks dumped since the timer was last set; None for this process's log.
         """
         self._file = file
         self._pid = os.getpid()
-        """A forked child does nothing with it."""
+        """The process of the timer; a forked child does not touch it."""
         self._descriptor: int | None = None
         self._timer: ctypes.c_void_p | None = None
 
     def set(self, seconds: float) -> None:
-        """Begins anew."""
+        """Start or restart the timer."""
         if os.getpid() != self._pid:
             return
         with suppress(AttributeError, OSError, RuntimeError, ValueError):
-            # another C library or interpreter may not have what it takes
+            # other C libraries or interpreters may lack these functions
             if self._timer is None:
                 if self._file is not None and self._descriptor is None:
                     self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
                 self._timer = _new_timer(2 if self._descriptor is None else self._descriptor)
-                # after the interpreter's end the signal would be an end too
+                # after interpreter shutdown, the signal would kill the process
                 atexit.register(self.clear)
             self._settime(seconds)
 
@@ -268,8 +270,8 @@ class _Alarm:
             self.forget()
 
     def forget(self) -> None:
-        """What was shown so far counts no more."""
-        # of its position this process knows by itself, and need not ask a file system
+        """Delete the stacks dumped so far."""
+        # the file position is known without a request to the file system
         if self._descriptor is not None and os.lseek(self._descriptor, 0, os.SEEK_CUR):
             with suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
@@ -279,19 +281,19 @@ class _Alarm:
         assert self._timer is not None
         whole = int(seconds)
         period = (whole, int((seconds - whole) * 1e9))
-        # again and again: the disk may be full the first time
+        # repeat, because the disk may be full the first time
         value = _TimerSpec(*period, *period)
         ctypes.CDLL(None).timer_settime(self._timer, 0, ctypes.byref(value), None)
 
 
 class _TimerSpec(ctypes.Structure):
-    """`struct itimerspec` of time.h: an interval, and the time until the first end."""
+    """`struct itimerspec` of time.h: an interval, and the time until the first expiration."""
 
     _fields_ = [(name, ctypes.c_long) for name in ("every", "every_ns", "value", "value_ns")]
 
 
 class _SignalEvent(ctypes.Structure):
-    """`struct sigevent` of signal.h, of 64 bytes."""
+    """`struct sigevent` of signal.h, 64 bytes."""
 
     _fields_ = [
         ("value", ctypes.c_void_p),
@@ -305,13 +307,14 @@ _SIGEV_SIGNAL = 0
 
 
 def _new_timer(descriptor: int) -> ctypes.c_void_p:
-    """
+    """Create a timer that dumps the stacks.
+
     Args:
-        descriptor: of the file that it shows the stacks in.
+        descriptor: file descriptor for the stacks.
 
     Raises:
-        AttributeError: there are no such timers.
-        OSError: the system has none left.
+        AttributeError: the C library has no such timers.
+        OSError: the system has no timer left.
     """
     signum = signal.SIGRTMAX - 1
     faulthandler.register(signum, file=descriptor, all_threads=True)
