@@ -1,4 +1,4 @@
-"""What ranks tell each other: which call each of them makes, and what it wishes for."""
+"""The messages between ranks: which call a rank makes, and what it requests."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class Call(IntEnum):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks decided together: the strongest wish of any of them."""
+    """The common decision of the ranks: the strongest request of any of them."""
 
     stop: Stop = Stop.NO
     save: bool = False
     failed: bool = False
-    """Some rank could not do its part of the call before this one."""
+    """Whether any rank could not do its part of the previous call."""
 
 
 def different_calls(made: Iterable[tuple[int, Call]]) -> MgpuError:
-    """Return the error that says so: a UserError if a stream has ended on some ranks only.
+    """Return the error for ranks that make different calls: a UserError if a stream has ended on some ranks only.
 
     Args:
-        made: ranks and their calls; of many ranks at one call the first and the last do.
+        made: ranks and their calls; of many ranks at the same call, the first and the last are enough.
     """
     error: type[MgpuError]
     ranks_at: dict[Call, list[int]] = defaultdict(list)
@@ -76,6 +76,6 @@ def different_calls(made: Iterable[tuple[int, Call]]) -> MgpuError:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Return ranks in words, many by the first and the last."""
+    """Return ranks in words; several ranks as the first and the last."""
     low, high = min(ranks), max(ranks)
     return f"rank {low}" if low == high else f"ranks {low} to {high}"

@@ -1,4 +1,4 @@
-"""Run the command of a run as a rank: find its program, start it, and pass its exit code on."""
+"""Run the command of a run as a rank: find its program, start it, and pass on its exit code."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mgpu_slurm.request.spec import (
 )
 
 PATIENCE_FOR_SIGTERM = 1.0
-"""Seconds within which this process gets the SIGTERM that has ended its child."""
+"""Seconds to wait until this process also receives the SIGTERM that ended its child."""
 
 
 def run_command(rank: Rank, command: tuple[str, ...]) -> int:
-    """Run a command with the lead signal ignored: by default it would kill a script that knows nothing of it.
+    """Run a command with the lead signal ignored, because that would kill a script that does not handle it.
 
-    Where the local executor waits for this process, the command replaces it. Under srun it is a child, so that its exit
-    code can be read here first; it gets the signals of the step itself.
+    Under the local executor, the command replaces this process. Under srun it is a child process, so that its exit code
+    can be handled here first; the child receives the signals of the step itself.
     """
     spec = rank.spec
     signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
@@ -38,18 +38,18 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     if spec.nodes_are_simulated:
         os.execv(program, words)
     heard: list[int] = []
-    # a handler, which a child does not inherit, as it would an ignored signal
+    # a handler, because a child would inherit an ignored signal
     signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
     adopt_orphans()
     child = subprocess.Popen(words, executable=program)
     code = _wait_for(child)
     if code == -signal.SIGTERM and _comes(heard):
-        # a shell or launcher that it has ended; what that has started may still save
+        # the SIGTERM ended a shell or launcher, whose children may still save
         with suppress(ChildProcessError):
             while True:
                 os.wait()
         if spec.is_queued:
-            # for its code srun would end the other ranks, which may save too
+            # on a non-zero exit code, srun would end the other ranks, which may still save
             mark = rank.folder.terminated(rank.attempt)
             retry.for_the_disk(mark.touch, mark)
             return 0
@@ -57,7 +57,7 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
 
 
 def _comes(heard: Collection[int]) -> bool:
-    """Return whether this process hears the signal too that has ended its child: SLURM tells one after the other."""
+    """Return whether this process also receives the signal that ended its child; SLURM signals them in turn."""
     give_up = time.monotonic() + PATIENCE_FOR_SIGTERM
     while not heard and time.monotonic() < give_up:
         time.sleep(0.02)
@@ -65,7 +65,7 @@ def _comes(heard: Collection[int]) -> bool:
 
 
 def _wait_for(child: subprocess.Popen[bytes]) -> int:
-    """Collect the orphans of a command until it has ended itself; return its exit code, negative for a signal."""
+    """Reap the orphans of a command until it ends; return its exit code, negative for a signal."""
     ended = 0
     while ended != child.pid:
         ended, status = os.wait()
@@ -74,13 +74,13 @@ def _wait_for(child: subprocess.Popen[bytes]) -> int:
 
 
 def program_of(spec: Spec, command: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the program that a command names, None if there is none, and the words to start it with."""
+    """Return the path of a command's program, or None if it does not exist, and the arguments including its name."""
     name, *arguments = command
     if name in ("python", "python3"):
-        # the interpreter of the submission, not the one a node's PATH finds first; by its path, from which it
+        # the interpreter of the submission, not the first one on the node's PATH; by its full path, from which it
         # finds its environment
         name = spec.python
-    # programs such as accelerate are found beside the interpreter, also where that environment is not on PATH
+    # programs such as accelerate are next to the interpreter, even if its environment is not on PATH
     return shutil.which(name) or shutil.which(name, path=str(Path(spec.python).parent)), [name, *arguments]
 
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 import sys
 
 FAREWELL_SECONDS = 5.0
-"""For the process group, threads and exit handlers of a rank that has failed; any of them may block for ever."""
+"""Seconds for the process group, threads and exit handlers of a failed rank; any of them may block forever."""
 
 LAST_SECONDS = 75.0
-"""After which the system ends such a rank in any case, a checkpoint that is being written included."""
+"""Seconds after which the system kills a failed rank in any case, even if it is still writing a checkpoint."""
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback from the user's function on: the frames that led there tell nobody anything."""
+    """Return the traceback without the frames of this package that lead to the user's function."""
     start = error.__traceback__
     while start is not None and start.tb_next is not None and _is_of_this_package(start):
         start = start.tb_next
@@ -50,13 +50,13 @@ def record(error: BaseException, shown: str, facts: RankInfo) -> dict[str, Any]:
         "error": type(error).__name__,
         "message": str(error),
         "traceback": shown,
-        # a lost connection is what the other ranks see when one fails: never the first cause
+        # the other ranks lose their connection when one fails, so this is never the root cause
         "consequence": _is_lost_connection(error),
     }
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    # the name is that of torch's store, which words a lost connection in many ways
+    # DistNetworkError is raised by torch's store, whose messages for a lost connection vary
     return type(error).__name__ == "DistNetworkError" or (
         isinstance(error, RuntimeError)
         and any(
@@ -67,17 +67,17 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """As the interpreter would end: `sys.exit()` is a success, `sys.exit("words")` is none."""
+    """Return the exit code that the interpreter would use: `sys.exit()` is a success, `sys.exit("words")` a failure."""
     if not isinstance(error, SystemExit):
         return 1
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def leave_soon(exit_code: int, saved: Callable[[], None] = lambda: None) -> None:
-    """Have this process end in `FAREWELL_SECONDS`, whatever it is blocked on then.
+    """Make this process exit within `FAREWELL_SECONDS`, even if it is blocked.
 
     Args:
-        saved: waits for what this rank is still saving, for a limited time, which comes on top.
+        saved: waits, for a limited additional time, until this rank has saved its part of a checkpoint.
     """
 
     def leave() -> None:
@@ -86,22 +86,22 @@ def leave_soon(exit_code: int, saved: Callable[[], None] = lambda: None) -> None
         signal.setitimer(signal.ITIMER_REAL, 2 * FAREWELL_SECONDS)
         time.sleep(FAREWELL_SECONDS)
         with suppress(Exception):
-            # exit handlers would have ended them
+            # os._exit skips the exit handlers that would end them
             for child in multiprocessing.active_children():
                 child.kill()
         os._exit(exit_code)
 
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # ends the process also if C code keeps the interpreter's lock, so that no thread runs
+    # kills the process even if C code holds the GIL, so that no thread can run
     signal.setitimer(signal.ITIMER_REAL, LAST_SECONDS)
     threading.Thread(target=leave, name="farewell", daemon=True).start()
 
 
 def guarded_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread that ends this process with its traceback if it fails.
+    """Start a thread that prints its traceback and ends this process if it fails.
 
-    Nobody would miss it before the run waits in vain for what it does.
+    Else its failure would only be noticed when the run hangs.
     """
 
     def guarded() -> None:
@@ -111,7 +111,7 @@ def guarded_thread(work: Callable[[], None], name: str) -> threading.Thread:
             print(f"mgpu_slurm: thread {name!r} of this process failed:", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
-            # the main thread may be blocked for ever
+            # the main thread may be blocked forever
             os._exit(1)
 
     thread = threading.Thread(target=guarded, name=name, daemon=True)

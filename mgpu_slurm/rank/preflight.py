@@ -1,7 +1,7 @@
-"""What a rank finds around it, compared with what the run asked for: other versions, too few cores, a shared GPU.
+"""Compare a rank's environment with the run's request: different versions, too few cores, a shared GPU.
 
-Each comparison is a pure function that gives a warning in words, or None. They are cheap enough for the start of every
-run, and `doctor --submit` uses the same ones.
+Each check is a pure function that returns a warning, or None. The checks are cheap enough for the start of every run,
+and `doctor --submit` uses them too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RankGpu = tuple[str, str | None]
 
 
 def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankInfo) -> list[str]:
-    """What can be said before torch is imported; versions are one rank's work on each node."""
+    """Return the warnings that do not need torch; one rank per node checks versions."""
     found = []
     if facts.rank == 0:
         found.append(setup_warning(os.environ.get(SETUP_FAILED_VARIABLE)))
     if not spec.nodes_are_simulated and facts.local_rank == 0:
-        # a local rank is a fork of the very process that the submission started
+        # with simulated nodes, a rank is a fork of the process that the submission started
         found.append(version_warning(read_json(folder.environment), interpreter.facts()))
     asked = spec.resources.cpus_per_task
     if asked is not None:
@@ -45,15 +45,15 @@ def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankInfo) -> list[st
 
 
 def setup_warning(failed: str | None) -> str | None:
-    """Says that a line of the cluster's `setup` failed, where one has: without it ranks may compute elsewhere."""
+    """Warn if a line of the cluster's `setup` failed, because ranks may then run in a different environment."""
     return f"this line of the cluster's setup failed: {failed}" if failed else None
 
 
 def version_warning(submitted: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:
-    """Names what a node has in another version than the submission had, or lacks.
+    """Warn of packages that a node lacks, or has in a different version than the submission.
 
     Args:
-        submitted: what `environment.json` holds; None where there is none.
+        submitted: content of `environment.json`; None if there is none.
         here: `interpreter.facts()` of the node.
     """
     found = differences(submitted, here) if submitted is not None else []
@@ -64,7 +64,7 @@ def version_warning(submitted: Mapping[str, Any] | None, here: Mapping[str, Any]
 
 
 def differences(submitted: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """In words, the interpreter first, then torch, then the rest by name; what a node has besides does not count."""
+    """Describe the differences: Python, then torch, then the rest by name; additional packages do not count."""
     found = []
     if submitted["python"]["version"] != here["python"]["version"]:
         found.append(f"Python {here['python']['version']} instead of {submitted['python']['version']}")
@@ -79,12 +79,12 @@ def differences(submitted: Mapping[str, Any], here: Mapping[str, Any]) -> list[s
 
 
 def cores_warning(asked: int, ranks_on_node: int, usable: int, on_machine: int) -> str | None:
-    """Says that a rank has fewer cores than `--cpus-per-task` asked for.
+    """Warn if a rank has fewer cores than `--cpus-per-task` requests.
 
     Args:
-        ranks_on_node: with which it shares them, unless each is bound to its own.
-        usable: cores that this process may run on.
-        on_machine: cores that the node has; a process that may run on all of them is not bound to any.
+        ranks_on_node: number of ranks that share the cores, unless each rank is bound to separate ones.
+        usable: number of cores that this process may run on.
+        on_machine: number of cores of the node; a process that may run on all of them is not bound to any.
     """
     if usable < asked:
         return f"asked for {asked} cores for each rank, and this one may use {usable}"
@@ -94,9 +94,9 @@ def cores_warning(asked: int, ranks_on_node: int, usable: int, on_machine: int) 
 
 
 def missing_gpus_warning(asked: int | None, visible: int) -> str | None:
-    """Says that a rank sees none of the GPUs that the run asked for: it would train on the CPU, and say nothing.
+    """Warn if a rank sees none of the requested GPUs, because it would silently train on the CPU.
 
-    Fewer than asked are no fault: some sites bind to each rank its own.
+    Fewer GPUs than requested are not an error, because some sites bind one GPU to each rank.
     """
     if not asked or visible:
         return None
@@ -104,10 +104,10 @@ def missing_gpus_warning(asked: int | None, visible: int) -> str | None:
 
 
 def shared_gpu_warnings(gpus: Sequence[RankGpu]) -> dict[int, str]:
-    """By rank, where several compute on one and the same GPU.
+    """Return warnings by rank for the ranks that share a GPU.
 
     Args:
-        gpus: of every rank, in their order.
+        gpus: nodes and GPUs of all ranks, in the order of the ranks.
     """
     ranks: dict[str, list[int]] = {}
     for rank, (_, gpu) in enumerate(gpus):
@@ -122,10 +122,10 @@ def shared_gpu_warnings(gpus: Sequence[RankGpu]) -> dict[int, str]:
 
 
 def warn(warnings: Sequence[str], folder: RunFolder, attempt: int, facts: RankInfo) -> None:
-    """Says it in the rank's own log, and leaves it where those who follow another rank find it."""
+    """Print warnings to the rank's log, and record them so that followers of another rank's log see them."""
     for text in warnings:
         print(f"mgpu_slurm: warning: {text}", flush=True)
-        # a warning is no reason to fail, and a script that was not submitted has no logs
+        # a warning must not make the run fail, and a script that was not submitted has no logs
         with contextlib.suppress(OSError):
             record = {"rank": facts.rank, "node": facts.node_name, "text": text}
             append_jsonl(folder.rank_warnings(attempt, facts.rank), record)

@@ -1,4 +1,4 @@
-"""How a rank joins the other ranks of its attempt, by the store that the job serves (see `job.store_server`)."""
+"""Join the other ranks of an attempt, through the store that the job serves (see `job.store_server`)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ARRIVAL_TIMEOUT = timedelta(minutes=5)
-"""How long ranks wait for each other at the start; nodes of a large job boot and import at different speeds."""
+"""Time for which ranks wait for each other at the start; nodes of a large job boot and import at different speeds."""
 
 ANSWER_SECONDS = 5.0
-"""How long the store may take to accept a connection before it counts as gone."""
+"""Seconds that the store may take to accept a connection before it counts as gone."""
 
 LONGER_THAN_STUCK_MINUTES = 5.0
-"""That collectives wait beyond the time after which a rank is stuck."""
+"""Minutes that collectives wait beyond the time after which a rank counts as stuck."""
 
 
 def join(
@@ -36,15 +36,16 @@ def join(
     timeout: timedelta = ARRIVAL_TIMEOUT,
     listener: int | None = None,
 ) -> str | None:
-    """Waits until all ranks are there, then makes the default process group.
+    """Wait until all ranks have arrived, then create the default process group.
 
     Args:
-        listener: the bound socket on which this rank, the first one, is to serve the store; see `job.socket_handoff`.
+        listener: bound socket on which this rank, rank 0, serves the store; see `job.socket_handoff`.
 
-    Returns a warning where another rank computes on the same GPU.
+    Returns:
+        a warning if another rank uses the same GPU, else None.
 
     Raises:
-        RendezvousError: names the ranks that did not come, or that believe in another world size.
+        RendezvousError: ranks did not arrive, or expect a different world size; the message names them.
     """
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -63,20 +64,22 @@ def join(
 
 
 def collective_timeout() -> timedelta | None:
-    """For how long collectives wait: longer than a rank may be stuck, so that the watchdog names it before. None for
-    torch's own."""
+    """Return the time-out of collectives, or None for torch's default.
+
+    It is longer than a rank may be stuck, so that the watchdog reports that rank first.
+    """
     minutes = float(os.environ.get(STUCK_AFTER_VARIABLE, "0"))
     return timedelta(minutes=minutes + LONGER_THAN_STUCK_MINUTES) if minutes else None
 
 
 def connect(facts: RankInfo, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:
-    """This rank's own connection to the store of its attempt.
+    """Connect this rank to the store of its attempt.
 
     Args:
         listener: see `join`.
 
     Raises:
-        RendezvousError: nothing answers there, or the secret that signs what is there cannot be read.
+        RendezvousError: the store does not answer, or the secret for its signatures cannot be read.
     """
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -117,9 +120,9 @@ def is_served(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _check_in(store: Store, facts: RankInfo, gpu: str | None, timeout: timedelta) -> str | None:
-    """Rank 0 waits for everyone and tells all what it found, so that every rank fails with the same words.
+    """Report this rank's arrival, and return a warning for it, or None.
 
-    Returns a warning for this rank.
+    Rank 0 waits for all ranks and sends them its verdict, so that every rank fails with the same message.
     """
     import torch.distributed as dist
 
@@ -127,7 +130,7 @@ def _check_in(store: Store, facts: RankInfo, gpu: str | None, timeout: timedelta
     if facts.rank == 0:
         store.set("verdict", json.dumps(_verdict(store, facts, timeout)))
     try:
-        # rank 0 may need its whole time-out before it speaks
+        # rank 0 may need its whole time-out before it answers
         store.wait(["verdict"], timeout * 1.2)
     except dist.DistStoreError:
         raise RendezvousError(
@@ -142,7 +145,7 @@ def _check_in(store: Store, facts: RankInfo, gpu: str | None, timeout: timedelta
 
 
 def _verdict(store: Store, facts: RankInfo, timeout: timedelta) -> tuple[str, dict[int, str]]:
-    """What is wrong, empty where all ranks came with the same world size; and warnings by rank."""
+    """Return the problem, and warnings by rank; the problem is empty if all ranks arrived with the same world size."""
     import torch.distributed as dist
 
     keys = [f"arrived/{rank}" for rank in range(facts.world_size)]

@@ -1,4 +1,4 @@
-"""Which ranks have finished a save: they say so through the store of their attempt, so that no step costs a message."""
+"""Track which ranks have finished a save, through the store of their attempt, so that no step costs a message."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _WRITTEN, _LOST = "written", "lost"
 
 
 class SaveBarrier:
-    """The saves of one run, by their numbers, and which ranks have finished each.
+    """The saves of one run, by number, and which ranks have finished each.
 
-    Each rank has a value of its own: a counter would be quicker to read, and could not be signed.
+    Each rank sets a separate value. A counter would be faster to read, but could not be signed.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -22,23 +22,23 @@ class SaveBarrier:
         self._world_size = world_size
 
     def done(self, save: int, is_lost: bool) -> None:
-        """This rank is done with it.
+        """Note that this rank is done with a save.
 
         Args:
-            is_lost: whether it could not write its part.
+            is_lost: whether this rank could not write its part.
         """
         self._store.set(f"{save}/{self._rank}", _LOST if is_lost else _WRITTEN)
 
     def is_over(self, save: int) -> bool:
-        """Whether all ranks are done with it."""
+        """Return whether all ranks are done with a save."""
         return bool(self._store.check(self._keys(save)))
 
     def is_lost(self, save: int) -> bool:
-        """Whether one of them could not write its part; asked when all are done."""
+        """Return whether any rank could not write its part; call it when all ranks are done."""
         return any(self._store.get(key) == _LOST.encode() for key in self._keys(save))
 
     def forget(self, save: int) -> None:
-        """Remove what the ranks have told of it."""
+        """Delete the ranks' values of a save."""
         for key in self._keys(save):
             self._store.delete_key(key)
 
