@@ -137,8 +137,8 @@ def publish(folder: Path) -> Path:
 def _final(folder: Path, step: int) -> Path:
     """Return the final path for a checkpoint of this step.
 
-    If the newest checkpoint of the step is of the same place in the run, the path is the same. Else it is a new one, so
-    that the older checkpoint is kept.
+    If the newest checkpoint of the step is of the same place in the run, return its path. Otherwise return a new path,
+    so that the older checkpoint is kept.
     """
     run = RunFolder(folder.parents[1])
     keys = [key for path in complete(run) if (key := key_of(path)) is not None and key.step == step]

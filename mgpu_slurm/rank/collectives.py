@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOKS = (1.0, 1.0, 8.0, 50.0)
-"""Seconds for which a rank waits for the others in a call, between checks where they are."""
+"""Seconds for which a rank waits for the others in a call, between checks of where they are."""
 
 _ERRORS = (MgpuError, UserError, NoStudy, ClusterError, RunFailed, TrialPruned)
-"""Errors that keep their type on the ranks that are told of them."""
+"""Errors that keep their type on the ranks that receive them."""
 
 _ROW = struct.Struct("<b??qbdd")
 """A rank's row of a message: stop, save, failed, the number of boundaries passed, the call, and two values."""
@@ -59,7 +59,7 @@ class Collectives:
     def __init__(self, facts: RankInfo, errors: Iterable[type[BaseException]] = ()) -> None:
         """
         Args:
-            errors: Errors that keep their type on the ranks that are told of them, in addition to the package's own;
+            errors: Errors that keep their type on the ranks that receive them, in addition to the package's own;
                 each is created from a message.
         """
         self._facts = facts

@@ -101,7 +101,7 @@ def leave_soon(exit_code: int, saved: Callable[[], None] = lambda: None) -> None
 def guarded_thread(work: Callable[[], None], name: str) -> threading.Thread:
     """Start a thread that prints its traceback and ends this process if it fails.
 
-    Else its failure would only be noticed when the run hangs.
+    Otherwise, its failure would only be noticed when the run hangs.
     """
 
     def guarded() -> None:

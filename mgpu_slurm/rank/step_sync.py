@@ -39,7 +39,7 @@ RING, CLOSE, GONE = "ring", "close", "gone"
 
 
 class Place(NamedTuple):
-    """Where a rank is."""
+    """A rank's place in the sequence of calls and boundaries."""
 
     calls: int
     """Number of calls common to all ranks that this rank has begun."""
