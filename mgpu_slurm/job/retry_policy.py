@@ -41,7 +41,7 @@ class Retry:
     node: str | None
     """Node of that failure, if known."""
     checkpoint: int | None
-    """Step of the newest checkpoint with a valid name; None if there is none."""
+    """Step of the newest complete checkpoint; None if there is none."""
     number: int
     """Number of this retry among consecutive ones from the same checkpoint, from 1."""
     of: int
