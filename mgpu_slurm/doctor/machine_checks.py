@@ -61,7 +61,7 @@ def package_findings(requirements: list[str], packages: dict[str, str]) -> Itera
     """Check whether all required packages are installed and new enough.
 
     Args:
-        requirements: Requirements in packaging's format, such as `torch>=2.13`; those of extras are ignored.
+        requirements: Requirements as in package metadata, such as `torch>=2.13`; those of extras are ignored.
         packages: Versions by normalized name.
     """
     bounds = [match for text in requirements if "extra ==" not in text and (match := _BOUND.match(text))]

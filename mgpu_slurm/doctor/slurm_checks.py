@@ -178,7 +178,7 @@ def _accounting_findings(settings: Mapping[str, str]) -> Iterator[Finding]:
     try:
         rights = site.parse_associations(commands.run(site.associations_command(_user()), ASK_WITHIN))
     except ClusterError:
-        # some sites forbid sacctmgr to their users
+        # some sites do not let users call sacctmgr
         return
     if rights:
         yield account_finding(rights)

@@ -167,7 +167,7 @@ def goes_on_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
 
 
 def _rank_0_serves(spec: Spec) -> bool:
-    """Return whether rank 0 serves the rendezvous: it imports torch anyway and joins at once.
+    """Return whether to offer the rendezvous to rank 0, which imports torch anyway and joins at once.
 
     A script's ranks expect a running store, and a single rank of a job function need not join at all.
     """

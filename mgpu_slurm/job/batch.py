@@ -144,7 +144,7 @@ def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Seq
 
 
 def _is_limit_near(spec: Spec, job: Job, pause: float) -> bool:
-    """Return whether SLURM sends the lead signal within `pause` seconds: new ranks would miss it."""
+    """Return whether SLURM has sent the lead signal by the end of the pause (seconds): new ranks would miss it."""
     left = None if spec.lead is None else wait_out(lambda: commands.seconds_left(job.id))
     return left is not None and left <= (spec.lead or 0) + pause
 

@@ -28,7 +28,7 @@ class LockWatch:
     def __init__(self, folder: RunFolder, attempt: int, seconds: float) -> None:
         """
         Args:
-            seconds: Permitted time without progress; 0 for no limit.
+            seconds: Permitted seconds without progress; 0 for no limit.
         """
         self._stacks = folder.stacks(attempt)
         self._log = folder.rank_log(attempt, 0)

@@ -70,7 +70,9 @@ def first_failure(launch_log: str) -> str | None:
 
 
 def _first_failed_task(launch_log: str) -> re.Match[str] | None:
-    """Return srun's message about it. A task out of memory comes first: it fails before the others, but srun may
-    report them earlier."""
+    """Return srun's message about the first task that failed; None if there is none.
+
+    A task out of memory counts as the first: it never fails after the others, but srun may report them earlier.
+    """
     found = list(_TASK_FAILURE.finditer(launch_log))
     return min(found, key=lambda match: match["how"] != _OUT_OF_MEMORY, default=None)

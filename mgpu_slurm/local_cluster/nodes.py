@@ -156,7 +156,7 @@ class SimulatedNodes:
                 attempt.own_group()
 
             process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=enter)
-            # a dropped Popen is collected by the next one, and its exit code with it
+            # kept: the next Popen reaps a dropped one, and its exit code is lost
             self._processes.append(process)
             return process.pid
         pid = os.fork()
@@ -268,7 +268,7 @@ class HeldNodes:
             env=commands.scrubbed_environment(os.environ) | {"SLURM_RESTART_COUNT": str(restarts)} | rendezvous,
             preexec_fn=enter,
         )
-        # a dropped Popen is collected by the next one, and its exit code with it
+        # kept: the next Popen reaps a dropped one, and its exit code is lost
         self._processes.append(process)
         return {process.pid: "srun"}
 

@@ -202,7 +202,7 @@ class Supervisor:
             nodes.ports,
         )
         if os.getppid() != supervisor:
-            # the supervisor was killed: nothing else is left to clean up and record it
+            # the supervisor was killed: no other process is left to clean up and record it
             self._end_all_at_last()
             records.settle_state(
                 self._folder, state=states.FAILED, reason="its supervisor process was killed", ended=records.now()

@@ -27,7 +27,7 @@ class Layout:
     is_double: bool
 
     def variable(self, length: int) -> NDArray[np.bool_]:
-        """Return a mask of the bytes in which records of this layout differ."""
+        """Return a mask of the bytes in which records of this layout may differ."""
         found = np.zeros(length, bool)
         value = (self.value, self.value + (8 if self.is_double else 4))
         time = None if self.time is None else (self.time, self.time + 8)
