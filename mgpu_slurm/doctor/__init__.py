@@ -1,4 +1,4 @@
-"""`doctor`: what this machine and its cluster can do for runs, and what is in the way, before anything is submitted."""
+"""`doctor`: checks what this machine and its cluster offer to runs, and what prevents them, before any submission."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mgpu_slurm.doctor.check_results import Finding
 
 
 def look_here(cwd: Path, note: Note, will_be_proven: bool = False) -> Iterator[Finding]:
-    """What can be seen from here, as it is found; starts no job.
+    """Yield the findings on this machine, as they are found; starts no job.
 
     Args:
-        note: hears that SLURM is waited for.
-        will_be_proven: a job will be submitted after it.
+        note: Called while waiting for SLURM.
+        will_be_proven: Whether a job will be submitted afterwards.
     """
     torch = machine_checks.TorchQuestion()
     has_slurm = machine_checks.has_slurm()
@@ -36,7 +36,7 @@ def look_here(cwd: Path, note: Note, will_be_proven: bool = False) -> Iterator[F
 
 
 def _guarded(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What one look finds; where it fails itself, for a site unlike any that was thought of, that is a finding too."""
+    """Yield the findings of one check; if the check itself fails, as on an unforeseen site, that is a finding too."""
     try:
         yield from look()
     except Exception as error:
@@ -45,5 +45,5 @@ def _guarded(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Find
 
 
 def is_silence(finding: Finding) -> bool:
-    """Whether it says that SLURM is here and gives no answer: a job would only wait for it."""
+    """Return whether the finding is that SLURM is installed but does not answer: a job would only wait for it."""
     return finding.check == slurm_checks.CONTROLLER and finding.level == "failed"

@@ -1,4 +1,4 @@
-"""What a check has found: one line, and how to fix it if something is wrong."""
+"""The result of a check: one line, and a fix if something is wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Finding:
 
     level: Level
     check: str
-    """What was looked at, in one or two words: programs rely on it."""
+    """Name of the check in one or two words; programs rely on it."""
     text: str
     fix: str = ""
 
@@ -34,10 +34,10 @@ class Finding:
         return dataclasses.asdict(self) | {"mend": self.fix}
 
     def lines(self, width: int = sys.maxsize) -> list[str]:
-        """Return lines for people; the fix begins a line of its own.
+        """Return lines for people; the fix begins on a new line.
 
         Args:
-            width: of a terminal, in which words stay whole.
+            width: Width of the terminal; words are not split.
         """
         return _wrapped(self.text, f"{self.level:<{_WIDTH}}", width) + _wrapped(self.fix, f"{'':<{_WIDTH}}-> ", width)
 
@@ -50,7 +50,7 @@ def _wrapped(text: str, before: str, width: int) -> list[str]:
 
 
 def span(seconds: float) -> str:
-    """A time that was measured: `0.21 ms`, `31 ms`, `1.3 s`."""
+    """Return a measured time as text: `0.21 ms`, `31 ms`, `1.3 s`."""
     if seconds >= 0.9995:
         return f"{seconds:.1f} s"
     return f"{seconds * 1000:.2g} ms" if seconds < 0.0995 else f"{seconds * 1000:.0f} ms"

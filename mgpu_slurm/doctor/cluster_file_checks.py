@@ -1,4 +1,4 @@
-"""The cluster file, mgpu.yaml: whether it can be read, and whether this SLURM takes what its clusters ask for."""
+"""Checks the cluster file, mgpu.yaml: whether it is valid, and whether this SLURM accepts its clusters' flags."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from mgpu_slurm.submission.plan import Request
 
 
 def findings_of_file(cwd: Path, note: Note, slurm_answers: bool) -> Iterator[Finding]:
-    """
+    """Check the cluster file, and with SLURM the flags of its clusters.
+
     Args:
-        note: hears that SLURM is waited for.
-        slurm_answers: whether there is a SLURM to ask.
+        note: Called while waiting for SLURM.
+        slurm_answers: Whether SLURM can be queried.
     """
     files = [str(path) for path in (clusters.user_file(), cwd / clusters.FILE_NAME) if path.exists()]
     if not files:
@@ -47,11 +48,11 @@ def _cluster_findings(file: ClusterFile, cwd: Path, note: Note) -> Iterator[Find
 
 
 def _taken(name: str | None, cwd: Path, note: Note, is_meant: bool) -> Finding:
-    """Whether sbatch would take a job of one node with the flags of a cluster; nothing is queued.
+    """Check whether sbatch would accept a job of one node with a cluster's flags; nothing is queued.
 
     Args:
-        name: of the cluster; None for a job without any.
-        is_meant: whether it is the one for runs that name none; others may be of another site.
+        name: Name of the cluster; None for a job without one.
+        is_meant: Whether it is the default cluster; others may belong to another site.
     """
     what = f"cluster {name!r}" if name else "a job without a cluster file"
     request = Request(command=("true",), executor="slurm", cluster=name, project=cwd, name="doctor")

@@ -1,4 +1,4 @@
-"""The part of `doctor` that only a job can find out: it runs on two nodes, and tells line by line."""
+"""The part of `doctor` that needs a job: it runs on two nodes and reports line by line."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from mgpu_slurm.submission.plan import Request
 TARGET = "mgpu_slurm.doctor.in_job:checkup"
 NODES = 2
 TIME_LIMIT = "10"
-"""Minutes. A short job starts sooner, and the checks themselves end within that."""
+"""Minutes. A short job starts sooner, and this is enough for the checks."""
 
 PAUSE = 0.2
 
 
 def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, note: Note) -> Iterator[Finding]:
-    """Submits the checkup and yields what it finds. Its run is gone afterwards where nothing failed.
+    """Submit the checkup and yield its findings. If nothing failed, its run is deleted afterwards.
 
     Args:
-        flags: resources by sbatch's long names, None for those that were not given.
-        note: hears how the job stands meanwhile.
+        flags: Resources by sbatch's long names; None for those not given.
+        note: Called with the job's state meanwhile.
     """
     try:
         submission = _submit(flags, executor, cluster, note)
@@ -57,7 +57,7 @@ def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, n
             told.append(finding)
             yield finding
     except BaseException:
-        # nobody would read what it finds
+        # nobody would read its findings
         with suppress(MgpuError):
             handle.cancel()
             note(f"cancelled {handle.name}")
@@ -69,7 +69,7 @@ def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, n
 
 
 def tidy(handle: api.Handle, note: Note) -> None:
-    """Deletes the run of a checkup; that it cannot be, as where a node still holds its files open, is no finding."""
+    """Delete the run of a checkup. A failure to do so, such as a node with its files open, is not a finding."""
     try:
         handle.delete()
     except MgpuError as problem:
@@ -79,12 +79,12 @@ def tidy(handle: api.Handle, note: Note) -> None:
 def _submit(flags: dict[str, Any], executor: str, cluster: str | None, note: Note) -> submitting.Submission:
     asked = {name: value for name, value in flags.items() if value is not None}
     if executor != AllocationExecutor.name:
-        # a held allocation has its own nodes and its own end
+        # a held allocation has fixed nodes and a fixed end
         asked = {"nodes": NODES, "time": TIME_LIMIT} | asked
-    # NCCL says once which network it goes by, and the checkup reads that
+    # NCCL logs once which network it uses, and the checkup reads that
     os.environ.setdefault("NCCL_DEBUG", "INFO")
     os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET")
-    # the job is this package's own and needs nothing of the folder that doctor is called in, which may be a home folder
+    # the job is part of this package and needs no files from the current folder, which may be a home folder
     with tempfile.TemporaryDirectory(prefix="mgpu-") as nothing:
         request = Request(
             target=TARGET, flags=asked, executor=executor, cluster=cluster, name="doctor", project=Path(nothing)
@@ -93,7 +93,7 @@ def _submit(flags: dict[str, Any], executor: str, cluster: str | None, note: Not
 
 
 def requeue_findings(job_id: str) -> list[Finding]:
-    """Whether the site lets a job that asks for it be requeued; only a job can tell, since a plugin may decide."""
+    """Check whether the site lets jobs be requeued on request; this needs a job, since a plugin may decide."""
     try:
         may = site.may_be_requeued(commands.run(jobs.show_command(job_id)))
     except ClusterError:
@@ -106,15 +106,15 @@ def requeue_findings(job_id: str) -> list[Finding]:
 
 
 def _followed(folder: RunFolder, note: Note) -> Iterator[Finding]:
-    """What the job has written down so far, again and again, until it has ended; and how it ended, if not well."""
+    """Yield the job's findings as it writes them, until it has ended; then one more if it ended badly."""
     watch = Watch(folder)
     shown = 0
     last_words = ""
     while True:
-        # the state is read before the findings: what was written before the end is told before the end
+        # read the state before the findings, so that no finding written before the end is missed
         state = watch.state()
         written = [Finding.from_plain(record) for record in read_jsonl(folder.checkup)]
-        # another attempt has begun anew
+        # a new attempt starts the file again
         yield from written[shown if shown <= len(written) else 0 :]
         shown = len(written)
         if not states.is_alive(state["state"]):
@@ -129,10 +129,10 @@ def _followed(folder: RunFolder, note: Note) -> Iterator[Finding]:
 
 
 def ended_badly(folder: RunFolder, state: dict[str, Any], shown: int) -> Finding:
-    """What to make of a checkup that did not come to its end.
+    """Return a finding for a checkup that did not complete.
 
     Args:
-        shown: how many findings it had written down before.
+        shown: Number of findings that it had written before.
     """
     text = f"the checkup ended as {state['state']}: {state['reason'] or 'nobody said why'}"
     if state["state"] == states.CANCELLED:

@@ -1,4 +1,4 @@
-"""This machine: its Python and packages, its torch, and the folders that runs need."""
+"""Checks this machine: its Python and packages, its torch, and the folders that runs need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mgpu_slurm.executors import simulated
 OLDEST_PYTHON = (3, 10)
 DISTRIBUTION = "mgpu-slurm"
 TORCH_WITHIN = 180.0
-"""Seconds; a first import from a network file system takes a minute and longer."""
+"""Seconds; a first import from a network file system may take more than a minute."""
 
 LITTLE_SPACE = 5_000_000_000
 FEW_INODES = 10_000
@@ -58,11 +58,11 @@ def python_findings() -> Iterator[Finding]:
 
 
 def package_findings(requirements: list[str], packages: dict[str, str]) -> Iterator[Finding]:
-    """Whether what this project needs is there, and new enough.
+    """Check whether all required packages are installed and new enough.
 
     Args:
-        requirements: as packages state them, `torch>=2.13`; those of extras do not count.
-        packages: versions by normalized name.
+        requirements: Requirements as in package metadata, such as `torch>=2.13`; those of extras are ignored.
+        packages: Versions by normalized name.
     """
     bounds = [match for text in requirements if "extra ==" not in text and (match := _BOUND.match(text))]
     wrong = []
@@ -80,7 +80,7 @@ def package_findings(requirements: list[str], packages: dict[str, str]) -> Itera
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """`(2, 13, 0)` of `2.13.0+cpu`: enough to compare with a lower bound."""
+    """Return `(2, 13, 0)` for `2.13.0+cpu`: enough to compare with a lower bound."""
     release = re.match(r"[0-9]+(\.[0-9]+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()
 
@@ -89,7 +89,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 class TorchQuestion:
-    """Asks what torch is here, in a process of its own; the answer takes seconds, so it is begun early."""
+    """Imports torch in a separate process to get its facts. This takes seconds, so it is started early."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -102,7 +102,7 @@ class TorchQuestion:
         )
 
     def answer(self) -> tuple[dict[str, Any] | None, str]:
-        """The facts; or None, and why there are none."""
+        """Return the facts and an empty string; or None and the reason."""
         try:
             out, err = self._process.communicate(timeout=TORCH_WITHIN)
         except subprocess.TimeoutExpired:
@@ -117,11 +117,11 @@ class TorchQuestion:
 
 
 def torch_findings(facts: dict[str, Any] | None, problem: str, partitions_with_gpus: list[str]) -> Iterator[Finding]:
-    """Judges `runtime.torch_facts`.
+    """Judge the facts of `torch_probe`.
 
     Args:
-        problem: why there are no facts.
-        partitions_with_gpus: of the cluster here.
+        problem: The reason why there are no facts.
+        partitions_with_gpus: Partitions with GPUs on this cluster.
     """
     if facts is None:
         yield check_results.failed("torch", f"torch {problem}", f"{sys.executable} -m pip install --upgrade torch")
@@ -155,14 +155,14 @@ def torch_findings(facts: dict[str, Any] | None, problem: str, partitions_with_g
 
 @dataclass(frozen=True)
 class Mount:
-    """Where a file system is mounted, and of what type it is."""
+    """The mount point and type of a file system."""
 
     place: str
     type: str
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """The lines of proc(5)'s mountinfo."""
+    """Parse proc(5)'s mountinfo."""
     found = []
     for line in text.splitlines():
         before, separator, after = line.partition(" - ")
@@ -173,17 +173,17 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def file_system(path: Path, mounts: list[Mount]) -> str:
-    """The type of the file system that holds an absolute path; empty where no mount does."""
+    """Return the type of the file system that contains an absolute path; empty if no mount does."""
     holding = [mount for mount in mounts if path.is_relative_to(mount.place)]
-    # of several on one place the last one covers the others
+    # of several mounts on one place, the last hides the others
     return max(enumerate(holding), key=lambda pair: (len(pair[1].place), pair[0]))[1].type if holding else ""
 
 
 def folder_findings(cwd: Path, runs: Path, has_slurm: bool, will_be_proven: bool) -> Iterator[Finding]:
-    """Whether what a run needs lies where nodes can see it, and where something can be written.
+    """Check whether nodes can see the folders that a run needs, and whether these are writable.
 
     Args:
-        will_be_proven: a job is about to show what nodes see.
+        will_be_proven: Whether a job is about to show what nodes see.
     """
     if has_slurm:
         mounts = parse_mounts(Path("/proc/self/mountinfo").read_text())
@@ -217,12 +217,12 @@ def _by_type(types: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above that exists: what is not there yet would be made in it."""
+    """Return the path, or its nearest existing parent, in which the missing part would be created."""
     return next(place for place in [path, *path.parents] if place.exists())
 
 
 def writable_findings(name: str, folder: Path, fix: str, small: bool = False) -> Iterator[Finding]:
-    """Whether files can be made in a folder, or the folder itself, and how much room there is."""
+    """Check whether a folder is writable or can be created, and how much space is free."""
     place = _existing(folder)
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -234,7 +234,7 @@ def writable_findings(name: str, folder: Path, fix: str, small: bool = False) ->
     room = os.statvfs(place)
     free = room.f_bavail * room.f_frsize
     text = f"{name} {folder}: can be written, {human_size(free)} free"
-    # file systems that make inodes as needed tell of none
+    # file systems that create inodes on demand report 0
     if not small and (free < LITTLE_SPACE or 0 < room.f_favail < FEW_INODES):
         files = f" and room for {room.f_favail} files" if 0 < room.f_favail < FEW_INODES else ""
         yield check_results.warning("folders", f"{text}{files}, which checkpoints fill soon", fix)
@@ -246,7 +246,7 @@ def writable_findings(name: str, folder: Path, fix: str, small: bool = False) ->
 
 
 def local_findings() -> Iterator[Finding]:
-    """What the local executor has to work with."""
+    """Report the resources of the local executor."""
     gpus = len(simulated.visible_gpus())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{cores()} cores, {human_size(memory)} of memory, {gpus or 'no'} GPU{'s' if gpus != 1 else ''}"

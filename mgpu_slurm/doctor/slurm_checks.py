@@ -1,6 +1,6 @@
-"""The SLURM of this site: what it is, what it allows, and what of it is used here.
+"""Checks this site's SLURM: its version, partitions, settings and limits, as far as runs depend on them.
 
-Functions that judge are pure; `findings_of_slurm` asks.
+Functions that judge are pure; `findings_of_slurm` queries SLURM.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from mgpu_slurm.slurm import commands, site
 from mgpu_slurm.slurm.site import Association, Partition
 
 OLDEST_SLURM = (20, 11)
-"""srun --overlap; everything else that is used is older."""
+"""First version with srun --overlap; all other features used here are older."""
 
 CPUS_BY_VARIABLE = (22, 5)
-"""From here on srun takes the cores of a rank from SRUN_CPUS_PER_TASK alone."""
+"""First version in which srun takes the cores of a rank only from SRUN_CPUS_PER_TASK."""
 
 SLOW_CONTROLLER = 2.0
 SHORT_KILL_WAIT = 30
-"""Seconds; SLURM's own default, in which a checkpoint of some GB is written."""
+"""Seconds; SLURM's default, enough to write a checkpoint of some GB."""
 
 ASK_WITHIN = 20.0
 
 CONTROLLER = "controller"
-"""The check that says whether SLURM answers at all."""
+"""Name of the check whether SLURM answers at all."""
 
 
 @dataclass
 class Site:
-    """What was found out, for the checks that come after."""
+    """Facts about the site for later checks."""
 
     partitions: list[Partition] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class Site:
 
 
 def findings_of_slurm(found: Site) -> Iterator[Finding]:
-    """Asks SLURM, each question with an end; fills `found` on the way."""
+    """Query SLURM, each query with a time-out, and yield findings; also fills `found`."""
     try:
         version = site.parse_version(commands.run(site.version_command(), ASK_WITHIN))
         begun = time.perf_counter()
@@ -92,7 +92,7 @@ def controller_finding(cluster: str, seconds: float) -> Finding:
 
 
 def partition_finding(partition: Partition) -> Finding:
-    """One line with the limits of a partition and what its nodes have."""
+    """Return one line with the limits and nodes of a partition."""
     name = f"partition {partition.name}{' (default)' if partition.is_default else ''}"
     total = sum(partition.nodes.values())
     unusable = [f"{count} {state}" for state, count in sorted(partition.nodes.items()) if site.is_unusable(state)]
@@ -127,7 +127,7 @@ def _time_limit(partition: Partition) -> str:
 
 
 def setting_findings(settings: Mapping[str, str], partitions: list[Partition]) -> Iterator[Finding]:
-    """What of SLURM's own settings a run will feel; what a version does not tell is not judged."""
+    """Judge the SLURM settings that affect runs; those that this version does not report are skipped."""
     if "JobRequeue" in settings:
         by_default = "" if settings["JobRequeue"] == "1" else ", which is not the site's default (JobRequeue=0)"
         text = f"runs ask to be requeued{by_default}; where that is refused they submit their own next job"
@@ -178,7 +178,7 @@ def _accounting_findings(settings: Mapping[str, str]) -> Iterator[Finding]:
     try:
         rights = site.parse_associations(commands.run(site.associations_command(_user()), ASK_WITHIN))
     except ClusterError:
-        # some sites keep sacctmgr from their users
+        # some sites do not let users call sacctmgr
         return
     if rights:
         yield account_finding(rights)
@@ -188,7 +188,7 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # containers run with ids that no passwd file knows
+        # containers may run with ids that are not in passwd
         return str(os.getuid())
 
 
@@ -203,7 +203,7 @@ def no_accounting_finding(problem: str, min_job_age: str) -> Finding:
 def account_finding(rights: list[Association]) -> Finding:
     accounts = ", ".join(dict.fromkeys(right.account for right in rights))
     limits = []
-    # of several accounts each has its own; the tightest one is worth a word
+    # each of several accounts has its own limits; report the tightest
     for words, numbers in (
         ("{} jobs running", [right.max_jobs for right in rights]),
         ("{} jobs submitted", [right.max_submitted for right in rights]),
@@ -216,7 +216,7 @@ def account_finding(rights: list[Association]) -> Finding:
 
 
 def variable_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables by which this shell gives defaults to sbatch, and which do not reach runs."""
+    """Warn of variables with which this shell sets defaults for sbatch, and which do not reach runs."""
     names = sorted(name for name in environ if name.startswith("SBATCH_") and name not in commands.DEFAULTS_OF_SBATCH)
     if names:
         text = f"{', '.join(names)} in this shell {'does' if len(names) == 1 else 'do'} not reach runs"

@@ -1,6 +1,6 @@
-"""What torch is here, as JSON on the last line of standard output: `python -m mgpu_slurm.doctor.torch_probe`.
+"""Prints facts about the installed torch as JSON, on the last line: `python -m mgpu_slurm.doctor.torch_probe`.
 
-The login side asks in this way, so that a broken torch ends a process of its own.
+`doctor` runs it as a separate process, so that a broken torch cannot crash `doctor` itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Plain values; what fails on import is told by `torchvision_problem`, or by the exception of torch itself.
+    """Return facts about torch and torchvision as plain values.
 
-    `torchvision` is None without a problem where it is not installed: it is an extra.
+    An import error of torch is raised; one of torchvision is in `torchvision_problem`. `torchvision` is None without a
+    problem if it is not installed, since it is an extra.
     """
     begun = time.perf_counter()
     import torch

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a job beside its ranks: the batch step, retries and requeues. It needs no torch."""
+"""The processes on a job's nodes other than its ranks: the batch step, retries and requeues. Does not need torch."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ PARTS = {
     "supervisor": "mgpu_slurm.local_cluster.supervisor",
     "coordinator": "mgpu_slurm.local_cluster.coordinator",
 }
-"""The processes of a run, by the names that batch scripts have for them: modules may move while a job waits in its
-queue, these names stay."""
+"""The processes of a run, by the names that batch scripts use. These names are stable: a module may move while a job
+waits in the queue."""

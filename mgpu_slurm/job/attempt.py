@@ -1,6 +1,6 @@
-"""One attempt of a run: opens the rendezvous, starts the ranks, waits for them, and writes down how it ended.
+"""One attempt of a run: opens the rendezvous, starts the ranks, waits for them, and records how it ended.
 
-Every executor goes through it: SLURM's batch step (see `batch`), and a process that the supervisor forks.
+All executors use it: SLURM's batch step (see `batch`) and a process forked by the supervisor.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from mgpu_slurm.job.socket_handoff import SocketOffer
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 
 StartRanks = Callable[[dict[str, str]], dict[int, str]]
-"""Starts the ranks with these variables added; the names of the processes to wait for, by pid."""
+"""Starts the ranks with these additional variables and returns the names of the processes to wait for, by pid."""
 
 GRACE_AFTER_FAILURE = 1.0
-"""Seconds that the other ranks get to flush their logs once one has failed."""
+"""Seconds for the other ranks to flush their logs after one has failed."""
 
 GRACE_AFTER_REQUEUE = 10.0
-"""Seconds at least that the others get once one has asked to be started again; one of a script's may still save."""
+"""Minimum seconds for the other ranks after one has requested a requeue; a script's rank may still be saving."""
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks for a rank that asks, behind a launcher, to be started again."""
+"""Seconds between two checks for a requeue request from a rank behind a launcher."""
 
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP}
-"""SIGTERM is for the ranks, who save and leave: this process stays until they have. SIGHUP: the parent is gone."""
+"""SIGTERM is meant for the ranks, which save and exit; this process waits for them. SIGHUP: the parent is gone."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Ending:
     code: int
     """Exit code of the first process that failed (128 + signal for a killed one), else 0."""
     who: str = ""
-    """That process."""
+    """Name of that process."""
     told_to_end: bool = False
-    """Whether this process got a SIGTERM meanwhile: SLURM sends one to the batch step when it ends a job."""
+    """Whether this process received a SIGTERM: SLURM sends one to the batch step when it ends a job."""
     cut_short: bool = False
-    """Whether those that were left were ended from here."""
+    """Whether this process ended the remaining ranks."""
     superseded: bool = False
-    """Whether a later attempt has started meanwhile: SLURM gives a node up that it cannot reach, where all goes on."""
+    """Whether a later attempt has started: SLURM abandons a node that it cannot reach, where everything still runs."""
 
 
 def describe_exit(ending: Ending) -> str:
@@ -79,30 +79,30 @@ def run_attempt(
     ports: range | None = None,
     is_in_vain: Callable[[], bool] = lambda: False,
 ) -> Ending:
-    """One attempt from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
+    """Run one attempt, from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
 
     Args:
-        address: what other nodes call this one; the loopback address where all ranks are on this machine.
-        describe: tells a failure in words where no rank did.
-        ports: on which the ranks reach this machine; None for any.
-        is_in_vain: whether what starts the ranks waits for what will never be; asked every second.
+        address: Name of this node for the others; the loopback address if all ranks are on this machine.
+        describe: Describes a failure that no rank reported.
+        ports: Ports on which the ranks can reach this machine; None for any.
+        is_in_vain: Returns whether the launcher waits for something that will never happen; called every second.
     """
     records.note_unseen_end(folder, records.settle_event)
     attempt = records.attempts_started(folder) + 1
-    # which of the job's starts it is, by which accounting tells of it
+    # number of this start of the job, by which accounting identifies it
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     began_at = retry_policy.beginning_facts(folder)
     records.settle_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes, restarts=restarts, **began_at)
     began = records.read_state(folder)["started"] or records.now()
     records.settle_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
-    # what the attempt before died of is over
+    # the previous attempt's failure is over
     folder.failure.unlink(missing_ok=True)
-    # several nodes have to reach the store; one node needs no other interface than loopback
+    # several nodes have to reach the store; one node only needs loopback
     listener = store_server.bind("127.0.0.1" if address.startswith("127.") else "", ports)
     variables = store_server.exports(address, listener.getsockname()[1])
     variables |= {ATTEMPT_VARIABLE: str(attempt), RUN_VARIABLE: str(folder.path)}
     for left in folder.secrets():
-        # of an attempt whose batch step was killed
+        # left by an attempt whose batch step was killed
         left.unlink(missing_ok=True)
     secret_file = folder.secret(attempt)
     retry.for_the_disk(lambda: store_secret.create(secret_file), secret_file)
@@ -112,7 +112,7 @@ def run_attempt(
     alive = start_ranks(variables | (offer.variables() if offer else {}))
     service = _Service(listener, offer, wanted=spec.resources.ranks > 1)
     wish = folder.requeue_wish(attempt)
-    # what is left of the lead then is for the requeue
+    # the rest of the lead is for the requeue
     grace = max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2)
     locked = LockWatch(folder, attempt, 60 * spec.stuck_after)
     ending = _wait(alive, wish, grace, folder.cancel_wish, lambda: service.failed or is_in_vain() or locked.is_stuck())
@@ -122,8 +122,7 @@ def run_attempt(
     failure: dict[str, Any] = {}
     first = None
     if wish.exists():
-        # of a sweep's ranks those that are left ask for it where one has died
-        # or a rank has said why
+        # a sweep's remaining ranks request it if one has died, or a rank has given a reason
         said = wish.read_text().partition("\n")[0] or None
         first = describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else said
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
@@ -133,7 +132,7 @@ def run_attempt(
         cause = service.failure or _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
         failure = {"attempt": attempt, "exit_code": ending.code, **cause}
         if spec.nodes_are_simulated:
-            # elsewhere ranks are on other machines too, and SLURM says it
+            # otherwise ranks are on other machines too, and SLURM reports it
             failure["oom_kills"] = processes.oom_kills() - oom_kills
     facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}
     if first is not None:
@@ -141,7 +140,7 @@ def run_attempt(
     if failure:
         facts |= {"error": failure.get("error"), "message": failure["message"]}
     if records.attempts_started(folder) > attempt:
-        # as on a node that was given up and lives; the next one has noted this one's end
+        # for example on an abandoned node that is still alive; the next attempt has recorded the end of this one
         return replace(ending, superseded=True)
     records.settle_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
     if failure:
@@ -150,13 +149,13 @@ def run_attempt(
 
 
 def goes_on_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
-    """Whether the ranks of a sweep's worker are to start again where they are: they failed in a trial, or want to.
+    """Return whether the ranks of a sweep's worker restart in place, because they failed in a trial or asked for it.
 
-    It is so once: an attempt that comes to no trial starts no other one. Nor does one into whose rendezvous a stranger
-    has written: who did so may do it again.
+    The request holds once: an attempt that reaches no trial starts no further one. Neither does an attempt into whose
+    rendezvous a stranger has written, who may do it again.
 
     Args:
-        code: with which the newest attempt has ended.
+        code: Exit code of the newest attempt.
     """
     if spec.kind == "run" or code in (REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE):
         return False
@@ -168,30 +167,32 @@ def goes_on_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
 
 
 def _rank_0_serves(spec: Spec) -> bool:
-    """Whether the rendezvous is better left to rank 0, who imports torch anyway and joins at once.
+    """Return whether to offer the rendezvous to rank 0, which imports torch anyway and joins at once.
 
-    A script's ranks expect a store that is served; and a single rank of a job function joins only if it wants to.
+    A script's ranks expect a running store, and a single rank of a job function need not join at all.
     """
     return not spec.target.is_command and spec.resources.ranks > 1 and "torch" not in sys.modules
 
 
 class _Service:
-    """The store of an attempt, served from a thread: where torch still has to be imported, ranks must not wait for that
-    to start, and this process must go on watching them. Where the thread fails, the ranks would wait for each other in
-    vain."""
+    """The store of an attempt, served from a thread.
+
+    While torch is being imported, the ranks can start and this process keeps watching them. If the thread fails, the
+    ranks would wait for each other in vain.
+    """
 
     def __init__(self, listener: socket.socket, offer: SocketOffer | None, wanted: bool) -> None:
         """
         Args:
-            offer: lets rank 0 serve it.
-            wanted: whether somebody will surely connect; torch is imported when somebody does otherwise.
+            offer: Lets rank 0 serve it.
+            wanted: Whether a rank is sure to connect; if not, torch is imported on the first connection.
         """
         self._listener = listener
         self._offer = offer
         self._wanted = wanted
         self._stores: list[Any] = []
         self.failure: dict[str, Any] = {}
-        """For `failure.json`, if the thread has failed."""
+        """Content of `failure.json` if the thread has failed."""
         threading.Thread(target=self._serve, name="rendezvous", daemon=True).start()
 
     @property
@@ -222,13 +223,13 @@ def _wait(
     cancel_wish: Path,
     is_hopeless: Callable[[], bool],
 ) -> Ending:
-    """Until no process is left; the first that fails, or asks to be started again, ends the others after a while.
+    """Wait until all processes have ended. The first that fails or requests a requeue ends the others after a grace.
 
     Args:
-        wish: what a rank behind a launcher leaves that asks so: an exit code would end the others at once.
-        grace_after_requeue: seconds that the others get then.
-        cancel_wish: there where the ranks are told to end, maybe before this process is.
-        is_hopeless: whether there is no rank that could end, or save, by itself; asked every second.
+        wish: Requeue request of a rank behind a launcher: an exit code would end the others at once.
+        grace_after_requeue: Seconds for the others after such a request.
+        cancel_wish: Exists if the ranks have been told to end, perhaps before this process has.
+        is_hopeless: Returns whether no rank can end or save by itself any more; called every second.
     """
     ending = Ending(0)
     deadline: float | None = None
@@ -236,7 +237,7 @@ def _wait(
         timeout = LOOK_EVERY if deadline is None else max(0.0, deadline - time.monotonic())
         received = signal.sigtimedwait(WATCHED, timeout)
         if received is None and deadline is not None:
-            # a launcher is alive as long as any rank is, and takes SIGTERM for an order to end them all at once
+            # a launcher lives as long as any rank, and on SIGTERM it ends all of them at once
             signal_groups(alive, signal.SIGKILL if ending.code else signal.SIGTERM)
             ending, deadline = replace(ending, cut_short=True), None
         elif received is None and is_hopeless():
@@ -249,7 +250,7 @@ def _wait(
         for who, code in _ended(alive):
             if code and not ending.code:
                 ending = replace(ending, code=code, who=who)
-        # who is told to end saves first, and has until SIGKILL comes from whoever told it
+        # ranks that are told to end save first; the sender of the SIGTERM sends SIGKILL when their time is up
         is_told = ending.told_to_end or ending.cut_short
         comes_back = not is_told and (ending.code == REQUEUE_EXIT_CODE or wish.exists())
         if deadline is None and not is_told and (ending.code or comes_back) and not cancel_wish.exists():
@@ -264,9 +265,9 @@ def signal_groups(alive: dict[int, str], signum: int) -> None:
 
 
 def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
-    """The processes that have ended since the last call, taken out of `alive`, with shell-style exit codes.
+    """Remove from `alive` the processes that have ended since the last call; return them with shell-style exit codes.
 
-    Those that a signal ended come first: the others may have failed because of them.
+    Those killed by a signal come first: the others may have failed because of them.
     """
     found = []
     for pid in list(alive):
@@ -280,25 +281,25 @@ def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
 def _first_cause(
     folder: RunFolder, attempt: int, ending: Ending, describe: Callable[[Ending], str], ranks: int
 ) -> dict[str, Any]:
-    """For `failure.json`: the first cause among what the ranks recorded, else how the first process ended."""
+    """Return the content of `failure.json`: the first cause that ranks recorded, else how the first process ended."""
     description = describe(ending)
     found = [each for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json")) if (each := read_json(path))]
-    # of several that failed together the first; under SLURM the process that ended is srun
+    # the first of several that failed together; under SLURM the process that ended is srun
     named = re.match(r"ranks? (\d+)", description)
     who = f"rank {named[1]}" if named else ending.who
-    # what a rank saw of another one's end is no cause, unless it was the first to end
+    # a consequence of another rank's end is not a cause, unless this rank ended first
     known = [record for record in found if not record["consequence"] or f"rank {record['rank']}" == who]
     known.sort(key=lambda record: (record["consequence"], record["time"]))
     first = failures.first_stuck(found, ranks) or (known[0] if known else {"message": description})
     failure = {"attempt": attempt, "who": who, **first}
     if "error" not in failure and "exit code" in description:
-        # of a script that raised, its error
+        # the error of a script that raised one
         said = [line.strip() for line in records.said_last(folder, failure).splitlines() if line.strip()]
         failure["message"] += f": {said[-1][:200]}" if said else ""
     return failure
 
 
 def own_group() -> None:
-    """In a new child: a session of its own, which signals can name as one, and no signal blocked."""
+    """Give a new child its own session, which can be signalled as a group, and unblock its signals."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)

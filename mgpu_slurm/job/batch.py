@@ -1,6 +1,6 @@
 """The batch step of a job: `python -m mgpu_slurm.job batch RUN_FOLDER --token TOKEN -- srun ...`.
 
-The batch script becomes it. It runs one attempt of the run, and sees to what comes after that.
+The batch script execs it. It runs one attempt of the run, then retries, requeues or concludes it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mgpu_slurm.slurm import commands, job_lock, steps
 from mgpu_slurm.slurm.outage import wait_out
 
 LEAD_COMES_EARLY = 60
-"""Seconds at most by which SLURM sends the lead signal too early."""
+"""Maximum seconds by which SLURM sends the lead signal early."""
 
 PATIENCE_FOR_SIGTERM = 1.0
-"""Seconds."""
+"""Seconds to wait for SLURM's SIGTERM after the ranks have failed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -74,16 +74,16 @@ def main(arguments: list[str]) -> int:
 
 
 def _job_id() -> str:
-    """The id by which SLURM's commands know this job, array tasks included."""
+    """Return the id that SLURM's commands use for this job, including array tasks."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 
 
 def _by_launcher(command: list[str]) -> StartRanks:
-    """Starts the ranks by a launcher such as srun."""
+    """Return a function that starts the ranks with a launcher such as srun."""
 
     def start(variables: dict[str, str]) -> dict[int, str]:
-        # kept: a dropped Popen is collected by the next one, and its exit code with it
+        # kept: the next Popen reaps a dropped one, and its exit code is lost
         started.append(subprocess.Popen(command, env=os.environ | variables, preexec_fn=own_group))
         return {started[-1].pid: Path(command[0]).name}
 
@@ -92,15 +92,15 @@ def _by_launcher(command: list[str]) -> StartRanks:
 
 
 def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog, nodes: Sequence[str]) -> int | None:
-    """What comes after an attempt: the exit code with which the job ends, or None where another attempt is due."""
+    """Handle the end of an attempt; return the job's exit code, or None if another attempt is due."""
     if ending.superseded:
-        # neither its end nor its wish to be started again is the run's
+        # neither its end nor its requeue request counts for the run
         return ending.code
     in_place = goes_on_in_place(folder, spec, ending.code)
-    # a job function that has returned is done. With what code a command ends when it is told to tells nothing, and
-    # srun's own is 0 where a node has failed
+    # a job function that has returned is done. The exit code of a terminated command means nothing, and srun's own is
+    # 0 if a node has failed
     if (ending.code or not folder.result.exists()) and _is_slurms_doing(ending, log):
-        # cancelled, preempted or timed out: SLURM knows which, and says so to `status`
+        # cancelled, preempted or timed out: `status` asks SLURM which
         return ending.code
     retry = None if in_place else retry_policy.due(folder, spec, ending.code, starts(folder, job, "retried"))
     if retry is None and not in_place:
@@ -109,7 +109,7 @@ def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchL
         if retry is not None:
             return _try_again(folder, spec, job, retry, nodes)
         if ending.cut_short:
-            # srun was, and ranks may go on without it
+            # srun was killed, and ranks may still be running
             steps.end(job.id, folder.group.run)
         return None
     except ClusterError as problem:
@@ -120,11 +120,13 @@ def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchL
 
 
 def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Sequence[str]) -> int | None:
-    """Here; or where one of these nodes is not to be trusted, on others; or where this job is of no use any more or the
-    time limit is near, as a new job.
+    """Retry in this job, or requeue the run if a node is to be avoided, the job is unusable or the time limit is near.
+
+    Returns:
+        The exit code of this job if it ends, or None to start another attempt in it.
 
     Raises:
-        ClusterError: SLURM does not start it again, or does not end what this attempt has left.
+        ClusterError: SLURM does not restart the run, or does not end what this attempt has left.
     """
     retry.write_down(folder, job_id=job.id, token=job.token)
     moves = set(retry.avoid) & set(nodes) and can_start_without(folder, spec, job, retry.avoid)
@@ -136,19 +138,19 @@ def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Seq
             records.settle_state(folder, state=states.CANCELLED, reason="cancelled", ended=records.now())
             return TERMINATED_EXIT_CODE
         if signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
-            # SLURM knows why
+            # SLURM knows the reason
             return TERMINATED_EXIT_CODE
     return None
 
 
 def _is_limit_near(spec: Spec, job: Job, pause: float) -> bool:
-    """Whether SLURM will have sent the lead signal after a pause of so many seconds: new ranks would not know of it."""
+    """Return whether SLURM has sent the lead signal by the end of the pause (seconds): new ranks would miss it."""
     left = None if spec.lead is None else wait_out(lambda: commands.seconds_left(job.id))
     return left is not None and left <= (spec.lead or 0) + pause
 
 
 def _was_limit_near(spec: Spec, job: Job) -> bool:
-    """Whether the time limit can be why the ranks have left; False if SLURM does not say."""
+    """Return whether the ranks may have left because of the time limit; False if SLURM does not report the time."""
     if spec.lead is None:
         return False
     try:
@@ -159,7 +161,7 @@ def _was_limit_near(spec: Spec, job: Job) -> bool:
 
 
 def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog) -> int:
-    """Writes down how the run has ended, unless it is put back into the queue; with what code the job ends."""
+    """Requeue the run, or record how it has ended; return the job's exit code."""
     if ending.code == REQUEUE_EXIT_CODE:
         requeued = starts(folder, job, "requeued")
         facts = retry_policy.limit_facts(folder, spec, lambda: _was_limit_near(spec, job))
@@ -179,7 +181,7 @@ def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: Laun
 
 
 def _is_slurms_doing(ending: Ending, log: LaunchLog) -> bool:
-    """Whether SLURM ended the job; the ranks may hear of it, and be gone, a moment before this process does."""
+    """Return whether SLURM ended the job; the ranks may receive its SIGTERM and exit shortly before this process."""
     if ending.told_to_end or (log.tells_of_an_abort() and not ending.cut_short):
         return True
     patience = 0.0 if ending.code in (0, REQUEUE_EXIT_CODE) else PATIENCE_FOR_SIGTERM
@@ -189,6 +191,6 @@ def _is_slurms_doing(ending: Ending, log: LaunchLog) -> bool:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     output.flush()
-    # not by the interpreter's own end: a thread that is about to serve the store is inside of torch, and C++ code that
-    # cannot be unwound there aborts the process. SLURM would call a run FAILED that is complete.
+    # skips the interpreter's shutdown: a thread about to serve the store is inside torch, whose C++ code cannot be
+    # unwound there and aborts the process. SLURM would report a completed run as FAILED.
     os._exit(code)

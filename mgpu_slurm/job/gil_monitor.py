@@ -1,8 +1,8 @@
-"""Sees from outside of a rank that it is stuck in C code which gives the interpreter's lock to nobody.
+"""Detects from outside that a rank is stuck in C code that does not release the GIL.
 
-No thread of such a rank can look, speak or end it. Other ranks miss it; but it may be the only one, or all may be in
-the same call. A timer of the system shows its stacks all the same (see `watchdog`), in a file that is emptied as soon
-as any of its threads runs: what stays there for as long as a rank may stand still is of one that is stuck.
+No thread of such a rank can detect, report or end this. Other ranks would notice, but it may be the only rank, or all
+ranks may be in the same call. A system timer still dumps its stacks (see `watchdog`), into a file that is emptied as
+soon as any of its threads runs. If the file stays non-empty for the permitted time without progress, the rank is stuck.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)'
 
 
 class LockWatch:
-    """Of rank 0 of one attempt."""
+    """Watches rank 0 of one attempt."""
 
     def __init__(self, folder: RunFolder, attempt: int, seconds: float) -> None:
         """
         Args:
-            seconds: for which a rank may stand still; 0 for as long as it likes.
+            seconds: Permitted seconds without progress; 0 for no limit.
         """
         self._stacks = folder.stacks(attempt)
         self._log = folder.rank_log(attempt, 0)
@@ -36,10 +36,10 @@ class LockWatch:
         self._seconds = seconds
         self._time = retry.OwnTime()
         self._stood = 0.0
-        """Seconds for which the stacks have been there."""
+        """Seconds for which the stacks have been in the file."""
 
     def is_stuck(self) -> bool:
-        """To be asked every second."""
+        """Return whether the rank is stuck. Must be called every second."""
         passed = self._time.passed()
         self._stood = self._stood + passed if self._seconds and self._are_shown() else 0.0
         return self._stood > self._seconds
@@ -50,10 +50,10 @@ class LockWatch:
         return False
 
     def conclude(self, node: str) -> None:
-        """Says in the rank's stead why it was ended, and puts the stacks into its log, where they are looked for.
+        """Record why the rank was ended, in its place, and append the stacks to its log.
 
         Args:
-            node: where the rank was.
+            node: The rank's node.
         """
         with suppress(OSError):
             if self._are_shown():
@@ -74,7 +74,7 @@ class LockWatch:
 
 
 def _place(shown: str) -> str:
-    # faulthandler shows the main thread last, and of each the innermost frame first
+    # faulthandler prints the main thread last, and the innermost frame of each thread first
     main = shown.rstrip().rpartition("\n\n")[2]
     frames = [traceback.FrameSummary(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(main)]
     return place(frames[::-1]) if frames else "a place that is not known"

@@ -1,7 +1,7 @@
-"""Whether SLURM starts a job's ranks at all.
+"""Detects that SLURM does not start a job's ranks.
 
-SLURM 22.05 may give a job a node that was lost a moment ago, on which it then starts nothing: srun waits for it until
-the time limit, and says so only after minutes.
+SLURM 22.05 may allocate a node that has just failed and then start nothing on it: srun waits for it until the time
+limit, and reports it only after minutes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mgpu_slurm.job.srun_log import LaunchLog
 from mgpu_slurm.slurm import jobs, steps
 
 PATIENCE = 60.0
-"""Seconds without a sign of the ranks after which SLURM is asked for their step, again and again."""
+"""Seconds without a sign of the ranks after which SLURM is asked for their step; also the interval afterwards."""
 
 AGAIN_AFTER = 30.0
-"""Seconds after which it is asked once more where there is none: srun may be about to try again, as where the
-controller was away."""
+"""Seconds after which SLURM is asked again if there is no step: srun may be about to retry, for example after an outage
+of the controller."""
 
 
 class LaunchWatch:
-    """Of one attempt, from before its srun starts."""
+    """Watches the launch of one attempt. Created before its srun starts."""
 
     def __init__(self, folder: RunFolder, job_id: str, log: LaunchLog) -> None:
         self._folder = folder
@@ -38,13 +38,13 @@ class LaunchWatch:
         self._is_in_vain = False
 
     def describe(self, ending: Ending) -> str:
-        """Tells a failure by its first cause, as far as it is seen from here."""
+        """Describe a failure by its first cause, as far as it is visible here."""
         if self._is_in_vain:
             return f"srun waited for {self._waited:.0f} s, and SLURM did not start the ranks' step"
         return self._log.describe(ending)
 
     def is_in_vain(self) -> bool:
-        """Whether waiting for the ranks makes no sense any more. To be asked every second; it may ask SLURM."""
+        """Return whether waiting for the ranks is pointless. Must be called every second; it may query SLURM."""
         if self._is_in_vain:
             return True
         self._waited += self._time.passed()
@@ -62,9 +62,9 @@ class LaunchWatch:
         return self._folder.rank_log(records.attempts_started(self._folder), 0).exists()
 
     def _has_no_step(self) -> bool:
-        """Whether the job runs, and there is not even a step that its ranks may have to wait for."""
+        """Return whether the job is running without any step, not even one that its ranks may have to wait for."""
         job = (jobs.queued([self._job_id]) or {}).get(self._job_id)
-        # a reason: nodes that still boot, or a prolog of the site's, for both of which srun waits rightly
+        # a reason: nodes that are still booting, or the site's prolog; srun waits rightly for both
         if job is None or job.state != states.RUNNING or job.reason:
             return False
         try:

@@ -1,4 +1,4 @@
-"""A job's output goes into logs, a rank's into its own; a disk that is full costs lines of it, and not the training."""
+"""Writes a job's output to logs, one per rank. A full disk loses lines of output but does not stop the training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 
 HELD = 1 << 16
-"""Bytes of output that wait for a full disk."""
+"""Maximum bytes of output held in memory while the disk is full."""
 
 
 def send_to(log: Path) -> None:
-    """From here on this process, and what it starts, writes to this file; srun's --output cannot hold the number of the
-    attempt."""
+    """Redirect the output of this process and its children to a file; srun's --output cannot contain the attempt."""
     flush()
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     descriptor = retry.for_the_disk(lambda: os.open(log, flags, 0o640), log)
@@ -32,12 +31,12 @@ def send_to(log: Path) -> None:
 
 
 def outlive_a_full_disk() -> None:
-    """What this process prints from here on waits in memory where the disk does not take it."""
+    """Hold this process's further output in memory while the disk is full."""
     sys.stdout, sys.stderr = _stream(1), _stream(2)
 
 
 def flush() -> None:
-    """Writes what the disk did not take before, if it does now."""
+    """Write the output held back by a full disk, if there is room again."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in (1, 2):
@@ -57,11 +56,11 @@ def _log(descriptor: int) -> _Log:
 
 
 class _Log(io.FileIO):
-    """A file that takes also what a full disk does not, and writes it when that has room again."""
+    """A file that holds data in memory while the disk is full, and writes it when there is room again."""
 
     held = b""
     _lost = 0
-    """Bytes that were too many to hold."""
+    """Bytes dropped because there were too many to hold."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         if not self.held:

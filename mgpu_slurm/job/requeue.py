@@ -1,4 +1,4 @@
-"""Starting a run again from inside its job: requeued by SLURM, or where that is refused, as another job behind it."""
+"""Restarts a run from inside its job: SLURM requeues the job, or, if refused, another job is submitted after it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from mgpu_slurm.slurm import commands, job_identity, sbatch
 from mgpu_slurm.slurm.outage import Patience
 
 SCONTROL_TAKES = 20.0
-"""Seconds for which scontrol may work on an answer: the time limit is near."""
+"""Time-out of scontrol in seconds: the time limit is near."""
 
 PATIENCE = 40.0
-"""Seconds for which a controller that does not answer is waited out."""
+"""Seconds to wait for a controller that does not answer."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job that this process is the batch step of."""
+    """The job whose batch step is this process."""
 
     id: str
-    """As SLURM's commands know it: `42`, or `42_3` for a task of an array."""
+    """Id for SLURM's commands: `42`, or `42_3` for an array task."""
     token: str
-    """Of the submission that it came of."""
+    """Token of its submission."""
 
 
 def starts(folder: RunFolder, job: Job, event: str) -> list[dict[str, Any]]:
-    """How the run has been started again (`requeued` or `retried`), as this job or as those that it continues.
+    """Return the run's `requeued` or `retried` events in this job and in the jobs that it continues.
 
-    A resumed run starts counting anew.
+    Resuming a run resets the count.
     """
     events = records.events(folder)
     continued = {event["token"]: event["continues"] for event in events if "continues" in event}
@@ -47,31 +47,31 @@ def starts(folder: RunFolder, job: Job, event: str) -> list[dict[str, Any]]:
 
 
 def start_again_in_time(folder: RunFolder, spec: Spec, job: Job, **facts: Any) -> int:
-    """Puts a run back into the queue that has left before its time limit; see `start_again`.
+    """Requeue a run that has stopped before its time limit; see `start_again`.
 
     Args:
-        facts: what else the event tells.
+        facts: Further fields of the event.
     """
     # the time limit is near, and the disk may be full
     with contextlib.suppress(OSError):
         records.record_event(folder, "requeued", job_id=job.id, token=job.token, **facts)
         records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
-    # what was avoided stays so also where it goes on as another job
+    # avoided nodes stay avoided if the run continues as another job
     avoided = [each["avoid"] for each in starts(folder, job, "retried")]
     return start_again(folder, spec, job, avoided[-1] if avoided else [])
 
 
 def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = ()) -> int:
-    """Puts the run back into the queue; the exit code with which this job has to end, if SLURM lets it go so far.
+    """Requeue the run; return the exit code with which this job has to end, if SLURM does not kill it before.
 
     Args:
-        avoid: nodes that it is not to get again.
+        avoid: Nodes that it must not get again.
 
     Raises:
-        ClusterError: it is not in the queue, and why neither way worked; or nobody can tell.
+        ClusterError: The run is not in the queue, with the reason why neither way worked; or this is unknown.
     """
     with contextlib.suppress(commands.SlurmUnavailable):
-        # the controller may have been reset meanwhile, and have another job of this id
+        # the controller may have been reset, so that this id is another job's
         job_identity.check(folder, [job.id])
     excluded = {"exclude": _excluded(spec, avoid)} if avoid else {}
     refused = _requeue(job, excluded)
@@ -86,22 +86,25 @@ def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = 
     records.update_state(folder, job_id=successor, reason=f"continues as job {successor}: {refused}")
     if _cancel_if_wished(folder, successor):
         return REQUEUE_EXIT_CODE
-    # those that wait for this job to complete would never start otherwise
+    # else jobs that wait for this one to complete would never start
     return 0 if _pass_on(job.id, successor) else REQUEUE_EXIT_CODE
 
 
 def _cancel_if_wished(folder: RunFolder, job_id: str) -> bool:
-    """A cancel that came meanwhile has reached what was before; SLURM also requeues a job that was just cancelled."""
+    """Cancel the job if a cancel was requested; return whether it was.
+
+    A cancel may only have reached the previous job, and SLURM also requeues a job that was just cancelled.
+    """
     if not folder.cancel_wish.exists():
         return False
-    # where this fails the job finds the wish when it starts
+    # if this fails, the job finds the request when it starts
     with contextlib.suppress(ClusterError):
         commands.run(commands.scancel_command([job_id]), SCONTROL_TAKES)
     return True
 
 
 def can_start_without(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str]) -> bool:
-    """Whether SLURM has enough other nodes for the run than these, as far as it says."""
+    """Return whether SLURM has enough nodes for the run without these, according to `sbatch --test-only`."""
     options = _as_here({"exclude": _excluded(spec, avoid), **_alone(job)}, spec)
     script = str(folder.submission(_first(folder, job)))
     words = sbatch.command("--test-only", *options, script, job.token)
@@ -112,19 +115,19 @@ def can_start_without(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[s
 
 
 def _excluded(spec: Spec, avoid: Sequence[str]) -> str:
-    """As sbatch takes it: it replaces what was excluded before."""
+    """Return the nodes to exclude in sbatch's format, which replaces the earlier list."""
     return compress(list(dict.fromkeys([*expand(spec.resources.exclude or ""), *avoid])))
 
 
 def _requeue(job: Job, excluded: dict[str, str]) -> ClusterError | None:
-    """Puts the job itself back into the queue, which also ends it here; why that failed, or None."""
+    """Requeue the job itself, which also ends this process; return the error if that failed, else None."""
     try:
         commands.run(commands.requeue_command(job.id), SCONTROL_TAKES)
     except ClusterError as refused:
         return refused
     if excluded:
         try:
-            # only now: of a job that runs SLURM takes no such thing
+            # only now: SLURM does not change this for a running job
             commands.run(commands.exclude_command(job.id, excluded["exclude"]), SCONTROL_TAKES)
         except ClusterError as refused:
             print(f"mgpu_slurm: job {job.id} may get {excluded['exclude']} again: {refused}", flush=True)
@@ -132,7 +135,7 @@ def _requeue(job: Job, excluded: dict[str, str]) -> ClusterError | None:
 
 
 def _pass_on(job_id: str, successor: str) -> bool:
-    """Lets all who wait for this job wait for the successor too; whether that worked."""
+    """Make all jobs that wait for this one wait for the successor too; return whether that worked."""
     try:
         waiting = commands.parse_dependants(
             commands.run(commands.dependencies_command(), SCONTROL_TAKES), job_id, successor
@@ -146,21 +149,21 @@ def _pass_on(job_id: str, successor: str) -> bool:
 
 
 def _alone(job: Job) -> dict[str, str]:
-    """Options of sbatch for this run of the script's, behind this job, whatever the script waited for."""
+    """Return sbatch options to run only this run of the script, after this job, whatever the script waited for."""
     _, _, task = job.id.partition("_")
     return {"dependency": f"afterany:{job.id}", **({"array": task} if task else {})}
 
 
 def _first(folder: RunFolder, job: Job) -> int:
-    """Of an array: the index in the group of the array's task 0."""
+    """Return the index in the group of the array's task 0."""
     return next((each.first for each in records.submissions_of(folder) if each.token == job.token), 0)
 
 
 def _submit_behind(folder: RunFolder, spec: Spec, job: Job, more: dict[str, str]) -> str:
-    """Submits the job's script again, for this run alone, to start when this job has ended; its id.
+    """Submit the job's script again, for this run only, to start when this job has ended; return the new job's id.
 
     Args:
-        more: options of sbatch.
+        more: Further options for sbatch.
     """
     token = sbatch.new_token()
     _, _, task = job.id.partition("_")
@@ -183,6 +186,6 @@ def _submit_behind(folder: RunFolder, spec: Spec, job: Job, more: dict[str, str]
 
 
 def _as_here(options: dict[str, str], spec: Spec) -> list[str]:
-    """Options of sbatch as this site wants them said."""
+    """Return options for sbatch in the form that this site requires (`rename` in mgpu.yaml)."""
     forms = {name: spec.rename.get(name, f"{name}={{}}") for name in options}
     return [f"--{form.replace('{}', options[name])}" for name, form in forms.items() if form is not None]

@@ -1,8 +1,8 @@
-"""Whether an attempt that has failed is worth another one, and where.
+"""Decides whether a failed attempt is retried, and on which nodes.
 
-What the cluster did is tried again, and what the program did is not, unless `--retries` says so. Attempts count as long
-as they come no further: a run that saves something new between two failures of its cluster may go on for weeks. Nor is
-an attempt due after two that the time limit has ended before they came to a new checkpoint.
+Failures of the cluster are retried; failures of the program only with `--retries`. Only consecutive attempts without
+progress count: a run that saves a new checkpoint between two cluster failures may continue for weeks. A run is not
+restarted after two attempts that reached the time limit without a new checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, Spec
 
 LIMIT = 3
-"""How often in a row a run starts again by itself that comes no further."""
+"""Maximum consecutive automatic restarts without progress."""
 
 PAUSES = (0.0, 5.0, 30.0)
-"""Seconds before the first, second and each later start of those: what is wrong may pass."""
+"""Seconds before the first, second and each later of these restarts: the problem may be temporary."""
 
 LOOK_EVERY = 0.2
-"""Seconds."""
+"""Seconds between two checks during a pause."""
 
 Event = dict[str, Any]
 
@@ -37,22 +37,23 @@ class Retry:
     """Another attempt at the same run."""
 
     why: str
-    """What the attempt before failed of, in one line."""
+    """Failure of the previous attempt, in one line."""
     node: str | None
-    """Where, if that is known."""
+    """Node of that failure, if known."""
     checkpoint: int | None
-    """The step of the newest checkpoint that has its name; None where there is none."""
+    """Step of the newest complete checkpoint; None if there is none."""
     number: int
-    """How many in a row it makes that start there."""
+    """Number of this retry among consecutive ones from the same checkpoint, from 1."""
     of: int
+    """Maximum of `number`."""
     avoid: tuple[str, ...]
-    """Nodes that had better not be among its own."""
+    """Nodes to avoid."""
     leaves_job: bool = False
-    """Whether nothing can be started any more where the attempt before was."""
+    """Whether nothing more can be started in the previous attempt's job."""
 
     @property
     def pause(self) -> float:
-        """Seconds before it."""
+        """Seconds to wait before it."""
         return PAUSES[min(self.number, len(PAUSES)) - 1]
 
     @property
@@ -60,7 +61,7 @@ class Retry:
         return f"starts again ({self.number} of {self.of}): {self.why}"
 
     def write_down(self, folder: RunFolder, **facts: Any) -> Event:
-        """Into the run's history and its state; the event."""
+        """Record it in the run's history and state; return the event."""
         event: Event = {"why": self.why, "node": self.node, "checkpoint": self.checkpoint, "avoid": list(self.avoid)}
         event |= {"pause": self.pause, **facts}
         records.settle_event(folder, "retried", **event)
@@ -68,7 +69,7 @@ class Retry:
         return event
 
     def wait(self) -> Iterator[None]:
-        """Yields at first, and now and then during its pause: for who may have been asked meanwhile to stop."""
+        """Wait for the pause, yielding at the start and at intervals so that the caller can check for a cancel."""
         yield
         end = time.monotonic() + self.pause
         while (left := end - time.monotonic()) > 0:
@@ -77,21 +78,21 @@ class Retry:
 
 
 def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> Retry | None:
-    """Another attempt, where the newest one has failed and that makes sense.
+    """Return a retry if the newest attempt has failed and another one makes sense.
 
     Args:
-        code: with which it has ended, of its own accord; negative where a signal ended what ran it.
-        earlier: the retries of this submission so far.
+        code: Exit code of that attempt, which ended by itself; negative if a signal killed the process that ran it.
+        earlier: The retries of this submission so far.
     """
     if code in (0, REQUEUE_EXIT_CODE):
         return None
     failure = read_json(folder.failure) or _unrecorded(code)
     cause = failures.cause_of(failure, records.said_last(folder, failure))
     if spec.kind != "run" and not cause.spoils_job:
-        # a sweep's workers have their own way: what is lost there is a trial
+        # a sweep's worker only loses a trial, and restarts by itself
         return None
     if cause is failures.GPU and not spec.resources.gpus:
-        # none was asked for
+        # no GPUs were requested
         cause = failures.PROGRAM
     limit = spec.retries if spec.retries is not None else LIMIT if cause.is_clusters else 0
     newest = checkpoints.newest(folder)
@@ -100,7 +101,7 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     if len(in_vain) >= limit:
         return None
     node = failures.node_of(failure, cause)
-    # what happens twice in a row on one node is that node's
+    # two failures in a row on one node are that node's fault
     is_spoilt = cause.spoils_node or any(event["node"] == node for event in in_vain[-1:])
     avoid = [known for event in earlier[-1:] for known in event["avoid"]]
     if node is not None and is_spoilt and node not in avoid:
@@ -109,28 +110,28 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
 
 
 def beginning_facts(folder: RunFolder) -> Event:
-    """Return what a `started` event tells of where its attempt begins."""
+    """Return the part of a `started` event that names the checkpoint at which its attempt begins."""
     with suppress(OSError):
         return {"newest": _name_of_newest(folder)}
     return {}
 
 
 def limit_facts(folder: RunFolder, spec: Spec, is_at_limit: Callable[[], bool]) -> Event:
-    """Return what a `requeued` event tells of the newest attempt, which has asked to be started again.
+    """Return the part of a `requeued` event about the newest attempt, which has requested a requeue.
 
     Args:
-        is_at_limit: whether it did so for the time limit, and not for a preemption or of its own accord.
+        is_at_limit: Returns whether the reason was the time limit, not a preemption or the job's own decision.
 
     Returns:
-        `newest`, the name of the newest checkpoint; and `in_vain`, whether the attempt came to its time limit without
-        one that is newer. None for one that did not come to its limit.
+        `newest`, the name of the newest checkpoint; and `in_vain`, whether the attempt reached its time limit without
+        a newer one. `in_vain` is None if it did not reach the limit.
     """
     begins = [event for event in records.events(folder) if event["event"] == "started"][-1:]
     facts = beginning_facts(folder)
     newest = facts.get("newest")
-    # a command may save where nobody sees it, and a sweep's worker saves in its trials
+    # a command may save anywhere, and a sweep's worker saves in its trials
     shows_progress = spec.kind == "run" and (newest is not None or not spec.target.is_command)
-    # version 0.1 has not written down where an attempt begins
+    # version 0.1 did not record where an attempt begins
     is_stuck = bool(facts) and all(event.get("newest", "unknown") == newest for event in begins)
     if not (shows_progress and is_stuck):
         return {**facts, "in_vain": False}
@@ -143,11 +144,11 @@ def _name_of_newest(folder: RunFolder) -> str | None:
 
 
 def why_no_requeue(spec: Spec, earlier: Sequence[Event], facts: Event) -> str:
-    """Return why a run that asks to be started again is not; empty if it is.
+    """Return why a run that requested a requeue is not requeued; empty if it is.
 
     Args:
-        earlier: the `requeued` events of this submission so far.
-        facts: see `limit_facts`.
+        earlier: The `requeued` events of this submission so far.
+        facts: See `limit_facts`.
     """
     if len(earlier) >= spec.max_requeues:
         return f"asked to be started again, and all of --max-requeues {spec.max_requeues} are used"
@@ -159,7 +160,7 @@ def why_no_requeue(spec: Spec, earlier: Sequence[Event], facts: Event) -> str:
 
 
 def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:
-    """The newest of them, as far back as they started where the next one would."""
+    """Return the newest consecutive retries that started from this checkpoint, as the next one would."""
     found: list[Event] = []
     for event in reversed(earlier):
         if event["checkpoint"] != step:
@@ -169,7 +170,7 @@ def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:
 
 
 def _unrecorded(code: int) -> dict[str, Any]:
-    """Of an attempt whose own process has died over it."""
+    """Return the failure of an attempt whose own process died before it could record one."""
     if code < 0:
         return {"message": f"the supervisor was killed by {signal.Signals(-code).name}"}
     return {}

@@ -1,8 +1,8 @@
-"""Handing the socket of the rendezvous from the batch step to rank 0, who is on the same node.
+"""Hands the rendezvous socket from the batch step to rank 0, which runs on the same node.
 
-The batch step binds the port, because its address has to be known before any rank starts. Whoever serves torch's store
-there has to import torch, and rank 0 of a job function does so anyway: an import of a second or two that a node is
-spared. Where rank 0 does not come for it, the batch step serves the store itself.
+The batch step binds the port, because its address has to be known before any rank starts. The process that serves
+torch's store has to import torch, and rank 0 of a job function does so anyway: this saves the node an import of one or
+two seconds. If rank 0 does not take the socket, the batch step serves the store itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import socket
 import struct
 
 VARIABLE = "MGPU_LISTENER"
-"""Where rank 0 takes the socket: a name of Linux's abstract namespace, without its leading zero byte."""
+"""Variable with the name of the handoff socket in Linux's abstract namespace, without its leading zero byte."""
 
 ANSWER_SECONDS = 60.0
-"""For which rank 0 waits for the batch step to hand the socket over."""
+"""Seconds that rank 0 waits for the batch step to hand over the socket."""
 
 _CREDENTIALS = struct.Struct("iII")
 
@@ -36,7 +36,7 @@ class SocketOffer:
         return {VARIABLE: self._name}
 
     def is_taken(self) -> bool:
-        """Blocks until rank 0 has taken the socket; False where a rank connects to it before, and is to be served."""
+        """Block until rank 0 has taken the socket; return False if a rank connects to it first and must be served."""
         with self._door:
             while True:
                 ready, _, _ = select.select([self._door, self._listener], [], [])
@@ -47,7 +47,7 @@ class SocketOffer:
                     return True
 
     def _gave(self) -> bool:
-        """Hands the socket to a process of this user; the names of the abstract namespace are open to all."""
+        """Hand the socket to a process of this user; any user can connect to a name in the abstract namespace."""
         asking, _ = self._door.accept()
         with asking:
             if user_of(asking) != os.getuid():
@@ -55,20 +55,20 @@ class SocketOffer:
             try:
                 socket.send_fds(asking, [b"."], [self._listener.fileno()])
             except OSError:
-                # it has ended meanwhile, and its end says more than this
+                # it has ended meanwhile, and its end explains more than this error
                 return False
             return True
 
 
 def user_of(connection: socket.socket) -> int:
-    """Return whose process is at the other end of a Unix socket."""
+    """Return the user id of the process at the other end of a Unix socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)
 
 
 def take(rank: int) -> int | None:
-    """The descriptor of the bound socket, for rank 0; None where there is none to take here."""
+    """Return the descriptor of the bound socket on rank 0; None if there is no socket to take."""
     name = os.environ.pop(VARIABLE, None)
     if name is None or rank != 0:
         return None
@@ -77,10 +77,10 @@ def take(rank: int) -> int | None:
         try:
             door.connect(f"\0{name}")
             if user_of(door) != os.getuid():
-                # the batch step has closed its door, and somebody else has taken the name
+                # the batch step has closed its socket, and another user has taken the name
                 return None
             _, descriptors, _, _ = socket.recv_fds(door, 1, 1)
         except OSError:
-            # another network namespace, or somebody was faster
+            # another network namespace, or another process was faster
             return None
     return descriptors[0] if descriptors else None

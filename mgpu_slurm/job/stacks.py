@@ -1,4 +1,4 @@
-"""Where a thread is in the user's own code, told without torch: it may be what the thread is importing."""
+"""Finds where a thread is in the user's code. Does not import torch, which the thread itself may be importing."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _OTHERS = tuple(
 
 
 def place_of(thread: threading.Thread) -> str:
-    """The innermost line of the user's own code that a thread of this process is at."""
+    """Return the innermost line of the user's code in a thread of this process."""
     assert thread.ident is not None
     return place(stack(sys._current_frames()[thread.ident]))
 
 
 def stack(innermost: FrameType) -> traceback.StackSummary:
-    """The frames down to this one."""
-    # without the text of its lines, which would be read from a disk that may be what everybody waits for
+    """Return the stack that ends in this frame."""
+    # without source lines: reading them could block on the very disk that everything waits for
     return traceback.StackSummary.extract(reversed(list(traceback.walk_stack(innermost))), lookup_lines=False)
 
 
 def place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of the user's own code."""
+    """Return the innermost line of the user's code."""
     own = [frame for frame in frames if not frame.filename.startswith(("<frozen", *_OTHERS))]
     frame = (own or frames)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"

@@ -1,7 +1,7 @@
-"""The secret with which the ranks of an attempt sign what they tell each other (see `signed_store`).
+"""The secret with which the ranks of an attempt sign their messages to each other (see `signed_store`).
 
-Any user of the nodes can reach the rendezvous. The file of the secret is for the run's owner alone, and lasts as long
-as the attempt.
+Any user of the nodes can reach the rendezvous. The secret's file is readable only by the run's owner and exists only
+during the attempt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mgpu_slurm.core.processes import TRIAL_VARIABLE
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE
 
 VARIABLE = "MGPU_SECRET"
-"""The name of the file."""
+"""Variable with the path of the secret's file."""
 
 _OF_A_STORE = (ATTEMPT_VARIABLE, TRIAL_VARIABLE, "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-"""Variables that tell the stores of an attempt apart: the run's own, those of trials, those of a script's launcher."""
+"""Variables that identify a store within an attempt: the run's own, a trial's, or that of a script's launcher."""
 
 
 def create(path: Path) -> None:
@@ -32,7 +32,7 @@ def create(path: Path) -> None:
         OSError: The file cannot be written.
     """
     with suppress(FileNotFoundError):
-        # of an attempt of the same number that nobody knows of any more
+        # left by a forgotten attempt of the same number
         path.unlink()
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -41,9 +41,9 @@ def create(path: Path) -> None:
 
 
 def key_of_store(environ: Mapping[str, str]) -> bytes | None:
-    """Return the key that signs what is in this process's store, or None if this is not a process of a run.
+    """Return the key that signs the entries of this process's store, or None if this is not a process of a run.
 
-    What was signed for another store, such as that of an earlier attempt, is not valid in this one.
+    Entries signed for another store, such as that of an earlier attempt, are invalid in this one.
 
     Raises:
         RendezvousError: The secret cannot be read.

@@ -21,13 +21,13 @@ _LOWEST_PORT = 10000
 
 
 def bind(address: str, reachable: range | None = None) -> socket.socket:
-    """A listening socket on a random port outside Linux's ephemeral range, where no outgoing connection takes it.
+    """Return a listening socket on a random port outside Linux's ephemeral range, so no outgoing connection uses it.
 
     Args:
-        address: the interface to listen on; an empty text for all, which several nodes need: by which of this node's
-            addresses the others know it is theirs to find out. Torch's store asks nobody for a password: whoever
-            reaches the port can read and overwrite what is there. So ranks sign it (see `signed_store`).
-        reachable: the ports that firewalls leave open, where a site has named them.
+        address: Interface to listen on; an empty string for all. Several nodes need all, because it is unknown which
+            of this node's addresses the others use. Torch's store has no authentication: anyone who can connect to
+            the port can read and overwrite its content. So ranks sign what they store (see `signed_store`).
+        reachable: Ports that firewalls leave open, if the site has configured them.
     """
     low, high = _ephemeral_range()
     ports = [port for port in range(_LOWEST_PORT, 65536) if not low <= port <= high]
@@ -35,7 +35,7 @@ def bind(address: str, reachable: range | None = None) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.bind((address, port))
-            # ranks may connect before the store runs: they wait in this queue
+            # ranks may connect before the store runs: they wait in the backlog
             listener.listen(4096)
             return listener
         except OSError:
@@ -53,12 +53,12 @@ def _ephemeral_range() -> tuple[int, int]:
 
 
 def exports(address: str, port: int) -> dict[str, str]:
-    """What the ranks need to know; the last name tells torch that the store is served elsewhere."""
+    """Return the ranks' environment variables; the last one tells torch that another process serves the store."""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def serve(listener: socket.socket) -> TCPStore:
-    """Serves the store on the bound socket for as long as the returned object lives."""
+    """Serve the store on the bound socket for the lifetime of the returned object."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port = listener.getsockname()

@@ -1,7 +1,6 @@
-"""The local executor's process per group: starts the supervisors of its runs, as many at a time as there is room for.
+"""The local executor's process per group: starts the supervisors of its runs, as many at a time as fit.
 
-It is started like a supervisor (see `executors.supervisors`), and takes `go GROUP_FOLDER`. Runs that have started
-outlive it.
+It is started like a supervisor (see `executors.supervisors`) and expects `go GROUP_FOLDER`. Started runs outlive it.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main() -> None:
-    # a cancel that comes before the first run waits for it
+    # a cancel before the first run stays pending until then
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     word, _, rest = sys.stdin.readline().rstrip("\n").partition(" ")
-    # the submission was refused where it says nothing
+    # an empty input means that the submission was refused
     if word == "go":
         folder = RunFolder(Path(rest))
         spec = read_spec(folder)
@@ -38,8 +37,7 @@ def main() -> None:
 
 
 class Coordinator:
-    """Runs those runs of a group to their ends that wait for it, by what their states say. Signals: SIGTERM cancels
-    them all."""
+    """Runs all pending runs of a group that belong to this process. SIGTERM cancels them."""
 
     def __init__(self, folder: RunFolder, spec: Spec) -> None:
         self._folder = folder
@@ -47,7 +45,7 @@ class Coordinator:
         self._identity = [os.getpid(), processes.started_at(os.getpid())]
         self._shares = deque(shares(spec))
         self._alive: dict[tuple[int, int], dict[str, str]] = {}
-        """Supervisors by pid and start time, with their share of the machine."""
+        """Share of the machine of each supervisor, by pid and start time."""
 
     def run(self) -> None:
         waiting = deque(member for member, state in records.read_states(self._folder) if self._is_own(state))
@@ -58,7 +56,7 @@ class Coordinator:
             while waiting and self._shares:
                 self._start(waiting.popleft())
             if not self._alive:
-                # those that waited were cancelled by others
+                # other processes have cancelled the waiting runs
                 continue
             received = signal.sigtimedwait(_WATCHED, 3600)
             if received is not None and received.si_signo == signal.SIGTERM:
@@ -101,7 +99,7 @@ class Coordinator:
         waiting.clear()
 
     def _is_own(self, state: dict[str, Any]) -> bool:
-        """Whether a run waits for this process to start it; once it is started, it is its supervisor's."""
+        """Return whether a run waits for this process to start it; once started, it belongs to its supervisor."""
         return (
             state["state"] == states.PENDING
             and supervisors.is_here(state)
@@ -110,9 +108,9 @@ class Coordinator:
 
 
 def shares(spec: Spec) -> list[dict[str, str]]:
-    """The environment of each place for one run: on this machine, its GPUs and number of threads."""
+    """Return the environment of each slot for a run: on this machine, its GPUs and number of threads."""
     if not spec.nodes_are_simulated:
-        # its runs may have been given all of it
+        # each run may use the whole allocation
         return [{}] * (spec.at_once or 1)
     resources = spec.resources
     gpus = simulated.visible_gpus() if resources.gpus_per_node else []

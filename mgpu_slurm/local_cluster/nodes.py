@@ -1,6 +1,6 @@
-"""Where the supervisor's ranks run: simulated nodes of this machine, or the nodes of an allocation that is held.
+"""The nodes of a supervisor's ranks: simulated nodes of this machine, or the nodes of a held allocation.
 
-What differs is how ranks are started and called, how signals reach them, and how long the nodes are there.
+They differ in how ranks are started and named, how signals reach them, and how long the nodes are available.
 """
 
 from __future__ import annotations
@@ -31,82 +31,82 @@ from mgpu_slurm.training import entry
 
 @dataclass(frozen=True)
 class Limit:
-    """How long an attempt may take."""
+    """The time limit of an attempt."""
 
     seconds: int
     words: str
-    """To go on from `did not end`."""
+    """Text that follows `did not end`."""
 
 
 class Nodes(Protocol):
-    """Where attempts run. All but `start` is called in the supervisor, `start` in an attempt's batch step."""
+    """The nodes on which attempts run. `start` is called in an attempt's batch step, all else in the supervisor."""
 
     job_id: str
     names: list[str]
-    """Of the attempt's nodes."""
+    """Names of the attempt's nodes."""
     address: str
-    """What the ranks call this machine."""
+    """Address of this machine for the ranks."""
     ports: range | None
-    """On which they reach it; None for any."""
+    """Ports on which ranks can reach this machine; None for any."""
     look_every: float
-    """Seconds between two looks for a cancel that comes from another machine."""
+    """Seconds between two checks for a cancel from another machine."""
 
     def prepare(self) -> Limit | None:
-        """Settles where the next attempt runs, and how long it may; None for as long as it takes.
+        """Choose the nodes of the next attempt and return its time limit; None for no limit.
 
         Raises:
-            UserError: the nodes do not have what the run needs.
-            ClusterError: they cannot be asked for.
+            UserError: The nodes do not have what the run needs.
+            ClusterError: The nodes cannot be queried.
         """
 
     def clear(self) -> None:
-        """Makes sure that nothing of an attempt that has failed is left.
+        """Make sure that nothing of a failed attempt is left.
 
         Raises:
-            ClusterError: nobody can tell.
+            ClusterError: This cannot be determined.
         """
 
     def avoid(self, names: Container[str]) -> None:
-        """Takes other nodes for the next attempts than these, if there are enough."""
+        """Avoid these nodes in the next attempts, if there are enough others."""
 
     def start(self, rendezvous: dict[str, str], restarts: int) -> dict[int, str]:
-        """Starts the ranks with these variables added; the names of the processes to wait for, by pid."""
+        """Start the ranks with these additional variables; return the names of the processes to wait for, by pid."""
 
     def describe(self, ending: attempt.Ending) -> str:
-        """Tells a failure in words where no rank did."""
+        """Describe a failure that no rank reported."""
 
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
-        """Sends every rank a signal that it may act on; False where there is none, yet.
+        """Send every rank a signal that it may handle; return False if there are no ranks yet.
 
         Raises:
-            ClusterError: they cannot be reached.
+            ClusterError: The ranks cannot be reached.
         """
 
     def end_all(self, keep: set[int]) -> None:
-        """Ends what is left of an attempt at once, but for these processes of this machine.
+        """Kill everything that is left of an attempt, except these processes of this machine.
 
         Raises:
-            ClusterError: they cannot be reached.
+            ClusterError: The ranks cannot be reached.
         """
 
     def told_by_others(self) -> bool:
-        """Whether the ranks of an attempt that failed had been told to end, by somebody else than the supervisor."""
+        """Return whether something other than the supervisor terminated the ranks of a failed attempt."""
 
     def aborted(self) -> bool:
-        """Whether the ranks of an attempt were ended from outside, whatever its exit code."""
+        """Return whether the ranks of an attempt were ended from outside, whatever its exit code."""
 
     def ran_out_of_memory(self) -> bool:
-        """Whether an attempt that failed did so for that."""
+        """Return whether an attempt failed because it ran out of memory."""
 
     def lost(self) -> tuple[str, str] | None:
-        """State and reason of a run whose nodes were taken away; None while they are there."""
+        """Return state and reason of a run whose nodes were taken away; None while they are available."""
 
     def used_up(self, lead: int | None) -> str:
-        """Why another attempt is not worth its start; empty where it is."""
+        """Return why another attempt is not worth starting; empty if it is."""
 
 
 class SimulatedNodes:
-    """This machine, as several nodes. Ranks are forked, so that torch is imported once for all."""
+    """This machine, as several nodes. Ranks are forked, so torch is imported only once."""
 
     address = simulated.ADDRESS
     ports: range | None = None
@@ -118,7 +118,7 @@ class SimulatedNodes:
         self._supervisor = os.getpid()
         self.job_id = str(self._supervisor)
         self.names = simulated.node_names(spec)
-        # a lock that another thread holds stays locked in a fork for ever; then ranks are started afresh
+        # a lock held by another thread stays locked forever in a fork; then ranks are new processes
         self._ranks_can_be_forked = processes.thread_count() == 1
         self._gpus = simulated.visible_gpus() if spec.resources.gpus_per_node else []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -128,7 +128,7 @@ class SimulatedNodes:
         return None if limit is None else _asked_limit(limit)
 
     def clear(self) -> None:
-        # the supervisor has ended all that this machine has of it
+        # the supervisor has ended everything of it on this machine
         pass
 
     def avoid(self, names: Container[str]) -> None:
@@ -139,7 +139,7 @@ class SimulatedNodes:
         os.environ.update(simulated.job_variables(self._spec, self._supervisor, restarts) | rendezvous)
         started = {self._start_rank(rank): f"rank {rank}" for rank in range(self._spec.resources.ranks)}
         if signal.SIGTERM in signal.sigpending():
-            # the supervisor looked for ranks to tell when these were not there yet
+            # the supervisor looked for ranks to signal before these existed
             attempt.signal_groups(started, signal.SIGTERM)
         return started
 
@@ -156,7 +156,7 @@ class SimulatedNodes:
                 attempt.own_group()
 
             process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=enter)
-            # a dropped Popen is collected by the next one, and its exit code with it
+            # kept: the next Popen reaps a dropped one, and its exit code is lost
             self._processes.append(process)
             return process.pid
         pid = os.fork()
@@ -168,7 +168,7 @@ class SimulatedNodes:
                 os.environ.update(variables)
                 code = importlib.import_module(PARTS[self._spec.rank_part]).run_rank(self._folder)
             except BaseException:
-                # the way out below would swallow it
+                # `exit_process` below would swallow it
                 traceback.print_exc()
             finally:
                 entry.exit_process(code)
@@ -178,14 +178,14 @@ class SimulatedNodes:
         return attempt.describe_exit(ending)
 
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
-        """To the processes of the job, as SLURM does, but to none that another one passes it on to."""
+        """Send the signal to the job's processes, as SLURM does, except those to which another one forwards it."""
         below = processes.children()
-        # those that have lost their parent are children of this process
+        # orphans are children of this process
         found = [*below.get(os.getpid(), []), *below.get(batch_step, [])]
         ranks = [pid for pid in found if pid != batch_step]
         processes.tell(signum, ranks, below)
         if self._spec.kind != "run":
-            # a worker passes nothing on to the command of its trial
+            # a worker forwards no signal to the command of its trial
             processes.tell(signum, [child for rank in ranks for child in below.get(rank, [])], below)
         return True
 
@@ -199,7 +199,7 @@ class SimulatedNodes:
         return False
 
     def ran_out_of_memory(self) -> bool:
-        # the kernel kills whichever process it likes best, and tells nobody why
+        # the kernel chooses which process to kill and does not report why
         return False
 
     def lost(self) -> tuple[str, str] | None:
@@ -210,9 +210,9 @@ class SimulatedNodes:
 
 
 class HeldNodes:
-    """Nodes of an allocation that the user holds. Ranks are a step of it, and srun is the process to wait for."""
+    """Nodes of an allocation that the user holds. The ranks are one step of it; srun is the process to wait for."""
 
-    # the shell that holds the allocation stands on a login node or on the first node: ranks learn from SLURM where
+    # the shell that holds the allocation runs on a login node or on the first node: SLURM tells ranks which
     address = os.uname().nodename
     look_every = 2.0
 
@@ -230,11 +230,11 @@ class HeldNodes:
         found = self._held()
         resources = self._spec.resources
         busy = wait_out(lambda: steps.busy(self.job_id))
-        # those come last of all
+        # avoided nodes come last
         busy |= {node.name: sys.maxsize for node in found.nodes if node.name in self._avoided}
         nodes = held_allocation.choose(found, resources, busy)
         self.names = [node.name for node in nodes]
-        # a login node may be behind a firewall that srun itself has to get through
+        # a login node may be behind a firewall, which srun has to pass as well
         self.ports = wait_out(site.srun_ports)
         self._options = held_allocation.srun_options(found, nodes, resources, self._spec.run)
         self._log = LaunchLog(self._folder.launch_log(supervisors.log_name(self._spec.executor, self._folder)))
@@ -259,7 +259,7 @@ class HeldNodes:
 
         def enter() -> None:
             attempt.own_group()
-            # to srun that is an order to end the step at once
+            # makes srun end the step at once
             processes.die_with_parent(signal.SIGTERM, parent)
 
         process = subprocess.Popen(
@@ -268,7 +268,7 @@ class HeldNodes:
             env=commands.scrubbed_environment(os.environ) | {"SLURM_RESTART_COUNT": str(restarts)} | rendezvous,
             preexec_fn=enter,
         )
-        # a dropped Popen is collected by the next one, and its exit code with it
+        # kept: the next Popen reaps a dropped one, and its exit code is lost
         self._processes.append(process)
         return {process.pid: "srun"}
 
@@ -283,11 +283,12 @@ class HeldNodes:
         processes.end_all(str(self._folder.path), keep)
 
     def _signal_step(self, signum: signal.Signals) -> bool:
-        """By scancel: srun passes on some signals only, and kills the ranks where it gets a SIGTERM."""
+        """Signal the ranks with scancel: srun forwards only some signals, and kills the ranks on SIGTERM."""
         return steps.signal_ranks(self.job_id, self._spec.run, signum.name.removeprefix("SIG"))
 
     def told_by_others(self) -> bool:
-        # a cancel on another machine reaches the ranks by scancel, and the supervisor maybe later by the shared folder
+        # a cancel on another machine reaches the ranks through scancel, and the supervisor through the shared folder,
+        # perhaps later
         return self._log.begins_with_sigterm()
 
     def aborted(self) -> bool:

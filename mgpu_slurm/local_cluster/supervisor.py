@@ -1,11 +1,11 @@
-"""The process per run of the local executor and of an allocation: a small SLURM of its own that outlives the terminal.
+"""The process per run of the local executor and of an allocation: a small SLURM that outlives the terminal.
 
-It starts attempts, sends the signals of the time limit, ends what is cancelled, starts again what asks for it, and
-leaves no process behind. For job functions it imports torch once, which serves, in an allocation, the rendezvous;
-simulated ranks are forked from it, which costs a third of what an import on each costs.
+It starts attempts, sends the signals of the time limit, ends cancelled runs, restarts runs that ask for it, and leaves
+no process behind. For job functions it imports torch once: in an allocation to serve the rendezvous; on this machine to
+fork the simulated ranks, which costs a third of importing torch in each.
 
-It is started before the run folder exists. The line `go RUN_FOLDER` on standard input starts the run; if the input ends
-without it, the submission was refused, and this process ends too.
+It is started before the run folder exists. The line `go RUN_FOLDER` on standard input starts the run. If the input ends
+without that line, the submission was refused, and this process ends too.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
 
 TRY_AGAIN_AFTER = 1.0
-"""Seconds until a signal is sent again that could not reach the ranks, such as those that srun still starts."""
+"""Seconds until a signal is resent that could not reach the ranks, for example while srun is still starting them."""
 
 Due = deque[tuple[float, signal.Signals]]
-"""Signals to send, by the monotonic clock."""
+"""Signals to send, with their times on the monotonic clock."""
 
 
 def main(executor: str, ranks_of_function: int) -> None:
-    """Serves the submission, then the run.
+    """Wait for the submission, then supervise the run.
 
     Args:
-        ranks_of_function: how many ranks will run a job function; 0 for a command, which needs no torch here.
+        ranks_of_function: Number of ranks that will run a job function; 0 for a command, which needs no torch here.
     """
-    # a cancel that comes before the first attempt waits for it
+    # a cancel before the first attempt stays pending until then
     signal.pthread_sigmask(signal.SIG_BLOCK, attempt.WATCHED)
     output.outlive_a_full_disk()
     forked_ranks = ranks_of_function if EXECUTORS[executor].is_this_machine else 0
@@ -55,11 +55,11 @@ def main(executor: str, ranks_of_function: int) -> None:
     if ranks_of_function:
         importlib.import_module("torch.distributed")
     word, _, rest = sys.stdin.readline().rstrip("\n").partition(" ")
-    # the submission was refused where it says nothing
+    # an empty input means that the submission was refused
     if word != "go":
         return
     if forked_ranks > 1:
-        # what DistributedDataParallel would import on every rank when the first model is wrapped
+        # otherwise DistributedDataParallel imports it on every rank when the first model is wrapped
         importlib.import_module("torch._dynamo")
     folder = RunFolder(Path(rest))
     spec = read_spec(folder)
@@ -78,7 +78,7 @@ def _nodes(folder: RunFolder, spec: Spec) -> Nodes:
 
 
 class Supervisor:
-    """Runs one submission to its end. Signals: SIGTERM cancels."""
+    """Runs one submission to its end. SIGTERM cancels it."""
 
     def __init__(self, folder: RunFolder, spec: Spec, nodes: Nodes) -> None:
         self._folder = folder
@@ -86,7 +86,7 @@ class Supervisor:
         self._nodes = nodes
         self._limit: Limit | None = None
         self._limit_ends: float | None = None
-        """By the monotonic clock, of ranks that start again in their place: they have what is left."""
+        """End of the limit on the monotonic clock; ranks that restart in place only get the time that is left."""
         self._cancelled = False
         self._timed_out = False
         self._retried: list[retry_policy.Event] = []
@@ -100,7 +100,7 @@ class Supervisor:
         records.settle_state(self._folder, state=state, reason=reason, ended=records.now())
 
     def _run_attempts(self) -> tuple[str, str]:
-        """Attempt after attempt; how the last one ended."""
+        """Run attempts until none is due; return the final state and its reason."""
         requeued: list[retry_policy.Event] = []
         while True:
             code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(len(requeued))
@@ -122,7 +122,7 @@ class Supervisor:
         return is_wanted and not (self._cancelled or self._timed_out or self._nodes.lost())
 
     def _tries_again(self, code: int) -> bool:
-        """Whether the attempt failed of something that the next one may not; then that is due now."""
+        """Return whether another attempt is due after a failure that it may avoid; waits for its pause first."""
         nodes = self._nodes
         if self._cancelled or self._timed_out or nodes.told_by_others() or nodes.aborted() or nodes.lost():
             return False
@@ -136,16 +136,16 @@ class Supervisor:
             if self._is_cancelled_already():
                 break
         if self._is_limit_near():
-            # new ranks would not know of it: like one that asked to be started again, it gets all of its time anew
+            # new ranks would miss the signal: as after a requeue, the next attempt gets the full time limit
             self._limit_ends = None
         return True
 
     def _is_limit_near(self) -> bool:
-        """Whether the lead signal has been sent already."""
+        """Return whether the lead signal has already been sent."""
         return self._limit_ends is not None and self._limit_ends - time.monotonic() <= (self._spec.lead or 0)
 
     def _is_cancelled_already(self) -> bool:
-        """Whether a cancel came while no attempt was there to hear of it."""
+        """Return whether a cancel arrived while no attempt was running."""
         self._cancelled = signal.SIGTERM in signal.sigpending() or self._folder.cancel_wish.exists()
         return self._cancelled
 
@@ -164,7 +164,7 @@ class Supervisor:
         return state, records.failure_line(self._folder)
 
     def _attempt(self, restarts: int) -> int:
-        """One attempt in a process of its own; its exit code."""
+        """Run one attempt in a separate process; return its exit code."""
         self._limit = self._nodes.prepare()
         if self._limit is not None:
             self._limit_ends = self._limit_ends or time.monotonic() + self._limit.seconds
@@ -185,7 +185,7 @@ class Supervisor:
         if code:
             with suppress(ClusterError):
                 self._nodes.end_all(keep=set())
-        # what ranks started for themselves outlives a success too
+        # processes started by ranks may outlive a successful attempt too
         processes.end_all(str(self._folder.path), keep=set())
         return code
 
@@ -202,7 +202,7 @@ class Supervisor:
             nodes.ports,
         )
         if os.getppid() != supervisor:
-            # the supervisor was killed: nobody else is left to clean up and to say so
+            # the supervisor was killed: no other process is left to clean up and record it
             self._end_all_at_last()
             records.settle_state(
                 self._folder, state=states.FAILED, reason="its supervisor process was killed", ended=records.now()
@@ -210,7 +210,7 @@ class Supervisor:
         return ending.code
 
     def _end_all_at_last(self) -> None:
-        """Nobody waits for this any more: it may take until SLURM answers again."""
+        """End all ranks, retrying until SLURM answers: nobody waits for this."""
         while True:
             with suppress(ClusterError):
                 self._nodes.end_all(keep=set())
@@ -218,7 +218,7 @@ class Supervisor:
             time.sleep(TRY_AGAIN_AFTER)
 
     def _watch(self, pid: int) -> int:
-        """Waits for the batch step, and does meanwhile what the clock and other shells ask for."""
+        """Wait for the batch step; meanwhile, send signals that are due and handle cancels. Return its exit code."""
         due = self._time_limit_signals()
         code = None
         while True:
@@ -229,7 +229,7 @@ class Supervisor:
                 self._cancelled = True
                 now = time.monotonic()
                 due = deque([(now, signal.SIGTERM), (now + self._spec.kill_wait, signal.SIGKILL)])
-                # for people
+                # only shown to people
                 with suppress(OSError):
                     records.update_state(self._folder, reason="being cancelled")
             elif due and due[0][0] <= time.monotonic():
@@ -240,30 +240,31 @@ class Supervisor:
                 return code
 
     def _is_left_alone(self, code: int) -> bool:
-        """Whether a signal has ended what started a training, such as a shell, and not the training, which saves."""
+        """Return whether a signal ended only the launcher of a training, such as a shell, while the training saves."""
         was_told = code == TERMINATED_EXIT_CODE and (self._cancelled or self._timed_out)
         return was_told and bool(processes.descendants(os.getpid()))
 
     def _time_limit_signals(self) -> Due:
-        """When to send what: the lead signal, SIGTERM at the limit, SIGKILL after the kill wait, as SLURM does."""
+        """Return the signals of the time limit, as SLURM sends them: the lead signal, SIGTERM at the limit, SIGKILL
+        after the kill wait."""
         if self._limit is None or self._limit_ends is None:
             return deque()
         end = self._limit_ends
         due = deque([(end, signal.SIGTERM), (end + self._spec.kill_wait, signal.SIGKILL)])
         if self._spec.lead is not None:
-            # of a run that is resumed there may be less left than its lead
+            # a resumed run may have less time left than its lead
             lead = self._spec.lead if self._spec.lead < self._limit.seconds else max(1, self._limit.seconds // 5)
             due.appendleft((end - lead, signal.Signals[f"SIG{self._spec.signal}"]))
         return due
 
     def _send_first(self, due: Due, batch_step: int) -> Due:
-        """Sends the first of these signals; what is to be sent after that, maybe the same once more."""
+        """Send the first of these signals; return those still to send, possibly including the same one again."""
         (when, signum), *later = due
         try:
             told = self._send(signum, batch_step)
         except ClusterError as error:
             print(f"mgpu_slurm: {signum.name} did not reach the ranks: {error}", file=sys.stderr, flush=True)
-            # all of it moves: ranks that hear a SIGTERM late have as long to save
+            # postpones all: ranks that receive a SIGTERM late have the same time to save
             delay = time.monotonic() + TRY_AGAIN_AFTER - when
             return deque((at + delay, each) for at, each in due)
         again = time.monotonic() + TRY_AGAIN_AFTER
@@ -271,9 +272,9 @@ class Supervisor:
         return deque([(again, signum), *later] if is_needed else later)
 
     def _send(self, signum: signal.Signals, batch_step: int) -> bool:
-        """To every process of the job, as SLURM does; of the batch step only SIGTERM is wanted, and that first.
+        """Signal every process of the job, as SLURM does; return False if there were no ranks yet.
 
-        False where there was nobody to hear it, yet.
+        The batch step only gets SIGTERM, before the others.
         """
         if signum == signal.SIGTERM and not self._cancelled:
             self._timed_out = True
@@ -287,7 +288,7 @@ class Supervisor:
 
 
 def _collect(pid: int) -> int | None:
-    """The exit code of the batch step once it has ended; adopted orphans are reaped on the way."""
+    """Reap ended children, adopted orphans included; return the batch step's exit code if it has ended."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == pid:
@@ -298,5 +299,5 @@ def _collect(pid: int) -> int | None:
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
     output.flush()
-    # an interpreter that has torch takes a second or two to end; nobody should see a process of a run that has ended
+    # an interpreter with torch takes a second or two to exit; an ended run should have no processes
     os._exit(0)

@@ -1,6 +1,6 @@
-"""Where an event record with one scalar has its time, step, tag and value.
+"""Finds the time, step, tag and value in event records with one scalar.
 
-Records of one length that are built alike lie side by side as the rows of an array, and their parts are its columns.
+Records of the same length and layout form the rows of an array, and their parts are its columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where in a record with one scalar its parts are; None for what is 0 and therefore not written."""
+    """Positions of the parts of a record with one scalar; None for a part that is 0 and therefore not written."""
 
     time: int | None
     step: tuple[int, int] | None
@@ -27,7 +27,7 @@ class Layout:
     is_double: bool
 
     def variable(self, length: int) -> NDArray[np.bool_]:
-        """Return the bytes in which records that are built alike differ."""
+        """Return a mask of the bytes in which records of this layout may differ."""
         found = np.zeros(length, bool)
         value = (self.value, self.value + (8 if self.is_double else 4))
         time = None if self.time is None else (self.time, self.time + 8)
@@ -37,11 +37,11 @@ class Layout:
         return found
 
     def is_alike(self, rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Return which records, a row each, are built like the first one."""
+        """Return which records, one per row, have the layout of the first one."""
         fixed = ~self.variable(rows.shape[1])
         alike: NDArray[np.bool_] = (rows[:, fixed] == rows[0, fixed]).all(axis=1)
         if self.step is not None:
-            # the bytes of a number in base 128 go on where the highest bit is set
+            # the highest bit of each byte of a varint tells whether another byte follows
             goes_on = rows[:, slice(*self.step)] & 0x80
             alike &= (goes_on == goes_on[0]).all(axis=1)
         return alike
@@ -61,12 +61,12 @@ class Layout:
 
 
 def layout_of(record: bytes) -> Layout | None:
-    """Return the layout of an event with one scalar; None for any other, and for what is not sure to be read right."""
+    """Return the layout of an event with one scalar; None for any other event, or if the layout is uncertain."""
     try:
         found = _taken_apart(record)
     except (IndexError, KeyError, ValueError):
         return None
-    # protobuf has the last word on what a record says
+    # the result has to agree with protobuf
     read = scalars(parse(record), {})
     if found is None or read is None or len(read) != 1:
         return None
@@ -84,18 +84,18 @@ def _numbers(rows: NDArray[np.uint8], start: int, kind: str) -> Floats:
 
 
 def _taken_apart(record: bytes) -> Layout | None:
-    """See event.proto, summary.proto and tensor.proto of tensorboard for the numbers.
+    """Return the layout of a record. The field numbers are those of TensorBoard's event, summary and tensor.proto.
 
     Raises:
-        KeyError: a part is not there.
-        IndexError, ValueError: it is no message of this kind.
+        KeyError: A part is missing.
+        IndexError, ValueError: The record is not a message of this kind.
     """
     event = _fields(record, 0, len(record))
     summary = _fields(record, *event.pop(5))
     value = _fields(record, *summary.pop(1))
     time, step = event.pop(1, None), event.pop(2, None)
     tag = value.pop(1)
-    # what belongs to a tag as a whole
+    # metadata of the tag
     value.pop(9, None)
     number, is_double = value.pop(2, None), False
     if number is None:
@@ -106,7 +106,7 @@ def _taken_apart(record: bytes) -> Layout | None:
 
 
 def _of_tensor(record: bytes, start: int, stop: int) -> tuple[tuple[int, int], bool]:
-    """Where the number of a tensor is, and whether it is a float64."""
+    """Return the position of a tensor's number, and whether it is a float64."""
     tensor = _fields(record, start, stop)
     kind = record[tensor.pop(1)[0]]
     tensor.pop(2, None)
@@ -117,10 +117,10 @@ def _of_tensor(record: bytes, start: int, stop: int) -> tuple[tuple[int, int], b
 
 
 def _fields(record: bytes, start: int, stop: int) -> dict[int, tuple[int, int]]:
-    """The fields of a protobuf message, by number: where the content of each starts and stops.
+    """Return where the content of each field of a protobuf message starts and stops, by field number.
 
     Raises:
-        IndexError, ValueError: it is no message, or a field stands twice.
+        IndexError, ValueError: It is not a message, or a field occurs twice.
     """
     found: dict[int, tuple[int, int]] = {}
     while start < stop:
@@ -138,7 +138,7 @@ def _fields(record: bytes, start: int, stop: int) -> dict[int, tuple[int, int]]:
 
 
 def _varint(record: bytes, start: int) -> tuple[int, int]:
-    """A number in base 128, lowest digit first, and where the next thing starts."""
+    """Return a varint (base 128, lowest digit first) and the position after it."""
     number = shift = 0
     while record[start] & 0x80:
         number |= (record[start] & 0x7F) << shift

@@ -1,4 +1,4 @@
-"""TensorBoard's event messages, one by one, as protobuf reads them."""
+"""Reads single TensorBoard event messages with protobuf."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 FLOAT, DOUBLE = 1, 2
-"""Of tensorboard's types.proto: DT_FLOAT and DT_DOUBLE."""
+"""DT_FLOAT and DT_DOUBLE of TensorBoard's types.proto."""
 
 
 def parse(record: bytes) -> Any:
-    """Return the event in a record; None if it is none."""
+    """Return the event in a record; None if it is not an event."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -22,10 +22,10 @@ def parse(record: bytes) -> Any:
 
 
 def scalars(event: Any, others: dict[bytes, Any]) -> list[tuple[bytes, int, float, float]] | None:
-    """Return tag, step, value and time of an event's scalars; None where there is anything else in it.
+    """Return tag, step, value and time of an event's scalars; None if there is no event.
 
     Args:
-        others: gets the tags that belong to another plugin, with what that says of them.
+        others: Receives the tags that belong to another plugin, with that plugin's data.
     """
     if event is None:
         return None
@@ -43,7 +43,7 @@ def scalars(event: Any, others: dict[bytes, Any]) -> list[tuple[bytes, int, floa
 
 
 def _number(value: Any) -> float | None:
-    """Return the number of a tensor that is one."""
+    """Return the number in a tensor; None if it is not a single float."""
     tensor = value.tensor
     if not value.HasField("tensor") or tensor.dtype not in (FLOAT, DOUBLE) or tensor.tensor_shape.dim:
         return None
@@ -56,7 +56,7 @@ def _number(value: Any) -> float | None:
 
 
 def hyperparameters(content: bytes) -> dict[str, Any]:
-    """Return those of a session start that the HParams plugin wrote; none for its other messages."""
+    """Return the hyperparameters of an HParams session start; empty for the plugin's other messages."""
     from google.protobuf.json_format import MessageToDict
     from google.protobuf.message import DecodeError
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData

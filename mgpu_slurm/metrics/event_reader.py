@@ -1,8 +1,8 @@
-"""Reads the scalars of TensorBoard's event files: every point, and fast.
+"""Reads all points of the scalars in TensorBoard's event files, fast.
 
-Thousands of points that one call wrote differ in a few bytes only. So records of one length are laid side by side, the
-first of them is taken apart once, and from those that are built like it time, step and value are taken as columns.
-What is built otherwise is read one by one by protobuf.
+Thousands of points written by the same call differ only in a few bytes. So records of the same length are stacked, the
+first one is parsed, and time, step and value of all records with its layout are read as columns. Records with another
+layout are read one by one with protobuf.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mgpu_slurm.metrics.event_layout import Floats, Integers, Layout, layout_of
 from mgpu_slurm.metrics.event_messages import hyperparameters, parse, scalars
 
 BATCH_BYTES = 256 * 2**20
-"""Files that are looked at together; the larger, the more records there are side by side."""
+"""Size of the files that are read together; the larger, the more records are stacked."""
 
 LONGEST = 512
-"""Bytes of a record; a longer one is no plain scalar."""
+"""Maximum bytes of a record; a longer one is not a plain scalar."""
 
 TRIES = 8
-"""Records of one length that are taken apart in vain before the rest of that length is read one by one."""
+"""Records of one length for which no layout is found before the rest of that length is read one by one."""
 
 
 @dataclass(frozen=True)
 class Points:
-    """What one file says of one tag, in the order in which it was written."""
+    """The points of one tag in one file, in the order in which they were written."""
 
     steps: Integers
     values: Floats
@@ -48,24 +48,24 @@ class EventFile:
 
     path: Path
     started: float = math.inf
-    """The time of its first record, which its writer makes when it opens the file."""
+    """Time of its first record, which the writer adds when it opens the file."""
     scalars: dict[str, Points] = field(default_factory=dict)
     restarts: list[tuple[int, int]] = field(default_factory=list)
-    """Records, by their number, before which all from a step on is void (SessionLog.START), and that step."""
+    """Number and step of each SessionLog.START record: all points before it, from that step on, are void."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Hyperparameters, where the HParams plugin's session start is in the file."""
+    """Hyperparameters, if the file has the HParams plugin's session start."""
     damaged: int = 0
     """Places where one or more records could not be read."""
 
 
 def read_files(paths: Sequence[Path]) -> list[EventFile]:
-    """The scalars of event files.
+    """Return the scalars of event files.
 
-    Float32 and float64 scalars are read, as `simple_value` and as tensors. A damaged record is skipped and counted, and
-    one that a writer has not finished is left out.
+    Reads float32 and float64 scalars, stored as `simple_value` or as tensors. Damaged records are skipped and counted;
+    an unfinished last record is ignored.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: A file cannot be read.
     """
     found: list[EventFile] = []
     batch: list[bytes] = []
@@ -96,11 +96,11 @@ class _Table:
     """All records of some files."""
 
     data: bytes
-    """Of the files, one behind the other."""
+    """Concatenated content of the files."""
     file: Integers
-    """The place of each record's file among them."""
+    """Index of each record's file."""
     number: Integers
-    """The number of each record in its file."""
+    """Number of each record in its file."""
     start: Integers
     length: Integers
 
@@ -126,7 +126,7 @@ def _joined(parts: list[Integers]) -> Integers:
 
 
 class _Columns:
-    """The points of some files, in the order in which they are found, until they are sorted."""
+    """The points of some files in the order of discovery, before they are sorted."""
 
     def __init__(self, files: list[EventFile], table: _Table) -> None:
         self._files = files
@@ -135,7 +135,7 @@ class _Columns:
         self._parts: list[tuple[Integers, Integers, Integers, Floats, Floats]] = []
         self._single: list[tuple[int, int, int, float, float]] = []
         self.not_scalars: set[tuple[int, int]] = set()
-        """Files and tags whose tensors belong to another plugin, as only the first of them has to say."""
+        """Files and tags whose tensors belong to another plugin, which only the first tensor has to state."""
 
     def tag(self, name: bytes) -> int:
         return self._tags.setdefault(name, len(self._tags))
@@ -143,7 +143,7 @@ class _Columns:
     def add(self, places: Integers, tags: Integers, steps: Integers, values: Floats, times: Floats) -> None:
         self._parts.append((places, tags, steps, values, times))
         files = self._table.file[places]
-        # of the first records of files only few are points
+        # few files begin with a point
         for place in np.flatnonzero(self._table.number[places] == 0):
             self._files[files[place]].started = float(times[place])
 
@@ -151,7 +151,7 @@ class _Columns:
         self._single.append((place, tag, step, value, time))
 
     def hand_out(self) -> None:
-        """Gives each file its points, tag by tag, in the order in which they were written."""
+        """Assign each file its points by tag, in the order in which they were written."""
         for file in self._files:
             file.restarts.sort()
         if self._single:
@@ -174,11 +174,11 @@ class _Columns:
                 self._files[file].scalars[names[tag]] = Points(steps[chosen], values[chosen], times[chosen], numbers)
 
 
-# -- records that are built alike
+# -- records with a common layout
 
 
 def _read_side_by_side(table: _Table, columns: _Columns) -> Iterator[int]:
-    """Reads what is built alike; yields the records that are not."""
+    """Read the records that share a layout; yield the others."""
     order = np.argsort(table.length, kind="stable")
     lengths, counts = np.unique(table.length, return_counts=True)
     data = np.frombuffer(table.data, np.uint8)
@@ -193,7 +193,7 @@ def _read_side_by_side(table: _Table, columns: _Columns) -> Iterator[int]:
 
 
 def _read_rows(rows: NDArray[np.uint8], places: Integers, columns: _Columns) -> Iterator[int]:
-    """Reads records of one length, a row each; yields those that are to be read one by one."""
+    """Read records of one length, one per row; yield those that have to be read one by one."""
     tries = TRIES
     while len(places):
         layout = layout_of(rows[0].tobytes())

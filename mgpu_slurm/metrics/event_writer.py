@@ -1,4 +1,4 @@
-"""TensorBoard's event files, as they are written here. Needs TensorBoard only once something is written."""
+"""Writes TensorBoard event files. Imports TensorBoard only when something is written."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 PREFIX = "events.out.tfevents."
-"""Of their names; a time follows, and TensorBoard reads the files of a folder in the order of their names. It never
+"""Prefix of file names; a time follows. TensorBoard reads the files of a folder in the order of their names and never
 returns to an earlier one."""
 
 
 class EventWriter:
-    """Appends to a new event file, which is read after all that are there, also where a clock was set back since."""
+    """Appends to a new event file, which sorts after all existing ones even if the clock was set back."""
 
     def __init__(self, folder: Path, begins_at: int) -> None:
         """
         Args:
-            begins_at: the step of the first point that is to come. What earlier files have of that step and of later
-                ones is void: an attempt that died after its last checkpoint left it behind.
+            begins_at: Step of the first point to come. Points of earlier files from that step on are void: they are
+                from an attempt that died after its last checkpoint.
 
         Raises:
-            OSError: there is no such file.
+            OSError: The file cannot be created.
         """
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{PREFIX}{next_stamp(folder):010d}.{os.uname().nodename}.{os.getpid()}"
@@ -35,13 +35,13 @@ class EventWriter:
         self._begins_at = begins_at
 
     def add(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """Writes one point of each scalar.
+        """Write one point of each scalar.
 
         Args:
-            at: seconds since 1970.
+            at: Seconds since 1970.
 
         Raises:
-            OSError: nothing of it is written, and it may be tried again.
+            OSError: Nothing was written; the call may be repeated.
         """
         events = [_scalar(step, name, value, at) for name, value in values.items()]
         if not self._size:
@@ -54,7 +54,7 @@ class EventWriter:
             while place < len(data):
                 place += os.write(self._descriptor, data[place:])
         except OSError:
-            # a part of a record would hide all that comes after it
+            # a partial record would hide everything after it
             os.ftruncate(self._descriptor, self._size)
             raise
         self._size += len(data)
@@ -64,8 +64,7 @@ class EventWriter:
 
 
 def _first_events(begins_at: int, at: float) -> list[Event]:
-    """The version, and that this is a start: of a run's restarts TensorBoard takes the first that says so for its
-    beginning."""
+    """Return the version event and a SessionLog.START. TensorBoard takes the first such event for the run's start."""
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
     return [first_event(at), _event(at, begins_at, session_log=SessionLog(status=SessionLog.START))]
@@ -88,14 +87,14 @@ def _event(at: float, step: int = 0, **what: Any) -> Event:
 
 
 def encoded(events: Iterable[Event]) -> bytes:
-    """As they stand in a file."""
+    """Return the bytes of these events in a file."""
     from mgpu_slurm.metrics.event_frames import framed
 
     return b"".join(framed(event.SerializeToString()) for event in events)
 
 
 def names(folder: Path) -> list[str]:
-    """Of the event files in a folder."""
+    """Return the names of the event files in a folder."""
     try:
         return [name for name in os.listdir(folder) if name.startswith(PREFIX)]
     except FileNotFoundError:
@@ -103,6 +102,6 @@ def names(folder: Path) -> list[str]:
 
 
 def next_stamp(folder: Path) -> int:
-    """The time to be in a new file's name: now, or behind that of the newest one."""
+    """Return the time for a new file's name: now, or just after that of the newest file."""
     stamps = [name.removeprefix(PREFIX).partition(".")[0] for name in names(folder)]
     return max([int(time.time()), *(int(stamp) + 1 for stamp in stamps if stamp.isdigit())])

@@ -1,4 +1,4 @@
-"""Rank 0's part of `state.json`, written next to the training: a rename may take a disk longer than all of a report."""
+"""Rank 0's part of `state.json`, written by a thread: on some disks a rename takes longer than the rest of a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL = 1.0
 
 
 class LiveState:
-    """What `status` shows of a run while it runs, written at most once in a while."""
+    """The part of a run's state that `status` shows while it runs, written at most once per `INTERVAL`."""
 
     def __init__(
         self, folder: RunFolder, attempt: int, disk_may_fail: Callable[[], AbstractContextManager[None]]
@@ -31,7 +31,7 @@ class LiveState:
         self._disk_may_fail = disk_may_fail
         self._lock = threading.Lock()
         self._due: dict[str, Any] = {}
-        """What is to be written."""
+        """Fields still to be written."""
         self._shown_at = 0.0
         self._is_wanted = threading.Event()
         self._is_closed = threading.Event()
@@ -39,11 +39,11 @@ class LiveState:
 
     @property
     def is_stale(self) -> bool:
-        """Whether nothing was shown for so long that a step had better be."""
+        """Whether nothing was shown for at least `INTERVAL`, so a step should be."""
         return time.monotonic() - self._shown_at >= INTERVAL
 
     def show(self, **changes: Any) -> None:
-        """Have these names written soon."""
+        """Have these fields written soon."""
         self._shown_at = time.monotonic()
         with self._lock:
             self._due |= changes
@@ -70,10 +70,10 @@ class LiveState:
         with self._lock:
             changes = dict(self._due)
         with self._disk_may_fail():
-            # a script that was not submitted has output, and no state that anybody keeps; and an attempt that was
-            # given up with its node, and still runs there, does not speak for the attempt after it
+            # a script that was not submitted has output but no state; and an attempt that still runs on an abandoned
+            # node must not overwrite the state of the attempt after it
             if changes and self._folder.state.exists() and read_state(self._folder)["attempts"] <= self._attempt:
                 update_state(self._folder, sync=False, **changes)
             with self._lock:
-                # what came meanwhile is still due
+                # fields changed during the write are still due
                 self._due = {name: value for name, value in self._due.items() if value is not changes.get(name)}

@@ -1,7 +1,8 @@
-"""How a script of a sweep reports: to the worker's rank that started it, over a socket of its node.
+"""Reports of a sweep's script to the worker rank that started it, over a Unix socket.
 
-The script's rank 0 says a line of JSON, `{"progress": 3, "metrics": {...}}`, and hears one, `{"given_up": null}` or why
-the study gives the trial up. A name of Linux's abstract namespace reaches through launchers that close descriptors.
+The script's rank 0 sends a line of JSON, `{"progress": 3, "metrics": {...}}`, and receives one, `{"given_up": null}`
+or the reason why the trial is pruned. A name in Linux's abstract namespace works behind launchers that close file
+descriptors.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Any
 from mgpu_slurm.job.socket_handoff import user_of
 
 VARIABLE = "MGPU_REPORTS"
-"""Where scripts report: the name of the socket, without its leading zero byte."""
+"""Variable with the name of the socket for reports, without its leading zero byte."""
 
 
 class ReportServer:
-    """The worker's side: it hears reports and answers them."""
+    """The worker's side: receives reports and answers them."""
 
     def __init__(self, judge: Callable[[int, dict[str, float]], str | None]) -> None:
         """
         Args:
-            judge: hears the progress and its metrics; answers why the training is to end, or None.
+            judge: Called with the progress and its metrics; returns why the training should end, or None.
         """
         self._judge = judge
         self.name = f"mgpu-{secrets.token_hex(16)}"
@@ -39,11 +40,11 @@ class ReportServer:
         self._heard: dict[socket.socket, bytes] = {}
 
     def watch(self, descriptor: int) -> None:
-        """Ends a wait when this descriptor has something to read."""
+        """Make `serve` return when this descriptor is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def serve(self, seconds: float) -> None:
-        """Answers what is asked in this time, or until a watched descriptor has something to read, or one answer."""
+        """Wait for at most this time until there is something to read, and answer reports that have arrived."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._door:
                 self._let_in()
@@ -59,7 +60,7 @@ class ReportServer:
     def _let_in(self) -> None:
         caller, _ = self._door.accept()
         if user_of(caller) != os.getuid():
-            # the names of the abstract namespace are open to all
+            # any user can connect to a name in the abstract namespace
             caller.close()
             return
         self._heard[caller] = b""
@@ -74,7 +75,7 @@ class ReportServer:
                 answer = {"given_up": self._judge(said["progress"], said["metrics"])}
                 caller.sendall(f"{json.dumps(answer)}\n".encode())
         except (ConnectionError, ValueError):
-            # it was ended, or speaks otherwise
+            # it has ended, or does not follow the protocol
             data = b""
         if not data:
             self._selector.unregister(caller)
@@ -83,7 +84,7 @@ class ReportServer:
 
 
 class ReportClient:
-    """The script's side: a judge as `Run` takes one."""
+    """The script's side: a prune callback for `Run`."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""What rank 0 reports: TensorBoard event files, `metrics.jsonl` for programs, a line for people, and the live state."""
+"""Rank 0's reports: TensorBoard event files, `metrics.jsonl` for programs, a line for people, and the live state."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mgpu_slurm.metrics.live_state import LiveState
 
 
 def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Metrics as plain numbers; tensors of one element count.
+    """Return metrics as plain numbers; tensors of one element are accepted.
 
     Raises:
-        TypeError: names the metric that is no number.
+        TypeError: A metric is not a number; the message names it.
     """
     numbers = {}
     for name, value in metrics.items():
         try:
-            # a loss still has its graph
+            # a loss still has its autograd graph
             numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(f"metric {name!r}: expected a number, got {_shown(value)}") from None
@@ -34,11 +34,11 @@ def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def result_of(returned: Any, last_metrics: dict[str, float], has_trained: bool = True) -> dict[str, float]:
-    """Return what a job function has returned, as numbers by name: the last metrics for nothing, `value` for a number.
+    """Return a job function's return value as numbers by name: the last metrics if it is None, `value` for a number.
 
     Args:
-        has_trained: False for an attempt that was restored at the end of its training. What its loop would have
-            computed still has its first value there, so the metrics reported before count instead.
+        has_trained: False for an attempt that was restored at the end of its training. Its loop did not run, so values
+            computed there still have their initial values, and the metrics reported before are used instead.
     """
     result, others = _told_apart(returned)
     if not result and (returned is None or others):
@@ -49,7 +49,7 @@ def result_of(returned: Any, last_metrics: dict[str, float], has_trained: bool =
 
 
 def odd_result(returned: Any) -> str | None:
-    """Return a warning that names what a job function has returned and is not a number; None if there is nothing."""
+    """Return a warning that names the returned values that are not numbers; None if there are none."""
     _, others = _told_apart(returned)
     if not others:
         return None
@@ -58,13 +58,13 @@ def odd_result(returned: Any) -> str | None:
 
 
 def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return what is a number in what a job function has returned, and what is not."""
+    """Split a job function's return value into numbers and other values, by name."""
     if returned is None:
         return {}, {}
     numbers: dict[str, float] = {}
     others: dict[str, Any] = {}
     for key, value in (returned if isinstance(returned, dict) else {"value": returned}).items():
-        # JSON takes no others, such as NumPy's integers and tuples
+        # JSON accepts no other keys, such as NumPy integers and tuples
         name = str(key)
         try:
             numbers |= as_numbers({name: value})
@@ -74,11 +74,11 @@ def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in few characters."""
+    """Return a short representation of a value."""
     try:
         return reprlib.repr(value)
     except ValueError:
-        # Python refuses to write out an integer of thousands of digits
+        # Python refuses to convert an integer of thousands of digits
         return "..."
 
 
@@ -94,11 +94,11 @@ class Reporter:
         self._attempt = attempt
         self._writer: EventWriter | None = None
         self.begins_at = 0
-        """The step of the first point that is to come."""
+        """Step of the first point to come."""
         self._due: deque[dict[str, Any]] = deque()
-        """What is to be appended to `metrics.jsonl`."""
+        """Records still to be appended to `metrics.jsonl`."""
         self._due_points: deque[dict[str, Any]] = deque()
-        """What is to go into event files."""
+        """Records still to be written to event files."""
         self._state = LiveState(folder, attempt, self._disk_may_fail)
         self._has_warned = False
         self._started = time.monotonic()
@@ -113,7 +113,7 @@ class Reporter:
         print(f"[{progress:>3}]  step {step:<6} {as_text(metrics)}  ({elapsed:.1f} s)", flush=True)
 
     def step_done(self, step: int) -> None:
-        """Keeps the live state's step fresh, at most once an interval."""
+        """Update the live state's step, at most once per interval."""
         if self._state.is_stale:
             self._write_due()
             self._state.show(step=step)
@@ -128,7 +128,7 @@ class Reporter:
             self._writer = None
 
     def _write_due(self) -> None:
-        """What a full disk does not take is due the next time."""
+        """Write all pending records; those that a full disk does not accept stay pending."""
         with self._disk_may_fail():
             while self._due:
                 append_jsonl(self._folder.metrics, self._due[0])
@@ -142,7 +142,7 @@ class Reporter:
 
     @contextmanager
     def _disk_may_fail(self) -> Iterator[None]:
-        """A full disk must not end a training for the sake of its curves, which wait in memory; it is said once."""
+        """Ignore a full disk, warning once: curves wait in memory and must not stop the training."""
         try:
             yield
         except OSError as error:

@@ -1,6 +1,6 @@
-"""The job of `doctor --submit`: every rank measures, rank 0 judges and writes down what was found, line by line.
+"""The job of `doctor --submit`: every rank measures; rank 0 judges and writes the findings, line by line.
 
-A check that fails, or a rank that falls silent, is a finding too, and the checks after it still run.
+A check that fails or a rank that does not respond is a finding too, and the remaining checks still run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mgpu_slurm.training.run import Run
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is looked at."""
+    """One check of the job."""
 
     name: str
     measure: Callable[[Team, Place], Any]
-    """Called on every rank; gives plain values, or None where this rank has no part in it."""
+    """Called on every rank; returns plain values, or None if this rank does not take part."""
     judge: Callable[[list[Answer]], list[Finding]]
-    """Called on rank 0 with what the ranks have measured."""
+    """Called on rank 0 with the ranks' measurements."""
 
 
 CHECKS = (
@@ -53,14 +53,14 @@ CHECKS = (
 
 
 def checkup(run: Run, config: dict[str, Any]) -> dict[str, float]:
-    """A job function like any other; how many findings there were of each level."""
+    """Run all checks, as a normal job function; return the number of findings of each level."""
     folder = RunFolder(run.folder)
     facts = from_environment()
     begun = time.perf_counter()
     store = rendezvous.connect(facts, os.environ, rendezvous.ARRIVAL_TIMEOUT)
     place = Place(folder, read_spec(folder), run.device, run.attempt, time.perf_counter() - begun)
     team = Team(store, facts)
-    # of an attempt before this one
+    # left by a previous attempt
     if run.is_main:
         folder.checkup.unlink(missing_ok=True)
     counts = dict.fromkeys(("ok", "warning", "failed"), 0.0)
@@ -73,7 +73,7 @@ def checkup(run: Run, config: dict[str, Any]) -> dict[str, float]:
 
 
 def looked_at(check: Check, team: Team, place: Place, number: int) -> list[Finding]:
-    """Measures on this rank; on rank 0, also judges what all of them measured."""
+    """Measure on this rank; on rank 0, also judge the measurements of all ranks and return the findings."""
     try:
         value = {"measured": check.measure(team, place)}
     except Exception as error:
@@ -87,7 +87,7 @@ def looked_at(check: Check, team: Team, place: Place, number: int) -> list[Findi
 
 
 def problems(name: str, team: Team, told: dict[int, Any]) -> list[Finding]:
-    """What kept ranks from measuring, once for all that say the same; and who said nothing."""
+    """Return a finding for each problem that kept ranks from measuring, with its ranks; silence is one too."""
     by_problem: dict[str, list[int]] = {}
     for rank, found in told.items():
         if "problem" in found:

@@ -1,4 +1,4 @@
-"""The GPUs of each rank, and their health as NVIDIA's management library (NVML) tells it, where it can be asked."""
+"""Checks the GPUs of each rank, and their health if NVIDIA's management library (NVML) is available."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def measure_gpu_health(team: Team, place: Place) -> Any:
 
 
 def handles(nvml: Any, seen: set[str]) -> Iterator[Any]:
-    """Of NVML, which knows all GPUs of a node, for those that the job has.
+    """Yield NVML's handles of the job's GPUs; NVML lists all GPUs of a node.
 
     Args:
-        seen: their identities as torch tells them.
+        seen: Identities of the job's GPUs as reported by torch.
     """
     for index in range(nvml.nvmlDeviceGetCount()):
-        # one that is lost, or kept from this user
+        # a GPU that is lost or not accessible to this user
         with suppress(nvml.NVMLError):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             if _text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-") in seen:
@@ -87,11 +87,11 @@ THROTTLE_REASONS = {
     "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply brakes it",
     "nvmlClocksThrottleReasonHwSlowdown": "the hardware slows it",
 }
-"""What slows a GPU down that is not its own work; NVML's names."""
+"""Reasons for a slowdown other than the GPU's own work, by NVML's names."""
 
 
 def read_gpu(nvml: Any, handle: Any) -> dict[str, Any]:
-    """The health of one GPU as NVML tells it; None for what this kind of GPU does not know."""
+    """Return the health of one GPU according to NVML; None for values that this kind of GPU does not report."""
 
     def known(read: Any, *arguments: Any) -> Any:
         try:
@@ -112,19 +112,19 @@ def read_gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "remapping": list(rows) if rows is not None else None,
         "slowed": [words for name, words in THROTTLE_REASONS.items() if reasons & getattr(nvml, name)],
         "temperature": known(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-        # a process of this run holds its context by now
+        # the run's own processes already have their contexts
         "others": sum(process.usedGpuMemory or 0 for process in running if not _is_of_this_run(process.pid)),
         "persistent": known(nvml.nvmlDeviceGetPersistenceMode),
     }
 
 
 def _text(value: Any) -> str:
-    # older versions of the binding give bytes
+    # older versions of the binding return bytes
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _is_of_this_run(pid: int) -> bool:
-    """Whether a process carries the run's variable; one of somebody else's cannot be read."""
+    """Return whether a process has the run's variable; False for another user's process, which cannot be read."""
     try:
         own = f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}".encode()
         return own in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""What lies between the nodes: names, ports, the rendezvous, clocks, and how fast gradients travel."""
+"""Checks the network between the nodes: names, ports, the rendezvous, clocks, and the speed of all-reduce."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MB = 1 << 20
 
 LOOK_UP_WITHIN = 15.0
-"""Seconds; a resolver that does not answer takes that long and longer."""
+"""Seconds; a resolver that does not answer takes at least that long."""
 
 SLOW_LOOK_UP = 0.5
 SLOW_RENDEZVOUS = 0.05
@@ -38,10 +38,10 @@ CLOCKS_MAY_DIFFER = 1.0
 ALL_REDUCE_WITHIN = 60.0
 SMALL, LARGE = 1 * MB, 64 * MB
 TOO_SLOW_FOR_LARGE = 0.5
-"""Seconds for the small one, above which the large one is not tried."""
+"""Seconds for the small all-reduce above which the large one is skipped."""
 
 SLOW_GB_PER_SECOND = 0.1
-"""A little less than what a network of 1 Gb/s can do."""
+"""Slightly less than the bandwidth of a 1 Gb/s network."""
 
 NETWORKS = Path("/sys/class/net")
 
@@ -50,7 +50,7 @@ NETWORKS = Path("/sys/class/net")
 
 
 def measure_names(team: Team, place: Place) -> Any:
-    """How long this node takes to find the addresses of all of them, and the names to those addresses."""
+    """Measure how long this node takes to resolve all nodes' names to addresses, and these back to names."""
     if not team.me.is_leader or place.is_one_machine:
         return None
     return {leader.node_name: _look_up(leader.node_name) for leader in team.leaders}
@@ -67,10 +67,10 @@ def _look_up(name: str) -> dict[str, Any]:
             begun = time.perf_counter()
             with suppress(OSError):
                 socket.gethostbyaddr(found["address"])
-            # an answer that there is no name is an answer
+            # "no such name" is an answer too
             found["backward"] = time.perf_counter() - begun
 
-    # no resolver can be told when to give up
+    # resolver calls have no time-out
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(LOOK_UP_WITHIN)
@@ -111,7 +111,7 @@ def judge_names(answers: list[Answer]) -> list[Finding]:
 
 
 def measure_ports(team: Team, place: Place) -> Any:
-    """Whether each node can be reached from each other one on a port that it has just bound; seconds by node."""
+    """Measure the seconds to connect to each other node, on a port that it has just bound; or return the problem."""
     if not team.me.is_leader:
         return None
     with closing(store_server.bind("127.0.0.1" if place.is_one_machine else "")) as listener:
@@ -122,7 +122,7 @@ def measure_ports(team: Team, place: Place) -> Any:
                 address = "127.0.0.1" if place.is_one_machine else other.node_name
                 reached[other.node_name] = _connect(address, team.hear(f"port/{other.rank}"))
         team.tell(f"port/{team.me.rank}/done")
-        # the listener stays until all have tried it
+        # keep listening until all have tried
         for other in team.leaders:
             team.hear(f"port/{other.rank}/done")
     return reached
@@ -188,7 +188,7 @@ def judge_store(answers: list[Answer]) -> list[Finding]:
 
 
 def measure_clocks(team: Team, place: Place) -> Any:
-    """How far this node's clock is ahead of that of rank 0's node, and how sure that is; seconds."""
+    """Measure how far this node's clock is ahead of that of rank 0's node, and the uncertainty, in seconds."""
     if not team.me.is_leader:
         return None
     others = team.leaders[1:]
@@ -197,7 +197,7 @@ def measure_clocks(team: Team, place: Place) -> Any:
             team.hear(f"clock/{other.rank}/{turn}")
             team.tell(f"clock/{other.rank}/{turn}/time", time.time())
         return {"ahead": 0.0, "error": 0.0}
-    # whoever comes first is served first
+    # the turn with the smallest uncertainty, since rank 0 serves one node at a time
     return min((_clock_turn(team, turn) for turn in range(TURNS)), key=lambda measured: measured["error"])
 
 
@@ -262,7 +262,7 @@ def _measure_all_reduce(team: Team, backend: str, device: torch.device) -> dict[
     _reduce(group, 1, device)
     making = time.perf_counter() - begun
     small = _timed(lambda: _reduce(group, SMALL, device), times=5)
-    # every rank has to decide the same
+    # all ranks have to make the same decision
     team.tell(f"all-reduce/{backend}/{team.me.rank}", small)
     slowest = max(team.hear(f"all-reduce/{backend}/{member.rank}") for member in team.members)
     large = _timed(lambda: _reduce(group, LARGE, device), times=3) if slowest < TOO_SLOW_FOR_LARGE else None
@@ -276,12 +276,12 @@ def _reduce(group: dist.ProcessGroup | None, size: int, device: torch.device) ->
 
     tensor = torch.ones(max(1, size // 4), device=device)
     dist.all_reduce(tensor, group=group)
-    # waits for the GPU too, and shows that the sum came
+    # waits for the GPU too, and checks the sum
     assert tensor[-1].item() == dist.get_world_size()
 
 
 def _timed(work: Callable[[], None], times: int) -> float:
-    """Seconds, the median of several after one that does not count."""
+    """Return the median seconds of several calls, after a warm-up call."""
     work()
     spans = []
     for _ in range(times):
@@ -292,7 +292,7 @@ def _timed(work: Callable[[], None], times: int) -> float:
 
 
 def interfaces_of(networks: Path) -> dict[str, int]:
-    """Network interfaces that are up, with their speed in Mb/s where the driver tells one, else 0."""
+    """Return the network interfaces that are up, with their speed in Mb/s, or 0 if the driver does not report it."""
     found = {}
     for path in sorted(networks.iterdir()) if networks.is_dir() else []:
         with suppress(OSError, ValueError):
@@ -303,7 +303,7 @@ def interfaces_of(networks: Path) -> dict[str, int]:
 
 
 def nccl_transport(log: str) -> str:
-    """What NCCL says it uses between nodes (`IB`, `Socket`, the name of a plugin), or an empty text."""
+    """Return the network that NCCL logs for traffic between nodes (`IB`, `Socket`, a plugin's name); empty if none."""
     match = re.search(r"NCCL INFO (?:\S+ )*?Using network (?P<name>[^\n]+)", log)
     return match["name"].strip() if match else ""
 

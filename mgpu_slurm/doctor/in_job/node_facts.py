@@ -1,4 +1,4 @@
-"""What each node is: its versions, cores and limits."""
+"""Checks each node's versions, cores and limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GB = 1 << 30
 
 SMALL_SHARED_MEMORY = 1 * GB
 FEW_FILES = 4096
-"""A rank of a large job holds a connection to every other one, and loaders one to every worker."""
+"""A rank of a large job has a connection to every other rank, and a loader one to every worker."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 

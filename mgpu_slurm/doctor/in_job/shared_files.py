@@ -1,4 +1,4 @@
-"""What one node writes, and when the others see it; and whether a lock that one holds keeps the others out."""
+"""Checks when nodes see each other's files, and whether a lock held by one rank excludes the others."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from mgpu_slurm.doctor.check_results import Finding, span
 from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, TooLate, names, within
 
 VISIBLE_WITHIN = 60.0
-"""Seconds; NFS looks again after 60 at the latest where a site has not changed it."""
+"""Seconds; by default, NFS caches attributes for at most 60."""
 
 SLOW_TO_SEE = 1.0
 
 OTHERS = "a file of each"
 
 INCREMENTS = 20
-"""Of each rank."""
+"""Increments by each rank."""
 
 HOLDING = 0.0003
-"""Seconds between reading and writing under the lock, in which another rank would break in if it could."""
+"""Seconds between reading and writing under the lock, so that a lock that does not work is noticed."""
 
 LOCKED_WITHIN = 30.0
 
 Lock = Callable[[int], None]
-"""Takes an exclusive lock on an open file, or raises BlockingIOError where another process holds it."""
+"""Takes an exclusive lock on an open file, or raises BlockingIOError if another process holds it."""
 
 
-# -- what is seen
+# -- visibility
 
 
 def measure_visibility(team: Team, place: Place) -> Any:
-    """Seconds until this node sees what rank 0's node has written, by kind; None where it did not in time.
+    """Measure the seconds until this node sees each kind of write by rank 0's node; None if it does not in time.
 
-    Rank 0 measures the other way: until it sees the files of all the others.
+    Rank 0 measures the opposite direction: the time until it sees the files of all other nodes.
     """
     if not team.me.is_leader:
         return None
@@ -50,7 +50,7 @@ def measure_visibility(team: Team, place: Place) -> Any:
         folder.mkdir(exist_ok=True)
     seen = _written_by_first(team, folder / "file")
     with suppress(FileNotFoundError):
-        # where the folder itself is not seen, rank 0 waits in vain, and says so
+        # if this node does not see the folder itself, rank 0 waits in vain and reports it
         (folder / f"from-{team.me.rank}").touch()
     team.tell(f"files/from/{team.me.rank}")
     if team.is_first:
@@ -62,7 +62,7 @@ def measure_visibility(team: Team, place: Place) -> Any:
 
 
 def _written_by_first(team: Team, file: Path) -> dict[str, float | None]:
-    """Three ways to write, each after the others have looked: what they have seen they may believe for a while."""
+    """Write in three ways, each after the other nodes have read the file, so that stale caches are noticed."""
     ways: dict[str, Callable[[], str]] = {
         "new": lambda: _write(file, "w", "one"),
         "appended": lambda: _write(file, "a", "two"),
@@ -150,7 +150,7 @@ LOCKS: dict[str, Lock] = {"fcntl": take_fcntl, "flock": take_flock}
 
 
 def measure_locks(team: Team, place: Place) -> Any:
-    """All ranks count in one file, each step under a lock; what rank 0 reads in the end is the sum."""
+    """Let all ranks increment a number in one file, each time under a lock; rank 0 compares it with the sum."""
     folder = place.folder.path / "checkup"
     answer = {}
     for kind, take in LOCKS.items():
@@ -166,7 +166,7 @@ def measure_locks(team: Team, place: Place) -> Any:
 
 
 def count(file: Path, take: Lock) -> dict[str, Any]:
-    """Adds to the number in the file; how often it could, what kept it from more, and how long that took."""
+    """Increment the number in the file; return how often that worked, the problem if any, and the seconds taken."""
     begun = time.perf_counter()
     done = 0
     problem = ""
@@ -187,7 +187,7 @@ def _increment(file: Path, take: Lock, give_up: float) -> None:
         time.sleep(HOLDING)
         os.pwrite(descriptor, b"%d" % (number + 1), 0)
     finally:
-        # also gives the lock back, after the file system has written what was locked
+        # also releases the lock, after the file system has written the locked data
         os.close(descriptor)
 
 

@@ -1,6 +1,6 @@
-"""How the ranks of a checkup work together: over the store alone, each wait with an end.
+"""Communication between the ranks of a checkup: only through the store, with a time-out for each wait.
 
-A collective would hang where the network does, and that is what a checkup is there to tell.
+A collective would hang if the network does, which is what a checkup has to report.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from mgpu_slurm.request.spec import Spec
 
 PATIENCE = 90.0
-"""Seconds for which one rank waits for another."""
+"""Seconds that one rank waits for another."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank, as the others know it."""
+    """One rank, as known to the others."""
 
     rank: int
     node: int
@@ -38,7 +38,7 @@ class Member:
 
     @property
     def is_leader(self) -> bool:
-        """Whether it speaks for its node."""
+        """Whether it represents its node."""
         return self.local_rank == 0
 
     @property
@@ -48,7 +48,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank has measured."""
+    """The measurement of one rank."""
 
     member: Member
     value: Any
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkup runs."""
+    """The environment of a checkup."""
 
     folder: RunFolder
     spec: Spec
@@ -67,7 +67,7 @@ class Place:
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether the nodes are simulated: their names are labels that nobody can look up."""
+        """Whether the nodes are simulated: their names are labels that cannot be resolved."""
         return self.spec.nodes_are_simulated
 
 
@@ -86,7 +86,7 @@ class Team:
         self.size = facts.world_size
         self.tell(f"member/{facts.rank}", vars(self.me))
         self.members = [Member(**self.hear(f"member/{rank}")) for rank in range(facts.world_size)]
-        """In the order of their ranks."""
+        """Members by rank."""
 
     @property
     def leaders(self) -> list[Member]:
@@ -94,26 +94,26 @@ class Team:
         return [member for member in self.members if member.is_leader]
 
     def tell(self, key: str, value: Any = None) -> None:
-        """Says something once, to whoever wants to hear it."""
+        """Publish a value under a key, once, for all ranks."""
         self._store.set(key, json.dumps(value))
 
     def hear(self, key: str) -> Any:
-        """What another rank tells.
+        """Wait for the value of a key and return it.
 
         Raises:
-            TooLate: it was not told in time.
+            TooLate: It was not published in time.
         """
         self._wait(key, time.monotonic() + self.patience)
         return json.loads(self._store.get(key))
 
     def meet(self, name: str) -> None:
-        """Returns once all ranks have called it with this name."""
+        """Wait until all ranks have called it with this name."""
         self.tell(f"{name}/here/{self.me.rank}")
         for member in self.members:
             self.hear(f"{name}/here/{member.rank}")
 
     def gather(self, name: str, value: Any) -> dict[int, Any]:
-        """The values of all ranks by rank, for rank 0 (nothing for the others); who tells none in time is missing."""
+        """Return the values of all ranks by rank on rank 0, without those that are late; empty on the others."""
         self.tell(f"{name}/gathered/{self.me.rank}", value)
         found: dict[int, Any] = {}
         if self.is_first:
@@ -131,26 +131,26 @@ class Team:
         import torch.distributed as dist
 
         try:
-            # what is told already is not waited for: a time-out of nothing would fail before it looks
+            # at least 10 ms: with a time-out of 0 the store fails even if the key exists
             self._store.wait([key], timedelta(seconds=max(0.01, give_up - time.monotonic())))
         except dist.DistStoreError:
             raise TooLate(f"{key} was not told within {self.patience:g} s") from None
 
 
 def names(members: list[Member]) -> str:
-    """Their nodes, in short: `n[1-2]`."""
+    """Return the members' nodes in short form: `n[1-2]`."""
     return compress(list(dict.fromkeys(member.node_name for member in members)))
 
 
 def who(members: list[Member]) -> str:
-    """`rank 3 on n2`, or `ranks 0-3 on n[1-2]`."""
+    """Return `rank 3 on n2`, or `ranks 0-3 on n[1-2]`."""
     if len(members) == 1:
         return members[0].words
     return f"ranks {ranges(member.rank for member in members)} on {names(members)}"
 
 
 def alike(answers: Sequence[Answer]) -> list[tuple[Any, list[Answer]]]:
-    """The answers by what they say, the first said first."""
+    """Group the answers by value, in the order of their first occurrence."""
     groups: list[tuple[Any, list[Answer]]] = []
     for answer in answers:
         same = next((group for value, group in groups if value == answer.value), None)
@@ -162,7 +162,7 @@ def alike(answers: Sequence[Answer]) -> list[tuple[Any, list[Answer]]]:
 
 
 def within(seconds: float, look: Callable[[], bool]) -> float | None:
-    """Seconds until `look` saw what it looks for, or None where that did not happen in time."""
+    """Call `look` until it returns True; return the seconds that took, or None if it did not happen in time."""
     start = time.perf_counter()
     pause = 0.0005
     while not look():
