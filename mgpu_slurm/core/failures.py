@@ -338,7 +338,7 @@ def cause_of_state(state: str) -> Cause | None:
 
 
 def cause_of_reason(reason: str) -> Cause | None:
-    """Return the cause that the reason of a run's state names; None if that is a failure of its ranks."""
+    """Return the cause that the reason of a run's state names, unless that is a failure of its ranks."""
     return next((cause for pattern, cause in _OF_A_REASON if re.search(pattern, reason)), None)
 
 

@@ -61,7 +61,7 @@ def accounted(job_ids: Sequence[str]) -> list[AccountedStart] | None:
 
 
 def named_command(name: str, since: datetime) -> list[str]:
-    """Return the command that lists this user's jobs of a name since a time."""
+    """Return the command that lists this user's jobs of a name that were submitted since a time."""
     start = since.astimezone().replace(tzinfo=None).isoformat(timespec="seconds")
     return ["sacct", "--noheader", "-P", "-X", "-D", "-o", ",".join(_FIELDS), "--name", name, "-S", start]
 

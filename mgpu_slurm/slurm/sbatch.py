@@ -112,7 +112,7 @@ def failure(code: int, output: str) -> ClusterError:
 
 
 def _is_wrong_option(code: int, output: str) -> bool:
-    """Return whether sbatch itself exited with it; a substitute such as ssh has the same code for no answer."""
+    """Return whether sbatch itself reported a wrong option; a substitute such as ssh uses the code for no answer."""
     return code == _WRONG_OPTION and any(line.startswith("sbatch: ") for line in output.splitlines())
 
 
