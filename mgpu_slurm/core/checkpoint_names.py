@@ -1,7 +1,7 @@
-"""Which checkpoints a run has, by the names of their folders. Needs no torch.
+"""The checkpoints of a run, found by the names of their folders. Does not need torch.
 
-A run may save one step at several places, such as before and after an evaluation that reports: the first of them is
-`step-000000120`, and the later ones are `step-000000120.2` and so on, which version 0.1 does not read.
+A run may save several checkpoints at one step, such as before and after an evaluation that reports. The first is
+`step-000000120`; later ones are `step-000000120.2` and so on, which version 0.1 does not read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _FINAL = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
 
 
 class Key(NamedTuple):
-    """Which checkpoint of a run; a later one is greater."""
+    """Identifies a checkpoint of a run; a later one compares greater."""
 
     step: int
     number: int = 1
-    """1, 2, ... of those of this step."""
+    """1, 2, ... among the checkpoints of this step."""
 
 
 def complete(run: RunFolder) -> list[Path]:
-    """The whole checkpoints of a run, the oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     found = [(key, path) for path in below(run) if (key := key_of(path)) is not None]
     return [path for _, path in sorted(found)]
 
@@ -44,5 +44,5 @@ def step_of(path: Path) -> int | None:
 
 
 def below(run: RunFolder) -> list[Path]:
-    """Everything that lies where checkpoints do."""
+    """Return everything in the checkpoints folder."""
     return list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []

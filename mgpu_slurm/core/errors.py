@@ -1,29 +1,29 @@
-"""The error family: what a user did wrong, what a cluster refused, how a run ended.
+"""The exceptions of this package: user errors, cluster errors and ends of runs.
 
-Every error is one line that names the value and the mend. The command line turns `exit_code` into its own.
+Every message is one line that names the value and the fix. The command line exits with the error's `exit_code`.
 """
 
 from __future__ import annotations
 
 
 class MgpuError(Exception):
-    """Base of everything this project raises on purpose."""
+    """Base class of the errors that this package raises on purpose."""
 
     exit_code = 1
 
 
 class UserError(MgpuError, ValueError):
-    """The call or a file was wrong; nothing was started and nothing was left behind."""
+    """The call or a file is wrong; nothing was started and nothing was left behind."""
 
     exit_code = 2
 
 
 class NoStudy(UserError):
-    """A database has no study of that name."""
+    """The database has no study of that name."""
 
 
 class ClusterError(MgpuError):
-    """The cluster refused, did not answer, or is not there."""
+    """The cluster refused, did not answer, or does not exist."""
 
     exit_code = 3
 
@@ -37,18 +37,18 @@ class RendezvousError(MgpuError):
 
 
 class ForgeryError(MgpuError):
-    """A message to a rank does not come from the run's other ranks."""
+    """A message to a rank did not come from another rank of the run."""
 
 
 class CollectiveMismatch(MgpuError):
-    """A call that all ranks have to make together was made by some of them only."""
+    """Only some ranks made a call that all ranks have to make together."""
 
 
 class RunStopped(SystemExit):
-    """Raised at a step boundary on all ranks alike, after the work was saved.
+    """Raised on all ranks at the same step boundary, after a checkpoint was saved.
 
-    Not an `Exception`, so that a job's own `except Exception` does not swallow it; and a script that called `attach()`
-    ends with its exit code.
+    Not an `Exception`, so that a job's `except Exception` does not swallow it. A script that called `attach()` exits
+    with its exit code.
     """
 
     def __init__(self, exit_code: int, reason: str) -> None:
@@ -58,9 +58,9 @@ class RunStopped(SystemExit):
 
 
 class TrialPruned(SystemExit):
-    """Raised by `run.report` on all ranks alike, where the study has given the trial up.
+    """Raised by `run.report` on all ranks when the study has pruned the trial.
 
-    Like `RunStopped` it passes a job's own `except Exception`, and ends a script that called `attach()`.
+    Like `RunStopped` it is not caught by a job's `except Exception`, and ends a script that called `attach()`.
     """
 
     def __init__(self, reason: str) -> None:
@@ -69,7 +69,7 @@ class TrialPruned(SystemExit):
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """` (did you mean 'lr'?)` where one of the known words is close, else the list of them."""
+    """Return ` (did you mean 'lr'?)` if one of the known words is close, else the list of them."""
     import difflib
 
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)

@@ -1,7 +1,7 @@
-"""What an attempt failed of, by what was recorded of it; whose doing that is, and what to do about it.
+"""Find the cause of a failed attempt from its records: the program or the cluster, and how to fix it.
 
-What the program did it would do again. What the cluster did (a rank killed by nobody knows whom, a connection lost, a
-disk or GPU that gave up) is worth another try.
+A failure of the program would happen again. One of the cluster (a rank killed by something unknown, a lost connection,
+a broken disk or GPU) is worth another attempt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mgpu_slurm.core import states
 
 STUCK = "Stuck"
-"""The name of the error in the record of a rank that came no further."""
+"""The name of the error in the record of a rank that made no progress."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Cause:
 
     name: str
     words: str
-    """What happened, as a sentence without its full stop."""
+    """The failure as a sentence, without the full stop."""
     fix: str
-    """What to do about it."""
+    """How to fix it."""
     is_clusters: bool = False
-    """Whether the program has no part in it, and another try makes sense."""
+    """Whether the cluster caused it, not the program, so that another attempt makes sense."""
     spoils_node: bool = False
-    """Whether what runs on the same node next will fail of it too."""
+    """Whether the next attempt on the same node would fail too."""
     spoils_job: bool = False
-    """Whether SLURM will start nothing more in the same job."""
+    """Whether SLURM cannot start anything more in the same job."""
 
 
 GPU_MEMORY = Cause(
@@ -210,10 +210,10 @@ DEPENDENCY_GONE = Cause(
 )
 CANCELLED = Cause("cancelled", "it was cancelled", "`resume` continues")
 
-# numbers of errno.h on Linux: EIO, ENOTCONN, ESHUTDOWN, EHOSTDOWN, ESTALE, EREMOTEIO
+# errno numbers on Linux: EIO, ENOTCONN, ESHUTDOWN, EHOSTDOWN, ESTALE, EREMOTEIO
 _DISK = r"\[Errno (?:5|107|108|112|116|121)\]"
 
-# of CUDA in the words of cudaGetErrorString and of torch
+# CUDA errors, as cudaGetErrorString and torch word them
 _GPU = "|".join(
     [
         "uncorrectable ECC error",
@@ -251,17 +251,17 @@ _OF_AN_ERROR = [
         (r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)", HOST_MEMORY),
         (r"returned nan values|^(?:\w+\.)*FloatingPointError\b", NOT_A_NUMBER),
         (r"NCCL error.*(?:invalid usage|invalid argument)|Duplicate GPU detected", PROGRAM),
-        # the error's name is that of torch's store, which says "Broken pipe" and more
+        # torch's store raises this one, with "Broken pipe" and other messages
         (r"^(?:\w+\.)*DistNetworkError\b|Connection (?:closed|reset) by peer", CONNECTION),
         (r"gloo/\S+ .*Broken pipe|NCCL error", CONNECTION),
     )
 ]
-"""By an error's name and what it says."""
+"""Causes by an error's name and message."""
 
 _OF_AN_END = [
     (re.compile(pattern), cause)
     for pattern, cause in (
-        # by the local executor's word for it, and by srun's
+        # as the local executor and srun word it
         (r"^ranks? \S+ on \S+: Out Of Memory$", HOST_MEMORY),
         (r"^(?:[\w\- ]+ on \S+|[\w ]+) was (?:ended|killed) by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
         (r"^[\w\- ]+ (?:on \S+ )?was (?:ended|killed) by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
@@ -276,7 +276,7 @@ _OF_AN_END = [
         (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
     )
 ]
-"""By how a process ended that said nothing of an error."""
+"""Causes by the end of a process that reported no error."""
 
 _OF_A_STATE = {
     states.TIMEOUT: TIME_LIMIT,
@@ -289,13 +289,13 @@ _OF_A_STATE = {
 _OF_A_REASON = (
     (r"its supervisor process (?:is gone|was killed)", SUPERVISOR),
     (r"^two attempts in a row ended by the time limit", NO_CHECKPOINT_IN_TIME),
-    # the first is of version 0.1
+    # the first wording is that of version 0.1
     ("^what it waited for is not to be found |^the run it waited for no longer exists ", DEPENDENCY_GONE),
     (r"^waited for run .*, which is |^the run it waited for ", DEPENDENCY),
 )
 
 LAST_LINES = 20
-"""Of a log, in which its last error is looked for."""
+"""Number of lines at the end of a log that are searched for its last error."""
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _AN_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b")
@@ -303,11 +303,11 @@ _NODE = re.compile(r"ranks? \S+ on (?P<ranks>[\w.-]+)(?:: | )|srun: error: .*(?:
 
 
 def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
-    """What a `failure.json` tells of.
+    """Return the cause of a `failure.json`.
 
     Args:
-        failure: with `consequence` where no rank had an error of its own, but saw another one's end.
-        said: what the rank that failed first has said last, where it left no record of an error.
+        failure: with `consequence` if no rank had an error of its own, but some saw another rank end.
+        said: the end of the log of the rank that failed first, if it left no record of an error.
     """
     if failure.get("error") == STUCK or failure.get("is_silent"):
         return NO_PROGRESS
@@ -321,8 +321,8 @@ def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
 
 
 def _told(said: str) -> Cause | None:
-    """What the last error of a log tells of; lines after it may be of the process's end."""
-    # what this package says of itself are warnings that a run outlives
+    """Return the cause of the last error in a log; lines after it may come from the process's shutdown."""
+    # this package's own lines are warnings that do not end a run
     own = [line.strip() for line in said.splitlines() if not line.startswith("mgpu_slurm: ")]
     lines = [_RANK.sub("", line) for line in own if line]
     for line in reversed(lines[-LAST_LINES:]):
@@ -333,12 +333,12 @@ def _told(said: str) -> Cause | None:
 
 
 def cause_of_state(state: str) -> Cause | None:
-    """What SLURM's word for the end of a run tells of; None where it tells nothing."""
+    """Return the cause of a SLURM state in which a run ended; None if the state does not tell."""
     return _OF_A_STATE.get(state)
 
 
 def cause_of_reason(reason: str) -> Cause | None:
-    """What the reason of a run's state tells of, where that is no failure of its ranks."""
+    """Return the cause that the reason of a run's state names, unless that is a failure of its ranks."""
     return next((cause for pattern, cause in _OF_A_REASON if re.search(pattern, reason)), None)
 
 
@@ -347,7 +347,7 @@ def _found(table: Sequence[tuple[re.Pattern[str], Cause]], text: str) -> Cause |
 
 
 def node_of(failure: Mapping[str, Any], cause: Cause) -> str | None:
-    """Where it happened, if that was on one node and somebody said so; None where who saw it had no part in it."""
+    """Return the node of a failure, if it is one node and known; None if the reporting rank only saw a consequence."""
     if cause in (CONNECTION, TIME_OUT, RENDEZVOUS) or failure.get("consequence"):
         return None
     named = _NODE.match(str(failure.get("message", "")))
@@ -356,23 +356,25 @@ def node_of(failure: Mapping[str, Any], cause: Cause) -> str | None:
 
 
 def first_stuck(records: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any] | None:
-    """Which rank holds up the others, where some wrote down that they are stuck: its record, or what stands for it.
+    """Return the record of the rank that holds up the others, if some recorded that they are stuck.
+
+    A rank that left no record gets a substitute.
 
     Args:
-        records: of an attempt's ranks, of all errors.
+        records: the error records of all ranks of an attempt.
     """
     stuck = sorted((each for each in records if each.get("error") == STUCK), key=lambda each: each["rank"])
     if not stuck or any(each.get("error") != STUCK and not each["consequence"] for each in records):
-        # an error of a rank's own comes before
+        # a rank's own error takes precedence
         return None
     silent = sorted(set(range(world_size)) - {each["rank"] for each in records})
     if not silent or not all(each["consequence"] for each in stuck):
-        # of those that wait, the one that has come least far
+        # of the waiting ranks, the one that is furthest behind
         first = min(stuck, key=lambda each: (each["consequence"], each["collectives"]))
         other = next((each for each in stuck if each["doing"] != first["doing"]), None)
         if not first["consequence"] or other is None:
             return first
-        # for each other, maybe
+        # they may wait for each other
         return first | {"message": f"{first['message']}, and rank {other['rank']} {other['doing']}"}
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
     waits = stuck[0]

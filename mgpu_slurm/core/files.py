@@ -1,7 +1,7 @@
-"""How files are written and read, and whose they are.
+"""Write and read files, and check who owns them.
 
-Whole files are written to a temporary name, synced and renamed. `.jsonl` files are append-only: a torn last line, of a
-writer that died, is ignored by readers and cut off by the next writer.
+Whole files are written to a temporary name, synced and renamed. `.jsonl` files are append-only: readers ignore a torn
+last line, left by a writer that died, and the next writer cuts it off.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from mgpu_slurm.core.errors import UserError
 
 _BLOCK = 1 << 16
-"""Bytes that are read at once, from the end of a file."""
+"""Bytes read at once from the end of a file."""
 
 
 def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Write the file whole or not at all.
+    """Write a file atomically.
 
-    `sync=False` skips the wait for the disk, for files that are rewritten every second and rebuilt when lost.
+    `sync=False` does not wait for the disk: for files that are rewritten every second and rebuilt when lost.
     """
-    # a name without the file's own: TensorBoard reads whatever has "tfevents" in it
+    # does not contain the file's name: TensorBoard reads every file with "tfevents" in its name
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -36,7 +36,7 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        # mkstemp makes 0600; what the folder grants to a group holds for its files too
+        # mkstemp creates it with 0600; the folder's group may read its files too
         os.chmod(temporary, 0o640)
         os.replace(temporary, path)
     except BaseException:
@@ -78,7 +78,7 @@ def without_nan(value: Any) -> Any:
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Append one line; a torn line that a dead writer left is cut off first."""
+    """Append one line, after cutting off a torn line that a dead writer left."""
     line = json.dumps(record) + "\n"
     with open(path, "ab+") as file:
         cut_torn_tail(file.fileno())
@@ -86,19 +86,19 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records in the whole lines of a file; none if there is no such file."""
+    """Yield the records in the complete lines of a file; nothing if the file does not exist."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         return
     for line in text.split(b"\n")[:-1]:
-        # two machines that append at once may tear a line between them; it is no reason to lose the others
+        # two machines that append at once may tear a line; the other lines are still valid
         with contextlib.suppress(ValueError):
             yield json.loads(line)
 
 
 def cut_torn_tail(descriptor: int) -> None:
-    """Cut off what follows the last line break: a writer died over it, and nobody has read it."""
+    """Cut off everything after the last line break: its writer died, and nobody has read it."""
     end = os.fstat(descriptor).st_size
     if end == 0 or os.pread(descriptor, 1, end - 1) == b"\n":
         return
@@ -111,7 +111,7 @@ def cut_torn_tail(descriptor: int) -> None:
 
 
 def end_of(path: Path) -> str:
-    """Return the end of a log that may be long; nothing if there is no such file."""
+    """Return the end of a log that may be long; an empty string if the file does not exist."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _BLOCK))
@@ -121,21 +121,21 @@ def end_of(path: Path) -> str:
 
 
 def set_mode(folder: Path, mode: int) -> None:
-    """Set a folder's permissions, whatever the umask; a group that it hands down to what is made in it stays."""
+    """Set a folder's permissions, whatever the umask; keep its setgid bit."""
     folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))
 
 
 def open_to(readable_by: str) -> None:
-    """Let what this process writes from here on be read by the group, if the run is to be.
+    """Let the group read the files that this process writes from here on, if the run is readable by the group.
 
-    For `owner` nothing changes: the run folder itself lets nobody else in.
+    For `owner` nothing changes: nobody else can enter the run folder.
     """
     if readable_by == "group":
         os.umask(os.umask(0o077) & ~0o050)
 
 
 def name_of_owner(path: Path) -> str:
-    """Return the user name of the owner of a file or folder; containers have owners without one."""
+    """Return the user name of the owner of a file or folder; in containers an owner may not have one."""
     number = path.stat().st_uid
     try:
         return pwd.getpwuid(number).pw_name
@@ -144,10 +144,10 @@ def name_of_owner(path: Path) -> str:
 
 
 def refuse_strangers(path: Path, why: str) -> None:
-    """Refuse a file or folder that somebody else could have put there.
+    """Refuse a file or folder that another user could have created.
 
     Args:
-        why: what a stranger could do by it, and what to do instead.
+        why: what a stranger could do with it, and what to do instead.
 
     Raises:
         UserError: the file or folder belongs neither to this user nor to root.

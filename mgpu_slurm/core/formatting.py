@@ -1,4 +1,4 @@
-"""Text for the screen: sizes, times, counts and commands. Sizes that users write are read here too."""
+"""Format sizes, times, counts and commands for the screen, and parse sizes that users write."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*
 
 
 def program() -> str:
-    """Return `mgpu-slurm`, or `python -m mgpu_slurm` with the interpreter as it was typed."""
+    """Return `mgpu-slurm`, or `python -m mgpu_slurm` with the interpreter as the user typed it."""
     return f"{_python()} -m mgpu_slurm" if _is_module_call() else "mgpu-slurm"
 
 
 def short_path(path: Path) -> str:
-    """Return a path for pasting: relative to the working directory if it lies below it."""
+    """Return a path for pasting: relative to the working directory if it is below it."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
@@ -37,7 +37,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that may have many, or none."""
+    """Return the first line of a text; an empty string if it has none."""
     return (text.splitlines() or [""])[0]
 
 
@@ -45,7 +45,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of `100MB` (decimal), `1.5 GiB` (binary) or a bare number of bytes; case does not matter.
 
     Raises:
-        UserError: the text is no size.
+        UserError: the text is not a size.
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match["unit"].lower()) if match else None
@@ -55,11 +55,11 @@ def parse_size(text: str) -> int:
 
 
 def human_size(size: int) -> str:
-    """Return a size such as `999 B`, `1.5 MB`, `120 MB`: decimal units and three digits at most."""
+    """Return a size such as `999 B`, `1.5 MB`, `120 MB`, with decimal units and at most three digits."""
     value = float(size)
     for unit in ("B", "KB", "MB", "GB", "TB"):
         shown = _three_digits(value) if unit != "B" else str(size)
-        # what rounds to 1000 belongs to the next unit
+        # a value that rounds to 1000 is shown in the next unit
         if float(shown) < 1000:
             return f"{shown} {unit}"
         value /= 1000
@@ -67,7 +67,7 @@ def human_size(size: int) -> str:
 
 
 def time_of(text: str | None) -> datetime | None:
-    """Return the time that a text in ISO 8601 says; None for no text."""
+    """Return the time of a text in ISO 8601; None without a text."""
     return datetime.fromisoformat(text) if text else None
 
 
@@ -84,7 +84,7 @@ def duration(seconds: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Return a length of time as a sentence says it: `90 s`, `30 min`."""
+    """Return a length of time for use in a sentence: `90 s`, `30 min`."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 

@@ -1,6 +1,6 @@
-"""SLURM's short forms: host lists such as `rack[1-2]n[01-03,7],gpu5` and counts such as `2(x3),1`.
+"""Parse SLURM's short forms: host lists such as `rack[1-2]n[01-03,7],gpu5` and counts such as `2(x3),1`.
 
-Needed inside containers, where there is no `scontrol show hostnames` to ask.
+Needed in containers, which have no `scontrol show hostnames`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from mgpu_slurm.core.errors import UserError
 
 MAX_HOSTS = 65536
-"""SLURM's own limit on a host list: a longer one is a mistake, and would eat the memory."""
+"""SLURM's own limit on a host list; a longer one is a mistake, and would use up the memory."""
 
 _HOST = re.compile(r"(?:[^\s\[\](),]+|\[[^\[\]]*\])+")
 _PIECE = re.compile(r"\[(?P<ranges>.*?)\]|(?P<literal>[^\[]+)")
@@ -22,10 +22,10 @@ _COUNT = re.compile(r"(?P<count>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
 
 
 def expand(text: str) -> list[str]:
-    """The names of a host list, in its order; zero padding is kept, an empty list has none.
+    """Return the names of a host list in order, with their zero padding; none for an empty list.
 
     Raises:
-        UserError: where the text is no host list, or one of more than `MAX_HOSTS` names.
+        UserError: the text is not a host list, or has more than `MAX_HOSTS` names.
     """
     if not text:
         return []
@@ -39,7 +39,7 @@ def expand(text: str) -> list[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between the commas that stand outside brackets."""
+    """Yield the parts between the commas outside brackets."""
     position = 0
     while True:
         match = _HOST.match(text, position)
@@ -78,10 +78,10 @@ def _broken(text: str, place: str) -> UserError:
 
 
 def expand_counts(text: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1]: the form of SLURM_TASKS_PER_NODE.
+    """Return `2(x3),1`, the form of SLURM_TASKS_PER_NODE, as [2, 2, 2, 1].
 
     Raises:
-        UserError: where the text has another form.
+        UserError: the text has another form.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -93,7 +93,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def compress(names: list[str]) -> str:
-    """`local[1-3]` for names that share a prefix and count up by one; others are joined by commas."""
+    """Return `local[1-3]` for names that share a prefix and count up by one, else the names joined by commas."""
     first = re.fullmatch(r"(?P<prefix>.*?)(?P<number>[0-9]+)", names[0])
     if first is not None and len(names) > 1:
         short = f"{first['prefix']}[{first['number']}-{int(first['number']) + len(names) - 1}]"
@@ -103,7 +103,7 @@ def compress(names: list[str]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-4,7` for rising numbers, the form of array tasks; `expand` reads it back in brackets."""
+    """Return `0-4,7`, the form of array tasks, for ascending numbers; in brackets, `expand` reads it back."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -1,8 +1,8 @@
-"""How the project starts Python, and which packages are installed for the interpreter of this process.
+"""Start Python safely, and list the packages installed for this interpreter.
 
-Python starts without the working directory on the module search path. `python -m` puts it there first: a file
-`mgpu_slurm.py` or `torch.py` in it would run as whoever starts something there. What is installed is read from folder
-names: no metadata file is opened.
+Python is started without the working directory on the module search path. `python -m` puts it first there, so that a
+file `mgpu_slurm.py` or `torch.py` in it would run with the rights of whoever starts something there. Installed packages
+are read from folder names, without opening metadata files.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _BY_HAND = (
     "import sys; sys.path[:] = [*filter(None, sys.argv[1:2]), *filter(None, sys.path)]; del sys.argv[1];"
     " import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
-"""Takes a folder to import from, or nothing, and a module. The entry that `-c` puts first is the empty one."""
+"""Takes a folder to import from, or an empty word, and a module. The empty entry of the path is the one of `-c`."""
 
 # "Recording installed projects" of the packaging specifications: NAME-VERSION.dist-info, NAME with underscores
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-[^/]*)?\.(?:dist|egg)-info")
 
 
 def command(python: str, module: str, *arguments: str) -> list[str]:
-    """Return the words that run a module.
+    """Return the command that runs a module.
 
     Args:
-        python: an interpreter; another one than this may be older, and may have its own version of this package.
+        python: an interpreter; one other than this may be older, and may have its own version of this package.
     """
     is_this = python == sys.executable
     home = _home() if is_this else ""
@@ -41,7 +41,7 @@ def command(python: str, module: str, *arguments: str) -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Return where this process imports from, but for the program's own folder that Python may have put first."""
+    """Return this process's module search path, without the program's folder that Python may have put first."""
     return sys.path if is_safe() else sys.path[1:]
 
 
@@ -56,9 +56,9 @@ def python() -> dict[str, str]:
 
 
 def packages(places: list[str]) -> dict[str, str]:
-    """Return the versions of the distributions found on a module search path, by normalized name; the first found wins.
+    """Return the versions of the distributions on a module search path by normalized name; the first found wins.
 
-    importlib.metadata, which opens every METADATA file, takes 100 ms for 60 of them.
+    importlib.metadata opens every METADATA file, which takes 100 ms for 60 of them.
     """
     found: dict[str, str] = {}
     for folder in places:
@@ -70,19 +70,19 @@ def packages(places: list[str]) -> dict[str, str]:
 
 
 def normalized(name: str) -> str:
-    """Return `mgpu-slurm` for every way to write the name of that distribution."""
+    """Return a distribution's normalized name: `mgpu-slurm` for every spelling of it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def facts() -> dict[str, Any]:
-    """Return `python` and `packages` of this process: what may differ between two nodes."""
-    # what a project's own files say of it in the program's own folder does not travel
+    """Return `python` and `packages` of this process, which may differ between two nodes."""
+    # the metadata of a project in the program's own folder is not copied to other nodes
     return {"python": python(), "packages": packages(search_path())}
 
 
 @cache
 def _home() -> str:
-    """Return the folder of this package if only the program's own folder leads to it, as in a clone; else empty."""
+    """Return this package's folder if only the program's folder leads to it, as in a clone; else an empty string."""
     home = Path(__file__).resolve().parents[2]
     finders = [finder for finder in sys.meta_path if finder is not importlib.machinery.PathFinder]
     found = [importlib.machinery.PathFinder.find_spec(_PACKAGE, search_path())]

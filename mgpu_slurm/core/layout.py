@@ -1,4 +1,4 @@
-"""The name of every file of a run, of a group and of a sweep, and where the folders of runs are."""
+"""The names of all files of a run, group or sweep, and the location of the runs folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LONGEST_NAME = 100
 RUN_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 
 RUNS = "runs"
-"""The folder of runs in the one that a user stands in, where nothing else is said."""
+"""The default runs folder, in the working directory."""
 
 RUNS_VARIABLE = "MGPU_RUNS"
 DAMAGED = "damaged-"
-"""Before the name of a checkpoint that is not what was written."""
+"""Prefix of the name of a damaged checkpoint."""
 
 
 STAGING_PREFIX = ".staging-"
@@ -30,22 +30,22 @@ FOLDER_MODE = {"owner": 0o700, "group": 0o750}
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Every file of one run, by name, or of a group: runs that were submitted together, as one job array.
+    """The files of a run, by name, or of a group: runs that were submitted together as one job array.
 
-    A run of a group lies in `tasks/<index>/` of the group's folder, and shares its spec, code and launch logs. A sweep
-    is a group too: its workers lie there, and its trials in `trials/<number>/`.
+    A run of a group is in `tasks/<index>/` of the group's folder, and shares its spec, code and launch logs. A sweep is
+    a group too: its workers are in `tasks/`, and its trials in `trials/<number>/`.
     """
 
     path: Path
 
     @property
     def task(self) -> int | None:
-        """The run's index in its group; None for a group, and for a run of its own."""
+        """The run's index in its group; None for a group or a single run."""
         return int(self.path.name) if self.path.parent.name == TASKS else None
 
     @property
     def group(self) -> RunFolder:
-        """The group of a run that has one, the sweep of a trial; else the folder itself."""
+        """The group of a run, or the sweep of a trial; else the folder itself."""
         return RunFolder(self.path.parent.parent) if self.path.parent.name in (TASKS, TRIALS) else self
 
     @property
@@ -71,52 +71,52 @@ class RunFolder:
 
     @property
     def sweep(self) -> Path:
-        """What a sweep's file says, with what was laid on top."""
+        """A sweep's file, with the overrides merged in."""
         return self.group.path / "sweep.yaml"
 
     @property
     def journal(self) -> Path:
-        """A sweep's study, where it is not kept in a database."""
+        """A sweep's study, if it is not in a database."""
         return self.group.path / "study.journal"
 
     @property
     def trials_lock(self) -> Path:
-        """Held by who takes a trial away from a worker."""
+        """Held while a trial is taken away from a worker."""
         return self.group.path / "trials.lock"
 
     @property
     def looks(self) -> Path:
-        """How often somebody has looked for a sweep's dead workers."""
+        """Counts how often a sweep's dead workers were looked for."""
         return self.group.path / "looks"
 
     @property
     def sweep_lock(self) -> Path:
-        """Held by who adds to a sweep."""
+        """Held while something is added to a sweep."""
         return self.group.path / "sweep.lock"
 
     @property
     def summary(self) -> Path:
-        """How a sweep stands, for `status`; workers write it, and it is made anew from the study when it is lost."""
+        """A sweep's status, for `status`; written by workers, and rebuilt from the study when lost."""
         return self.group.path / "summary.json"
 
     @property
     def summary_lock(self) -> Path:
-        """Held from the look at the study until that is written, so that no older look is written over a newer one."""
+        """Held while the study is read and the summary written, so that an older one never replaces a newer one."""
         return self.group.path / "summary.lock"
 
     @property
     def set_aside(self) -> Path:
-        """Folders of trials that the study does not have any more, as after an older copy of it was restored."""
+        """Folders of trials that the study no longer has, for example after an older copy of it was restored."""
         return self.group.path / "set-aside"
 
     @property
     def parameters(self) -> Path:
-        """A trial's parameters as the study keeps them: the folder is that trial's alone."""
+        """A trial's parameters as in the study: they show that the folder belongs to this trial only."""
         return self.path / "parameters.json"
 
     @property
     def config(self) -> Path:
-        """The whole config of a trial, or of a run whose submission did not know it."""
+        """The full config of a trial, or of a run whose config was not known at submission."""
         return self.path / "config.yaml"
 
     @property
@@ -133,14 +133,14 @@ class RunFolder:
 
     @property
     def function(self) -> Path:
-        """The pickled job function, where it was given as an object that no module holds (a notebook's)."""
+        """The pickled job function, if it was given as an object that is in no module (such as a notebook's)."""
         return self.group.path / "function.pkl"
 
     def submission(self, first: int = 0) -> Path:
-        """What sbatch got.
+        """Return the path of the batch script.
 
         Args:
-            first: of a group that is larger than the cluster's arrays may be, the index at which this array starts.
+            first: the index at which this array starts, for a group that is larger than the cluster's largest array.
         """
         return self.group.path / (f"submission-{first}.sh" if first else "submission.sh")
 
@@ -154,12 +154,12 @@ class RunFolder:
 
     @property
     def unlisted(self) -> Path:
-        """How often SLURM has answered without the run's job, and since when."""
+        """Counts how often SLURM has answered without listing the run's job, and since when."""
         return self.path / "unlisted.json"
 
     @property
     def claims(self) -> Path:
-        """By token of a submission: the id of the job that works for it."""
+        """One file per submission token, with the id of the job that holds it."""
         return self.path / "claims"
 
     @property
@@ -173,50 +173,56 @@ class RunFolder:
         return self.logs / f"{attempt}-{rank}.failure.json"
 
     def rank_warnings(self, attempt: int, rank: int) -> Path:
-        """What a rank found around it that it should not; only there where it found something."""
+        """Return the file with problems that a rank found in its environment; it exists only if there are any."""
         return self.logs / f"{attempt}-{rank}.warnings.jsonl"
 
     @property
     def checkup(self) -> Path:
-        """What the job of `doctor --submit` has found so far."""
+        """The results of the `doctor --submit` job so far."""
         return self.path / "checkup.jsonl"
 
     def flight_prefix(self, attempt: int) -> Path:
-        """With a rank's number behind it, what torch's flight recorder has written of its collectives."""
+        """Return the prefix of the dumps of torch's flight recorder; the rank's number follows."""
         return self.logs / f"{attempt}-flight-"
 
     def stacks(self, attempt: int) -> Path:
-        """Of rank 0, the stacks of its threads where none of them can run; empty before, and gone after the attempt."""
+        """Return the file for the stacks of rank 0's threads if none of them can run.
+
+        It is empty until then, and deleted after the attempt.
+        """
         return self.logs / f"{attempt}-0.stacks"
 
     def secret(self, attempt: int) -> Path:
-        """What the ranks of an attempt sign their messages with; there as long as it lasts, for its owner alone."""
+        """Return the file with the key that signs the messages of an attempt's ranks.
+
+        It exists during the attempt, readable by its owner only.
+        """
         return self.path / f".secret-{attempt}"
 
     def secrets(self) -> list[Path]:
-        """Return those that are there."""
+        """Return the existing secrets."""
         return list(self.path.glob(".secret-*"))
 
     def requeue_wish(self, attempt: int) -> Path:
-        """There once a rank of this attempt has asked to be started again, where its exit code cannot say so."""
+        """Return the marker that a rank of this attempt asked for a restart, for when its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"
 
     def terminated(self, attempt: int) -> Path:
-        """There once SIGTERM has ended the command of a rank of this attempt, where its exit code cannot say so."""
+        """Return the marker that SIGTERM ended a rank's command, for when its exit code cannot say so."""
         return self.logs / f"{attempt}.terminated"
 
     def unfinished(self, attempt: int) -> Path:
-        """There while a sweep's worker has a trial: where its ranks fail then, they start again in their place."""
+        """Return the marker that a sweep's worker is running a trial; if its ranks fail then, they restart in place."""
         return self.logs / f"{attempt}.unfinished"
 
     def launch_log(self, name: str) -> Path:
-        """Of the batch script of a job, or of the local supervisor; it has to have its folder before the job starts."""
+        """Return the log of a job's batch script or a local supervisor; its folder must exist before the job starts."""
         return self.group.logs / f"launch-{name}.log"
 
     @property
     def cancel_wish(self) -> Path:
-        """There once somebody has asked a run, or all of a group, to end where a signal may not reach what it is meant
-        for: a supervisor on another machine or not started yet, or the job that goes on with the run."""
+        """Marks that a run or group was asked to end where a signal may not arrive: at a supervisor on another machine
+        or not started yet, or at the job that continues the run."""
         return self.path / "cancel"
 
     @property
@@ -248,30 +254,34 @@ class RunFolder:
         return self.path / "failure.json"
 
     def create(self, readable_by: str = "owner") -> None:
-        """Makes the folder and its `logs/`, which has to exist before SLURM opens the first log."""
+        """Create the folder and its `logs/`, which must exist before SLURM opens the first log."""
         self.path.mkdir(parents=True)
         set_mode(self.path, FOLDER_MODE[readable_by])
         self.logs.mkdir()
 
     def create_task(self) -> None:
-        """Makes the folder of a run of a group, where it is not there: 10,000 are not made before they start."""
+        """Create the folder of a run of a group if it is missing; it is not created earlier, as there may be 10,000."""
         if self.task is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
 
 
 def runs_root() -> Path:
-    """`$MGPU_RUNS`, else `runs/` of the working directory; absolute."""
+    """Return the absolute path of `$MGPU_RUNS`, else of `runs/` in the working directory."""
     return Path(os.environ.get(RUNS_VARIABLE) or RUNS).absolute()
 
 
 def state_home() -> Path:
-    """Where this user's index of runs folders lives."""
+    """Return the folder of this user's index of runs folders."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "mgpu_slurm"
 
 
 def make_writable(folder: Path) -> None:
-    """Creates a folder for runs, or says in one line why nothing can be written there."""
+    """Create a folder for runs and check that it is writable.
+
+    Raises:
+        UserError: its name is reserved, or it cannot be written.
+    """
     if folder.name in (TASKS, TRIALS):
         raise UserError(f"runs folder {str(folder)!r}: {folder.name!r} is a reserved name: choose another")
     try:

@@ -1,6 +1,6 @@
-"""Processes of this machine: who is who, who descends from whom, and ending all of a run.
+"""Identify processes of this machine, find their descendants, and end all processes of a run.
 
-Linux only: it reads `/proc` and sets process attributes by prctl(2).
+Linux only: reads `/proc` and sets process attributes with prctl(2).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 RUN_VARIABLE = "MGPU_RUN_FOLDER"
-"""Every process of a run carries it, so that one which left its family is still found."""
+"""Set in every process of a run, so that one which left the process tree is still found."""
 
 TRIAL_VARIABLE = "MGPU_TRIAL_FOLDER"
-"""Every process of a trial's command carries it, besides that of the worker."""
+"""Set in every process of a trial's command, in addition to the worker's variable."""
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "busybox", "fish", "tcsh", "csh"})
 
@@ -34,21 +34,21 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(signum: int, parent: int) -> None:
-    """This process gets the signal when its parent ends; at once where that has already happened."""
+    """Let this process receive a signal when its parent ends, or at once if that has already happened."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, not of init."""
+    """Make descendants whose parent ends children of this process, not of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def started_at(pid: int) -> int | None:
-    """Clock ticks since boot at which a living process started, None for a dead one.
+    """Return the start of a living process in clock ticks since boot; None for a dead one.
 
-    With the pid it identifies a process: pids are used again, a pair is not.
+    Together with the pid it identifies a process: pids are reused, the pair is not.
     """
     fields = _stat(pid)
     return None if fields is None or fields[0] == "Z" else int(fields[19])
@@ -59,7 +59,7 @@ def is_alive(pid: int, start: int) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of proc(5)'s stat after the command name: state, parent, ..."""
+    """Return the fields of proc(5)'s stat after the command name: state, parent, ..."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -73,7 +73,7 @@ def _all_pids() -> list[int]:
 
 
 def children() -> dict[int, list[int]]:
-    """Return the living children of each process that has any, zombies left out."""
+    """Return the living children of each process that has any, without zombies."""
     found: dict[int, list[int]] = {}
     for pid in _all_pids():
         fields = _stat(pid)
@@ -83,13 +83,13 @@ def children() -> dict[int, list[int]]:
 
 
 def tell(signum: int, roots: Iterable[int], below: Mapping[int, list[int]] | None = None) -> None:
-    """Send a signal to processes and what is below them, so that each of them gets it once.
+    """Send a signal to processes and their descendants, so that each of them gets it once.
 
-    To all, down to the first on each way that catches it: a training ends its own workers, and launchers such as
-    torchrun and uv pass a signal on. A shell that catches one does not, and waits for its child first.
+    On each branch it is sent down to the first process that catches it: a training ends its own workers, and launchers
+    such as torchrun and uv forward a signal. A shell that catches one does not; it waits for its child first.
 
     Args:
-        below: as `children` returns it.
+        below: the result of `children`.
     """
     known = children() if below is None else below
     for pid in roots:
@@ -114,7 +114,7 @@ def _is_shell(pid: int) -> bool:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Living processes below `ancestor`, zombies left out."""
+    """Return the living processes below `ancestor`, without zombies."""
     below_each = children()
     found: list[int] = []
     frontier = [ancestor]
@@ -126,7 +126,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def carrying(variable: str, folder: str) -> list[int]:
-    """Processes of this user with the variable of a run or trial in the environment they started with."""
+    """Return this user's processes that started with a run's or trial's variable in their environment."""
     needle = f"{variable}={folder}".encode()
     found = []
     for pid in _all_pids():
@@ -137,9 +137,9 @@ def carrying(variable: str, folder: str) -> list[int]:
 
 
 def end_all(run_folder: str, keep: set[int]) -> None:
-    """Kills what descends from this process or carries the run's variable, until nothing is left but `keep`.
+    """Kill all processes that descend from this one or have the run's variable, until only `keep` is left.
 
-    Collects no child: its exit code is its parent's to hear.
+    Does not reap children: their parent needs the exit codes.
     """
     while True:
         rest = (set(descendants(os.getpid())) | set(carrying(RUN_VARIABLE, run_folder))) - keep - {os.getpid()}
@@ -153,21 +153,21 @@ def end_all(run_folder: str, keep: set[int]) -> None:
 
 
 def reap() -> None:
-    """Collects every child that has ended."""
+    """Reap all children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def allow_many_files() -> None:
-    """Raises the number of open files to what the system allows: each rank holds a connection to every other one."""
+    """Raise the limit of open files to the system's maximum: each rank has a connection to every other one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def oom_kills() -> int:
-    """How many processes of this machine the kernel has killed for want of memory since it started, also within the
-    limit of a cgroup; 0 where it does not count them."""
+    """Return how many processes the kernel's out-of-memory killer has ended since boot, also at the limit of a cgroup;
+    0 if the kernel does not count them."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -180,5 +180,5 @@ def thread_count() -> int:
 
 
 def cores() -> int:
-    """Cores this process may use (not those the machine has)."""
+    """Return the number of cores that this process may use, which may be less than the machine has."""
     return len(os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
 """A run's live state and its history on disk: `state.json` and `attempts.jsonl`.
 
 `state.json` has one writer at a time: the submission, then the batch step or local supervisor, then rank 0 while the
-ranks live, then the batch step or supervisor again. A run of a group has one once it has started; before that it
-stands as its group does.
+ranks live, then the batch step or supervisor again. A run of a group gets one when it starts; before that, its group's
+state applies.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ FIRST_STATE: dict[str, Any] = {
     "slurm_cluster": None,
     "tasks": None,
 }
-"""Every name of a state, as it stands before anything has happened; `tasks` is how many runs a group has, and
-`slurm_cluster` the name of the cluster whose SLURM has its job, where that is known."""
+"""All names of a state with their initial values; `tasks` is the number of runs in a group, and `slurm_cluster` the
+name of the cluster whose SLURM has the job, if known."""
 
 
 INHERITED = ("executor", "slurm_cluster", "nodes", "ranks", "submitted", "supervisor", "host")
-"""What a run of a group has from the group."""
+"""The values that a run of a group inherits from the group."""
 
 SUBMISSION_TAKES = timedelta(minutes=2)
-"""How long sbatch may take to answer before somebody else looks whether the job is there."""
+"""How long sbatch may take to answer before other processes check whether the job exists."""
 
 SUBMISSION_ENDS = timedelta(minutes=10)
-"""A submission waits out a controller that does not answer, and has given up long before that."""
+"""Age at which a submission is over; one that waits for a controller that does not answer stops long before."""
 
 
 def now() -> str:
-    """Local time with its zone, to the millisecond, in ISO 8601."""
+    """Return the local time with its zone, to the millisecond, in ISO 8601."""
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="milliseconds")
 
 
 def read_state(folder: RunFolder, group: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The state, whole; one that cannot be read is UNKNOWN, which counts as alive.
+    """Return the full state; one that cannot be read is UNKNOWN, which counts as alive.
 
     Args:
-        group: the state of the run's group, where the caller has it.
+        group: the state of the run's group, if the caller has it.
     """
     try:
         state = read_json(folder.state) or _first_state(folder, group)
@@ -71,7 +71,7 @@ def read_state(folder: RunFolder, group: dict[str, Any] | None = None) -> dict[s
 
 
 def read_states(folder: RunFolder, without: Container[RunFolder] = ()) -> list[tuple[RunFolder, dict[str, Any]]]:
-    """The state of a run, or of each run of a group in their order; one look at the folder tells which have any."""
+    """Return the state of a run, or of each run of a group in order; lists the folder once to see which have one."""
     state = read_state(folder)
     if state["tasks"] is None:
         return [(folder, state)]
@@ -90,7 +90,7 @@ def _whole(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_state(folder: RunFolder, group: dict[str, Any] | None) -> dict[str, Any]:
-    """Of a run of a group that has not started: as much as the group knows."""
+    """Return the state of a run of a group that has not started, as far as the group's state provides it."""
     if folder.task is None:
         return {}
     known = read_state(folder.group) if group is None else group
@@ -99,7 +99,7 @@ def _first_state(folder: RunFolder, group: dict[str, Any] | None) -> dict[str, A
 
 
 def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dict[str, Any]:
-    """Writes the state with these names changed and returns it.
+    """Write the state with these changes and return it.
 
     Raises:
         OSError: it cannot be written.
@@ -110,24 +110,24 @@ def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dic
 
 
 def settle_state(folder: RunFolder, **changes: Any) -> None:
-    """Like `update_state`, in a job, of what nobody would write again: a disk that is full is waited for."""
+    """Update the state in a job, waiting for a full disk: nobody would write these values again."""
     retry.for_the_disk(lambda: update_state(folder, **changes), folder.state)
 
 
 def cancel_unstarted(folder: RunFolder, reason: str) -> None:
-    """Ends a run that waited, for its turn or for others, and never starts."""
+    """End a run that was waiting, in the queue or for other runs, and never starts."""
     folder.create_task()
     update_state(folder, state=states.CANCELLED, reason=reason, ended=now())
 
 
 def record_event(folder: RunFolder, event: str, **facts: Any) -> None:
-    """Appends `submitting`, `submitted`, `refused`, `started`, `ended`, `requeued`, `retried`, `resumed`: the run's
+    """Append `submitting`, `submitted`, `refused`, `started`, `ended`, `requeued`, `retried` or `resumed` to the run's
     history."""
     append_jsonl(folder.attempts, {"event": event, "time": now(), **facts})
 
 
 def settle_event(folder: RunFolder, event: str, **facts: Any) -> None:
-    """Like `record_event`, in a job: a disk that is full is waited for."""
+    """Record an event in a job, waiting for a full disk."""
     record = {"time": now(), **facts}
     retry.for_the_disk(lambda: record_event(folder, event, **record), folder.attempts)
 
@@ -143,33 +143,33 @@ class Submission:
     token: str
     begun: datetime
     confirmed: datetime | None
-    """When its answer was written down."""
+    """When the answer was recorded."""
     job_id: str | None
-    """None where no answer was written down."""
+    """None if no answer was recorded."""
     first: int
-    """Of a group's array: the index in the group of the array's task 0."""
+    """The index in the group of task 0 of the array."""
     tasks: frozenset[int] | None
-    """Of a group's array: the indices in the group; None for a run of its own."""
+    """The indices in the group of the array's tasks; None for a single run."""
     refused: bool
-    """Whether it is known that SLURM does not have it."""
+    """Whether SLURM is known not to have it."""
 
     def job_of(self, task: int | None, job_id: str | None = None) -> str | None:
-        """The id of a run's job, in the form that scancel takes.
+        """Return the id of a run's job, as scancel takes it.
 
         Args:
-            job_id: of the whole, where it was found out later.
+            job_id: the id of the whole job, if it was found later.
         """
         whole = job_id or self.job_id
         return whole if whole is None or task is None else f"{whole}_{task - self.first}"
 
     @property
     def is_unconfirmed(self) -> bool:
-        """Whether it was begun a while ago and no answer of SLURM was written down."""
+        """Return whether it was begun a while ago and SLURM's answer was not recorded."""
         return self.job_id is None and not self.refused and self._age > SUBMISSION_TAKES
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody can still be trying."""
+        """Return whether it is too old for anybody to be still trying."""
         return self._age > SUBMISSION_ENDS
 
     @property
@@ -178,7 +178,7 @@ class Submission:
 
 
 def submissions(folder: RunFolder) -> list[Submission]:
-    """All of a run or group, oldest first; those of a group are written down with the group."""
+    """Return all submissions recorded with a run or group, oldest first; a group's are recorded with the group."""
     history = events(folder)
     answers = {event["token"]: event for event in history if event["event"] == "submitted"}
     refused = {event["token"] for event in history if event["event"] == "refused"}
@@ -198,7 +198,7 @@ def submissions(folder: RunFolder) -> list[Submission]:
 
 
 def submissions_of(run: RunFolder) -> list[Submission]:
-    """Those of one run, oldest first: its own, and those of its group that it was a part of."""
+    """Return the submissions of one run, oldest first: its own, and those of its group that include it."""
     found = submissions(run)
     if run.task is not None:
         found += [each for each in submissions(run.group) if each.tasks is not None and run.task in each.tasks]
@@ -207,25 +207,25 @@ def submissions_of(run: RunFolder) -> list[Submission]:
 
 
 def spans(folder: RunFolder) -> list[tuple[datetime, datetime | None]]:
-    """When each attempt began and ended; None for one that goes on."""
+    """Return when each attempt began and ended, with None for the end of one that continues."""
     found: list[tuple[datetime, datetime | None]] = []
     for event in events(folder):
         time = datetime.fromisoformat(event["time"])
         if event["event"] == "started":
             if found and found[-1][1] is None:
-                # nobody saw it end, but it had by then
+                # its end was not recorded, but it is over by then
                 found[-1] = (found[-1][0], time)
             found.append((time, None))
         elif event["event"] == "ended" and found:
             found[-1] = (found[-1][0], time)
     if found and found[-1][1] is None and (ended := read_state(folder)["ended"]):
-        # nobody was there to write it down
+        # the end was not recorded in the history
         found[-1] = (found[-1][0], datetime.fromisoformat(ended))
     return found
 
 
 def last_sign_of_life(folder: RunFolder) -> str:
-    """When a run that ended unseen has last said anything; now, where it never started."""
+    """Return when a run whose end was not recorded last wrote its state or a log; now, if it never started."""
     if not attempts_started(folder):
         return now()
     files = [folder.state, *folder.logs.glob("*")]
@@ -234,42 +234,42 @@ def last_sign_of_life(folder: RunFolder) -> str:
 
 
 def note_unseen_end(folder: RunFolder, write: Callable[..., None] = record_event) -> None:
-    """Writes down the end of an attempt that nobody was there to write down, before the run starts again.
+    """Record the end of an attempt if nobody has, before the run restarts.
 
     Args:
         write: `settle_event` in a job.
     """
     last = [event for event in events(folder) if event["event"] in ("started", "ended")][-1:]
     if last and last[0]["event"] == "started":
-        # SLURM starts a run whose node is lost again before anybody has noted that it ended
+        # SLURM restarts a run whose node was lost before anybody has recorded its end
         ended = read_state(folder)["ended"] or last_sign_of_life(folder)
         write(folder, "ended", attempt=last[0]["attempt"], time=ended)
 
 
 def hours(folder: RunFolder) -> float:
-    """For how long all attempts together have had their nodes."""
+    """Return the hours for which all attempts together have held their nodes."""
     now = datetime.now(timezone.utc)
     return sum(((ended or now) - begun).total_seconds() for begun, ended in spans(folder)) / 3600
 
 
 def attempts_started(folder: RunFolder) -> int:
-    # not how many there are: a network file system may have kept what it called lost, and what was then written again
+    # not their count: a network file system may have kept a record that it reported lost, and that was written again
     return max((event["attempt"] for event in events(folder) if event["event"] == "started"), default=0)
 
 
 def failure_line(folder: RunFolder) -> str:
-    """The first cause of a failed run in one line, for `status`."""
+    """Return the first cause of a failed run in one line, for `status`."""
     return line_of(read_json(folder.failure) or {})
 
 
 def said_last(folder: RunFolder, failure: dict[str, Any]) -> str:
-    """The end of the log of the rank that failed first, where that is known."""
+    """Return the end of the log of the rank that failed first; empty if that is not known."""
     rank = str(failure.get("who", "")).removeprefix("rank ")
     return end_of(folder.rank_log(failure["attempt"], int(rank))) if rank.isdigit() else ""
 
 
 def line_of(failure: dict[str, Any]) -> str:
-    """What a `failure.json` says, in one line."""
+    """Return the content of a `failure.json` in one line."""
     message = first_line(str(failure.get("message", "")))
     if "error" not in failure:
         return message or "failed before any rank reported an error; see the launch log"

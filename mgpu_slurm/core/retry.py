@@ -1,4 +1,4 @@
-"""Wait for storage, and say so once: for a server that restarts, a disk that is full, or one that is away."""
+"""Wait for storage, and report it once: for a server that restarts, or a disk that is full or unavailable."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SECONDS = 300.0
-"""For so long a job waits for one answer."""
+"""Seconds for which a job waits for one answer."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What a disk says that takes no more."""
+"""The errors of a full disk."""
 
 _PASSING = FULL | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ESHUTDOWN}
-"""What a disk says of itself; where a folder is not there, or nobody's to write to, waiting does not help."""
+"""Errors of the disk itself; if a folder is missing or not writable, waiting does not help."""
 
 SLOW_SECONDS = 5.0
-"""After which who waits says so."""
+"""Seconds of waiting after which it is reported."""
 
 LONGEST_PAUSE_SECONDS = 2.0
 
 LONGEST_LOOK = 2.0
-"""Seconds that count between two looks, at most."""
+"""Seconds that are counted between two calls, at most."""
 
 
 class OwnTime:
-    """The time that passes for this process: hardly any where it is suspended, as SLURM does with a whole job."""
+    """A clock that hardly advances while this process is suspended, as SLURM does with whole jobs."""
 
     def __init__(self) -> None:
         self._looked = time.monotonic()
 
     def passed(self) -> float:
-        """Seconds since the last call; it is to be called every second."""
+        """Return the seconds since the last call; call it every second."""
         last, self._looked = self._looked, time.monotonic()
         return min(self._looked - last, LONGEST_LOOK)
 
 
 class Waiting:
-    """For the answer to one call."""
+    """The wait for the answer to one call."""
 
     def __init__(self, problem: str, seconds: float) -> None:
         """
         Args:
-            problem: what does not answer, to go on from `mgpu_slurm: `.
-            seconds: after which it has been too long.
+            problem: what does not answer, as a text that follows `mgpu_slurm: `.
+            seconds: the longest time to wait.
         """
         self._problem = problem
         self._seconds = seconds
@@ -60,12 +60,12 @@ class Waiting:
         self._has_told = False
 
     def is_over(self) -> bool:
-        """Whether it has been too long; the time begins with the first question."""
+        """Return whether the time is up; it starts with the first call."""
         self._began = self._began or time.monotonic()
         return time.monotonic() - self._began >= self._seconds
 
     def pause(self, why: str) -> None:
-        """Sleeps a little longer each time, no two processes equally long."""
+        """Sleep, a little longer each time, and randomly so that processes do not act in step."""
         assert self._began is not None
         waited = time.monotonic() - self._began
         if waited >= SLOW_SECONDS and not self._has_told:
@@ -80,15 +80,15 @@ class Waiting:
 def patiently(
     ask: Callable[[], T], problem: str, seconds: float | None = None, passing: Container[int | None] | None = None
 ) -> T:
-    """The answer, also of a file system that is away for a while, or full.
+    """Return the answer, and retry while a file system is unavailable or full.
 
     Args:
-        problem: what cannot be opened, to go on from `mgpu_slurm: `.
-        seconds: after which it has been too long; None for `SECONDS`.
-        passing: the errors to wait for, by their numbers; None for all.
+        problem: what cannot be opened, as a text that follows `mgpu_slurm: `.
+        seconds: the longest time to wait; None for `SECONDS`.
+        passing: the numbers of the errors to wait for; None for all.
 
     Raises:
-        OSError: it has been too long, or waiting does not help.
+        OSError: the time is up, or waiting does not help.
     """
     patience = Waiting(problem, SECONDS if seconds is None else seconds)
     while True:
@@ -101,25 +101,25 @@ def patiently(
 
 
 def for_the_disk(write: Callable[[], T], path: Path) -> T:
-    """Writes what has to be kept, once the disk takes it.
+    """Write data that must not be lost, and retry while the disk does not accept it.
 
     Raises:
-        OSError: it has been too long, or waiting does not help.
+        OSError: the time is up, or waiting does not help.
     """
     return patiently(write, f"{str(path)!r} cannot be written", passing=_PASSING)
 
 
 Note = Callable[[str], None]
-"""Tells the user in one line what is going on."""
+"""Reports to the user, in one line, what is happening."""
 
 
 def quiet(_: str) -> None:
-    """The note of a caller who wants none."""
+    """Do nothing: the `Note` of a caller who wants no reports."""
 
 
 @contextmanager
 def saying_so_after(seconds: float, say: Callable[[], None]) -> Iterator[None]:
-    """Calls `say`, from a thread of its own, where the block takes longer than that."""
+    """Call `say` from a separate thread if the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, say)
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Every state that SLURM gives a job, and what it is called here."""
+"""Every job state of SLURM, and its name in this package."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ REQUEUED = "REQUEUED"
 UNKNOWN = "UNKNOWN"
 
 MAY_RUN = frozenset({RUNNING, UNKNOWN})
-"""States in which processes may be at work."""
+"""States in which processes may be running."""
 
 TERMINAL = frozenset({COMPLETED, FAILED, CANCELLED, TIMEOUT, OUT_OF_MEMORY, NODE_FAIL, PREEMPTED})
 
-# squeue(1), JOB STATE CODES, and the flags that newer versions show in their place
+# squeue(1), JOB STATE CODES, and the flags that newer versions show instead
 _STATES = {
     ("BOOT_FAIL", "BF"): NODE_FAIL,
     ("CANCELLED", "CA"): CANCELLED,
     ("COMPLETED", "CD"): COMPLETED,
-    # allocated, but its nodes still boot
+    # allocated, but its nodes are still booting
     ("CONFIGURING", "CF"): PENDING,
     # processes may still write, and a requeue may still follow
     ("COMPLETING", "CG"): RUNNING,
@@ -46,7 +46,7 @@ _STATES = {
     ("REQUEUE_HOLD", "RH"): REQUEUED,
     ("RESIZING", "RS"): RUNNING,
     ("RESV_DEL_HOLD", "RD"): PENDING,
-    # another cluster of the federation took the job: it lives on there
+    # another cluster of the federation took the job: it continues there
     ("REVOKED", "RV"): UNKNOWN,
     ("RUNNING", "R"): RUNNING,
     ("SIGNALING", "SI"): RUNNING,
@@ -61,20 +61,20 @@ _BY_NAME = {name: state for names, state in _STATES.items() for name in names}
 
 
 def from_slurm(text: str) -> str:
-    """The state for a long or short name of SLURM's, also `CANCELLED by 1000` and a cut `CANCELLED+`; else UNKNOWN."""
+    """Return the state for SLURM's long or short name, also `CANCELLED by 1000` or a cut `CANCELLED+`; else UNKNOWN."""
     words = text.split()
     return _BY_NAME.get(words[0].rstrip("+").upper(), UNKNOWN) if words else UNKNOWN
 
 
 def is_alive(state: str) -> bool:
-    """Whether a job in this state may still do something; one of which nothing is known may."""
+    """Return whether a job in this state may still be active; an UNKNOWN one may."""
     return state not in TERMINAL
 
 
 def overall(runs: Iterable[Mapping[str, Any]]) -> str:
-    """One state for several runs: of one that is alive, else of one that did not complete, else COMPLETED."""
+    """Return one state for several runs: of one that is alive, else of one that did not complete, else COMPLETED."""
     found = [str(run["state"]) for run in runs]
-    # one that runs says more than one that waits
+    # prefer a running one to a waiting one
     alive = sorted((state for state in found if is_alive(state)), key=lambda state: state != RUNNING)
     ended_badly = [state for state in found if state != COMPLETED]
     return next(iter(alive or ended_badly), COMPLETED)

@@ -1,6 +1,6 @@
-"""YAML files, `key=value` overrides and typed values: one way from text to a validated dataclass.
+"""Read YAML files and `key=value` overrides, and validate them into dataclasses.
 
-The same functions serve a job's config, the cluster file and `spec.yaml`.
+Used for a job's config, the cluster file and `spec.yaml`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mgpu_slurm.core.errors import UserError, nearest
 
 T = TypeVar("T")
 
-# YAML 1.1 reads 1e-3 as a string; people mean a number.
+# YAML 1.1 reads 1e-3 as a string; users mean a number.
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -27,7 +27,7 @@ def _loader() -> Any:
     base = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     class Loader(base):  # type: ignore[misc, valid-type]
-        """A safe loader that reads 1e-3 as a number and refuses a key that is there twice."""
+        """A safe loader that reads 1e-3 as a number and refuses duplicate keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen = set()
@@ -49,10 +49,10 @@ def _loader() -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Raises:
-        UserError: with file, line and column, where the text is no YAML.
+        UserError: the text is not valid YAML; names file, line and column.
     """
     import yaml
 
@@ -68,7 +68,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds; an empty file is an empty mapping."""
+    """Return the mapping in a YAML file; an empty one for an empty file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -84,7 +84,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def dump_yaml(value: Any) -> str:
-    """YAML text of plain values, keys in their own order."""
+    """Return plain values as YAML text, with keys in their order."""
     import yaml
 
     text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=False)
@@ -92,7 +92,7 @@ def dump_yaml(value: Any) -> str:
 
 
 def parse_overrides(items: typing.Sequence[str]) -> dict[str, Any]:
-    """`["lr=0.1", "model.width=32"]` as a nested mapping; values are read as YAML."""
+    """Return `["lr=0.1", "model.width=32"]` as a nested mapping; values are read as YAML."""
     values: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
@@ -103,13 +103,13 @@ def parse_overrides(items: typing.Sequence[str]) -> dict[str, Any]:
 
 
 def put(values: dict[str, Any], key: str, value: Any, what: str) -> None:
-    """Sets a value by its dotted name: `model.width` inside of `model`.
+    """Set a value by its dotted name: `model.width` inside `model`.
 
     Args:
         what: names the value in errors.
 
     Raises:
-        UserError: what it lies in has been set whole.
+        UserError: a parent of the key was already set as a whole.
     """
     *parents, last = key.split(".")
     place = values
@@ -130,7 +130,7 @@ def _parse_value(item: str, text: str) -> Any:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` laid on top, mappings merged key by key; neither argument is changed."""
+    """Return `base` updated with `over`, merging mappings key by key; neither argument is changed."""
     merged = dict(base)
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
@@ -140,7 +140,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def only(values: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Those of the values that are wanted: the keys of `wanted`, in nested mappings too."""
+    """Return the values whose keys are in `wanted`, also in nested mappings."""
     return {
         key: only(values[key], inner) if isinstance(inner, dict) and isinstance(values[key], dict) else values[key]
         for key, inner in wanted.items()
@@ -148,12 +148,12 @@ def only(values: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill(cls: type[T], values: dict[str, Any], what: str) -> T:
-    """An instance of the dataclass from plain values, all names and types checked.
+    """Return an instance of a dataclass from plain values, with all names and types checked.
 
     Args:
         cls: a dataclass (standard library or pydantic) or a pydantic model; nested ones are filled too.
-        values: plain values, as YAML or JSON gives them.
-        what: the name of the thing in errors, for example ``config of jobs.digits:train``.
+        values: plain values, as read from YAML or JSON.
+        what: names the values in errors, for example ``config of jobs.digits:train``.
 
     Raises:
         UserError: names the first wrong key (with the nearest right one) or value (with what was expected).
@@ -180,9 +180,9 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{key!r} has no default and was not given: add {key}=VALUE"
     message = message.removeprefix("Value error, ").removeprefix("Input ").removeprefix("should be ")
-    # which says the same again
+    # it repeats the message
     message = message.partition(", unable to parse")[0]
-    # pydantic speaks of Python's types, and these come from YAML
+    # pydantic names Python's types, but the values come from YAML
     message = message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
     if problem["type"] in ("value_error", "assertion_error"):
         return f"{key}: {message}" if key else message
@@ -202,7 +202,7 @@ def _refuse_unknown_keys(cls: Any, values: dict[str, Any], what: str, prefix: st
 
 
 def field_types(cls: Any) -> dict[str, Any] | None:
-    """Names and types of the fields that can be given, or None where the class has no fixed fields."""
+    """Return names and types of the fields that can be given; None if the class has no fixed fields."""
     if dataclasses.is_dataclass(cls):
         hints = typing.get_type_hints(cls, include_extras=True)
         return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
@@ -212,7 +212,7 @@ def field_types(cls: Any) -> dict[str, Any] | None:
 
 
 def types_in(cls: Any) -> dict[type, dict[str, Any]]:
-    """The types of the fields of a dataclass, its bases and those in it, for `settle_classes` in another process."""
+    """Return the field types of a dataclass, its bases and nested ones, for `settle_classes` in another process."""
     found: dict[type, dict[str, Any]] = {}
     waiting = [cls]
     while waiting:
@@ -226,9 +226,9 @@ def types_in(cls: Any) -> dict[type, dict[str, Any]]:
 
 
 def settle_classes(types_of_fields: dict[type, dict[str, Any]]) -> None:
-    """Mends dataclasses that came pickled from another process.
+    """Repair dataclasses that were pickled in another process.
 
-    They lack their types, whose names may mean nothing in this one, and the sentinel of what has no default.
+    They lack their field types, whose names may be unknown in this process, and the sentinel for a missing default.
     """
     for cls, hints in types_of_fields.items():
         own = inspect.get_annotations(cls)
@@ -241,7 +241,7 @@ def settle_classes(types_of_fields: dict[type, dict[str, Any]]) -> None:
 
 
 def _dataclass_in(annotation: Any) -> Any:
-    """The dataclass that an annotation such as `Model` or `Model | None` names, or None."""
+    """Return the dataclass in an annotation such as `Model` or `Model | None`, or None."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
         found = [_dataclass_in(part) for part in typing.get_args(annotation)]
         return next((cls for cls in found if cls is not None), None)
@@ -249,13 +249,13 @@ def _dataclass_in(annotation: Any) -> Any:
 
 
 def to_plain(value: Any, what: str | None = None) -> Any:
-    """A config as plain values that YAML and JSON can hold; paths become text, NumPy's numbers Python's.
+    """Return a config as plain values for YAML and JSON; paths become text, NumPy numbers Python numbers.
 
     Args:
         what: names the value in errors.
 
     Raises:
-        UserError: where a value has no plain form.
+        UserError: a value has no plain form.
     """
     from pydantic_core import PydanticSerializationError, to_jsonable_python
 
@@ -272,14 +272,14 @@ def _plain_number(value: Any) -> Any:
 
 
 def _field_names(value: Any) -> list[str]:
-    """The fields of an instance of a dataclass or a pydantic model; none for anything else."""
+    """Return the field names of an instance of a dataclass or pydantic model; none for anything else."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value)]
     return list(getattr(type(value), "model_fields", ()))
 
 
 def absolute_paths(value: Any, base: Path) -> Any:
-    """The config with every `Path` in it made absolute: the job runs in another folder than the submission."""
+    """Return the config with every `Path` made absolute: the job runs in another folder than the submission."""
     if isinstance(value, Path):
         return base / value.expanduser()
     names = _field_names(value)
@@ -287,7 +287,7 @@ def absolute_paths(value: Any, base: Path) -> Any:
         old = getattr(value, name)
         new = absolute_paths(old, base)
         if new is not old:
-            # frozen ones too: nobody else holds this config yet
+            # works for frozen ones too, which is safe: nobody else holds this config yet
             object.__setattr__(value, name, new)
     if names:
         return value

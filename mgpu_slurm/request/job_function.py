@@ -1,4 +1,4 @@
-"""A job function: which config it takes, and how it is called with it.
+"""Job functions: find the config that a function takes, and call it.
 
 It is called as `train(run, config)`, or with config values by name, such as `train(run, lr=0.1, epochs=3)`.
 """
@@ -26,22 +26,22 @@ _TYPES_OF_DEFAULTS = (bool, int, float, str, Path, Enum, list, dict, tuple, set)
 
 @dataclasses.dataclass(frozen=True)
 class JobFunction:
-    """A function that ranks call, and what its config is made from."""
+    """A function that ranks call, and the type of its config."""
 
     name: str
-    """Of the target, for errors."""
+    """The target's name, for errors."""
     function: Callable[..., Any]
     config_class: Any
-    """A dataclass or a pydantic model; None for a function that takes a mapping as it is."""
+    """A dataclass or a pydantic model; None for a function that takes a plain mapping."""
     by_name: bool = False
-    """Whether the fields of `config_class` are parameters of the function."""
+    """Whether the fields of `config_class` are passed as parameters of the function."""
     beside: tuple[str, ...] = ()
     """Parameters next to the one that takes the whole config; they keep their defaults."""
     untyped: str | None = None
-    """The one that takes the whole config, if neither an annotation nor a default says that it does."""
+    """The parameter that takes the whole config, if it has neither an annotation nor a default."""
 
     def fill(self, values: dict[str, Any], base: Path) -> Any:
-        """Return the whole config; see `mgpu_slurm.request.config.fill` for what is refused.
+        """Return the complete config, with defaults; see `mgpu_slurm.request.config.fill` for what is refused.
 
         Args:
             base: the folder that relative paths start from.
@@ -62,14 +62,14 @@ class JobFunction:
         return configs.absolute_paths(configs.fill(self.config_class, values, what), base)
 
     def fill_plain(self, values: dict[str, Any], base: Path) -> dict[str, Any]:
-        """Return the whole config as plain values."""
+        """Return the complete config as plain values."""
         plain: dict[str, Any] = configs.to_plain(self.fill(values, base))
         return plain
 
     def is_settled(self, config: dict[str, Any], base: Path) -> bool:
-        """Return whether a whole config stays as it is when it is filled in again.
+        """Return whether a complete config stays the same when it is filled in again.
 
-        One that computes values from others, or has values that cannot be given, does not.
+        A config that computes values from others, or has values that cannot be given, does not.
         """
         try:
             return self.fill_plain(config, base) == config
@@ -85,10 +85,10 @@ class JobFunction:
 
 
 def from_callable(function: Any, name: str) -> JobFunction:
-    """Return the job function that a callable is.
+    """Return a callable as a job function.
 
     Raises:
-        UserError: it cannot be called with a run and a config, or nobody can tell which config values it takes.
+        UserError: it cannot be called with a run and a config, or its config values cannot be determined.
     """
     if not callable(function):
         raise UserError(
@@ -97,7 +97,7 @@ def from_callable(function: Any, name: str) -> JobFunction:
         )
     parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].kind is Parameter.VAR_POSITIONAL:
-        # a decorator that does not say what it wraps
+        # a decorator that hides the signature of what it wraps
         return JobFunction(name, function, None)
     others = parameters[1:]
     if not others or parameters[0].kind not in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
@@ -120,8 +120,8 @@ def _form(function: Any) -> str:
 
 
 def _annotations(function: Any, parameters: Iterable[Parameter]) -> dict[str, Any]:
-    """Types by name, `Any` for a parameter without one."""
-    # those of the run and of the result may be importable for type checkers only
+    """Return types by parameter name, with `Any` for a parameter without an annotation."""
+    # the types of the run and the result may be importable for type checkers only
     written = {each.name: each.annotation for each in parameters if each.annotation is not Parameter.empty}
     names = getattr(inspect.unwrap(function), "__globals__", {})
     found: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def _called(function: Any) -> str:
 
 
 def _takes_all(others: list[Parameter], types_of: dict[str, Any]) -> bool:
-    """Whether the first of these parameters takes the whole config, and others keep their defaults."""
+    """Return whether the first of these parameters takes the whole config, and the others keep their defaults."""
     first, *rest = others
     if first.kind is Parameter.VAR_POSITIONAL:
         return True
@@ -161,7 +161,7 @@ def _can_take_all(parameter: Parameter, kind: Any) -> bool:
 
 
 def _without_none(kind: Any) -> Any:
-    """`Config` of `Config | None`."""
+    """Return `Config` for `Config | None`."""
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return kind
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
@@ -183,7 +183,7 @@ def _check_can_be_named(function: Any, name: str, parameters: Iterable[Parameter
 
 
 def _class_of(parameters: Iterable[Parameter], types_of: dict[str, Any], name: str) -> Any:
-    """A dataclass with the parameters as its fields."""
+    """Return a dataclass with the parameters as its fields."""
     fields: list[Any] = []
     for each in parameters:
         if each.kind is Parameter.VAR_POSITIONAL:
@@ -198,16 +198,16 @@ def _class_of(parameters: Iterable[Parameter], types_of: dict[str, Any], name: s
 
 
 def _type_of_default(default: Any) -> Any:
-    """The type that values of a parameter without an annotation have; None where a config cannot hold them."""
+    """Return the type of a parameter without an annotation; None if a config cannot hold its values."""
     if default is Parameter.empty or default is None:
         return Any
     is_known = isinstance(default, _TYPES_OF_DEFAULTS) or dataclasses.is_dataclass(default)
-    # of a path the class that people write
+    # a default of PosixPath stands for Path
     return Path if isinstance(default, Path) else type(default) if is_known and not isinstance(default, type) else None
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a config file can hold the value; a parameter with another default keeps that one."""
+    """Return whether a config file can hold the value; a parameter whose default it cannot hold keeps the default."""
     try:
         configs.to_plain(value)
     except UserError:

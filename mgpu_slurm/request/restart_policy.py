@@ -10,25 +10,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What a call says of it; None for the default of a new run, and for no change of a resumed one."""
+    """The options of a call; None keeps the default of a new run, or the value of a resumed one."""
 
     signal: str | None = None
-    """The signal before the time limit, as `--signal` takes it."""
+    """Signal before the time limit, in the format of `--signal`."""
     max_requeues: int | None = None
-    """How often the run may start again at its time limit."""
+    """Maximum number of requeues at the time limit."""
     retries: int | None = None
-    """How often in a row it starts again after a failure of any kind."""
+    """Maximum consecutive restarts after a failure of any kind."""
     stuck_after: float | None = None
-    """Minutes without progress after which an attempt is ended; 0 for never."""
+    """Minutes without progress after which an attempt is stopped; 0 disables."""
 
     @staticmethod
     def taken_from(options: MutableMapping[str, Any]) -> RestartPolicy:
-        """Take the policy's own out of the options of a command."""
+        """Remove the policy's options from those of a command, and return them as a policy."""
         return RestartPolicy(**{each.name: options.pop(each.name) for each in dataclasses.fields(RestartPolicy)})
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return what is not None, by name."""
+        """Return the values that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The typed request: what a user asked for, validated once, written to `spec.yaml`, read again by every later part."""
+"""The typed request of a user: validated once, written to `spec.yaml`, and read from there by all later parts."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
 """The number of the attempt, from 1, in the environment of every rank."""
 
 FLIGHT_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
-"""Of torch: what the files begin with that its flight recorders write; the rank's number follows."""
+"""Torch's variable for the path prefix of flight recorder dumps; the rank's number follows."""
 
 STUCK_AFTER_VARIABLE = "MGPU_STUCK_AFTER"
 """Minutes, in the environment of every rank; see `Spec.stuck_after`."""
 
 SETUP_FAILED_VARIABLE = "MGPU_SETUP_FAILED"
-"""The first line of a cluster's `setup` that failed, in the environment of every rank; not set where none did."""
+"""The first line of a cluster's `setup` that failed, in the environment of every rank; unset if none did."""
 
 REQUEUE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: a rank that exits with it asks to be started again as the next attempt."""
+"""EX_TEMPFAIL of sysexits.h: a rank that exits with it asks to be restarted as the next attempt."""
 
 TERMINATED_EXIT_CODE = 143
-"""128 + SIGTERM, as a shell reports a process that SIGTERM ended: a rank that saved and left because it was told to."""
+"""128 + SIGTERM, as a shell reports a process ended by SIGTERM: a rank that saved and exited on request."""
 
 DEFAULT_LEAD = 120
-"""Seconds between the lead signal and the time limit, where the limit is long enough and nothing was said."""
+"""Default seconds between the signal and the time limit, if the limit is long enough."""
 
 SEED_PLACE = "{seed}"
-"""Where the seed goes in a command that is run with several."""
+"""Placeholder for the seed in a command that runs with several seeds."""
 
 _SEEDS = re.compile(r"(?P<runs>[1-9]\d*)(?:%(?P<at_once>[1-9]\d*))?")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 
 
 def parse_time(text: str) -> int:
-    """Seconds of a time limit in sbatch's forms: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S` (sbatch(1), --time)."""
+    """Return the seconds of a time limit in sbatch's format: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`.
+
+    See sbatch(1), --time.
+    """
     match = _TIME.fullmatch(text)
     if match is None:
         raise UserError(f"--time {text!r}: expected minutes or one of M:S, H:M:S, D-H, D-H:M, D-H:M:S")
@@ -66,9 +69,9 @@ def parse_time(text: str) -> int:
 
 
 def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
-    """Name and lead (seconds, None without a time limit) of `USR2@120` or `USR2`.
+    """Return name and lead (seconds, None without a time limit) of `USR2@120` or `USR2`.
 
-    The lead is at most a fifth of a short time limit where it is not given.
+    If not given, the lead is at most a fifth of the time limit.
     """
     name, at, lead_text = text.partition("@")
     name = name.upper().removeprefix("SIG")
@@ -90,10 +93,10 @@ def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
 
 
 def announcement(text: str, limit: int | None, is_queued: bool) -> tuple[str, int | None]:
-    """Name and lead of the signal before a run's time limit; see `parse_signal`.
+    """Return name and lead of the signal before a run's time limit; see `parse_signal`.
 
     Args:
-        is_queued: whether it runs in a partition, which has a limit also if none was asked for.
+        is_queued: whether it runs in a partition, which has a time limit even if none was requested.
     """
     name, lead = parse_signal(text, limit)
     return name, DEFAULT_LEAD if lead is None and is_queued else lead
@@ -101,7 +104,7 @@ def announcement(text: str, limit: int | None, is_queued: bool) -> tuple[str, in
 
 @dataclass(frozen=True)
 class Resources:
-    """What is asked of the cluster, in sbatch's own words; None is not sent to SLURM."""
+    """The resources requested from the cluster, named as in sbatch; None is not sent to SLURM."""
 
     nodes: int = 1
     ntasks_per_node: int | None = None
@@ -109,7 +112,7 @@ class Resources:
     cpus_per_task: int | None = None
     mem: str | None = None
     time: str | None = None
-    """As typed, in one of sbatch's forms."""
+    """As typed, in sbatch's format."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -118,7 +121,7 @@ class Resources:
     nodelist: str | None = None
     reservation: str | None = None
     sbatch: dict[str, str] = field(default_factory=dict)
-    """Any other option of sbatch, by its long name; an empty value is a flag without one."""
+    """Other options of sbatch by their long names; an empty value is a flag without one."""
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("ntasks_per_node", 1), ("gpus_per_node", 0), ("cpus_per_task", 1)):
@@ -131,12 +134,12 @@ class Resources:
 
     @property
     def time_limit(self) -> int | None:
-        """Seconds, or None for none asked."""
+        """Seconds, or None if no limit was requested."""
         return None if self.time is None else parse_time(self.time)
 
     @property
     def ranks_per_node(self) -> int:
-        """One rank per GPU unless asked otherwise; one where there are none."""
+        """One rank per GPU by default; one without GPUs."""
         return self.ntasks_per_node or self.gpus_per_node or 1
 
     @property
@@ -145,18 +148,18 @@ class Resources:
 
     @property
     def gpus(self) -> int:
-        """Of all nodes together; 0 also where nothing is said of them."""
+        """GPUs of all nodes together; 0 if none were requested."""
         return self.nodes * (self.gpus_per_node or 0)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What each rank runs: a job function of the snapshot, a pickled one, or a command. Exactly one is set."""
+    """The program of each rank: a job function of the snapshot, a pickled one, or a command. Exactly one is set."""
 
     function: str | None = None
-    """`package.module:name` or `path/to/file.py:name`, the path relative to the working directory."""
+    """`package.module:name` or `path/to/file.py:name`, with the path relative to the working directory."""
     pickled: str | None = None
-    """The name of a function that was given as an object and lies pickled in the run folder."""
+    """The name of a function that was given as an object and is pickled in the run folder."""
     command: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +171,7 @@ class Target:
 
     @property
     def label(self) -> str:
-        """For people: `jobs.digits:train`, or the command line."""
+        """`jobs.digits:train`, or the command line, for display."""
         import shlex
 
         return self.function or self.pickled or shlex.join(self.command or ())
@@ -176,49 +179,49 @@ class Target:
 
 @dataclass(frozen=True)
 class Spec:
-    """One submitted training, whole: `resume` needs nothing else."""
+    """A submitted run, complete: `resume` needs nothing else."""
 
     run: str
     target: Target
     executor: ExecutorName
     resources: Resources
     config: dict[str, Any] = field(default_factory=dict)
-    """The job's config as plain values, defaults filled in unless `config_base` is set."""
+    """The job's config as plain values, with defaults filled in unless `config_base` is set."""
     config_base: str | None = None
-    """The folder that relative paths in the config start from, where it is as it was given: the job completes it, from
-    these values at each attempt, and writes it to `config.yaml`. None for a whole config."""
+    """The folder that relative paths in an incomplete config start from. The job fills in the defaults at each attempt
+    and writes the result to `config.yaml`. None for a complete config."""
     signal: str = "USR2"
     lead: int | None = None
     """Seconds between the signal and the time limit; None without a time limit."""
     kind: Kind = "run"
     tasks: int | None = None
-    """Of how many tasks its job array is: runs, one per seed, or a sweep's workers; None for a run of its own, and for
-    one of those."""
+    """Number of tasks of its job array: runs, one per seed, or a sweep's workers; None for a single run, and for one of
+    these tasks."""
     at_once: int | None = None
-    """How many of them may run at the same time; None for as many as there is room for."""
+    """Maximum number of tasks that run at the same time; None for no limit."""
     after: tuple[str, ...] = ()
-    """What the first attempt waits for: `afterok:RUN` or `afterany:RUN`."""
+    """Dependencies of the first attempt: `afterok:RUN` or `afterany:RUN`."""
     max_requeues: int = 20
     retries: int | None = None
-    """How often in a row the run starts again, whatever it has failed of; None for what the cluster did alone."""
+    """Maximum consecutive restarts after a failure of any kind; None restarts only after failures of the cluster."""
     stuck_after: float = 30.0
-    """Minutes without progress on a rank after which an attempt is ended, and the next one started; 0 for never."""
+    """Minutes without progress on a rank after which an attempt is stopped and the next one started; 0 disables."""
     kill_wait: int = 30
-    """Seconds between SIGTERM and SIGKILL, locally and in an allocation; for jobs in the queue the site has its own."""
+    """Seconds between SIGTERM and SIGKILL, locally and in an allocation; for queued jobs the site sets them."""
     cluster: str | None = None
     setup: tuple[str, ...] = ()
-    """Shell lines of the batch script before the ranks start."""
+    """Shell lines that the batch script runs before the ranks start."""
     rename: dict[str, str | None] = field(default_factory=dict)
-    """How this cluster wants an sbatch flag said, None for never; see `submission.cluster_file`."""
+    """This cluster's form of an sbatch flag; None omits the flag. See `submission.cluster_file`."""
     environment: dict[str, str] = field(default_factory=dict)
     readable_by: Readers = "owner"
     project: str = ""
-    """The folder that was snapshotted."""
+    """The folder of which the snapshot was taken."""
     workdir: str = "."
-    """Where the ranks stand, relative to the snapshot."""
+    """The working directory of the ranks, relative to the snapshot."""
     python: str = ""
     submitted: str = ""
-    """ISO 8601 with the zone."""
+    """Time in ISO 8601 with the zone."""
 
     def __post_init__(self) -> None:
         check_run_name(self.run.partition("/")[0])
@@ -246,11 +249,11 @@ class Spec:
 
     @property
     def rank_part(self) -> str:
-        """Return what every rank starts as, by its name in `mgpu_slurm.job`."""
+        """Return the part of `mgpu_slurm.job` that every rank starts as."""
         return "worker" if self.kind == "sweep" else "rank"
 
     def of_task(self, task: int) -> Spec:
-        """One run of a group with its own name and seed, or one worker of a sweep, as a run of its own."""
+        """Return the spec of one run of a group, with its name and seed, or of one worker of a sweep."""
         assert self.tasks is not None
         one = replace(self, run=f"{self.run}/{task}", tasks=None, at_once=None)
         if self.kind == "sweep":
@@ -261,7 +264,7 @@ class Spec:
         return replace(one, target=Target(command=command))
 
     def check_seeds(self) -> None:
-        """Raises UserError where the seeds would reach nothing."""
+        """Raise UserError if nothing would use the seeds."""
         if self.tasks is None:
             return
         if self.target.command is not None:
@@ -282,17 +285,17 @@ class Spec:
 
 
 def read_spec(folder: RunFolder) -> Spec:
-    """The spec of a run, or of a whole group.
+    """Return the spec of a run, or of a whole group.
 
     Raises:
-        UserError: where the file is missing or was edited into something else.
+        UserError: the file is missing, or was edited and is no longer valid.
     """
     spec = configs.fill(Spec, configs.read_yaml(folder.spec), str(folder.spec))
     return spec if folder.task is None else spec.of_task(folder.task)
 
 
 def parse_seeds(text: str) -> tuple[int, int | None]:
-    """Number of runs, and of those at the same time, of `5` or, with sbatch's own sign for it, `100%10`."""
+    """Return the number of runs and how many may run at once, from `5` or, in sbatch's notation, `100%10`."""
     match = _SEEDS.fullmatch(text)
     if match is None:
         raise UserError(f"--seeds {text!r}: expected a number of runs, or one with a limit at a time: 100%10")
@@ -308,7 +311,7 @@ def check_run_name(name: str) -> None:
 
 
 def sbatch_pairs(items: tuple[str, ...]) -> dict[str, str]:
-    """`--sbatch KEY=VALUE` as a mapping; `KEY` alone is a flag without a value."""
+    """Return `--sbatch KEY=VALUE` options as a mapping; `KEY` alone is a flag without a value."""
     pairs: dict[str, str] = {}
     for item in items:
         key, _, value = item.removeprefix("--").partition("=")
@@ -327,7 +330,7 @@ RESOURCE_FLAGS = tuple(f.name for f in dataclasses.fields(Resources) if f.name !
 
 
 def resources_from(flags: dict[str, Any], what: str) -> Resources:
-    """Resources from sbatch's long names (`gpus-per-node`), as a YAML file or a caller gives them."""
+    """Return resources from sbatch's long names (`gpus-per-node`), given in a YAML file or by a caller."""
     values: dict[str, Any] = {}
     for key, value in flags.items():
         name = key.replace("-", "_")

@@ -1,4 +1,4 @@
-"""From the name of a target to the function, with errors that say what is wrong and where."""
+"""Import a target by its name, with errors that state what is wrong and where."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_FUNCTION = "train"
 
 
 def split(name: str) -> tuple[str, str]:
-    """Module (dotted, or a path that ends in .py) and function of a target's name."""
+    """Return the module (dotted, or a path ending in .py) and the function of a target's name."""
     module, colon, function = name.partition(":")
     if not module or (colon and not function.isidentifier()):
         raise UserError(
@@ -35,12 +35,12 @@ def stand_in(workdir: Path) -> None:
     """Make `workdir` the working directory and the first place to import from."""
     os.chdir(workdir)
     if not interpreter.is_safe():
-        # a batch script of v0.1 starts ranks by `python -m`, which has put the live project first: what the snapshot
-        # lacks must not come from there
+        # a batch script of v0.1 starts ranks with `python -m`, which puts the live project first: modules missing from
+        # the snapshot must not be imported from there
         del sys.path[0]
     sys.path.insert(0, str(workdir))
     if (workdir / "src").is_dir():
-        # the usual second place of a project's packages, which an editable installation would take from the live folder
+        # the usual second location of packages; an editable installation would import them from the live folder
         sys.path.insert(1, str(workdir / "src"))
     package_home = str(Path(__file__).resolve().parents[2])
     if package_home not in sys.path:
@@ -52,7 +52,7 @@ def load(name: str, workdir: Path) -> JobFunction:
 
     Args:
         name: `package.module:function` or `path/to/file.py:function`, the path relative to `workdir`.
-        workdir: the folder that stands first on `sys.path`.
+        workdir: the first folder on `sys.path`.
 
     Raises:
         UserError: unknown module or function, an import that fails (with its own error and line), or a function that
@@ -68,17 +68,17 @@ def load(name: str, workdir: Path) -> JobFunction:
 
 
 def no_function(name: str, known: list[str]) -> UserError:
-    """Return the error of a target whose module lacks the function, with the nearest of those that it has."""
+    """Return the error for a target whose module lacks the function, with the most similar function it has."""
     module, function = split(name)
     as_script = f"; a script runs as a command: -- python {module}" if module.endswith(".py") else ""
     return UserError(f"target {name!r}: {module} has no {function!r}{nearest(function, known)}{as_script}")
 
 
 def attribute(name: str, workdir: Path) -> Any:
-    """What `package.module:name` or `path/to/file.py:name` is.
+    """Return the object `package.module:name` or `path/to/file.py:name`.
 
     Raises:
-        UserError: there is no such module or name, or the import fails.
+        UserError: the module or name does not exist, or the import fails.
     """
     module_name, attribute_name = split(name)
     module = _import(module_name, workdir)
@@ -104,7 +104,7 @@ def _import(module_name: str, workdir: Path) -> ModuleType:
 
 
 def existing_file(path: Path, shown: str) -> Path:
-    """Return the path of a target's file; raise UserError where there is none."""
+    """Return the path of a target's file; raise UserError if it does not exist."""
     if not path.is_file():
         raise UserError(f"target: there is no file {shown!r}; files that git ignores are not in the run's code")
     return path
@@ -112,7 +112,7 @@ def existing_file(path: Path, shown: str) -> Path:
 
 def _import_file(path: Path, shown: str) -> ModuleType:
     existing_file(path, shown)
-    # siblings of the file are importable, as they are under `python path/to/file.py`
+    # make siblings of the file importable, as with `python path/to/file.py`
     if str(path.parent) not in sys.path:
         sys.path.insert(1, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -140,12 +140,12 @@ def _run_import(execute: Callable[[], ModuleType], shown: str, folder: Path) -> 
 
 
 def import_failure(error: BaseException, shown: str, folder: Path) -> UserError:
-    """The error of an import in one line, with the user's own file and line."""
+    """Return the error of a failed import in one line, with the user's file and line."""
     return UserError(f"target {shown!r} fails on import: {in_own_words(error, shown, folder)}")
 
 
 def in_own_words(error: BaseException, shown: str, folder: Path) -> str:
-    """`file:line: Error: message` of the innermost code below `folder` that an error passed through."""
+    """Return `file:line: Error: message` for the innermost code below `folder` in an error's traceback."""
     said = first_line(str(error))
     if isinstance(error, SyntaxError) and error.filename:
         said = error.msg
@@ -164,7 +164,7 @@ def _relative(filename: str, folder: Path) -> str:
 
 
 def not_found(module_name: str, workdir: Path) -> UserError:
-    """Return the error of a target whose module nobody finds."""
+    """Return the error for a target whose module is not found."""
     file = workdir / Path(*module_name.split("."))
     if file.with_suffix(".py").is_file():
         name = f"{module_name.replace('.', '/')}.py"

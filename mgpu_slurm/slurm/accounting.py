@@ -1,4 +1,4 @@
-"""SLURM's accounting: how each start of a job ended, and who got the nodes after it."""
+"""Query SLURM's accounting: how each start of a job ended, and which jobs got its nodes afterwards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mgpu_slurm.slurm import commands
 from mgpu_slurm.slurm.jobs import ids_in
 
 TAKEN_WITHIN = timedelta(seconds=60)
-"""After nodes were taken, for the job that they were taken for to begin."""
+"""Time within which a job starts on nodes that were preempted for it."""
 
-# the name is last, since it may hold a bar
+# the name is last, since it may contain a bar
 _FIELDS = ("JobID", "State", "Submit", "Start", "End", "JobName")
 _OWNER_FIELDS = ("JobID", "User", "Partition", "Start")
 
@@ -28,14 +28,14 @@ class AccountedStart:
     end: str | None
     name: str = ""
     submit: str | None = None
-    """When it was submitted, or requeued for this start."""
+    """Time at which it was submitted, or requeued for this start."""
     is_by_user: bool = False
     """Whether a user cancelled it."""
 
 
 @dataclass(frozen=True)
 class Taker:
-    """A job that has got nodes which others had."""
+    """A job that got nodes which another job had before."""
 
     job_id: str
     user: str
@@ -43,15 +43,15 @@ class Taker:
 
 
 def sacct_command(job_ids: Sequence[str]) -> list[str]:
-    """Asks for every start of the jobs, requeued ones included, without their steps."""
+    """Return the command that lists every start of the jobs, also requeued ones, without steps."""
     assert job_ids
     return ["sacct", "--noheader", "-P", "-X", "-D", "-o", ",".join(_FIELDS), "-j", ",".join(job_ids)]
 
 
 def accounted(job_ids: Sequence[str]) -> list[AccountedStart] | None:
-    """Every start of the jobs that accounting knows, oldest first; nothing where the site has none.
+    """Return every start of the jobs in accounting, oldest first.
 
-    None where it does not answer.
+    Empty if the site has no accounting, None if it does not answer.
     """
     try:
         return parse_sacct(commands.run(sacct_command(job_ids)))
@@ -61,7 +61,7 @@ def accounted(job_ids: Sequence[str]) -> list[AccountedStart] | None:
 
 
 def named_command(name: str, since: datetime) -> list[str]:
-    """Asks for this user's jobs of a name that were submitted since a time."""
+    """Return the command that lists this user's jobs of a name that were submitted since a time."""
     start = since.astimezone().replace(tzinfo=None).isoformat(timespec="seconds")
     return ["sacct", "--noheader", "-P", "-X", "-D", "-o", ",".join(_FIELDS), "--name", name, "-S", start]
 
@@ -75,7 +75,7 @@ def named(name: str, since: datetime) -> list[AccountedStart] | None:
 
 
 def parse_sacct(output: str) -> list[AccountedStart]:
-    """All starts, oldest first: the last one of a job says how it ended."""
+    """Return all starts, oldest first; the last one of a job states how it ended."""
     rows = [line.split("|", len(_FIELDS) - 1) for line in output.splitlines()]
     rows = [row for row in rows if len(row) == len(_FIELDS)]
     rows.sort(key=lambda row: (row[2], row[3]))
@@ -90,16 +90,16 @@ def _accounted_starts(row: list[str]) -> list[AccountedStart]:
 
 
 def began_command(nodes: Sequence[str], since: datetime, until: datetime) -> list[str]:
-    """Asks for whose jobs were on any of the nodes meanwhile."""
+    """Return the command that lists the jobs on any of the nodes in a period, and their users."""
     span = ["-S", since.isoformat(timespec="seconds"), "-E", until.isoformat(timespec="seconds")]
     return ["sacct", "--noheader", "-P", "-X", "-a", "-o", ",".join(_OWNER_FIELDS), "-N", ",".join(nodes), *span]
 
 
 def began_on(nodes: Sequence[str], after: str) -> list[Taker]:
-    """The jobs that began on these nodes at a time or soon after it, as far as accounting shows those of others.
+    """Return the jobs that started on these nodes at a time or soon after, if accounting shows other users' jobs.
 
     Args:
-        after: as accounting writes it, in this machine's zone.
+        after: the time as accounting prints it, in this machine's zone.
     """
     begin = datetime.fromisoformat(after)
     try:
@@ -110,7 +110,7 @@ def began_on(nodes: Sequence[str], after: str) -> list[Taker]:
 
 
 def parse_began(output: str, after: datetime) -> list[Taker]:
-    """Those that began neither before nor long after, in the order of their ids."""
+    """Return the jobs that started between `after` and `TAKEN_WITHIN` later, in the order of the output."""
     rows = [line.split("|") for line in output.splitlines()]
     found = []
     for row in rows:

@@ -1,6 +1,6 @@
-"""SLURM's commands: pure functions build them and read their output, one function runs them.
+"""SLURM's commands: pure functions build them and parse their output, one function runs them.
 
-Only named fields are asked for (`-o`, `-O`, `-P`): the forms of `--json` change between versions.
+Only named fields are requested (`-o`, `-O`, `-P`), because the format of `--json` changes between versions.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from datetime import datetime, timedelta
 from mgpu_slurm.core.errors import ClusterError
 
 SQUEUE_TAKES = 10.0
-"""Seconds, SLURM's own limit for one answer by default; squeue would go on trying for as many again."""
+"""Seconds; SLURM's default limit for one answer. squeue itself would keep trying for as long again."""
 
 FORESEEABLE = timedelta(days=300)
-"""A start that SLURM expects later than that is behind jobs without a time limit, which it takes for a year long."""
+"""An expected start later than this is behind jobs without a time limit, which SLURM assumes to last a year."""
 
 THREADS_VARIABLE = "MGPU_THREADS"
-"""Has the value of `OMP_NUM_THREADS` where that is no wish of the user's but this package's."""
+"""Holds the value of `OMP_NUM_THREADS` if this package has set it, not the user."""
 
 _OF_ANOTHER_JOB = re.compile(
     r"(SLURM|SBATCH|SRUN|PMIX|PMI|OMPI|TORCHELASTIC|MGPU)_.*"
@@ -30,12 +30,12 @@ _KEPT = ("SLURM_CONF", "MGPU_RUNS")
 _DEFAULTS_OF_QUERIES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _UNCUT = {"SLURM_BITSTR_LEN": "0"}
 
-# a value may hold `=` and blanks: the next pair begins with a capital letter
+# a value may contain `=` and blanks: the next pair begins with a capital letter
 _PAIR = re.compile(r"(?:^| )([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|$)")
 _NOTHING = ("", "N/A", "NONE", "None", "Unknown", "(null)", "None assigned")
 
 LOST, UNREACHED, BUSY = "lost", "unreached", "busy"
-"""What became of a request that got no answer: nobody knows, it never arrived, or it was sent away for now."""
+"""Outcomes of a request without an answer: unknown, never arrived, or refused for now."""
 
 _PASSING = {
     "unable to contact slurm controller (connect failure)": UNREACHED,
@@ -62,42 +62,42 @@ _PASSING = {
     "slurm job queue full": BUSY,
     "unable to create job record, try again": BUSY,
     "job creation temporarily disabled": BUSY,
-    # of the controller, which sends the job away, or of this machine, and then nobody knows
+    # from the controller, which refuses the job for now, or from this machine, and then the outcome is unknown
     "resource temporarily unavailable": LOST,
 }
-"""What SLURM's commands say (slurm_errno.c, sbatch.c, and errno) where the same call may succeed later; of several
-phrases the first counts."""
+"""Messages of SLURM's commands (slurm_errno.c, sbatch.c, and errno) for which the same call may succeed later; the
+first matching phrase counts."""
 
 
 class SlurmUnavailable(ClusterError):
-    """SLURM did not answer, or had no time: it may later."""
+    """SLURM did not answer, or was busy; a later call may succeed."""
 
     def __init__(self, message: str, request: str = LOST) -> None:
         super().__init__(message)
         self.request = request
-        """What became of it."""
+        """The outcome of the request: `LOST`, `UNREACHED` or `BUSY`."""
 
 
 class JobNotFound(ClusterError):
-    """The controller does not know the one job that it was asked for, or not any more."""
+    """The controller does not know the requested job, or no longer does."""
 
 
 DEFAULTS_OF_SBATCH = {
     f"SBATCH_{name.upper()}": name for name in ("account", "constraint", "partition", "qos", "reservation")
 }
-"""What a user's profile sets for all submissions, and the flag that it stands for (sbatch(1), INPUT ENVIRONMENT
-VARIABLES). They are read as defaults: sbatch itself would let them win over the script."""
+"""Variables that a user's profile sets for all submissions, and their flags (sbatch(1), INPUT ENVIRONMENT VARIABLES).
+They are read as defaults, although sbatch itself would let them override the script."""
 
 
 def flags_of_profile(environ: Mapping[str, str]) -> dict[str, str]:
-    """The flags that these variables give."""
+    """Return the flags that these variables set."""
     return {flag: environ[name] for name, flag in DEFAULTS_OF_SBATCH.items() if environ.get(name)}
 
 
 def scrubbed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a surrounding job or launcher set, for commands that start another job.
+    """Return the environment without the variables of a surrounding job or launcher, for starting another job.
 
-    Inherited, `SLURM_CPU_BIND` pins the new ranks, `SLURM_CPUS_PER_TASK` kills srun, and a stale rank is believed.
+    If inherited, `SLURM_CPU_BIND` pins the new ranks, `SLURM_CPUS_PER_TASK` makes srun fail, and a stale rank is used.
     """
     kept = {name: value for name, value in environ.items() if name in _KEPT or not _OF_ANOTHER_JOB.fullmatch(name)}
     if kept.get("OMP_NUM_THREADS") == environ.get(THREADS_VARIABLE):
@@ -106,15 +106,15 @@ def scrubbed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(command: list[str], timeout: float = 30) -> str:
-    """The standard output of a SLURM command.
+    """Run a SLURM command and return its standard output.
 
     Args:
-        timeout: seconds; the command is ended after that.
+        timeout: seconds after which the command is killed.
 
     Raises:
         SlurmUnavailable: SLURM does not answer at the moment.
         JobNotFound: it does not know the job.
-        ClusterError: the command is not there, or fails.
+        ClusterError: the command does not exist, or fails.
     """
     name = command[0]
     try:
@@ -145,9 +145,9 @@ def run(command: list[str], timeout: float = 30) -> str:
 
 
 def passing(text: str) -> str | None:
-    """Of what a failed command said: what became of the request; None where SLURM refused it.
+    """Return the outcome of a failed command's request, from its output; None if SLURM refused it.
 
-    The last word counts: a command may have tried several times by itself.
+    The last error counts: a command may have retried by itself.
     """
     lines = [line.lower() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line or "fatal:" in line] or lines
@@ -156,14 +156,13 @@ def passing(text: str) -> str | None:
 
 
 def _query_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without the user's own filters and formats, and with lists of array tasks that are not cut."""
+    """Return the environment without the user's filters and formats, and with untruncated lists of array tasks."""
     scrubbed = scrubbed_environment(environ).items()
     return {name: value for name, value in scrubbed if not name.startswith(_DEFAULTS_OF_QUERIES)} | _UNCUT
 
 
 def error_line(text: str) -> str:
-    """The first line that calls itself an error, or at least one of SLURM's, past the banners of a site; else the
-    first line."""
+    """Return the first line that is an error, or at least SLURM's, skipping a site's banners; else the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for form in (r"s\w+: (error|fatal): ", r".*error:", r"s\w+: "):
         if found := next((line for line in lines if re.match(form, line)), None):
@@ -172,12 +171,12 @@ def error_line(text: str) -> str:
 
 
 def marked_command() -> list[str]:
-    """Lists the comments of this user's jobs, among them the tokens of submissions."""
+    """Return the command that lists the comments of this user's jobs, which contain the tokens of submissions."""
     return ["squeue", "--me", "--noheader", "--states=all", "-o", "%F|%k"]
 
 
 def parse_marked(output: str, token: str) -> str | None:
-    """The id of the job whose comment holds the token, or None."""
+    """Return the id of the job whose comment contains the token, or None."""
     for line in output.splitlines():
         job_id, _, comment = line.partition("|")
         if token in comment.split():
@@ -186,21 +185,21 @@ def parse_marked(output: str, token: str) -> str | None:
 
 
 def job_marked(token: str) -> str | None:
-    """The id of the job that was submitted with the token, or None: only then may a submission be tried again.
+    """Return the id of the job that was submitted with the token, or None; only then may a submission be retried.
 
     Raises:
-        ClusterError: where the controller does not answer.
+        ClusterError: the controller does not answer.
     """
     return parse_marked(run(marked_command()), token)
 
 
 def whole_jobs(job_ids: Iterable[str]) -> list[str]:
-    """Arrays in the place of their tasks."""
+    """Return the ids with arrays in place of their tasks, without duplicates."""
     return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 
 def scancel_waiting_command(job_ids: Sequence[str]) -> list[str]:
-    """Only what has not started of these jobs and arrays."""
+    """Return the command that cancels those of these jobs and array tasks that have not started."""
     return ["scancel", "--quiet", "--state=PENDING", *job_ids]
 
 
@@ -210,16 +209,16 @@ def scancel_command(job_ids: Sequence[str]) -> list[str]:
 
 
 def dependencies_command() -> list[str]:
-    """Lists what this user's jobs wait for."""
+    """Return the command that lists the dependencies of this user's jobs."""
     return ["squeue", "--me", "--noheader", "--states=PENDING", "-o", "%F|%E"]
 
 
 def parse_dependants(output: str, job_id: str, successor: str) -> dict[str, str]:
-    """The jobs that wait for a job to complete or to end, and what they have to wait for where another one goes on.
+    """Return the jobs that wait for a job to complete or end, with their dependencies extended by its successor.
 
     Args:
-        job_id: may be a task's; those that wait for its whole array are meant too.
-        successor: goes on. The job's own end is waited for as before.
+        job_id: may be a task's; jobs that wait for its whole array are included.
+        successor: the job that continues its work. The dependency on the job itself is kept.
     """
     whole, _, task = job_id.partition("_")
     its_names = {job_id, f"{whole}_*"} if task else {job_id}
@@ -244,7 +243,7 @@ def time_left_command(job_id: str) -> list[str]:
 
 
 def parse_time_left(output: str) -> int | None:
-    """Seconds; None where a job has no limit."""
+    """Return the seconds left; None if a job has no limit."""
     form = r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)"
     match = re.fullmatch(form, output.strip())
     if match is None:
@@ -254,7 +253,7 @@ def parse_time_left(output: str) -> int | None:
 
 
 def seconds_left(job_id: str) -> int | None:
-    """Until a job's time limit; None where it has none.
+    """Return the seconds until a job's time limit; None if it has none.
 
     Raises:
         ClusterError: SLURM does not answer.
@@ -271,13 +270,13 @@ def requeue_command(job_id: str) -> list[str]:
 
 
 def value_of(field: str) -> str | None:
-    """The field, or None where SLURM says in one of its ways that there is nothing."""
+    """Return the field, or None if it is one of SLURM's words for an empty value."""
     field = field.strip()
     return None if field in _NOTHING else field
 
 
 def time_of(field: str) -> str | None:
-    """Return a time as SLURM prints it, or None if the field holds no time."""
+    """Return a time as SLURM prints it, or None if the field is not a time."""
     try:
         datetime.fromisoformat(field.strip())
     except ValueError:
@@ -286,5 +285,5 @@ def time_of(field: str) -> str | None:
 
 
 def pairs_in(line: str) -> dict[str, str]:
-    """Return what a line of `scontrol show --oneliner` tells, by its names."""
+    """Return the values in a line of `scontrol show --oneliner`, by name."""
     return {name: value.strip() for name, value in _PAIR.findall(line.strip())}

@@ -1,6 +1,6 @@
-"""Whether a job that SLURM lists is the one that a run submitted: SLURM uses ids again.
+"""Check that a job that SLURM lists is the one that a run submitted, as SLURM reuses ids.
 
-A controller that was reset begins with 1 again, and the clusters of a federation may use the same ids.
+A controller that was reset starts at 1 again, and the clusters of a federation may use the same ids.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from mgpu_slurm.slurm.accounting import AccountedStart
 from mgpu_slurm.slurm.jobs import QueuedJob
 
 CLOCKS_DIFFER = timedelta(minutes=5)
-"""By how much the controller's clock may differ from that of the submission; beyond it munge refuses to work."""
+"""Largest difference between the controller's clock and that of the submission; beyond it munge refuses to work."""
 
 
 def is_of(folder: RunFolder, job: QueuedJob | AccountedStart) -> bool:
     """Return whether a job with the id of a run's job, or of a group's array, is that job.
 
-    Its name is the run's, unless the site changes names; then the time of its submission decides, as far as that was
-    written down.
+    Its name is the run's, unless the site changes names; then the time of its submission decides, if that was recorded.
     """
     if job.name == folder.group.run or job.submit is None:
         return True
@@ -37,24 +36,24 @@ def is_of(folder: RunFolder, job: QueuedJob | AccountedStart) -> bool:
 
 
 def _span(folder: RunFolder, job_id: str) -> tuple[datetime | None, datetime | None]:
-    """Return between which times the job was submitted; None for one that nobody has written down."""
+    """Return the times between which the job was submitted; None for one that was not recorded."""
     submitted = [each for each in records.submissions_of(folder) if each.job_id == job_id]
     if submitted:
         return submitted[-1].begun, submitted[-1].confirmed
     state = records.read_state(folder)
     if state["executor"] == "allocation" and state["submitted"]:
-        # the allocation was there before the run
+        # the allocation existed before the run
         return None, datetime.fromisoformat(state["submitted"])
     return None, None
 
 
 def whole(job_id: str) -> str:
-    """Return the id of the array for that of one of its tasks."""
+    """Return the id of a task's array; other ids are returned unchanged."""
     return job_id.partition("_")[0]
 
 
 def strangers(folder: RunFolder, job_ids: Collection[str]) -> list[QueuedJob]:
-    """Return the jobs that SLURM has under the ids of a run's or group's jobs, and that are others.
+    """Return other jobs that SLURM lists under the ids of a run's or group's jobs.
 
     Raises:
         SlurmUnavailable: the controller does not answer.
@@ -67,11 +66,11 @@ def strangers(folder: RunFolder, job_ids: Collection[str]) -> list[QueuedJob]:
 
 
 def check(folder: RunFolder, job_ids: Collection[str]) -> None:
-    """Refuse to act on jobs by their ids if SLURM uses one of the ids for another job by now.
+    """Refuse to act on jobs by their ids if SLURM has reused one of the ids for another job.
 
     Raises:
         SlurmUnavailable: the controller does not answer.
-        ClusterError: it does use one.
+        ClusterError: an id was reused.
     """
     for job in strangers(folder, job_ids):
         raise ClusterError(

@@ -1,8 +1,8 @@
-"""Which job works on a run: of all jobs that were ever submitted for it, one at a time.
+"""Lock a run for one job at a time, among all jobs that were ever submitted for it.
 
-A submission has a token, and `claims/<token>` of the run holds the id of the job that came first with it. SLURM may
-have taken a submission twice, an earlier job may still come when a later one was submitted, and a job that was started
-again by SLURM is the same job.
+Each submission has a token, and `claims/<token>` of the run contains the id of the first job that started with it.
+SLURM may have accepted a submission twice, an earlier job may start after a later one was submitted, and a job that
+SLURM restarts is the same job.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mgpu_slurm.core.layout import RunFolder
 
 
 def take(folder: RunFolder, token: str, job_id: str) -> str:
-    """Claims a run for a job, once and for all; the id of the job that has the run, this one or another.
+    """Claim a run for a job permanently; return the id of the job that holds it, this one or another.
 
     Args:
-        folder: of one run.
+        folder: of a single run.
         token: of the job's own submission.
         job_id: as SLURM's commands know it.
     """
@@ -32,17 +32,17 @@ def take(folder: RunFolder, token: str, job_id: str) -> str:
 
 
 def _tokens_after(folder: RunFolder, token: str) -> list[str]:
-    """Tokens of the run's later submissions, oldest first.
+    """Return the tokens of the run's later submissions, oldest first.
 
-    A job that takes those too leaves nothing to their jobs, which may come or not; or it leaves the run to one that
-    has come already.
+    A job claims these too, so that their jobs cannot take the run if they start later. If one of them has started
+    already, it keeps the run.
     """
     tokens = [submission.token for submission in records.submissions_of(folder)]
     return tokens[tokens.index(token) + 1 :] if token in tokens else []
 
 
 def _claim(path: Path, job_id: str) -> str:
-    """Writes the claim whole, or not at all where there is one; whose it is."""
+    """Write the claim atomically if there is none yet; return the id of the job that holds it."""
     path.parent.mkdir(exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
@@ -51,7 +51,7 @@ def _claim(path: Path, job_id: str) -> str:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o640)
-        # unlike a rename it fails where the name is taken, also between two machines
+        # unlike a rename it fails if the name exists, also between two machines
         os.link(temporary, path)
         sync_folder(path.parent)
     except FileExistsError:
@@ -62,10 +62,10 @@ def _claim(path: Path, job_id: str) -> str:
 
 
 def holder(folder: RunFolder, token: str) -> str | None:
-    """The job that came with a token, or None.
+    """Return the id of the job that started with a token, or None.
 
     Args:
-        folder: of a run or a group; of a group the id is the array's.
+        folder: of a run or a group; for a group the id is the array's.
     """
     own = folder.claims / token
     if own.exists():

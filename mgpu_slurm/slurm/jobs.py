@@ -1,4 +1,4 @@
-"""Jobs as SLURM's controller lists them: squeue for many, and `scontrol show job` for one that squeue leaves out."""
+"""Query jobs from SLURM's controller: squeue for many, `scontrol show job` for one that squeue omits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mgpu_slurm.core.hostlist import MAX_HOSTS, expand
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.slurm import commands
 
-# the reason is last, since it may hold a bar
+# the reason is last, since it may contain a bar
 _FIELDS = ("JobArrayID", "State", "SubmitTime", "RestartCnt", "StartTime", "EndTime", "Name", "Reason")
 _SHOWN = ("JobState", "SubmitTime", "Restarts", "StartTime", "EndTime", "JobName", "Reason")
 """The same fields in `scontrol show job`, after the id."""
@@ -21,13 +21,13 @@ _ID = re.compile(
     r"(?P<job>\d+)"
     r"(?:\+\d+)?"  # a component of a heterogeneous job
     r"(?:_(?:(?P<task>\d+)|\*|\[(?P<tasks>[^\[\]\s]*)\]))?"
-    r"(?:%A?\d+)?"  # the limit at a time of what waits of an array, which may also follow inside the brackets
+    r"(?:%A?\d+)?"  # the limit on an array's simultaneous tasks, which may also be inside the brackets
 )
 _LIMIT = re.compile(r"%A?\d+$")
 _TASKS = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>\d+))?)?")
 
 _told: set[str] = set()
-"""The forms of lines that this process has reported."""
+"""Unreadable lines that this process has reported, with all numbers replaced by 0."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ class QueuedJob:
     """A job, or one task of an array, that the controller still knows."""
 
     job_id: str
-    """As scancel takes it: `42`, or `42_3` for a task of an array."""
+    """`42`, or `42_3` for a task of an array, as scancel takes it."""
     state: str
     """One of `states`."""
     reason: str
-    """Why it waits or has ended; else SLURM's own word for its state where that says more."""
+    """Why it waits or has ended; else SLURM's own word for its state if that is more specific."""
     start: str | None
-    """Of a pending job the expected one; local time without a zone, as SLURM prints it."""
+    """Start, or expected start of a pending job; local time without a zone, as SLURM prints it."""
     end: str | None
-    """Of a job that has not ended the latest one."""
+    """End, or latest possible end of a job that has not ended."""
     name: str = ""
     submit: str | None = None
-    """When it was submitted, or last requeued."""
+    """Time at which it was submitted, or last requeued."""
     restarts: int = 0
 
 
 def ids_in(text: str) -> list[str]:
-    """Return the jobs that one id of SLURM's names: `42_3` and `42_4` for `42_[3-4%2]`; none for another text."""
+    """Return the jobs that an id of SLURM's stands for: `42_3` and `42_4` for `42_[3-4%2]`; none for other text."""
     found = _ID.fullmatch(text.strip())
     if found is None:
         return []
@@ -63,7 +63,7 @@ def ids_in(text: str) -> list[str]:
 
 
 def _tasks(text: str) -> list[int]:
-    """Return the numbers in `3-4,8-16:4%2`; SLURM may cut a long list, which then ends with dots."""
+    """Return the numbers in `3-4,8-16:4%2`; SLURM may truncate a long list, which then ends with dots."""
     numbers: list[int] = []
     for part in _LIMIT.sub("", text).split(","):
         found = _TASKS.fullmatch(part)
@@ -75,15 +75,15 @@ def _tasks(text: str) -> list[int]:
 
 
 def squeue_command(job_ids: Sequence[str]) -> list[str]:
-    """Asks for many jobs at once, arrays task by task, also for those that ended a few minutes ago."""
+    """Return the command that lists many jobs, arrays by task, including jobs that ended a few minutes ago."""
     assert job_ids
-    # a size of 0 (nothing before the suffix) prints the field whole
+    # a size of 0 (nothing before the suffix) prints the field untruncated
     fields = ",".join(f"{field}:|" for field in _FIELDS)
     return ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}", "-O", fields]
 
 
 def parse_squeue(output: str) -> list[QueuedJob]:
-    """All jobs; what a site's banners say between them is none."""
+    """Return all jobs, skipping a site's banners."""
     return [job for line in output.splitlines() for job in _jobs_in(line)]
 
 
@@ -93,7 +93,7 @@ def _jobs_in(line: str) -> list[QueuedJob]:
 
 
 def unread_lines(output: str) -> list[str]:
-    """Return the lines that look like a job and are not read as one; a site's banners do not look so."""
+    """Return the lines that look like a job but cannot be parsed, unlike a site's banners."""
     rows = [line for line in output.splitlines() if re.match(r"\s*\d[^|\s]*\s*\|", line)]
     return [line for line in rows if not _jobs_in(line)]
 
@@ -117,17 +117,17 @@ def _queued_jobs(
 
 
 def queued(job_ids: Sequence[str], note: Note = quiet) -> dict[str, QueuedJob] | None:
-    """What squeue lists of these jobs, by id. One that is missing is not gone for that: see `shown`.
+    """Return those of these jobs that squeue lists, by id; None if the controller does not answer.
 
-    None where the controller does not answer.
+    A job that is not listed may still exist: see `shown`.
 
     Args:
-        note: hears, once for each form, of lines that look like a job and cannot be read.
+        note: is called, once for each form, with lines that look like a job and cannot be parsed.
     """
     try:
         output = commands.run(squeue_command(job_ids), commands.SQUEUE_TAKES)
     except commands.JobNotFound:
-        # squeue fails this way where a single job is asked for, and leaves unknown ones out where several are
+        # squeue fails this way if a single job is requested; of several it omits unknown ones
         return {}
     except ClusterError:
         return None
@@ -140,7 +140,7 @@ def queued(job_ids: Sequence[str], note: Note = quiet) -> dict[str, QueuedJob] |
 
 
 def show_command(job_id: str) -> list[str]:
-    """Asks for one job, or for all that is there of an array."""
+    """Return the command that shows a job, or all existing tasks of an array."""
     return ["scontrol", "show", "job", "--oneliner", job_id]
 
 
@@ -157,9 +157,9 @@ def parse_shown(output: str) -> list[QueuedJob]:
 
 
 def shown(job_id: str) -> list[QueuedJob] | None:
-    """Return what the controller itself knows of a job or array; nothing where it says that it does not know it.
+    """Return the controller's entries for a job or array; empty if it reports that it does not know the job.
 
-    None where it does not answer, or says something else: then nobody knows.
+    None if it does not answer, or answers something else: then nothing is known.
 
     Args:
         job_id: of a whole job or array.
@@ -177,7 +177,7 @@ def place_command(job_id: str) -> list[str]:
 
 
 def parse_place(output: str) -> tuple[str, list[str]] | None:
-    """A running job's own id, also where it is a task of an array, and its nodes; None where there is none."""
+    """Return a running job's own id, even if it is a task of an array, and its nodes; None if no job is running."""
     for line in output.splitlines():
         job_id, bar, nodes = line.strip().partition("|")
         if bar and job_id.isdigit() and nodes:
@@ -186,12 +186,12 @@ def parse_place(output: str) -> tuple[str, list[str]] | None:
 
 
 def place_of(job_id: str) -> tuple[str, list[str]]:
-    """Asks for the place of a running job; see `parse_place`.
+    """Return a running job's own id and nodes; see `parse_place`.
 
-    srun takes the id of a task, `42_3`, since 23.02 only.
+    srun accepts the id of a task, `42_3`, only since 23.02.
 
     Raises:
-        ClusterError: it does not run, or the controller does not answer.
+        ClusterError: the job is not running, or the controller does not answer.
     """
     place = parse_place(commands.run(place_command(job_id), commands.SQUEUE_TAKES))
     if place is None:

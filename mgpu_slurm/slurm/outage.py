@@ -1,4 +1,4 @@
-"""Wait for a SLURM controller that does not answer, and say so once."""
+"""Wait for a SLURM controller that does not answer, and report it once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.slurm import commands
 
 SECONDS = 300.0
-"""For so long a login node waits."""
+"""Seconds for which a login node waits."""
 
 PAUSES = (3.0, 3.0, 5.0, 10.0, 15.0)
-"""Seconds between questions, the last for all later ones. A controller may still work on a request that nobody waits
-for any more, and it serves thousands."""
+"""Seconds between requests; the last applies to all later ones. A controller may still work on a request that nobody
+waits for any more, and it serves thousands of clients."""
 
 Answer = TypeVar("Answer")
 
 
 class Patience:
-    """What is left of the time that SLURM gets to answer."""
+    """The time left for SLURM to answer."""
 
     def __init__(self, note: Note = quiet, seconds: float | None = None) -> None:
         self._note = note
@@ -34,7 +34,7 @@ class Patience:
         return time.monotonic() >= self._give_up
 
     def tell(self, problem: commands.SlurmUnavailable) -> None:
-        """Says once that there is something to wait for."""
+        """Report the problem, the first time only."""
         if self._told:
             return
         self._told = True
@@ -48,7 +48,7 @@ class Patience:
 
 
 def wait_out(ask: Callable[[], Answer], note: Note = quiet) -> Answer:
-    """The answer to a question, asked until there is one.
+    """Call `ask` until SLURM answers, and return the answer.
 
     Raises:
         ClusterError: SLURM refuses, or has not answered for too long.

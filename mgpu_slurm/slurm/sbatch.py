@@ -1,6 +1,6 @@
-"""sbatch: what it is asked, what its answer means, and how a job arrives in the queue once or not at all.
+"""Call sbatch, parse its answers, and submit a job exactly once or not at all.
 
-Both sides use it: the login node for a new run, a job for its own continuation.
+Used on the login node for a new run, and in a job for its own continuation.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mgpu_slurm.slurm import commands, job_lock
 from mgpu_slurm.slurm.outage import Patience
 
 TIME_LIMIT = 60
-"""Seconds for which sbatch may work on an answer; it is ended after that."""
+"""Seconds that sbatch may take to answer; it is terminated after that."""
 
 KILL_AFTER = 5
-"""Seconds for which it may put off its end."""
+"""Seconds after that until it is killed."""
 
 _NOT_STARTED = (126, 127)
 _TIMED_OUT = 124
@@ -35,32 +35,32 @@ _ANSWER = re.compile(r"\s*(?P<id>\d+)(?:;\S+)?\s*")
 
 
 class MayBeQueued(ClusterError):
-    """Nobody can tell whether SLURM has taken the job."""
+    """It is unknown whether SLURM has accepted the job."""
 
 
 def new_token() -> str:
-    """Marks one submission, so that its job can be found again in SLURM's queue."""
+    """Return a token that marks one submission, so that its job can be found in SLURM's queue."""
     return f"mgpu-{secrets.token_hex(8)}"
 
 
 def comment(spec: Spec, token: str) -> str:
-    """What a job carries: the user's own words, and the token."""
+    """Return the comment of a job: the user's own, and the token."""
     return " ".join(filter(None, [spec.resources.sbatch.get("comment"), token]))
 
 
 def command(*arguments: str) -> list[str]:
-    """Calls sbatch, and ends it after a time. What it says comes on standard output, errors too."""
-    # timeout makes a process group of its own, so that Ctrl-C at a terminal does not end sbatch half-way
+    """Return the command that calls sbatch with a time limit; errors too are printed on standard output."""
+    # timeout creates a separate process group, so that Ctrl-C at a terminal does not interrupt sbatch half-way
     limited = 'exec timeout --kill-after="$0" "$@" 2>&1'
     return ["sh", "-c", limited, str(KILL_AFTER), str(TIME_LIMIT), "sbatch", *arguments]
 
 
 def call(words: Sequence[str], environ: Mapping[str, str], text: str = "") -> str:
-    """What sbatch says.
+    """Run sbatch and return its output.
 
     Args:
-        environ: what sbatch, and with it the job, inherits (see `commands.scrubbed_environment`).
-        text: the script, where the command names none.
+        environ: the environment of sbatch, and so of the job (see `commands.scrubbed_environment`).
+        text: the script, if the command does not name one.
 
     Raises:
         SlurmUnavailable: SLURM does not answer at the moment.
@@ -81,7 +81,7 @@ def call(words: Sequence[str], environ: Mapping[str, str], text: str = "") -> st
 
 
 def job_id_in(output: str) -> str:
-    """The job id that `sbatch --parsable` answers, past the banners of a site.
+    """Return the job id in the output of `sbatch --parsable`, skipping a site's banners.
 
     Raises:
         SlurmUnavailable: there is none.
@@ -93,10 +93,10 @@ def job_id_in(output: str) -> str:
 
 
 def failure(code: int, output: str) -> ClusterError:
-    """Why sbatch failed: a `SlurmUnavailable` if asking again may help, else a refusal.
+    """Return the error of a failed sbatch: a `SlurmUnavailable` if a retry may help, else a refusal.
 
     Args:
-        code: its exit code, negative where a signal ended it.
+        code: its exit code, negative if a signal ended it.
     """
     said = commands.error_line(output)
     if code in _NOT_STARTED:
@@ -112,7 +112,7 @@ def failure(code: int, output: str) -> ClusterError:
 
 
 def _is_wrong_option(code: int, output: str) -> bool:
-    """Whether sbatch has ended by itself; one that stands in for it, such as ssh, has the same code for no answer."""
+    """Return whether sbatch itself reported a wrong option; a substitute such as ssh uses the code for no answer."""
     return code == _WRONG_OPTION and any(line.startswith("sbatch: ") for line in output.splitlines())
 
 
@@ -123,7 +123,7 @@ def _signal_name(signum: int) -> str:
 
 
 def find(folder: RunFolder, token: str) -> str | None:
-    """The id of the job that came of a submission; None where there is none.
+    """Return the id of a submission's job; None if there is none.
 
     Args:
         folder: of the run or group.
@@ -131,46 +131,46 @@ def find(folder: RunFolder, token: str) -> str | None:
     Raises:
         ClusterError: SLURM does not answer.
     """
-    # a job that has started says so itself, also when SLURM has forgotten it
+    # a job that has started holds its token's lock, even if SLURM has forgotten it
     return job_lock.holder(folder, token) or commands.job_marked(token)
 
 
 class ExactlyOnceSubmission:
-    """One job on its way into SLURM's queue, where it arrives once or not at all."""
+    """The submission of one job, which is queued once or not at all."""
 
     def __init__(self, token: str, ask: Callable[[], str], look: Callable[[], str | None]) -> None:
         """
         Args:
             token: marks the job.
-            ask: calls sbatch once and returns the job id; raises what `failure` gives.
-            look: the id of the job where SLURM has it, else None; a ClusterError where it does not answer.
+            ask: calls sbatch once and returns the job id; raises the error of `failure`.
+            look: returns the id of the job if SLURM has it, else None; raises ClusterError if SLURM does not answer.
         """
         self._token = token
         self._ask = ask
         self._look = look
         self.job_id: str | None = None
-        """Once it is known."""
+        """None until it is known."""
         self.is_unsure = False
-        """Whether the job may be queued without anybody here having seen it."""
+        """Whether the job may be queued although no answer was received."""
 
     def queue(self, patience: Patience) -> str:
-        """Brings the job into the queue; its id.
+        """Submit the job and return its id.
 
         Raises:
-            MayBeQueued: SLURM stopped answering, and the job may have been taken before.
+            MayBeQueued: SLURM stopped answering, and may have accepted the job before.
             ClusterError: SLURM refused the job, or did not answer for too long; nothing is queued.
         """
         while self.job_id is None:
             problem = self._asked()
             if problem is not None:
                 patience.tell(problem)
-                # only a SLURM that answers, and does not have the job, is asked to take it again
+                # retry only when SLURM answers and does not have the job
                 if not self.find(problem, patience) and patience.is_over:
                     raise _nothing_queued(problem)
         return self.job_id
 
     def _asked(self) -> commands.SlurmUnavailable | None:
-        """Calls sbatch once; why nobody can tell what became of that, or None."""
+        """Call sbatch once; return the problem if SLURM was unavailable, else None."""
         self.is_unsure = True
         try:
             self.job_id = self._ask()
@@ -184,16 +184,16 @@ class ExactlyOnceSubmission:
         return None
 
     def find(self, problem: Exception, patience: Patience) -> bool:
-        """Whether the job is in the queue all the same; certain afterwards.
+        """Return whether the job was queued despite a problem; afterwards this is certain.
 
         Args:
-            problem: why that is to be asked.
+            problem: the reason for the search, for the error.
 
         Raises:
             MayBeQueued: SLURM does not answer.
             ClusterError: the same, but nothing is queued.
         """
-        # the first answer may be older than what SLURM still does with a request that nobody waits for any more
+        # SLURM may still accept an abandoned request after its first answer
         answers = 2 if self.is_unsure else 1
         while answers:
             patience.pause()
@@ -208,9 +208,9 @@ class ExactlyOnceSubmission:
         return self.job_id is not None
 
     def write_down(self, folder: RunFolder) -> None:
-        """Tells the run's history what became of it.
+        """Record the outcome in the run's history.
 
-        Not its state: the job may be running by now, and the state is its own then.
+        Not in its state: the job may be running by now, and then only the job writes the state.
         """
         if self.job_id is not None:
             records.record_event(folder, "submitted", token=self._token, job_id=self.job_id)
@@ -232,10 +232,10 @@ def _nothing_queued(problem: Exception) -> ClusterError:
 
 @dataclass(frozen=True)
 class Start:
-    """When and where a job would start, as the queue is now."""
+    """When and where a job would start, given the current queue."""
 
     at: str
-    """ISO 8601 with the zone."""
+    """Time in ISO 8601 with the zone."""
     nodes: str
     partition: str
 
@@ -252,10 +252,10 @@ class Start:
 
 
 def start_in(output: str) -> Start:
-    """What `sbatch --test-only` says.
+    """Return the start in the output of `sbatch --test-only`.
 
     Raises:
-        ClusterError: it says something else.
+        ClusterError: the output has another form.
     """
     found = _START.search(output)
     if found is None:

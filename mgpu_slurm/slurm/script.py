@@ -1,6 +1,6 @@
-"""The batch script of a run, exactly as sbatch gets it; and the job arrays of a group.
+"""Render the batch script of a run, exactly as passed to sbatch, and split a group into job arrays.
 
-SLURM numbers the tasks of each array from 0, and limits how many one may have.
+Task numbers of each array start at 0, and SLURM limits the size of an array.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _TAKEN = {
     "wait": "use the command wait",
     "wrap": "the script is made here",
 }
-"""Options of sbatch that are decided here, and what to do instead."""
+"""Options of sbatch that this package sets, and what to use instead."""
 
 
-# a `module load` that fails would leave ranks on the CPU, and nobody would hear of it. What fails inside of a file that
-# a line sources, or of a function, is that one's own business; a line that has to succeed wants `set -e` before it
+# a failed `module load` would leave ranks on the CPU unnoticed. Failures inside a sourced file or a function are not
+# recorded; a line that must succeed needs `set -e` before it
 _TRAP = f"""trap '(( ${{#BASH_SOURCE[@]}} > 1 )) || : ${{{SETUP_FAILED_VARIABLE}:="$BASH_COMMAND"}}' ERR"""
 
 
 def render(spec: Spec, folder: RunFolder, token: str, array: Array | None = None, dependency: str = "") -> str:
-    """The script that starts one attempt of a run, or of some runs of a group.
+    """Return the script that starts one attempt of a run, or of some runs of a group.
 
     Args:
-        folder: where the run or group lives, by its absolute path.
-        token: marks the job in its comment, so that a submission without an answer can be looked for, and lets one
-            job only go to work for it. An argument of the script is the token instead.
+        folder: the run or group, by its absolute path.
+        token: marks the job in its comment, so that a submission without an answer can be looked up, and only one job
+            works for it. An argument of the script replaces it.
         array: the runs of a group.
-        dependency: on which jobs it waits, as sbatch says it; empty for none.
+        dependency: the jobs that it waits for, in sbatch's format; empty for none.
 
     Raises:
-        UserError: a value that no script can hold, or an option that is decided here.
+        UserError: a value cannot be written in a script, or an option is one that this package sets.
     """
     lines = ["#!/bin/bash"]
     for option, value in _options(spec, folder, token, array, dependency):
@@ -69,17 +69,17 @@ def render(spec: Spec, folder: RunFolder, token: str, array: Array | None = None
 def _options(
     spec: Spec, folder: RunFolder, token: str, array: Array | None, dependency: str
 ) -> Iterator[tuple[str, str]]:
-    """Options of sbatch in their fixed order; an empty value is a flag without one."""
+    """Yield the options of sbatch in a fixed order; an empty value is a flag without one."""
     asked = spec.resources
     yield "job-name", spec.run
     if array is not None:
         yield "array", array.option(spec.at_once)
     if dependency:
         yield "dependency", dependency
-        # it would pend for ever otherwise
+        # otherwise it would pend forever
         yield "kill-on-invalid-dep", "yes"
     yield "nodes", str(asked.nodes)
-    # without it a job gets one task on each node, and srun could not start more
+    # without it a job gets one task per node, and srun could not start more
     if asked.ntasks_per_node is not None or asked.ranks_per_node > 1:
         yield "ntasks-per-node", str(asked.ranks_per_node)
     # sites refuse the flag on nodes without GPUs, whatever its value
@@ -113,7 +113,7 @@ def _check_extra(name: str) -> None:
 
 
 def _pattern(folder: RunFolder, job: str) -> str:
-    """The log's path as sbatch's filename pattern."""
+    """Return the log's path as a filename pattern of sbatch."""
     place = str(folder.path)
     if "\\" in place:
         raise UserError(
@@ -123,7 +123,7 @@ def _pattern(folder: RunFolder, job: str) -> str:
 
 
 def _line(option: str, value: str, rename: dict[str, str | None]) -> list[str]:
-    """The `#SBATCH` line of an option as this site wants it said, or none."""
+    """Return the `#SBATCH` line of an option in this site's form, or none."""
     form = rename.get(option, f"{option}={{}}" if value else option)
     if form is None:
         return []
@@ -132,7 +132,7 @@ def _line(option: str, value: str, rename: dict[str, str | None]) -> list[str]:
 
 
 def _quoted(option: str, value: str) -> str:
-    """The value in the quotes that sbatch's own reader of `#SBATCH` lines understands; a shell never sees it."""
+    """Return the value quoted for sbatch's parser of `#SBATCH` lines; a shell never sees it."""
     if any(ord(character) < 32 for character in value):
         raise UserError(f"--{option} {value!r}: a line break or control character cannot stand in a batch script")
     if _PLAIN.fullmatch(value):
@@ -142,9 +142,9 @@ def _quoted(option: str, value: str) -> str:
 
 
 def _body(spec: Spec, folder: RunFolder, token: str, array: Array | None) -> Iterator[str]:
-    # a job that is submitted again from inside a job gets a token of its own
+    # a job that is resubmitted from inside a job gets a new token
     yield f"mgpu_token=${{1:-{token}}}"
-    # what the lines below source would take it for their own argument
+    # files sourced below would take it as their own argument
     yield "set --"
     if spec.resources.cpus_per_task is not None:
         # srun no longer inherits it from sbatch
@@ -152,13 +152,13 @@ def _body(spec: Spec, folder: RunFolder, token: str, array: Array | None) -> Ite
     yield from preparation(spec)
     yield f"run={_place(folder, array)}"
     batch = interpreter.command(spec.python, "mgpu_slurm.job", "batch")
-    # by it steps of the ranks are told from others, such as those of `shell`
+    # distinguishes the ranks' steps from others, such as those of `shell`
     name = f"--job-name={spec.run}"
     yield f'exec {shlex.join(batch)} "$run" --token "$mgpu_token" -- {shlex.join(ranks_command(spec, [name]))} "$run"'
 
 
 def preparation(spec: Spec) -> Iterator[str]:
-    """The lines of the shell that come before srun."""
+    """Yield the shell lines before srun."""
     if spec.setup:
         yield _TRAP
         yield from spec.setup
@@ -170,7 +170,7 @@ def preparation(spec: Spec) -> Iterator[str]:
 
 
 def _place(folder: RunFolder, array: Array | None) -> str:
-    """The run's folder, for the shell."""
+    """Return the run's folder, quoted for the shell."""
     if array is None:
         return shlex.quote(str(folder.path))
     task = f"$(({array.first} + SLURM_ARRAY_TASK_ID))" if array.first else "$SLURM_ARRAY_TASK_ID"
@@ -178,10 +178,10 @@ def _place(folder: RunFolder, array: Array | None) -> str:
 
 
 def ranks_command(spec: Spec, options: Sequence[str] = ()) -> list[str]:
-    """Starts the ranks by srun; the run's folder is still to be added.
+    """Return the command that starts the ranks with srun; the caller appends the run's folder.
 
     Args:
-        options: of srun, where it is not called by the job's own script.
+        options: further options of srun.
     """
     # ALL: a site may set --export=NONE. kill: the other ranks would hang in their collectives until the time limit
     srun = ["srun", *options, "--export=ALL", "--kill-on-bad-exit=1"]
@@ -191,24 +191,24 @@ def ranks_command(spec: Spec, options: Sequence[str] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class Array:
-    """Some runs of a group that are one job array."""
+    """Runs of a group that form one job array."""
 
     first: int
-    """Index in the group of the run that is task 0 of the array."""
+    """Index in the group of the array's task 0."""
     tasks: tuple[int, ...]
-    """Indices in the group, rising."""
+    """Indices in the group, ascending."""
 
     def option(self, at_once: int | None) -> str:
-        """What sbatch's --array takes: `0-4,7%2`."""
+        """Return the value of sbatch's --array: `0-4,7%2`."""
         limit = f"%{at_once}" if at_once is not None else ""
         return ranges(task - self.first for task in self.tasks) + limit
 
 
 def split(tasks: Sequence[int], largest: int) -> list[Array]:
-    """The arrays for these runs of a group.
+    """Return the arrays for these runs of a group.
 
     Args:
-        tasks: indices in the group, rising.
+        tasks: indices in the group, ascending.
         largest: SLURM's MaxArraySize; task numbers of an array are below it.
     """
     blocks: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What SLURM tells of a site: its name and settings, its nodes' GPUs, its partitions, and what the user may do there.
+"""Query a site from SLURM: its name and settings, the GPUs of its nodes, its partitions, and the user's limits.
 
 Pure functions build the commands and read their output; `commands.run` runs them.
 """
@@ -19,7 +19,7 @@ from mgpu_slurm.slurm.commands import pairs_in
 
 _GPUS_OF_NODES = re.compile(r"(?P<partition>[^|*]+)(?P<default>\*?)\|(?P<nodes>\d+)\|(?P<gres>[^|]*)")
 _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
-"""Where it is unless `SLURM_CONF` names another; a site that has it elsewhere is asked."""
+"""Locations of slurm.conf if `SLURM_CONF` does not name one; if it is elsewhere, the controller is asked."""
 
 _CLUSTER_NAME = re.compile(r"""^\s*ClusterName\s*=\s*["']?([^\s#"']+)""", re.IGNORECASE | re.MULTILINE)
 _UNUSABLE = re.compile(r"down|drain|fail|maint|unk|no_respond|inval|reboot|planned_down|future")
@@ -27,25 +27,25 @@ _UNUSABLE = re.compile(r"down|drain|fail|maint|unk|no_respond|inval|reboot|plann
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition, as a user meets it."""
+    """A partition, as far as it matters to users."""
 
     name: str
     is_default: bool
     state: str
     """`UP`, or why it takes no jobs."""
     max_time: str | None
-    """As SLURM writes it; None for no limit."""
+    """Maximum time limit, as SLURM prints it; None for no limit."""
     default_time: str | None
-    """What a job gets that asks for none; None for the limit."""
+    """Time limit of a job that requests none; None for the maximum."""
     max_nodes: int | None
-    """Of one job."""
+    """Maximum number of nodes of one job."""
     preempt_mode: str
     grace: int
     """Seconds that a preempted job gets before KillWait."""
     nodes: Counter[str] = field(default_factory=Counter)
-    """How many there are in each state."""
+    """Number of nodes in each state."""
     gpus_per_node: tuple[int, ...] = ()
-    """Each number that occurs, rising."""
+    """The numbers of GPUs that its nodes have, ascending."""
 
     @property
     def usable_nodes(self) -> int:
@@ -81,9 +81,9 @@ def parse_config(output: str) -> dict[str, str]:
 
 
 def cluster_name() -> str | None:
-    """Return the cluster that SLURM's commands speak to here; None if that cannot be found out.
+    """Return the cluster that SLURM's commands use here; None if that cannot be determined.
 
-    By its configuration file, where there is one: this is asked at each look at runs.
+    Read from the configuration file if there is one, because the name is needed whenever runs are listed.
     """
     named = os.environ.get("SLURM_CONF")
     try:
@@ -94,7 +94,7 @@ def cluster_name() -> str | None:
 
 @functools.cache
 def _cluster_name(configurations: Sequence[str]) -> str | None:
-    """Return the name; if nothing answers, the error is not kept, and the next call asks again."""
+    """Return the name; an error is not cached, so that the next call asks again."""
     for path in configurations:
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
             if found := _CLUSTER_NAME.search(file.read()):
@@ -104,32 +104,32 @@ def _cluster_name(configurations: Sequence[str]) -> str | None:
 
 
 def max_array_size() -> int:
-    """Return the number that all task numbers of an array are below.
+    """Return SLURM's MaxArraySize; all task numbers of an array are below it.
 
     Raises:
-        ClusterError: where the controller does not answer.
+        ClusterError: the controller does not answer.
     """
     return int(parse_config(commands.run(config_command()))["MaxArraySize"])
 
 
 def parse_ports(text: str) -> range | None:
-    """Return the ports of a SrunPortRange; None for `0-0`, which is none."""
+    """Return the ports of a SrunPortRange; None for `0-0`, an empty range."""
     low, _, high = text.partition("-")
     return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() and int(low) else None
 
 
 def srun_ports() -> range | None:
-    """Return the ports on which the site's nodes reach the machine where srun runs; None if it names none.
+    """Return the ports on which the site's nodes reach the machine where srun runs; None if none are configured.
 
     Raises:
-        ClusterError: where the controller does not answer.
+        ClusterError: the controller does not answer.
     """
     return parse_ports(parse_config(commands.run(config_command())).get("SrunPortRange", ""))
 
 
 def sinfo_command(partition: str | None) -> list[str]:
-    """Ask for the GPUs of the nodes of a partition (or several, by commas); without one, of all."""
-    # sinfo refuses the two together; a partition that is named is shown also where it is hidden
+    """Return the command that lists the GPUs of the nodes of a partition (or several, by commas), or of all."""
+    # sinfo refuses the two together; a named partition is shown even if it is hidden
     chosen = "--all" if partition is None else f"--partition={partition}"
     return ["sinfo", "--noheader", chosen, "-o", "%P|%D|%G"]
 
@@ -141,16 +141,16 @@ def parse_sinfo(output: str) -> list[NodeGroup]:
 
 def gpus_in(gres: str) -> int:
     """Return the GPUs in a node's generic resources, such as `gpu:a100:4(S:0-1),nvme:1`."""
-    # what stands in parentheses may hold commas, and `(null)` is nothing
+    # text in parentheses may contain commas, and `(null)` means none
     parts = [part.split(":") for part in re.sub(r"\([^)]*\)", "", gres).split(",")]
     return sum(int(part[-1]) if part[-1].isdigit() else 1 for part in parts if part[0] == "gpu")
 
 
 def gpus_of(groups: Sequence[NodeGroup], partition: str | None) -> int:
-    """Return what a job can ask for on every GPU node of a partition: the least that one of them has; 0 without GPUs.
+    """Return the GPUs per node that every GPU node of a partition has: the minimum over these; 0 without GPUs.
 
     Args:
-        groups: the answer for the partition, or for all where the job goes to the default one.
+        groups: the node groups of the partition, or of all if the job goes to the default one.
         partition: as the job names it; None for the cluster's default.
     """
     counts = [group.gpus_per_node for group in groups if partition is not None or group.is_default]
@@ -158,10 +158,10 @@ def gpus_of(groups: Sequence[NodeGroup], partition: str | None) -> int:
 
 
 def gpus_per_node(partition: str | None) -> int:
-    """Ask the cluster once for what `gpus_of` returns.
+    """Query the cluster and return the result of `gpus_of`.
 
     Raises:
-        ClusterError: where it does not answer, or has no such partition.
+        ClusterError: the cluster does not answer, or has no such partition.
     """
     groups = parse_sinfo(commands.run(sinfo_command(partition)))
     if partition is not None and not groups:
@@ -174,7 +174,7 @@ def version_command() -> list[str]:
 
 
 def parse_version(output: str) -> tuple[int, ...]:
-    """`(22, 5, 8)` of `slurm 22.05.8`, also as distributions write it; empty where there is none."""
+    """Return `(22, 5, 8)` for `slurm 22.05.8`, also in the forms of distributions; empty if there is no version."""
     match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", output)
     return tuple(int(part) for part in match.groups() if part is not None) if match else ()
 
@@ -188,15 +188,15 @@ def partitions_command() -> list[str]:
 
 
 def nodes_command() -> list[str]:
-    """The nodes of all partitions, as many as have the same state and GPUs on one line."""
+    """Return the command that lists the nodes of all partitions, one line for those of equal state and GPUs."""
     return ["sinfo", "--noheader", "--all", "-o", "%R|%D|%T|%G"]
 
 
 def parse_partitions(output: str, nodes: str) -> list[Partition]:
-    """Partitions that take jobs of ordinary users.
+    """Return the partitions that accept jobs of ordinary users.
 
     Args:
-        output: of `partitions_command`.
+        output: the output of `partitions_command`.
         nodes: the output of `nodes_command`.
     """
     by_state: dict[str, Counter[str]] = {}
@@ -237,12 +237,12 @@ def _limit(text: str) -> str | None:
 
 
 def is_unusable(state: str) -> bool:
-    """Whether a node in this state, as sinfo writes it (`down*`, `drained`, `idle`), gets no jobs."""
+    """Return whether a node in this state, as sinfo prints it (`down*`, `drained`, `idle`), gets no jobs."""
     return state.endswith("*") or _UNUSABLE.search(state.lower()) is not None
 
 
 def accounting_command() -> list[str]:
-    """The cheapest question to accounting: this user's jobs from now on."""
+    """Return the cheapest query to accounting: this user's jobs from now on."""
     return ["sacct", "--noheader", "-P", "-X", "-o", "JobID", "--starttime=now"]
 
 
@@ -268,6 +268,6 @@ def _number(text: str) -> int | None:
 
 
 def may_be_requeued(output: str) -> bool | None:
-    """Whether SLURM would requeue a job, from the output of `jobs.show_command`; None where it does not say."""
+    """Return whether SLURM would requeue a job, from the output of `jobs.show_command`; None if not stated."""
     match = re.search(r"\bRequeue=([01])\b", output)
     return None if match is None else match[1] == "1"

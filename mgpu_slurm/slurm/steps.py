@@ -1,4 +1,4 @@
-"""Steps of a job: what srun has started in it, what is at work where, and how signals reach it."""
+"""Job steps: list those that srun has started, count them per node, and send them signals."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mgpu_slurm.slurm import commands
 from mgpu_slurm.slurm.outage import wait_out
 
 END_SECONDS = 60.0
-"""For which a step that was killed may still be there."""
+"""Seconds for which a step that was killed may still exist."""
 
 END_PAUSE = 0.5
-"""Seconds between two looks for it."""
+"""Seconds between two checks for it."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What srun started in a job."""
+    """A step that srun started in a job."""
 
     step_id: str
     """`42.0`, as scancel takes it."""
@@ -34,7 +34,7 @@ def steps_command(inside: str) -> list[str]:
 
 
 def parse_steps(output: str) -> list[Step]:
-    """Steps that srun started; those of SLURM's own (`42.extern`, `42.batch`, `42.interactive`) are left out."""
+    """Return the steps that srun started, without SLURM's own (`42.extern`, `42.batch`, `42.interactive`)."""
     rows = [line.strip().split("|", 2) for line in output.splitlines() if line.count("|") >= 2]
     return [
         Step(step_id, name, tuple(expand(nodes)))
@@ -44,19 +44,19 @@ def parse_steps(output: str) -> list[Step]:
 
 
 def show_command(inside: str) -> list[str]:
-    """Asks the job's step manager too, where the site has those: the controller, and so squeue, lists no step then."""
+    """Return the command that also asks the job's step manager; with one, the controller and squeue list no steps."""
     return ["scontrol", "show", "step", "--oneliner", inside]
 
 
 def parse_shown(output: str) -> list[Step]:
-    """Like `parse_steps`, of `show_command`."""
+    """Parse the output of `show_command`; like `parse_steps`."""
     rows = [commands.pairs_in(line) for line in output.splitlines()]
     lines = [f"{row['StepId']}|{row.get('NodeList', '')}|{row.get('Name', '')}" for row in rows if "StepId" in row]
     return parse_steps("\n".join(lines))
 
 
 def steps(inside: str) -> list[Step]:
-    """What runs in the job now; nothing in one that is over.
+    """Return the steps that are running in a job; none if it has ended.
 
     Raises:
         ClusterError: SLURM does not answer.
@@ -66,25 +66,28 @@ def steps(inside: str) -> list[Step]:
     except commands.JobNotFound:
         return []
     except ClusterError as error:
-        # scontrol's words on a job that has none
+        # scontrol's messages for a job without steps
         if re.search(r"Job step \S+ not found|No job steps", str(error)):
             return []
         raise
 
 
 def busy(inside: str) -> dict[str, int]:
-    """How many steps run on each node of the job that has any."""
+    """Return the number of running steps for each node of the job that has any."""
     names = [name for step in steps(inside) for name in step.nodes]
     return {name: names.count(name) for name in names}
 
 
 def signal_command(step_id: str, signal_name: str) -> list[str]:
-    """Without a signal's name scancel kills a step at once, and so does srun when it gets a SIGTERM itself."""
+    """Return the command that signals a step.
+
+    Without a signal's name scancel kills a step at once, and so does srun when it receives SIGTERM itself.
+    """
     return ["scancel", f"--signal={signal_name}", step_id]
 
 
 def signal_ranks(inside: str, run: str, signal_name: str) -> bool:
-    """Sends a signal (`TERM`) to every process of a run's step; False where there is no such step.
+    """Send a signal such as `TERM` to every process of a run's step; return False if there is no such step.
 
     Raises:
         ClusterError: SLURM does not answer.
@@ -96,7 +99,7 @@ def signal_ranks(inside: str, run: str, signal_name: str) -> bool:
 
 
 def end(inside: str, run: str) -> None:
-    """Ends a run's step at once, and waits until it is gone: ranks go on where their srun was killed.
+    """Kill a run's step and wait until it is gone: ranks keep running after their srun was killed.
 
     Raises:
         ClusterError: SLURM does not answer, or cannot end it.
@@ -106,7 +109,7 @@ def end(inside: str, run: str) -> None:
         if time.monotonic() > give_up:
             raise ClusterError(f"step {found[0]} is still there {END_SECONDS:g} s after it was killed")
         for step_id in found:
-            # it may have just gone
+            # it may have just ended
             with suppress(ClusterError):
                 commands.run(signal_command(step_id, "KILL"))
         time.sleep(END_PAUSE)

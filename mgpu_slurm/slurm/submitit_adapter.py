@@ -1,7 +1,7 @@
-"""Submission by submitit. The only module that imports it.
+"""Submit jobs with submitit. The only module that imports it.
 
-submitit hands a script to sbatch and reads the answer; the script is ours, and what submitit pickles beside it is
-never read: the job's ranks read `spec.yaml`.
+submitit passes a script to sbatch and reads the answer. The script is ours, and the file that submitit pickles next to
+it is never read: the job's ranks read `spec.yaml`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _ScriptExecutor(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        # a login node needs sbatch only, and submitit's own asks for srun
+        # a login node needs only sbatch, but submitit's own method requires srun
         return 2
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
@@ -45,20 +45,20 @@ class _ScriptExecutor(SlurmExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        # submitit's own takes the first "job 500" of a banner
+        # submitit's own would take the first "job 500" in a banner
         return sbatch.job_id_in(string if isinstance(string, str) else string.decode(errors="replace"))
 
 
 def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
-    """Queues a batch script and returns the id of its job.
+    """Submit a batch script and return the id of its job.
 
     Args:
-        folder: submitit keeps its files in `submitit/` below.
-        environ: what sbatch, and with it the job, inherits (see `commands.scrubbed_environment`). This process's own
-            environment is changed to it for the call.
+        folder: submitit keeps its files in `submitit/` below it.
+        environ: the environment of sbatch, and so of the job (see `commands.scrubbed_environment`). This process's own
+            environment is changed to it during the call.
 
     Raises:
-        SlurmUnavailable: a job may be queued all the same (see `sbatch.ExactlyOnceSubmission`).
+        SlurmUnavailable: a job may be queued nevertheless (see `sbatch.ExactlyOnceSubmission`).
         ClusterError: there is no sbatch, or it refused.
     """
     place = str(folder.path / "submitit")
@@ -80,7 +80,7 @@ def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _process_environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Sets and removes only what differs: other threads may read the environment meanwhile."""
+    """Replace this process's environment, changing only what differs: other threads may read it meanwhile."""
     before = dict(os.environ)
     _change_environment(wanted)
     try:

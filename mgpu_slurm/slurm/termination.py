@@ -1,4 +1,4 @@
-"""How a job ended that did not say so itself and that SLURM has forgotten: SLURM's last words in its launch log."""
+"""Find how a job ended that did not record it and that SLURM has forgotten, from SLURM's messages in its launch log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.layout import RunFolder
 
-# of slurmstepd's source, req.c; SLURM writes it on the batch step's node before it sends the first signal
+# from slurmstepd's source, req.c; SLURM writes it on the batch step's node before it sends the first signal
 _NOTICE = re.compile(
     r"^slurmstepd.*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (?P<at>\S+)(?: DUE (?:TO|to) (?P<why>.+))? \*\*\*$",
     re.MULTILINE,
@@ -26,7 +26,7 @@ _TO_THE_SECOND = timedelta(seconds=1)
 
 
 def ending(folder: RunFolder, job_id: str) -> dict[str, Any] | None:
-    """State, reason and time of a job's end; None where its log says nothing of one."""
+    """Return state, reason and time of a job's end; None if its log does not report one."""
     log = folder.launch_log(job_id)
     notices = list(_NOTICE.finditer(log.read_text(errors="replace"))) if log.exists() else []
     if not notices:
@@ -41,17 +41,17 @@ def ending(folder: RunFolder, job_id: str) -> dict[str, Any] | None:
 
 
 def is_before_last_start(folder: RunFolder, at: datetime) -> bool:
-    """Return whether a run has started another attempt after a time."""
+    """Return whether a run has started an attempt after a time."""
     starts = [event["time"] for event in records.events(folder) if event["event"] == "started"]
     return bool(starts) and at.astimezone() + _TO_THE_SECOND < datetime.fromisoformat(starts[-1])
 
 
 def before_the_ranks(folder: RunFolder, job_id: str) -> str | None:
-    """Why a job has failed that never came to its ranks, as far as its log tells; None where it did."""
+    """Return why a job failed before its ranks started, as far as its log shows; None if they did start."""
     if any(event["event"] == "started" and event["job_id"] == job_id for event in records.events(folder)):
         return None
     log = folder.launch_log(job_id)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
-    # bash names the copy of the script on the node
+    # bash prefixes errors with the path of the script's copy on the node
     said = f": {re.sub(_SCRIPT, '', lines[-1].strip())[:200]}" if lines else ""
     return f"its batch script failed before the ranks were started{said}"
