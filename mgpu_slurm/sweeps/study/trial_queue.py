@@ -40,10 +40,10 @@ LOSSES = "mgpu:losses"
 """Attribute of a trial: its attempts in which the worker died, or left without a checkpoint."""
 
 SECONDS = "mgpu:seconds"
-"""Of a trial that was given back: how long workers had it before."""
+"""Attribute of a trial that was given back: how long workers had it before, in seconds."""
 
 OVER = "mgpu:over"
-"""Of a study: why no trial starts any more."""
+"""Attribute of a study: why no trial starts any more."""
 
 ORIGIN = "mgpu:origin"
 """Attribute of a trial copied from an earlier study at the start: the name of that study."""
@@ -195,8 +195,8 @@ def _take_waiting(study: Study, worker: Worker, only_given_back: bool) -> int | 
 
 
 def _by_turn(waiting: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]:
-    """Yield trials that were begun before first. Each worker starts at a different trial, so that workers do not compete
-    for the same one."""
+    """Yield the trials that were begun before, then the others. Each worker starts at a different trial, so that workers
+    do not compete for the same one."""
     for kind in (True, False):
         trials = [trial for trial in waiting if was_given_back(trial) is kind]
         start = worker.number % len(trials) if trials else 0

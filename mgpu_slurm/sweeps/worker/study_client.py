@@ -109,7 +109,7 @@ class StudyClient:
                 return assignment
 
     def _leaves(self) -> bool:
-        """Announce that this worker leaves, unless the sweep file has changed since it was read; return whether it leaves."""
+        """Announce that this worker leaves; return False instead if the sweep file has changed."""
         with locked(self._folder.sweep_lock):
             if self._shared.reread_sweep():
                 return False
@@ -242,7 +242,7 @@ class StudyClient:
             self._health.check()
 
     def lose(self, reason: str) -> None:
-        """Give up this attempt, whose process was killed here; the trial may succeed in its next attempt."""
+        """End this attempt, whose process was killed here; the trial may succeed in its next one."""
         has_failed = self._running().lose(reason)
         self._ended(for_good=has_failed)
         if has_failed:
