@@ -121,7 +121,7 @@ class _ByValue(_LearnsFromFailures):
             # a model of equal values would propose one corner of the space again and again
             return list(trials)
         low, high = min(values), max(values)
-        # the margin is no larger than the range of values: a model would otherwise see only the step between good and bad
+        # no larger than the range of values: a model would otherwise see only the step between good and bad
         margin = (high - low) or max(abs(high), 1.0)
         worse = low - margin if direction == StudyDirection.MAXIMIZE else high + margin
         return [_copied(trial, TrialState.COMPLETE, worse) if trial.number in bad else trial for trial in trials]
@@ -152,8 +152,8 @@ def has_failed(trial: FrozenTrial) -> bool:
 def _innocent(trials: Sequence[FrozenTrial], notes: dict[str, Any]) -> set[int]:
     """Return the numbers of the trials that failed because a worker's node is broken.
 
-    A worker leaves as soon as its failed trial gets further on another worker. If that trial fails there too in the end,
-    it proves nothing, and the worker's failures count as the trials' own again.
+    A worker leaves as soon as its failed trial gets further on another worker. If that trial fails there after all, it
+    proves nothing, and the worker's failures count as the trials' own again.
     """
     tried_elsewhere: dict[str, list[FrozenTrial]] = {}
     for trial in trials:
