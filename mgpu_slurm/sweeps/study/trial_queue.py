@@ -195,8 +195,8 @@ def _take_waiting(study: Study, worker: Worker, only_given_back: bool) -> int | 
 
 
 def _by_turn(waiting: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]:
-    """Yield the trials that were begun before, then the others. Each worker starts at a different trial, so that they do
-    not compete for the same one."""
+    """Yield the trials that were begun before, then the others. Each worker starts at a different trial, to avoid
+    competition for the same one."""
     for kind in (True, False):
         trials = [trial for trial in waiting if was_given_back(trial) is kind]
         start = worker.number % len(trials) if trials else 0

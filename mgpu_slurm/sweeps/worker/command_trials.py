@@ -158,7 +158,7 @@ class CommandTrainer:
             os.close(descriptor)
 
     def _late_word(self) -> Stop:
-        """Return the stop requested of this worker; wait for a SIGTERM that ended the children and may still arrive here."""
+        """Return the stop requested of this worker; a SIGTERM that ended the children may still have to arrive here."""
         give_up = time.monotonic() + PATIENCE_FOR_SIGTERM
         while True:
             is_over = time.monotonic() > give_up

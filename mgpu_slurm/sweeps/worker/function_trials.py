@@ -88,7 +88,7 @@ class FunctionTrainer:
         return result_of(returned, run.last_metrics, run.has_trained)
 
     def _failed(self, order: Assignment, error: BaseException, run: Run) -> Ending:
-        """Return the ending of a trial whose code has raised an error, or raise RunStopped if the ranks must restart."""
+        """Return the ending of a trial whose code raised an error, or raise RunStopped if the ranks must restart."""
         shown = crash.own_traceback(error)
         print(shown, end="", file=sys.stderr, flush=True)
         record = crash.record(error, shown, self._rank.facts)

@@ -35,7 +35,7 @@ GROWTH_OF_THREADS = 16
 GROWTH_OF_FILES = 64
 
 COLLECT_EVERY = 1.0
-"""Seconds between two garbage collections after trials; a collection also traverses the study in this process."""
+"""Seconds for which trials share one garbage collection, which also traverses the study in this process."""
 
 LITTLE_MEMORY = 1 << 26
 """Bytes that trials may leave to a later collection."""
@@ -48,9 +48,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> None:
     """Let this process keep up to 64 MB of freed memory, so that it need not request it from the system again.
 
-    glibc reaches these values by itself in a process that frees large blocks (mallopt(3)). Sampling a trial's parameters
-    allocates blocks just above the default thresholds, which go back to the system at each step; with a thousand trials
-    in the study, about a tenth of the time was spent on getting them again, page by page.
+    glibc reaches these values by itself in a process that frees large blocks (mallopt(3)). Sampling the parameters of a
+    trial allocates blocks just above the default thresholds, which go back to the system at each step; with a thousand
+    trials in the study, about a tenth of the time was spent on getting them again, page by page.
     """
     with suppress(OSError, AttributeError):
         # other C libraries have no mallopt
@@ -150,7 +150,7 @@ class Reset:
 
 
 def _is_much(before: ResourceUsage, now: ResourceUsage) -> bool:
-    """Whether what trials have left cannot wait."""
+    """Return whether trials have left too much to postpone the collection."""
     return now.memory > before.memory + LITTLE_MEMORY or replace(now, memory=before.memory) != before
 
 
@@ -170,7 +170,7 @@ def _torch_settings() -> dict[str, Any]:
 
 def _set_torch_settings(settings: dict[str, Any]) -> None:
     if settings == _torch_settings():
-        # to set what is set already loads half of torch, at the first time
+        # setting a value for the first time imports half of torch, even if the value stays the same
         return
     torch.set_default_dtype(settings["dtype"])
     torch.set_num_threads(settings["threads"])

@@ -83,7 +83,7 @@ class WorkerTrial:
         return HOPELESS if self._scheduler.decide(self._trial, progress) is Decision.PRUNE else None
 
     def _check_is_mine(self) -> None:
-        """Raise Superseded if this worker was taken for dead and lost its trial, for example on a node that SLURM gave up."""
+        """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
         if studies.claims(self.frozen()).get(self._worker.number) != self._worker.attempt:
             raise Superseded(f"trial {self.number} has been given to another worker")
 
@@ -147,10 +147,10 @@ class WorkerTrial:
 
 
 def _keep_apart(folder: RunFolder, trial: FrozenTrial) -> None:
-    """Move a folder away that is another trial's, whose checkpoints this one must not continue from.
+    """Move away the folder of another trial with the same number: this one must not resume from its checkpoints.
 
-    A study that was restored from an older copy gives numbers again. A trial that begins for the first time has no
-    folder yet; one that was given back has the folder in which its parameters are written down.
+    A study that was restored from an older copy reuses numbers. A trial that begins for the first time has no folder
+    yet; one that was given back has the folder in which its parameters are recorded.
     """
     if studies.SECONDS in trial.system_attrs:
         recorded = read_json(folder.parameters)
