@@ -21,7 +21,7 @@ def _check_choice(name: str, known: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How trials are chosen."""
+    """The sampler, which chooses the parameters of trials."""
 
     name: str = "tpe"
     """One of `SAMPLERS`, or the import path of an Optuna sampler class."""
@@ -42,7 +42,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Pruner:
-    """When a trial is pruned. Resources are the `progress` that the job reports."""
+    """The pruner, which prunes trials. Resources are the `progress` that the job reports."""
 
     name: str = "none"
     """One of `PRUNERS`, or the import path of an Optuna pruner class."""

@@ -184,7 +184,7 @@ class WorkerRank:
             output.send_to(self._rank.folder.rank_log(self._rank.attempt, self._rank.facts.rank))
 
     def _too_much(self) -> str | None:
-        """Return what trials have left on any rank beyond its limit; None after the first, which loads shared things."""
+        """Return what trials have left on any rank beyond the limits; None after the first, which loads shared code."""
         own = growth(self._held, ResourceUsage.now()) if self._held is not None else None
         if self._held is None:
             self._held = ResourceUsage.now()
