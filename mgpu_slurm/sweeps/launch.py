@@ -72,7 +72,7 @@ class Started:
     job_id: str | None
     """None if no worker was started."""
     lines: list[str]
-    """For people."""
+    """Output for people."""
     is_alive: bool = True
     """Whether a worker is running, or will be."""
     ended: frozenset[int] = frozenset()
@@ -180,7 +180,7 @@ def _rehearsed(made: Plan) -> list[str]:
     return [_NOTHING, *(["", made.script.rstrip()] if made.spec.is_queued else [])]
 
 
-# -- one that exists
+# -- an existing one
 
 
 def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Options, note: Note) -> Started:

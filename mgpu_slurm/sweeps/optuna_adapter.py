@@ -24,7 +24,7 @@ FIXED_PARAMS = "fixed_params"
 """Attribute of a trial that begins with given parameters, as `Study.enqueue_trial` sets it."""
 
 Density: TypeAlias = Callable[[dict[str, Any]], Any]
-"""Takes samples by parameter; returns the logarithm of how likely each of them is."""
+"""A function from samples by parameter to the logarithm of their probability densities."""
 
 
 def silence() -> None:
@@ -181,7 +181,7 @@ class WeightedTpe(TPESampler):
 
 
 class TextCmaEs(CmaEsSampler):
-    """CMA-ES whose optimizer a subclass keeps as text; Optuna itself unpickles it from attributes of trials.
+    """CMA-ES whose optimizer a subclass stores as text; Optuna itself unpickles it from attributes of trials.
 
     With a pickle, anyone who can write to the study's storage could run code in all workers.
     """

@@ -52,7 +52,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _made(name: str, state: dict[str, Any]) -> Any:
-    # it takes half a second, and few sweeps need it
+    # the import takes half a second, and few sweeps need it
     import cmaes
 
     cls = getattr(cmaes, _one_of(_CLASSES, name))

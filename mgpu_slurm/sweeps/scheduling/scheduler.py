@@ -17,7 +17,7 @@ class Decision(Enum):
 
 
 class Scheduler(ABC):
-    """Decides which trials continue."""
+    """The interface for deciding which trials continue."""
 
     @abstractmethod
     def decide(self, trial: Trial, progress: int) -> Decision:
@@ -30,7 +30,7 @@ class PrunerScheduler(Scheduler):
     def __init__(self, max_resource: int | None) -> None:
         """
         Args:
-            max_resource: the progress of a whole trial; None if unknown.
+            max_resource: the progress of a complete trial; None if unknown.
         """
         self._max_resource = math.inf if max_resource is None else max_resource
 

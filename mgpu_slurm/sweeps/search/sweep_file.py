@@ -28,7 +28,7 @@ _PASSWORD_OPTION = re.compile(r"[?&](?:password|passwd)=([^&]*)")
 
 @dataclass(frozen=True)
 class Sweep:
-    """A whole sweep file, checked as far as it can be without the job's own code."""
+    """A sweep file, checked as far as possible without the job's code."""
 
     study: str
     job: str | None
@@ -236,7 +236,7 @@ def _check_names(made: Sweep) -> None:
 
 
 def _check_points(made: Sweep) -> None:
-    """Check that enqueued points lie in the space."""
+    """Check that enqueued points are in the space."""
     if made.enqueue and made.sampler.name == "grid":
         raise UserError("enqueue: a grid has all of its points already: leave it out")
     if made.trials is not None and len(made.enqueue) > made.trials:

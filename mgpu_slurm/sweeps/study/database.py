@@ -128,7 +128,7 @@ class Database(BaseStorage):
                 " name a database of its own, or bring them up to date with optuna storage upgrade"
             )
 
-    # -- what is stored
+    # -- storage methods
 
     create_new_study = _asked_once(BaseStorage.create_new_study)
     delete_study = _asked_once(BaseStorage.delete_study)
@@ -173,7 +173,7 @@ class Database(BaseStorage):
             if self._rdb is not None:
                 self._rdb.engine.dispose()
 
-    # -- how it is asked
+    # -- calls and connections
 
     def _ask(self, call: Callable[[], Answer], is_repeatable: bool = True) -> Answer:
         """Repeat a call until it is answered, and return the answer.
@@ -231,7 +231,7 @@ class Database(BaseStorage):
 
 class _Rdb(CreateOnceStorage):
     shown = ""
-    """Names the database in errors."""
+    """Name of the database in errors."""
 
     def creation_lost(self) -> ClusterError:
         return _unknown(self.shown, "it was lost when a trial was created")

@@ -78,7 +78,7 @@ def workers_with_trials(trials: Sequence[FrozenTrial]) -> set[int]:
 
 
 def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial, reason: str) -> bool:
-    """Return whether a trial that has failed there should be tried on another worker before it counts as failed.
+    """Return whether a trial that failed there should be tried on another worker before it counts as failed.
 
     The node may be broken if trial after trial fails there with the same error. Training the same parameters elsewhere
     shows whether it is. Each time that such a trial fails elsewhere too, the number of failures needed doubles.

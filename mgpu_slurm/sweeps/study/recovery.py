@@ -136,7 +136,7 @@ def fail(
 
 
 def write_outcome(trial: RunFolder, record: dict[str, Any]) -> None:
-    """Write how a trial ended, and remove an outcome written by a worker that died before it told the study."""
+    """Write how a trial ended, and remove an outcome of a worker that died before reporting it to the study."""
     file, other = trial.result, trial.failure
     if record["state"] == "FAIL":
         file, other = other, file

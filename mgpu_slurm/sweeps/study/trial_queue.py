@@ -142,7 +142,7 @@ def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back
         if sweep.trials is not None and number >= sweep.trials:
             return None
         new = _begin(study, worker, _point(sweep, number))
-    # the sampler chooses here, which may take long
+    # the sampler runs here, which may take long
     return Trial(study, new)
 
 
@@ -244,7 +244,7 @@ def fail(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool = Fal
 
 
 def blame(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool) -> None:
-    """Write down why a trial has no value.
+    """Record why a trial has no value.
 
     Args:
         is_own_fault: whether its own code is the cause and would fail again; the sampler then avoids its parameters.

@@ -40,14 +40,14 @@ def find(name: str) -> tuple[RunFolder, Sweep, Study]:
     return folder, sweep, studies.load(sweep, folder.journal)
 
 
-# -- to start with
+# -- warm start
 
 
 def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
-    """Return copies of an earlier study's trials that lie in the space of this one.
+    """Return copies of an earlier study's trials that are in the space of this one.
 
     Raises:
-        UserError: the earlier study has another metric or direction, or none of its trials lies in this space.
+        UserError: the earlier study has another metric or direction, or none of its trials is in this space.
     """
     _, other, known = find(name)
     if (other.metric, other.direction) != (sweep.metric, sweep.direction):
@@ -88,7 +88,7 @@ def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | Non
     )
 
 
-# -- to search around
+# -- grid around the best trials
 
 
 def around(values: dict[str, Any], name: str) -> dict[str, Any]:

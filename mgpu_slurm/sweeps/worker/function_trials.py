@@ -1,4 +1,4 @@
-"""A trial that is a call of a job function, in the worker's own process and process group."""
+"""A trial that is a call of a job function, in the worker's process and process group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class FunctionTrainer:
         self._job = job_loading.job_function(rank.spec, rank.folder)
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
-        """
+        """Train a trial by calling the job function.
+
         Raises:
             RunStopped: the ranks have to be restarted.
             SweepFailed: the sweep cannot continue.

@@ -174,7 +174,7 @@ class StudyClient:
     # -- in a trial
 
     def report(self, progress: int, metrics: dict[str, float]) -> str | None:
-        """Tell the study what the trial reports; return why it is to be pruned, or None if it continues."""
+        """Report the trial's metrics to the study; return why to prune the trial, or None if it continues."""
         own = self._running()
         value = metrics.get(self._sweep.metric)
         shown: dict[str, Any] = {"progress": progress, "metrics": metrics}
@@ -183,7 +183,7 @@ class StudyClient:
         self._shared.show(**shown)
         if self._shared.summary_is_due:
             self._shared.write_summary(at_once=False)
-        # a report without the metric says nothing to the pruner; the job may report or return it later
+        # the pruner ignores a report without the metric, which the job may report or return later
         return None if value is None else own.report(progress, value)
 
     def _missing(self, metrics: dict[str, float]) -> str:
@@ -319,6 +319,6 @@ class Ending:
     """How a trial ended on a rank."""
 
     tell: Callable[[StudyClient], None]
-    """How rank 0 reports it to the study."""
+    """Call by which rank 0 reports it to the study."""
     leave: Leave | None = None
     """Why the worker leaves its nodes too, or None if it stays; the same on all ranks."""

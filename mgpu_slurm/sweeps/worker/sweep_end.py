@@ -58,7 +58,7 @@ class SweepEnd:
 
 
 def end_sweep(shared: WorkerStudy, reason: str, failed: bool) -> dict[str, Any]:
-    """Let no trial start any more."""
+    """Mark the sweep as over, so that no more trials start."""
     over = {"reason": reason, "failed": failed}
     studies.note(shared.study, studies.OVER, over)
     note(f"the sweep is over: {reason}")

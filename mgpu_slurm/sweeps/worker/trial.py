@@ -22,7 +22,7 @@ from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 HOPELESS = "worse than the other trials"
-"""Why the scheduler prunes a trial."""
+"""Reason of a trial that the scheduler prunes."""
 
 
 class WorkerTrial:

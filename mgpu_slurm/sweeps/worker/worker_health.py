@@ -26,7 +26,7 @@ LONGEST_WAIT = 600.0
 
 
 class WorkerHealth:
-    """A worker's check whether trials fail because of its node."""
+    """A check whether trials fail because of this worker's node."""
 
     def __init__(self, shared: WorkerStudy) -> None:
         self._shared = shared
@@ -82,7 +82,7 @@ class WorkerHealth:
         self._leave_if_broken(trials)
 
     def is_doubtful(self, trial: FrozenTrial, reason: str) -> bool:
-        """Return whether another worker should try a trial that has failed here."""
+        """Return whether another worker should try a trial that failed here."""
         is_doubtful = health.is_doubtful(self._shared.trials(), self._place, trial, reason)
         return is_doubtful and self._is_at_work(but={self._number})
 

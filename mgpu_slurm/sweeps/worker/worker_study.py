@@ -62,7 +62,7 @@ class WorkerStudy:
         return summary.own_trials(self.study)
 
     def recover(self, at_once: bool = False) -> None:
-        """Take trials away from workers that are dead.
+        """Release the trials of dead workers.
 
         Args:
             at_once: check now; if False, only if no worker has checked for a while.
