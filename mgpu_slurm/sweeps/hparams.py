@@ -1,8 +1,8 @@
 """A sweep in the HParams tab of TensorBoard: one experiment, and a session for each trial.
 
-The plugin takes one record of an experiment, whichever it meets first, and of each session's start and end the first
-that it reads. So the study has the one experiment, with the columns of all trials, in a file that is replaced as a
-whole; and a trial has a file for its start, and one for its end once that is for good.
+The plugin uses only one record of an experiment, the first that it finds, and the first start and end of each session.
+So the study has a single experiment with the columns of all trials, in a file that is replaced as a whole. A trial has
+a file for its start, and another for its end once that is final.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ if TYPE_CHECKING:
 End = Literal["done", "pruned", "failed"]
 
 Experiment: TypeAlias = Any
-"""The plugin's message of that name: columns for parameters and metrics. Its messages have no types."""
+"""The plugin's message of that name: columns for parameters and metrics. The plugin's messages are untyped."""
 Column: TypeAlias = Any
 """The plugin's `HParamInfo`: one parameter."""
 
 PRUNED = "trial/pruned"
-"""A metric of trials that have ended: 1 where the study gave the trial up, else 0, or without a pruner nothing. The
-plugin's own status of a session has no word for that."""
+"""Metric of ended trials: 1 if the trial was pruned, else 0, or missing without a pruner. The plugin's session status
+has no value for pruned."""
 
 _EXPERIMENT = f"{event_writer.PREFIX}experiment"
 _START, _END = "session-start", "session-end"
 _TOO_MANY = 10
-"""Values of a choice which the tab does not offer one by one any more: it takes a pattern then, also for numbers."""
+"""Number of values from which the tab does not list a choice's values: it asks for a pattern, even for numbers."""
 _LARGEST_WHOLE = 2**53
-"""Numbers of the plugin are doubles, which do not hold every whole one beyond it."""
+"""Largest integer up to which the plugin's numbers, which are doubles, are exact."""
 
 
 @contextmanager
 def may_fail() -> Iterator[None]:
-    """No trial dies of what TensorBoard would have shown of it."""
+    """Turn errors into a warning: a trial must not fail because of TensorBoard."""
     try:
         yield
     except Exception as error:
-        # also what damaged files of before make of its readers
+        # including errors in reading damaged older files
         print(f"mgpu_slurm: WARNING: TensorBoard's parameters cannot be written: {error}", flush=True)
 
 
 def write_experiment(study: RunFolder, sweep: Sweep) -> None:
-    """Writes the study's columns, before its first trial; those of a space that is a function only trials tell."""
+    """Write the study's columns before its first trial; those of a space function are known only from trials."""
     study.tensorboard.mkdir(exist_ok=True)
     _write_experiment(study, _first_experiment(sweep))
 
 
 def write_start(trial: RunFolder, sweep: Sweep, values: Values, chosen: Mapping[str, BaseDistribution]) -> None:
-    """Writes a trial's parameters: its session is on until an end is written.
+    """Write a trial's parameters; its session is running until an end is written.
 
-    One that is begun again is the same session, and has no end any more.
+    A trial that is begun again continues the same session, and its end is removed.
 
     Args:
-        values: as the job gets them; a parameter that is not active is missing.
-        chosen: what the study has chosen from, by name.
+        values: the values passed to the job, without inactive parameters.
+        chosen: the distributions that the values were chosen from, by name.
     """
     trial.tensorboard.mkdir(parents=True, exist_ok=True)
     _remove(trial, _END)
@@ -86,17 +86,17 @@ def write_start(trial: RunFolder, sweep: Sweep, values: Values, chosen: Mapping[
 
 
 def write_end(trial: RunFolder, sweep: Sweep, end: End, result: Mapping[str, float] | None = None) -> None:
-    """Writes how a trial has ended for good; one that goes on later has not ended.
+    """Write how a trial ended for good; a trial that is resumed later has not ended.
 
     Args:
-        result: what has come of it, by metric. Where it is not what the trial has reported last, it becomes the last
-            point of the curve: that is what the tab shows.
+        result: the result by metric. If it differs from the last report, it becomes the last point of the curve, which
+            is what the tab shows.
     """
     trial.tensorboard.mkdir(parents=True, exist_ok=True)
     result = result or {}
     reported, step = _last_report(trial)
     scalars = {name: value for name, value in result.items() if reported.get(name) != value}
-    # without a pruner too the study gives up what is no number; a failed one is told by its status
+    # a trial with a NaN or infinite value is pruned even without a pruner; a failed trial is marked by its status
     if end == "pruned" or (end == "done" and sweep.pruner.name != "none"):
         scalars[PRUNED] = float(end == "pruned")
     _widened(trial.group, sweep, _experiment([], [*reported, *scalars]))
@@ -105,7 +105,7 @@ def write_end(trial: RunFolder, sweep: Sweep, end: End, result: Mapping[str, flo
 
 
 def _last_report(trial: RunFolder) -> tuple[dict[str, float], int]:
-    """The last value of each metric, and the last step."""
+    """Return the last value of each metric, and the last step."""
     values: dict[str, float] = {}
     step = 0
     for record in read_jsonl(trial.metrics):
@@ -115,7 +115,7 @@ def _last_report(trial: RunFolder) -> tuple[dict[str, float], int]:
 
 
 def parameters_of(trial: RunFolder) -> dict[str, Any]:
-    """A trial's parameters as its session has them; none where it has not begun."""
+    """Return the parameters recorded in a trial's session; empty if it has not begun."""
     from google.protobuf.json_format import MessageToDict
     from tensorboard.plugins.hparams import metadata
 
@@ -133,7 +133,7 @@ def _is_constant(parameter: Parameter) -> bool:
 
 
 def _seen(name: str, value: Any, distribution: BaseDistribution | None) -> Parameter:
-    """The parameter of a space that is a function, as far as one trial tells."""
+    """Return a parameter of a space function, as far as it is known from one trial."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if isinstance(distribution, CategoricalDistribution) and value in distribution.choices:
@@ -141,7 +141,7 @@ def _seen(name: str, value: Any, distribution: BaseDistribution | None) -> Param
     if not _is_number(value):
         return Choice(name, {}, (value,))
     low = high = value
-    # the function may have made something else of what was chosen
+    # the function may have returned another value than the chosen one
     ranges = (FloatDistribution, IntDistribution)
     if isinstance(distribution, ranges) and distribution.low <= value <= distribution.high:
         low, high = distribution.low, distribution.high
@@ -149,11 +149,11 @@ def _seen(name: str, value: Any, distribution: BaseDistribution | None) -> Param
 
 
 def _column(parameter: Parameter) -> Column:
-    """Values of several kinds, and of those that the plugin does not know, are texts all of them."""
+    """Return the column of a parameter; mixed types, and types unknown to the plugin, become strings."""
     from tensorboard.plugins.hparams import api_pb2 as api
 
-    # shown at first are five of those that differ: parallel coordinates leave out a trial in which a shown one is
-    # missing, so that such as are always there come first
+    # the tab first shows five columns marked as differing; parallel coordinates omit a trial that lacks one of them,
+    # so only parameters that are always present are marked
     column = api.HParamInfo(name=parameter.name, differs=not parameter.when)
     values = parameter.ends()
     if all(isinstance(value, bool) for value in values):
@@ -178,7 +178,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _text(value: Any, values: Sequence[Any]) -> str:
-    """A value as text; among values that are no texts, "null" is not null."""
+    """Return a value as text; if not all values are texts, the text "null" differs from null."""
     is_plain = isinstance(value, str) and (all(isinstance(other, str) for other in values) or not _is_json(value))
     return str(value) if is_plain else json.dumps(value)
 
@@ -221,12 +221,12 @@ def _end(end: End) -> Any:
 
 
 def experiment_file(study: RunFolder) -> Path:
-    """One name for all time: TensorBoard would take the record of the older one of two files."""
+    """Return the path, which is always the same: of two files, TensorBoard would use the older one."""
     return study.tensorboard / _EXPERIMENT
 
 
 def read_experiment(study: RunFolder) -> Experiment | None:
-    """The study's columns; None where it has none yet."""
+    """Return the study's columns; None if it has none yet."""
     from tensorboard.plugins.hparams import metadata
 
     try:
@@ -237,7 +237,7 @@ def read_experiment(study: RunFolder) -> Experiment | None:
 
 
 def merged(experiments: Iterable[Experiment]) -> Experiment:
-    """One experiment with the columns of all of them."""
+    """Return one experiment with the columns of all."""
     columns: dict[str, Column] = {}
     metrics: dict[str, None] = {}
     for experiment in experiments:
@@ -249,7 +249,7 @@ def merged(experiments: Iterable[Experiment]) -> Experiment:
 
 
 def write_merged(studies: Iterable[RunFolder], run: Path) -> None:
-    """Writes one experiment for all of these studies, as a run of its own."""
+    """Write one experiment for all of these studies, as a separate run."""
     found = [experiment for experiment in map(read_experiment, studies) if experiment is not None]
     run.mkdir()
     _write(run / _EXPERIMENT, _event([_recorded(merged(found))]))
@@ -270,7 +270,7 @@ def _experiment(columns: Iterable[Column], metrics: Iterable[str]) -> Experiment
 
 
 def _wider(one: Column, other: Column) -> Column:
-    """A column for the values of both."""
+    """Return a column for the values of both."""
     from tensorboard.plugins.hparams import api_pb2 as api
 
     if one == other:
@@ -290,12 +290,12 @@ def _wider(one: Column, other: Column) -> Column:
 
 
 def _widened(study: RunFolder, sweep: Sweep, more: Experiment) -> Experiment:
-    """The study's experiment with these columns too; written again where it did not have them."""
+    """Add columns to the study's experiment and return it; it is rewritten only if columns were missing."""
     known = read_experiment(study)
     if known is not None and merged([known, more]) == known:
         return known
     study.tensorboard.mkdir(exist_ok=True)
-    # another worker may bring others at the same moment
+    # another worker may add other columns at the same moment
     with locked(study.tensorboard / "experiment.lock"):
         known = read_experiment(study) or _first_experiment(sweep)
         experiment = merged([known, more])
@@ -317,7 +317,7 @@ def _recorded(experiment: Experiment) -> Any:
 
 
 def _of_plugin(data: Any) -> Any:
-    """A value of the plugin's, which TensorBoard keeps by its tag."""
+    """Return a summary value of the plugin, which TensorBoard stores by its tag."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata
 
@@ -349,8 +349,8 @@ def _write_session(trial: RunFolder, what: str, values: Sequence[Any], step: int
 
 
 def _stamp(trial: RunFolder, what: str) -> int:
-    """By which a start is read before all curves, and an end after them: of a later file with an earlier step
-    TensorBoard thinks that the run went back."""
+    """Return a time stamp by which a start is read before all curves and an end after them; TensorBoard takes a later
+    file with an earlier step for a restarted run."""
     return int(time.time()) - 1 if what == _START else event_writer.next_stamp(trial.tensorboard)
 
 
@@ -364,12 +364,12 @@ def _remove(trial: RunFolder, what: str) -> None:
 
 
 def _write(path: Path, event: Any) -> None:
-    """Writes an event file whole, in the place of one that is there."""
+    """Write an event file as a whole, replacing an existing one."""
     write_whole(path, event_writer.encoded([event_writer.first_event(event.wall_time), event]), sync=False)
 
 
 def _contents(path: Path) -> Iterator[bytes]:
-    """What the plugin's values of a file written here hold."""
+    """Yield the content of each of the plugin's values in a file written by this module."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     data, place = path.read_bytes(), 0

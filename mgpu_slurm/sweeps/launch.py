@@ -1,4 +1,4 @@
-"""Starting a sweep from its file, or adding to one that exists."""
+"""Start a sweep from its file, or extend an existing one."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ _NOTHING = "nothing was started (--dry-run)"
 
 @dataclass(frozen=True)
 class Options:
-    """What a call says beside the sweep file."""
+    """Options of a call in addition to the sweep file."""
 
     executor: str = "auto"
     cluster: str | None = None
     dry_run: bool = False
     around: str | None = None
-    """An earlier study, around whose best trials a grid is searched."""
+    """An earlier study: search a grid around its best trials."""
     new_code: bool = False
-    """Whether workers that are started for a sweep that exists take the project's code as it is now."""
+    """Whether workers started for an existing sweep use the project's current code."""
     function: Callable[..., Any] | None = None
-    """The job function itself, which the sweep file's `job` only names."""
+    """The job function, which the sweep file's `job` only names."""
 
 
 DEFAULT = Options()
@@ -65,33 +65,33 @@ DEFAULT = Options()
 
 @dataclass(frozen=True)
 class Started:
-    """What has become of a call."""
+    """The result of a call."""
 
     folder: RunFolder
     executor: str
     job_id: str | None
-    """None where no worker was started."""
+    """None if no worker was started."""
     lines: list[str]
-    """For people."""
+    """Output for people."""
     is_alive: bool = True
-    """Whether a worker is at work, or will be."""
+    """Whether a worker is running, or will be."""
     ended: frozenset[int] = frozenset()
-    """Trials that had come to their end before."""
+    """Trials that had ended before the call."""
 
 
 def start(
     values: dict[str, Any], changes: dict[str, Any], source: str, options: Options = DEFAULT, note: Note = quiet
 ) -> Started:
-    """Starts the sweep that a file says, or makes one that exists so: more trials, more workers, another budget.
+    """Start the sweep that a file describes, or extend an existing one: more trials, more workers, another budget.
 
     Args:
-        values: of the file.
-        changes: laid over these.
+        values: the values of the file.
+        changes: values that override those of the file.
         source: names the file in errors.
-        note: hears that a cluster which does not answer is waited for.
+        note: called with a message when the call waits for a cluster that does not answer.
 
     Raises:
-        UserError: something in the file is wrong, or does not fit the study that there is; nothing has changed.
+        UserError: the file is invalid, or does not fit the existing study; nothing has changed.
         ClusterError: the cluster refused or did not answer.
     """
     if options.around is not None:
@@ -135,7 +135,7 @@ def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) 
         submission = submitting.submit(request, note, add)
     except BaseException:
         if made_there and not (layout.runs_root() / sweep.study).exists():
-            # what lies in a database does not go with the folder
+            # a study in a database is not deleted with the folder
             optuna_adapter.delete_study(made_there[0])
         raise
     made = submission.plan
@@ -160,14 +160,14 @@ def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
 
 
 def _probes(sweep: Sweep) -> tuple[dict[str, Any], ...]:
-    """Values of trials that the job's config has to take; a function's are tried out otherwise."""
+    """Return values of trials that the job's config must accept; those of a space function are tried elsewhere."""
     if sweep.command or isinstance(sweep.space, str):
         return ()
     return tuple(map(spaces.nested, sweep.space.probes()))
 
 
 def _probed(change: Change, sweep: Sweep) -> Change:
-    """With what a new code's config has to take."""
+    """Return the change with the values that the config of new code must accept."""
     return replace(change, probes=_probes(sweep)) if change.new_code else change
 
 
@@ -180,7 +180,7 @@ def _rehearsed(made: Plan) -> list[str]:
     return [_NOTHING, *(["", made.script.rstrip()] if made.spec.is_queued else [])]
 
 
-# -- one that exists
+# -- an existing one
 
 
 def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Options, note: Note) -> Started:
@@ -227,10 +227,10 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
 
 
 def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
-    """Starts workers for the trials that are left, also where the sweep was given up; the id of their job.
+    """Start workers for the remaining trials, even if the sweep was abandoned, and return the id of their job.
 
     Raises:
-        UserError: nothing is left to do, or workers are at work that leave no room for others.
+        UserError: nothing is left to do, or running workers leave no room for others.
     """
     for name in change.restart.given:
         raise UserError(f"--{name.replace('_', '-')}: of a sweep its file says it: change that, and call `sweep FILE`")
@@ -247,11 +247,11 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         over = studies.notes(study).get(studies.OVER)
         left, why = waiting_trials(study, sweep), ""
         if over is not None and over["failed"]:
-            # what was wrong may be mended
+            # the problem may be fixed
             studies.note(study, studies.OVER, None)
         elif over is not None:
             left, why = sum(map(studies.was_given_back, summary.own_trials(study))), f" ({over['reason']})"
-        # who was killed may have told the study of an end, and not this file
+        # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
         starting = workers_to_start(folder, sweep, found, left)
         if not starting:
@@ -278,8 +278,8 @@ def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
 def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> list[str]:
     """
     Args:
-        workers: that the file has more.
-        is_full: whether they have to wait for those at work.
+        workers: how many more the file asks for.
+        is_full: whether they have to wait for the running ones to end.
     """
     if not workers:
         return [] if is_alive else ["workers   none started: all trials are done"]
@@ -291,10 +291,10 @@ def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> li
 
 @contextmanager
 def _written(folder: RunFolder, values: dict[str, Any], undo: Callable[[], None]) -> Iterator[None]:
-    """The sweep's file with these values, which workers read when they start; an error takes that back.
+    """Write these values to the sweep file, which workers read when they start; restore it after an error.
 
     Args:
-        undo: takes back what else was done.
+        undo: reverts the other changes.
     """
     before = folder.sweep.read_text()
     files.write_whole(folder.sweep, configs.dump_yaml(values))
@@ -310,19 +310,19 @@ def _written(folder: RunFolder, values: dict[str, Any], undo: Callable[[], None]
 
 def _add(folder: RunFolder, study: optuna.Study, sweep: Sweep) -> None:
     with locked(folder.trials_lock):
-        # none begins meanwhile
+        # no trial starts meanwhile
         studies.queue(study, _late_points(sweep, study))
     if studies.notes(study).get(studies.OVER) is not None:
-        # the first worker looks whether it still is
+        # the first worker checks whether it still is over
         studies.note(study, studies.OVER, None)
     summary.write(folder, study, sweep)
 
 
 def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
-    """Known points that the study does not have yet.
+    """Return the enqueued points that the study does not have yet.
 
     Raises:
-        UserError: there is no room for them, or the study has others.
+        UserError: there is no room for them, or the study has different ones.
     """
     if sweep.sampler.name == "grid":
         return []
@@ -339,7 +339,7 @@ def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
 
 
 def forget(folder: RunFolder) -> None:
-    """Deletes a study where it is kept in a database; one of its folder goes with that.
+    """Delete a study that is kept in a database; one in a journal is deleted with its folder.
 
     Raises:
         ClusterError: the database does not answer.
@@ -350,7 +350,7 @@ def forget(folder: RunFolder) -> None:
     try:
         optuna_adapter.delete_study(studies.load(sweep, folder.journal))
     except NoStudy:
-        # somebody was faster, or was killed between that and its folder
+        # another process was faster, or was killed after deleting the study and before deleting the folder
         return
     except ClusterError as error:
         raise ClusterError(f"{error}; deleting {str(folder.path)!r} by hand leaves the study there") from None

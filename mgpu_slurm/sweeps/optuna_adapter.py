@@ -1,7 +1,7 @@
-"""Everything that this package takes from Optuna besides its public names.
+"""All uses of private names of Optuna.
 
-Optuna may change these names in any version. The module was written against Optuna 5.0.0, and 5.0 is the oldest version
-that it aims for; its test checks that each private name is there. No other module uses one.
+Optuna may change these names in any version. This module was written for Optuna 5.0.0, and 5.0 is the oldest supported
+version; its test checks that each private name exists. No other module uses one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FIXED_PARAMS = "fixed_params"
 """Attribute of a trial that begins with given parameters, as `Study.enqueue_trial` sets it."""
 
 Density: TypeAlias = Callable[[dict[str, Any]], Any]
-"""Takes samples by parameter; returns the logarithm of how likely each of them is."""
+"""A function from samples by parameter to the logarithm of their probability densities."""
 
 
 def silence() -> None:
-    """Let Optuna print warnings only: what becomes of trials is printed by this package."""
+    """Let Optuna print only warnings: this package prints how trials end."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
@@ -54,7 +54,7 @@ def journal_of(study: Study) -> BaseJournalBackend | None:
 
 
 def forget_cached_trials(study: Study) -> None:
-    """Let the next sampler read the trials anew, as `Study.ask` does."""
+    """Make the next sampler read the trials again, as `Study.ask` does."""
     study._thread_local.cached_all_trials = None
 
 
@@ -62,7 +62,7 @@ def forget_cached_trials(study: Study) -> None:
 
 
 def trial_count(study: Study) -> int:
-    """Return how many trials the study has in all states, without reading them."""
+    """Return the number of trials in all states, without reading them."""
     count: int = study._storage.get_n_trials(study._study_id)
     return count
 
@@ -77,7 +77,7 @@ def id_of(trial: FrozenTrial) -> int:
 
 
 def read_trial(study: Study, trial: Trial | FrozenTrial) -> FrozenTrial:
-    """Return the trial as the study has it now."""
+    """Return the current state of the trial in the study."""
     return study._storage.get_trial(trial._trial_id)
 
 
@@ -86,7 +86,7 @@ def set_trial_attribute(study: Study, trial: FrozenTrial, key: str, value: Any) 
 
 
 def set_trial_state(study: Study, trial: FrozenTrial, state: TrialState) -> bool:
-    """Set the state; return False for a trial that was to be started and that another worker has started."""
+    """Set the state; return False if the trial was to be started and another worker has started it."""
     return study._storage.set_trial_state_values(trial._trial_id, state)
 
 
@@ -94,22 +94,22 @@ def set_trial_state(study: Study, trial: FrozenTrial, state: TrialState) -> bool
 
 
 class CheckedJournalStorage(JournalStorage):
-    """Optuna's journal, of which a subclass handles the errors in reading what others have appended."""
+    """Optuna's journal; a subclass handles errors in reading what others have appended."""
 
     @abstractmethod
     def read_new(self, read: Callable[[], None]) -> None:
-        """Call `read`, by which Optuna reads what is new."""
+        """Call `read`, by which Optuna reads new records."""
 
     def _sync_with_backend(self) -> None:
         self.read_new(super()._sync_with_backend)
 
 
 class CreateOnceStorage(RDBStorage):
-    """Optuna's storage, which by itself creates a second trial when it does not hear that the first one is stored."""
+    """Optuna's storage without its retry, which creates a second trial if the first one is not confirmed."""
 
     @abstractmethod
     def creation_lost(self) -> Exception:
-        """Return the error to raise when nobody knows whether a new trial is stored."""
+        """Return the error to raise if it is unknown whether a new trial is stored."""
 
     def _create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> FrozenTrial:
         self._is_prepared = False
@@ -117,7 +117,7 @@ class CreateOnceStorage(RDBStorage):
 
     def _get_prepared_new_trial(self, *given: Any) -> Any:
         if self._is_prepared:
-            # all statements were taken, so that only the commit has failed: it may have arrived
+            # all statements succeeded and only the commit failed: it may have taken effect
             raise self.creation_lost()
         prepared = super()._get_prepared_new_trial(*given)
         self._is_prepared = True
@@ -128,7 +128,7 @@ class CreateOnceStorage(RDBStorage):
 
 
 class StudyView:
-    """A study that shows a sampler other trials; everything else is the study's."""
+    """A study that shows a sampler different trials and is otherwise the same."""
 
     def __init__(self, study: Study, shown: Callable[[list[FrozenTrial]], list[FrozenTrial]]) -> None:
         """
@@ -153,18 +153,18 @@ class StudyView:
 
 
 class WeightedTpe(TPESampler):
-    """TPE of which a subclass limits the best share of trials and weighs the gain of samples."""
+    """TPE; a subclass limits the best share of trials and weighs the gain of samples."""
 
     @abstractmethod
     def prepare(self, study: Study, search_space: dict[str, BaseDistribution]) -> None:
-        """Get ready for a proposal."""
+        """Prepare for a proposal."""
 
     @abstractmethod
     def weigh(self, gain: Any, samples: dict[str, Any]) -> Any:
         """Return the gain by which the best of the samples is chosen."""
 
     def limit_best_share(self, limit: int) -> None:
-        """Let at most this many trials be among the best, from which TPE draws."""
+        """Limit the number of best trials, from which TPE draws."""
         asked = vars(self).setdefault("_asked_gamma", self._gamma or default_gamma)
         self._gamma = lambda count: min(asked(count), limit)
 
@@ -181,20 +181,20 @@ class WeightedTpe(TPESampler):
 
 
 class TextCmaEs(CmaEsSampler):
-    """CMA-ES whose optimizer a subclass keeps as text; Optuna itself unpickles it from attributes of trials.
+    """CMA-ES whose optimizer a subclass stores as text; Optuna itself unpickles it from attributes of trials.
 
-    By a pickle, whoever can write to the study's storage would run code in all workers.
+    With a pickle, anyone who can write to the study's storage could run code in all workers.
     """
 
     _optimizer: Any = None
-    """Of the proposal that is being made."""
+    """Optimizer of the current proposal."""
 
     @abstractmethod
     def to_text(self, optimizer: Any) -> str: ...
 
     @abstractmethod
     def from_text(self, text: str) -> Any:
-        """Return the optimizer; None if the text is that of none."""
+        """Return the optimizer; None if the text is not that of an optimizer."""
 
     def _restore_optimizer(self, completed_trials: list[FrozenTrial]) -> Any:
         self._optimizer = next(filter(None, map(self._kept, reversed(completed_trials))), None)
@@ -211,5 +211,5 @@ class TextCmaEs(CmaEsSampler):
         return self._optimizer
 
     def _split_optimizer_str(self, optimizer_str: str) -> dict[str, str]:
-        # it is given the pickle of that optimizer
+        # the argument is a pickle of that optimizer
         return super()._split_optimizer_str(self.to_text(self._optimizer))

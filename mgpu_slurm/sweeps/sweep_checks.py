@@ -1,4 +1,4 @@
-"""Checks of a sweep file, against the job and against the sweep that exists."""
+"""Checks of a sweep file against the job and against an existing sweep."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 
 _PROGRESS_KEYS = ("epochs", "max_epochs", "num_epochs", "n_epochs")
-"""What jobs call the number of their epochs, which is the progress that most of them report."""
+"""Usual config keys for the number of epochs, which is the progress that most jobs report."""
 
 
 def check_classes(sweep: Sweep) -> None:
-    """Check that sampler and pruner take their options; a class of one's own may be only in the run's code."""
+    """Check that sampler and pruner accept their options; a user's class may exist only in the run's code."""
     if sweep.sampler.name in sweep_options.SAMPLERS or sweep.sampler.name.startswith("optuna."):
         construction.sampler_of(sweep.sampler, worker=0)
     if sweep.pruner.name in sweep_options.PRUNERS or sweep.pruner.name.startswith("optuna."):
@@ -27,9 +27,9 @@ def check_classes(sweep: Sweep) -> None:
 
 
 def check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
-    """Check that a trial comes as far as its pruner believes, as far as the job's config tells."""
+    """Check that a trial can reach the pruner's max_resource, if the job's config sets its length."""
     if not isinstance(sweep.space, Space):
-        # which may give the epochs too
+        # a space function may set the epochs too
         return
     most = sweep.pruner.max_resource
     searched = {parameter.name for parameter in sweep.space.parameters}
@@ -42,7 +42,7 @@ def check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
 
 
 def check_budget(sweep: Sweep, gpus_per_node: int | None) -> None:
-    """Check that a budget of GPU-hours is for workers with GPUs."""
+    """Check that the workers have GPUs if there is a budget of GPU-hours."""
     if sweep.budget.gpu_hours is not None and not gpus_per_node:
         raise UserError(
             f"budget: gpu_hours {sweep.budget.gpu_hours:g}: the workers have no GPU, and never use one up: give hours"
@@ -50,10 +50,10 @@ def check_budget(sweep: Sweep, gpus_per_node: int | None) -> None:
 
 
 def refuse_differences(old: Sweep, new: Sweep) -> None:
-    """Trials of one study have to compare.
+    """Check that a new file keeps the study's trials comparable.
 
     Raises:
-        UserError: the new file says something that makes them another study's.
+        UserError: the new file describes a different study.
     """
     told = []
     if isinstance(old.space, Space) and isinstance(new.space, Space):
@@ -74,7 +74,7 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
 
 
 def refuse_other_places(spec: Spec, executor: str, cluster: str | None) -> None:
-    """Check that the call names no other executor or cluster than those of the study."""
+    """Check that the call names the executor and cluster of the study, if it names any."""
     if executor not in ("auto", spec.executor):
         raise UserError(f"--executor {executor}: the study runs on {spec.executor}, and goes on there")
     if cluster not in (None, spec.cluster):
@@ -82,10 +82,10 @@ def refuse_other_places(spec: Spec, executor: str, cluster: str | None) -> None:
 
 
 def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
-    """What workers that are at work would not follow.
+    """Check that nothing changes which running workers would not adopt.
 
     Raises:
-        UserError: the file says something else of it.
+        UserError: the file changes such a setting.
     """
     told = [name for name in ("sampler", "pruner") if getattr(old, name) != getattr(new, name)]
     if change:
@@ -98,10 +98,10 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
 
 
 def change_of(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Change:
-    """What workers get that they did not have before.
+    """Return the resources that change for new workers.
 
     Raises:
-        UserError: the file does not say any more what it said before, and nobody knows what is to be instead.
+        UserError: the file no longer sets a resource that it set before, and its new value is unknown.
     """
     before, now = (
         {name: _of(each.resources, name) for name in RESOURCE_FLAGS} | each.resources.sbatch for each in (old, new)
@@ -116,7 +116,7 @@ def change_of(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Cha
     asked = resources_from(given, "resources")
     changed = [name for name in given if _of(asked, name) != _of(spec.resources, name)]
     if "sbatch" in changed and not set(asked.sbatch.items()) - set(spec.resources.sbatch.items()):
-        # the cluster's file has given more
+        # the additional options are from the cluster's file
         changed.remove("sbatch")
     return Change(flags={name: given[name] for name in changed})
 
@@ -126,5 +126,5 @@ def _of(resources: Resources, flag: str) -> Any:
 
 
 def flags_of(values: dict[str, Any]) -> dict[str, Any]:
-    """A file's resources by sbatch's long names."""
+    """Return a file's resources by sbatch's long option names."""
     return {str(name).replace("_", "-"): value for name, value in (values.get("resources") or {}).items()}

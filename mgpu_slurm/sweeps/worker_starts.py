@@ -1,4 +1,4 @@
-"""Which workers of a sweep that exists to start, and when."""
+"""Choosing which workers of an existing sweep to start, and when."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary
 
 LEAVING_SECONDS = 60.0
-"""For so long workers are waited for that have said that they leave."""
+"""Seconds to wait for workers that have announced that they leave."""
 
 Found: TypeAlias = Sequence[tuple[RunFolder, dict[str, Any]]]
-"""Workers and how they stand."""
+"""Workers and their states."""
 
 
 def settled(folder: RunFolder, note: Note) -> Found:
-    """The workers, once those have ended that have said that they leave: they take no trial any more."""
+    """Return the workers once those that announced to leave have ended: they take no more trials."""
     give_up = time.monotonic() + LEAVING_SECONDS
     while True:
         found = current_state.current([folder], note)
@@ -38,29 +38,29 @@ def settled(folder: RunFolder, note: Note) -> Found:
 
 
 def waiting_trials(study: optuna.Study, sweep: Sweep) -> int | None:
-    """How many trials wait for a worker; None for as many as the budget holds."""
+    """Return how many trials wait for a worker; None for as many as the budget allows."""
     return None if sweep.trials is None else summary.counts(summary.own_trials(study), sweep)["WAITING"]
 
 
 def workers_to_start(folder: RunFolder, sweep: Sweep, found: Found, left: int | None) -> list[RunFolder]:
-    """Workers to start, those that have ended first, and of these who did not complete.
+    """Return the workers to start: first ended ones that did not complete, then other ended ones, then new ones.
 
     Args:
-        left: trials that wait; None for as many as the budget holds.
+        left: number of waiting trials; None for as many as the budget allows.
     """
     alive = sum(states.is_alive(state["state"]) for _, state in found)
     wanted = max(0, sweep.workers - alive)
     if left is not None:
         wanted = min(wanted, left)
     ended = [(member, state["state"]) for member, state in found if not states.is_alive(state["state"])]
-    # sorting keeps their order
+    # the sort is stable
     ended.sort(key=lambda each: each[1] == states.COMPLETED)
     new = [folder.of_task(number) for number in range(len(found), len(found) + max(0, wanted - len(ended)))]
     return [*(member for member, _ in ended[:wanted]), *new]
 
 
 def make_room(folder: RunFolder, starting: Sequence[RunFolder]) -> None:
-    """Lets the sweep have more workers; as long as nobody starts them, they count as cancelled."""
+    """Raise the sweep's number of workers; new ones count as cancelled until they are started."""
     spec = read_spec(folder)
     assert spec.tasks is not None
     tasks = max(spec.tasks, 1 + max(member.task or 0 for member in starting))

@@ -1,4 +1,4 @@
-"""Making the sampler and the pruner that a sweep file names."""
+"""Construction of the sampler and the pruner that a sweep file names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 _SAMPLERS = {
     "tpe": "optuna.samplers.TPESampler",
     "random": "optuna.samplers.RandomSampler",
-    # every trial begins with the values of its point, and nothing is left to choose
+    # every trial begins with the values of its grid point, so nothing is left to sample
     "grid": "optuna.samplers.RandomSampler",
     "gp": "optuna.samplers.GPSampler",
     "cmaes": "optuna.samplers.CmaEsSampler",
@@ -27,15 +27,15 @@ _SAMPLERS = {
 
 
 def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
-    """The sampler of one attempt of a worker.
+    """Return the sampler for one attempt of a worker.
 
     Raises:
-        UserError: there is no such class, or it does not take these options.
+        UserError: there is no such class, or it does not accept these options.
     """
     cls = samplers.learning_from_failures(_class("sampler", _SAMPLERS.get(asked.name, asked.name)))
     options = dict(asked.options)
     if asked.seed is not None:
-        # by one seed for all, those that start together would try the same points, and one that comes back its old ones
+        # with the same seed, workers that start together would try the same points, and a restarted one its old points
         options["seed"] = int(np.random.SeedSequence((asked.seed, worker, attempt)).generate_state(1)[0])
     made = _made(f"sampler {asked.name}", cls, options)
     if not isinstance(made, BaseSampler):
@@ -46,7 +46,7 @@ def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
 def _made(what: str, cls: Callable[..., Any], options: dict[str, Any]) -> Any:
     try:
         with warnings.catch_warnings():
-            # who names such a class, or option, knows
+            # the user chose an experimental class or option on purpose
             warnings.simplefilter("ignore", ExperimentalWarning)
             return cls(**options)
     except (TypeError, ValueError) as error:
@@ -66,13 +66,13 @@ def pruner_of(asked: Pruner) -> BasePruner:
     """Return the pruner.
 
     Raises:
-        UserError: there is no such class, or it does not take these options.
+        UserError: there is no such class, or it does not accept these options.
     """
     if asked.name == "hyperband":
         assert asked.max_resource is not None
         return HyperbandPruner(asked.min_resource, asked.max_resource, asked.reduction_factor)
     if asked.name == "median":
-        # what is reported at the least resource is looked at already
+        # a report at the minimum resource is already considered
         return MedianPruner(n_startup_trials=asked.startup_trials, n_warmup_steps=asked.min_resource)
     if asked.name == "none":
         return NopPruner()

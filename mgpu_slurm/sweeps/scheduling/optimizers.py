@@ -1,4 +1,4 @@
-"""CMA-ES optimizers as text in which nobody can hide code: a pickle runs whatever its writer put into it.
+"""CMA-ES optimizers as text that cannot contain code, unlike a pickle, which may run code when it is loaded.
 
 The text is JSON in base64, since databases may limit an attribute to 2,048 characters after quotes are escaped. Like
 cmaes' own pickles it leaves out the random generator, which Optuna seeds before each use.
@@ -33,7 +33,7 @@ def from_text(text: str) -> Any:
 
 def _encoded(value: Any) -> Any:
     if type(value).__name__ in _CLASSES:
-        # what pickle would keep
+        # the state that pickle would store
         state = value.__reduce_ex__(2)[2]
         return {"class": type(value).__name__, "state": {name: _encoded(each) for name, each in state.items()}}
     if isinstance(value, (np.ndarray, np.generic)):
@@ -47,12 +47,12 @@ def _decoded(value: Any) -> Any:
     if "class" in value:
         return _made(value["class"], {name: _decoded(each) for name, each in value["state"].items()})
     array = np.array(value["values"], dtype=_one_of(_DTYPES, value["dtype"])).reshape(value["shape"])
-    # NumPy's scalars do not compute as Python's do
+    # NumPy scalars compute differently from Python's
     return array if value["shape"] else array[()]
 
 
 def _made(name: str, state: dict[str, Any]) -> Any:
-    # it takes half a second, and few sweeps need it
+    # the import takes half a second, and few sweeps need it
     import cmaes
 
     cls = getattr(cmaes, _one_of(_CLASSES, name))

@@ -1,7 +1,7 @@
-"""Samplers that learn from failures too: a trial that its own code ended counts as worse than all that have a value.
+"""Samplers that learn from failures too: a trial that failed in its own code counts as worse than all with a value.
 
-Optuna's samplers do not see failed trials, so they propose the same parameters again. In the study these trials stay
-what they are; only the sampler is shown a study in which they have ended badly.
+Optuna's samplers ignore failed trials, so they propose the same parameters again. The study keeps these trials as they
+are; only the sampler sees a study in which they have bad values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mgpu_slurm.sweeps.optuna_adapter import Density, StudyView, TextCmaEs, Weig
 from mgpu_slurm.sweeps.scheduling import optimizers
 
 OWN_FAULT = "mgpu:own_fault"
-"""Of a trial that failed, or was pruned: its own code raised the error, or its value was no number."""
+"""Attribute of a trial that failed or was pruned: its own code raised the error, or its value was NaN or infinite."""
 
 INNOCENT = "mgpu:innocent:"
-"""Of a study, followed by the number of a worker: trials that failed because its node is broken."""
+"""Attribute of a study, followed by a worker's number: trials that failed because its node is broken."""
 
 DOUBT = "mgpu:doubt"
-"""Of a trial that failed on a worker whose node may be broken: which worker, when, why and after how many reports."""
+"""Attribute of a trial that failed on a worker whose node may be broken: worker, time, reason and number of reports."""
 
 SAFETY = 0.3
-"""Power of the probability that a trial does not fail, by which TPE's gain is weighed.
+"""Power of the probability that a trial does not fail, by which TPE's gain is weighted.
 
-When half of a space fails and the best values lie at its edge, 41 of 100 trials fail without it, 34 with it, and 22
+If half of a space fails and the best values lie at its edge, 41 of 100 trials fail without it, 34 with it, and 22
 with a power of 1, which finds worse values.
 """
 
@@ -47,7 +47,7 @@ def learning_from_failures(cls: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LearnsFromFailures(BaseSampler):
-    """A base to put before the class of a sampler."""
+    """A mixin to put before the class of a sampler."""
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return super().infer_relative_search_space(self._shown(study), trial)  # type: ignore[safe-super]
@@ -73,16 +73,16 @@ class _LearnsFromFailures(BaseSampler):
         return self._as_worst(trials, bad, study.direction)
 
     def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
-        """Return the trials with those of these numbers as worse than all others."""
+        """Return the trials, with those in `bad` made worse than all others."""
         raise NotImplementedError
 
 
 class _Tpe(_LearnsFromFailures, WeightedTpe):
     _odds: tuple[Density, Density] | None = None
-    """Of the trials that have a value, and of the bad ones."""
+    """Densities of the trials with a value and of the bad trials, weighted by their counts."""
 
     def _as_worst(self, trials: Sequence[FrozenTrial], bad: set[int], direction: StudyDirection) -> list[FrozenTrial]:
-        # it is asked for them four times for each new trial, and they have ended
+        # copies are kept: the sampler reads them four times per new trial, and ended trials do not change
         copies: dict[int, FrozenTrial] = vars(self).setdefault("_copies", {})
         for trial in trials:
             if trial.number in bad and trial.number not in copies:
@@ -95,7 +95,7 @@ class _Tpe(_LearnsFromFailures, WeightedTpe):
         ended = [each for each in ended if search_space.keys() <= each.params.keys()]
         good = list(filter(_has_value, ended))
         bad = [each for each in ended if not _has_value(each)]
-        # bad trials stay out of the best share, also while fewer trials than its size have a value
+        # keep bad trials out of the best share even while fewer trials than its size have a value
         self.limit_best_share(len(good))
         self._odds = None
         if bad:
@@ -121,7 +121,7 @@ class _ByValue(_LearnsFromFailures):
             # a model of equal values would propose one corner of the space again and again
             return list(trials)
         low, high = min(values), max(values)
-        # not by much more than values differ: a model would see nothing but the step between good and bad
+        # no larger than the range of values: a model would otherwise see only the step between good and bad
         margin = (high - low) or max(abs(high), 1.0)
         worse = low - margin if direction == StudyDirection.MAXIMIZE else high + margin
         return [_copied(trial, TrialState.COMPLETE, worse) if trial.number in bad else trial for trial in trials]
@@ -132,7 +132,7 @@ class _Gp(_ByValue, GPSampler):
 
 
 class _Cmaes(_ByValue, TextCmaEs):
-    """It keeps its optimizer as JSON."""
+    """CMA-ES that stores its optimizer as JSON."""
 
     def to_text(self, optimizer: Any) -> str:
         return optimizers.to_text(optimizer)
@@ -145,15 +145,15 @@ _LEARNING: dict[type, type] = {TPESampler: _Tpe, GPSampler: _Gp, CmaEsSampler: _
 
 
 def has_failed(trial: FrozenTrial) -> bool:
-    """Return whether a trial failed, or was pruned because its value is no number."""
+    """Return whether a trial failed, or was pruned because its value is NaN or infinite."""
     return trial.state == TrialState.FAIL or (trial.state == TrialState.PRUNED and OWN_FAULT in trial.system_attrs)
 
 
 def _innocent(trials: Sequence[FrozenTrial], notes: dict[str, Any]) -> set[int]:
     """Return the numbers of the trials that failed because a worker's node is broken.
 
-    A worker leaves as soon as another one brings a trial further. If that trial fails there after all, it has shown
-    nothing, and the worker's failures are the trials' own again.
+    A worker leaves as soon as its failed trial gets further on another worker. If that trial fails there after all, it
+    proves nothing, and the worker's failures count as the trials' own again.
     """
     tried_elsewhere: dict[str, list[FrozenTrial]] = {}
     for trial in trials:

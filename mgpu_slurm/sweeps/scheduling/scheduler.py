@@ -1,4 +1,4 @@
-"""Deciding at each report of a trial whether it continues."""
+"""Schedulers, which decide at each report of a trial whether it continues."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from optuna.trial import Trial
 
 
 class Decision(Enum):
-    """What becomes of a trial that has reported."""
+    """Whether a trial that has reported continues."""
 
     CONTINUE = "continue"
     PRUNE = "prune"
 
 
 class Scheduler(ABC):
-    """Decides which trials continue."""
+    """The interface for deciding which trials continue."""
 
     @abstractmethod
     def decide(self, trial: Trial, progress: int) -> Decision:
-        """Decide on a trial whose value at this progress the study has."""
+        """Decide on a trial whose value at this progress is stored in the study."""
 
 
 class PrunerScheduler(Scheduler):
-    """Prunes what the study's pruner prunes."""
+    """A scheduler that prunes the trials that the study's pruner prunes."""
 
     def __init__(self, max_resource: int | None) -> None:
         """
         Args:
-            max_resource: the progress of a whole trial; None if unknown.
+            max_resource: the progress of a complete trial; None if unknown.
         """
         self._max_resource = math.inf if max_resource is None else max_resource
 
     def decide(self, trial: Trial, progress: int) -> Decision:
         if progress >= self._max_resource:
-            # it is at its end: to prune it would save nothing, and tell the sampler less
+            # the trial is at its end: pruning would save nothing and give the sampler less information
             return Decision.CONTINUE
         return Decision.PRUNE if trial.should_prune() else Decision.CONTINUE

@@ -1,4 +1,4 @@
-"""When a sweep is over: looked at before each trial, so that what runs comes to its end."""
+"""Checks whether a sweep is over. They are made before each trial, so that running trials are finished."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mgpu_slurm.sweeps.search.sweep_file import Sweep
 
 
 def spent(trials: Sequence[FrozenTrial], sweep: Sweep) -> str | None:
-    """Why no trial is to start any more; None where there is room for one.
+    """Return why no more trials should start; None if another one may.
 
     Args:
-        trials: of the study, but for those that it started with.
+        trials: trials of the study, without those copied from an earlier study.
     """
     budget = sweep.budget
     ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.value is not None]
@@ -32,10 +32,10 @@ def spent(trials: Sequence[FrozenTrial], sweep: Sweep) -> str | None:
 
 
 def spent_time(sweep: Sweep, folder: RunFolder, gpus: int) -> str | None:
-    """As `spent`, for hours; it reads a file of each worker.
+    """Return why no more trials should start because of hours or GPU-hours; reads a file of each worker.
 
     Args:
-        gpus: of each worker.
+        gpus: number of GPUs of each worker.
     """
     budget = sweep.budget
     if budget.hours is not None and (hours := hours_since_start(folder)) >= budget.hours:
@@ -46,7 +46,7 @@ def spent_time(sweep: Sweep, folder: RunFolder, gpus: int) -> str | None:
 
 
 def since_best(trials: Sequence[FrozenTrial], sweep: Sweep) -> int:
-    """How many trials have ended since the best one did; those that failed do not count."""
+    """Return how many trials have ended since the best one, without failed ones."""
     ended = [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
     ended.sort(key=lambda trial: (trial.datetime_complete or datetime.max, trial.number))
     best = -math.inf if sweep.direction == "maximize" else math.inf
@@ -67,11 +67,11 @@ def _is_better(value: float | None, than: float, sweep: Sweep, or_equal: bool = 
 
 
 def hours_since_start(folder: RunFolder) -> float:
-    """Since the first worker started; 0 before that."""
+    """Return the hours since the first worker started; 0 before that."""
     starts = [begun for member in lookup.members(folder) for begun, _ in records.spans(member)]
     return (datetime.now(timezone.utc) - min(starts)).total_seconds() / 3600 if starts else 0.0
 
 
 def worker_hours(folder: RunFolder) -> float:
-    """How long all workers together have had their nodes."""
+    """Return the hours for which workers have held their nodes, summed over all workers."""
     return sum(map(records.hours, lookup.members(folder)))

@@ -1,4 +1,4 @@
-"""The parameters that a sweep searches: ranges of numbers and choices, and the values that each of them takes."""
+"""The parameters that a sweep searches: ranges of numbers and choices, and the values that each accepts."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ if TYPE_CHECKING:
     from optuna.trial import BaseTrial
 
 _SOMEWHERE = 0.381966
-"""Between the ends of a range, as a share of it."""
+"""Position of a value between the ends of a range, as a share of it."""
 
 Values: TypeAlias = dict[str, Any]
-"""Parameters by name; one whose condition does not hold is missing."""
+"""Values of parameters by name, without inactive ones."""
 
 
 @dataclass(frozen=True)
 class Parameter(ABC):
-    """One parameter. It is there where each of those that its condition names has one of these values."""
+    """One parameter. It is active if every parameter in `when` has one of the values listed there."""
 
     name: str
     when: Mapping[str, tuple[Any, ...]]
 
     @abstractmethod
     def suggest(self, trial: BaseTrial) -> Any:
-        """A value by the study's sampler."""
+        """Return a value chosen by the study's sampler."""
 
     @abstractmethod
     def takes(self, value: Any) -> bool:
-        """Whether it may have this value."""
+        """Return whether the parameter may have this value."""
 
     def restored(self, kept: Any) -> Any:
-        """The value, from what the study keeps of it."""
+        """Return the value from its form in the study."""
         return kept
 
     @abstractmethod
     def points(self) -> Sequence[Any]:
-        """All values, for a grid.
+        """Return all values, for a grid.
 
         Raises:
-            UserError: there is no end of them.
+            UserError: there are infinitely many.
         """
 
     @abstractmethod
     def ends(self) -> Sequence[Any]:
-        """The least and the greatest of a range, or all choices."""
+        """Return the lowest and highest value of a range, or all choices."""
 
     def probes(self) -> Sequence[Any]:
-        """Values that the job's config has to take, if it takes any."""
+        """Return values that the job's config must accept if it accepts the parameter at all."""
         return self.ends()
 
     @property
     @abstractmethod
     def words(self) -> str:
-        """The range, for people."""
+        """The range, in words for people."""
 
     def is_active(self, values: Values) -> bool:
         return all(name in values and values[name] in allowed for name, allowed in self.when.items())
@@ -68,7 +68,7 @@ class Parameter(ABC):
 
 @dataclass(frozen=True)
 class Float(Parameter):
-    """Numbers from `low` to `high`, both of them included."""
+    """Numbers from `low` to `high`, inclusive."""
 
     low: float
     high: float
@@ -92,7 +92,7 @@ class Float(Parameter):
         return (float(self.low), float(self.high))
 
     def probes(self) -> Sequence[float]:
-        """Also one between the ends, which no config takes for a whole number."""
+        """Return the ends and a value between them, which no config takes for an integer."""
         between = self.low + (self.high - self.low) * _SOMEWHERE if self.step is None else self.low + self.step
         return (*self.ends(), float(min(between, self.high)))
 
@@ -106,7 +106,7 @@ class Float(Parameter):
 
 @dataclass(frozen=True)
 class Int(Parameter):
-    """Whole numbers from `low` to `high`, both of them included."""
+    """Integers from `low` to `high`, inclusive."""
 
     low: int
     high: int
@@ -132,7 +132,7 @@ class Int(Parameter):
 
 @dataclass(frozen=True)
 class Choice(Parameter):
-    """One of some values, of any kind that YAML can say."""
+    """One of a list of values, each of any type that YAML supports."""
 
     values: tuple[Any, ...]
 
@@ -157,7 +157,7 @@ class Choice(Parameter):
 
 
 def label(value: Any) -> Any:
-    """What stands for a choice in the study: Optuna keeps numbers, texts and null, and nothing that has parts."""
+    """Return the form of a choice in the study: Optuna stores numbers, strings and null, but no lists or mappings."""
     return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
@@ -166,15 +166,15 @@ def _how(log: bool, step: float | None) -> str:
 
 
 def step_count(low: float, high: float, step: float) -> int:
-    """Return how often the step fits, by the numbers as written: in binary, 0.9 is less than three times 0.3."""
+    """Return how often the step fits, in decimal arithmetic: in binary, 0.9 is less than three times 0.3."""
     return int((Decimal(str(high)) - Decimal(str(low))) // Decimal(str(step)))
 
 
 def number_at(low: float, place: int, step: float) -> float:
-    """Return the number this many steps above `low`, by the decimals as written."""
+    """Return the number this many steps above `low`, in decimal arithmetic."""
     return float(Decimal(str(low)) + place * Decimal(str(step)))
 
 
 def is_number(value: Any, of_kind: Any) -> bool:
-    """Return whether a value is a finite number of this type, or of one of these types."""
+    """Return whether a value is a finite number of the given type or types."""
     return isinstance(value, of_kind) and not isinstance(value, bool) and math.isfinite(value)

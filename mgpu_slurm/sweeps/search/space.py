@@ -1,4 +1,4 @@
-"""The search space of a sweep: all of its parameters, and what each of them depends on."""
+"""The search space of a sweep: its parameters and their dependencies."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 LARGEST_GRID = 100_000
-"""Points: beyond that it is a mistake in the file, and no study would hold it."""
+"""Largest number of points of a grid. A larger one is a mistake in the file, and too large for a study."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """All parameters, each behind those that it depends on."""
+    """All parameters, each after those that it depends on."""
 
     parameters: tuple[Parameter, ...]
 
     def suggest(self, trial: BaseTrial) -> Values:
-        """Values for a trial by the study's sampler."""
+        """Return values for a trial, chosen by the study's sampler."""
         values: Values = {}
         for parameter in self.parameters:
             if parameter.is_active(values):
@@ -35,7 +35,7 @@ class Space:
         return values
 
     def takes(self, values: Values) -> bool:
-        """Whether a whole trial may have these values, and no others."""
+        """Return whether a trial may have exactly these values."""
         active: Values = {}
         for parameter in self.parameters:
             if parameter.is_active(active):
@@ -45,15 +45,15 @@ class Space:
         return active.keys() == values.keys()
 
     def restored(self, params: Mapping[str, Any]) -> Values:
-        """A trial's parameters as the job gets them, from what the study keeps of them."""
+        """Return a trial's parameters as passed to the job, from their form in the study."""
         return {parameter.name: parameter.restored(params[parameter.name]) for parameter in self.parameters
                 if parameter.name in params}  # fmt: skip
 
     def grid(self) -> list[Values]:
-        """Every combination, once; the last parameter changes fastest.
+        """Return every combination once; the last parameter changes fastest.
 
         Raises:
-            UserError: a range without an end of values, or more combinations than a study holds.
+            UserError: a range has infinitely many values, or there are more combinations than a study can hold.
         """
         return self._combinations
 
@@ -71,14 +71,14 @@ class Space:
         return found
 
     def probes(self) -> list[Values]:
-        """Values of whole trials in which every end of every parameter is met, for the job's config to be asked."""
+        """Return values of trials that cover the ends of every parameter, to check them against the job's config."""
         found = []
         for parameter in self.parameters:
             found += [self._with(parameter, value) for value in parameter.probes()]
         return found
 
     def _with(self, wanted: Parameter, value: Any) -> Values:
-        """A trial in which the parameter is there, with this value."""
+        """Return the values of a trial in which the parameter is active and has this value."""
         named = {parameter.name: parameter for parameter in self.parameters}
         forced: Values = {wanted.name: value}
         waiting = [wanted]
@@ -94,7 +94,7 @@ class Space:
         return values
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return a description of the parameters for people."""
         width = max((len(parameter.name) for parameter in self.parameters), default=0)
         return [f"{parameter.name:<{width}}  {parameter.words}{_condition(parameter)}" for parameter in self.parameters]
 
@@ -107,7 +107,7 @@ def _condition(parameter: Parameter) -> str:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"model.width": 32}` as `{"model": {"width": 32}}`, the form of a config."""
+    """Return `{"model.width": 32}` as `{"model": {"width": 32}}`, the form of a config."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         configs.put(found, name, value, name)
@@ -115,7 +115,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Space, new: Space) -> list[str]:
-    """In words, what another space has otherwise; empty where trials of the one belong to the other too."""
+    """Return in words how two spaces differ; empty if trials of one fit the other too."""
     before = {parameter.name: parameter for parameter in old.parameters}
     after = {parameter.name: parameter for parameter in new.parameters}
     told = [f"{name} is gone" for name in before if name not in after]

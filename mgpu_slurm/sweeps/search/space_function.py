@@ -1,6 +1,7 @@
-"""A space that is a function of the user's: what it chooses for a trial, and whether the job takes that.
+"""A search space that is a user's function: choosing a trial's values, and checking that the job accepts them.
 
-`python -m mgpu_slurm.sweeps.search.space_function FOLDER` tries it out: a process of its own imports the user's code.
+`python -m mgpu_slurm.sweeps.search.space_function FOLDER` tries the function in a separate process, which imports the
+user's code.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.training import job_loading
 
 DRAWS = 8
-"""Trials that are drawn from it beforehand, at random."""
+"""Number of random trials drawn to check the function."""
 
 
 def load(name: str, workdir: Path) -> Callable[[Trial], Values]:
-    """What gives a trial its parameters as the function of that name does; what that raises is passed on.
+    """Return a callable that chooses a trial's parameters by the named function; it passes on the function's errors.
 
     Args:
-        workdir: where the job stands in its code.
+        workdir: the job's working directory in its code.
 
     Raises:
         UserError: there is no such function, or its module cannot be imported.
@@ -55,10 +56,10 @@ def load(name: str, workdir: Path) -> Callable[[Trial], Values]:
 
 
 def try_out(folder: RunFolder) -> None:
-    """Draws some trials, and looks whether the job takes them.
+    """Draw some trials, and check that the job accepts them.
 
     Args:
-        folder: the sweep's, with its code, its spec and its file.
+        folder: the folder of the sweep, with its code, spec and sweep file.
 
     Raises:
         UserError: the function cannot be imported or fails, or its values do not fit.
@@ -73,7 +74,7 @@ def try_out(folder: RunFolder) -> None:
 
 
 def _problem(folder: RunFolder) -> str | None:
-    """What is wrong with the space of a sweep, in a line."""
+    """Return what is wrong with a sweep's space in one line; None if nothing is."""
     spec, sweep = read_spec(folder), sweep_file.load(folder.sweep)
     assert isinstance(sweep.space, str)
     workdir = folder.code / spec.workdir
@@ -85,7 +86,7 @@ def _problem(folder: RunFolder) -> str | None:
             try:
                 takes(choose(study.ask()))
             except optuna.TrialPruned:
-                # Optuna's word for a combination that makes no sense
+                # a space function raises it for an invalid combination
                 continue
     except UserError as error:
         return f"space {sweep.space}: {error}"
@@ -95,7 +96,7 @@ def _problem(folder: RunFolder) -> str | None:
 
 
 def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], Any]:
-    """What raises an error where a trial with these values would not start."""
+    """Return a callable that raises an error if a trial with the given values would not start."""
     if sweep.command:
         target.stand_in(folder.code / spec.workdir)
         return lambda values: trial_command.check_takes(sweep.command, values)

@@ -1,4 +1,4 @@
-"""Reading the search space from the `space:` of a sweep file, and checking it."""
+"""Parser of the search space, the `space:` key of a sweep file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, i
 from mgpu_slurm.sweeps.search.space import Space
 
 LARGEST_INT = 2**53
-"""What a float holds exactly, as which Optuna keeps whole numbers."""
+"""Largest integer up to which a float is exact; Optuna stores integers as floats."""
 
 
 def parse(given: Mapping[str, Any], source: str) -> Space:
-    """The space that a sweep file says.
+    """Return the space that a sweep file describes.
 
     Args:
-        given: its `space:`.
+        given: the value of its `space:`.
         source: names the file in errors.
 
     Raises:
-        UserError: what is wrong with which parameter, and the mend.
+        UserError: a parameter is invalid; the message names it and the fix.
     """
     if not isinstance(given, dict) or not given:
         raise UserError(f"{source}: space: expected at least one parameter, such as `lr: {{float: [0.001, 0.1]}}`")
@@ -66,7 +66,7 @@ def _choices(given: Any, what: str) -> tuple[Any, ...]:
     if not isinstance(given, list) or not given:
         raise UserError(f"{what}: choice {given!r}: expected a list of at least one value")
     for place, value in enumerate(given):
-        # 1, 1.0 and true are one and the same to Python, and a list is kept as its text
+        # 1, 1.0 and true are equal in Python, and a list is stored as text
         if label(value) in map(label, given[:place]):
             raise UserError(f"{what}: choice {json.dumps(value)} is there twice: leave one out")
     return tuple(given)
@@ -93,7 +93,7 @@ def _range(kind: str, name: str, when: Mapping[str, tuple[Any, ...]], options: d
         raise UserError(f"{what}: log and step do not go together: leave one out")
     if kind == "int":
         step = step or 1
-        # Optuna would lower the end by itself
+        # Optuna would lower the upper end itself
         return Int(name, when, low, low + (high - low) // step * step, log, step)
     high = high if step is None else number_at(low, step_count(low, high, step), step)
     return Float(name, when, float(low), float(high), log, None if step is None else float(step))
@@ -113,7 +113,7 @@ def _check_condition(parameter: Parameter, known: Mapping[str, Parameter], what:
 
 
 def _in_order(found: Mapping[str, Parameter], source: str) -> Iterator[Parameter]:
-    """Each behind those that it depends on, else as they stand in the file."""
+    """Yield each parameter after those that it depends on, otherwise in the order of the file."""
     left = dict(found)
     while left:
         free = next((parameter for parameter in left.values() if not parameter.when.keys() & left.keys()), None)

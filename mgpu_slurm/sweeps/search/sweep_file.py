@@ -1,6 +1,6 @@
-"""The sweep file: what is searched, how, with what, and for how long.
+"""The sweep file: search space, sampler, pruner, resources and budget.
 
-It is read once on the login node, and again by each worker.
+The login node reads it once, and each worker reads it again.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ _PASSWORD_OPTION = re.compile(r"[?&](?:password|passwd)=([^&]*)")
 
 @dataclass(frozen=True)
 class Sweep:
-    """A whole sweep file, checked as far as it can be without the job's own code."""
+    """A sweep file, checked as far as possible without the job's code."""
 
     study: str
     job: str | None
-    """The job function, as `submit` takes it; None where it is a command."""
+    """The job function, as passed to `submit`; None if the job is a command."""
     command: tuple[str, ...]
-    """Words with `{lr}` where a parameter stands; empty where it is a job function."""
+    """Words of the command, with `{lr}` for a parameter; empty if the job is a function."""
     metric: str
     direction: Literal["maximize", "minimize"]
     sampler: Sampler
     pruner: Pruner
     trials: int | None
-    """None for as many as the budget holds; of a grid, for all of its points."""
+    """None for as many as the budget allows, or for all points of a grid."""
     workers: int
     budget: Budget
     resources: Resources
-    """Of one worker."""
+    """Resources of one worker."""
     fixed: dict[str, Any]
-    """Values of the job's config that all trials share, by name."""
+    """Values of the job's config shared by all trials, by name."""
     space: Space | str
-    """Or the function that chooses: `module:function`, called with the trial."""
+    """The space, or the function that chooses the values: `module:function`, called with the trial."""
     storage: str | None
-    """A database by its URL, `${VARIABLE}` as it stands; None for the study's own journal."""
+    """URL of a database, with `${VARIABLE}` not expanded; None for the study's own journal."""
     max_retries: int
-    """How often a trial goes on whose worker has died."""
+    """How often a trial is resumed after its worker has died."""
     stuck_after: float = Spec.stuck_after
-    """Minutes without progress after which a worker's ranks are ended, and its trial with them."""
+    """Minutes without progress after which a worker's ranks and its trial are stopped."""
     enqueue: tuple[dict[str, Any], ...] = ()
-    """Points that are known to be good: the first trials have these values."""
+    """Points known to be good: the values of the first trials."""
     warm_start: str | None = None
-    """An earlier study, whose trials the sampler knows from the start."""
+    """An earlier study whose trials the sampler knows from the start."""
 
     def lines(self) -> list[str]:
-        """What is searched and how, for people."""
+        """Return a summary of the sweep for people."""
         space = self.space.lines() if isinstance(self.space, Space) else [f"by {self.space}"]
         trials = "as many as the budget holds" if self.trials is None else str(self.trials)
         if self.sampler.name == "grid" and isinstance(self.space, Space) and len(self.space.grid()) != self.trials:
@@ -84,7 +84,7 @@ def _under(title: str, lines: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """The file's own keys, with what other parts read still as plain values."""
+    """The keys of the file; values that other modules parse are still plain."""
 
     study: str
     job: str | dict[str, Any]
@@ -106,10 +106,10 @@ class _Keys:
 
 
 def plain(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Values that a program gives, as a file has them.
+    """Return values given by a program in the form of a file's values.
 
     Raises:
-        UserError: one that no file can say.
+        UserError: a value cannot be written in a file.
     """
     if callable(values.get("space")):
         raise UserError(f"{source}: space: a function has to be named: 'module:function' or 'file.py:function'")
@@ -117,18 +117,18 @@ def plain(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def laid_over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's values with others in their place, mappings key by key."""
+    """Return a file's values overridden by others; mappings are merged key by key."""
     return configs.merge(_with_names(values), dict(changes))
 
 
 def parse(values: Mapping[str, Any], source: str) -> Sweep:
-    """The sweep that these values say.
+    """Return the sweep that these values describe.
 
     Args:
         source: names the file in errors.
 
     Raises:
-        UserError: what is wrong, and the mend.
+        UserError: a value is invalid; the message includes the fix.
     """
     keys = configs.fill(_Keys, _with_names(values), source)
     try:
@@ -139,12 +139,12 @@ def parse(values: Mapping[str, Any], source: str) -> Sweep:
 
 
 def load(path: Path) -> Sweep:
-    """The sweep that the file at this place says."""
+    """Return the sweep that a file describes."""
     return parse(configs.read_yaml(path), str(path))
 
 
 def _with_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`sampler: tpe` is short for its name."""
+    """Expand the short form `sampler: tpe` to a mapping with a name."""
     short = {key: {"name": values[key]} for key in ("sampler", "pruner") if isinstance(values.get(key), str)}
     return dict(values) | short
 
@@ -192,7 +192,7 @@ def _direction(keys: _Keys) -> Literal["maximize", "minimize"]:
 
 
 def _check_storage(url: str) -> None:
-    """Says nothing of what may be a password."""
+    """Check the URL of a database, without printing a password that it may contain."""
     if not _DATABASE.match(url):
         scheme = url.partition(":")[0]
         raise UserError(
@@ -210,7 +210,7 @@ def _check_storage(url: str) -> None:
 
 
 def _trials(keys: _Keys, space: Space | str) -> int | None:
-    """How many there may be; of a grid, at most its points."""
+    """Return the maximum number of trials; for a grid, at most its number of points."""
     if keys.sampler.name == "grid":
         if isinstance(space, str):
             raise UserError(f"sampler grid: space: {space} is a function, and nobody knows its points: list them")
@@ -222,7 +222,7 @@ def _trials(keys: _Keys, space: Space | str) -> int | None:
 
 
 def _check_names(made: Sweep) -> None:
-    """That parameters reach the job, and are given once."""
+    """Check that parameters reach the job, and that each is given only once."""
     known = [parameter.name for parameter in made.space.parameters] if isinstance(made.space, Space) else None
     for name in known or ():
         if name in made.fixed:
@@ -236,7 +236,7 @@ def _check_names(made: Sweep) -> None:
 
 
 def _check_points(made: Sweep) -> None:
-    """Check that enqueued points lie in the space."""
+    """Check that enqueued points are in the space."""
     if made.enqueue and made.sampler.name == "grid":
         raise UserError("enqueue: a grid has all of its points already: leave it out")
     if made.trials is not None and len(made.enqueue) > made.trials:

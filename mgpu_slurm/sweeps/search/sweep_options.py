@@ -1,4 +1,4 @@
-"""The parts of a sweep file that have keys of their own: sampler, pruner and budget."""
+"""The sampler, pruner and budget of a sweep file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _check_choice(name: str, known: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How trials are chosen."""
+    """The sampler, which chooses the parameters of trials."""
 
     name: str = "tpe"
-    """One of `SAMPLERS`, or the import path of a class of Optuna's kind."""
+    """One of `SAMPLERS`, or the import path of an Optuna sampler class."""
     seed: int | None = None
-    """Each worker draws from it numbers of its own; None for other numbers each time."""
+    """Each worker derives a separate seed from it; None for a random seed each time."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the class."""
 
@@ -42,20 +42,20 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Pruner:
-    """When a trial is given up. Resources are the `progress` that the job reports."""
+    """The pruner, which prunes trials. Resources are the `progress` that the job reports."""
 
     name: str = "none"
-    """One of `PRUNERS`, or the import path of a class of Optuna's kind."""
+    """One of `PRUNERS`, or the import path of an Optuna pruner class."""
     min_resource: int = 1
-    """No trial is given up before it."""
+    """Progress before which no trial is pruned."""
     max_resource: int | None = None
-    """The progress of a whole trial; hyperband's brackets follow from it."""
+    """Progress of a complete trial; hyperband's brackets follow from it."""
     reduction_factor: int = 3
-    """Of hyperband: of so many trials one gets past a rung."""
+    """For hyperband: one of this many trials is promoted at each rung."""
     startup_trials: int = 5
-    """Of median: so many whole trials come first."""
+    """For median: number of complete trials before pruning starts."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of a class that is given by its import path."""
+    """Arguments of a class given by its import path."""
 
     def __post_init__(self) -> None:
         _check_choice(self.name, PRUNERS)
@@ -86,16 +86,16 @@ class Pruner:
 
 @dataclass(frozen=True)
 class Budget:
-    """What ends a sweep besides the number of its trials; whichever comes first. None for no such end."""
+    """Limits that end a sweep in addition to its number of trials, whichever comes first. None disables a limit."""
 
     hours: float | None = None
-    """From the start of its first worker."""
+    """Hours since the start of the first worker."""
     gpu_hours: float | None = None
-    """Of all workers together."""
+    """GPU-hours of all workers together."""
     target: float | None = None
     """A value of the metric that is good enough."""
     patience: int | None = None
-    """Trials without a better one."""
+    """Number of trials without improvement."""
 
     def __post_init__(self) -> None:
         for name in ("hours", "gpu_hours", "patience"):

@@ -1,4 +1,4 @@
-"""The command of a sweep whose job is a script: a template with `{lr}` where a parameter stands."""
+"""The command of a sweep whose job is a script: a template with placeholders such as `{lr}` for parameters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from mgpu_slurm.core.errors import UserError
 
-# the variable of a shell is no parameter
+# a shell variable is not a parameter
 _PLACE = re.compile(r"(?<!\$)\{([A-Za-z_][\w.-]*)\}")
 
 
 def parse_command(job: str | dict[str, Any]) -> tuple[str, ...]:
-    """The words of a command; none for a job function."""
+    """Return the words of a command; empty for a job function."""
     if isinstance(job, str):
         return ()
     if list(job) != ["command"] or not isinstance(job["command"], (str, list)):
@@ -27,7 +27,7 @@ def parse_command(job: str | dict[str, Any]) -> tuple[str, ...]:
 
 
 def check_takes(command: Sequence[str], names: Iterable[str]) -> None:
-    """That these parameters have a place in the command.
+    """Check that these parameters have a placeholder in the command.
 
     Raises:
         UserError: one has none.
@@ -39,14 +39,14 @@ def check_takes(command: Sequence[str], names: Iterable[str]) -> None:
 
 
 def places_in(command: Sequence[str]) -> set[str]:
-    """Return the names of the parameters that have a place in the command."""
+    """Return the names of the parameters with a placeholder in the command."""
     return {name for word in command for name in _PLACE.findall(word)}
 
 
 def words_of(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The words of a trial's command; one whose parameter is not there in this trial is left out.
+    """Return the words of a trial's command, without those of inactive parameters.
 
-    Left out is the whole word, and the option before it: `--momentum {momentum}`.
+    The whole word is left out, and also the option before it: `--momentum {momentum}`.
     """
     found: list[str] = []
     for word in command:
@@ -59,5 +59,5 @@ def words_of(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _text(value: Any) -> str:
-    """As a command line takes it."""
+    """Return a value as text for a command line."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""What a sweep has found: its best trial, and how to train that again."""
+"""The best trial of a sweep, and the command to train it again."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Best:
     number: int
     value: float
     params: dict[str, Any]
-    """Those that were searched, by name."""
+    """The searched parameters, by name."""
     config: dict[str, Any]
-    """All that the job got."""
+    """The complete config of the job."""
     folder: str
     command: str
-    """Trains it again: of a shell, or of Python where the job is a function that was typed in there."""
+    """Command to train it again: for a shell, or for Python if the job is a function defined interactively."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return a description for people."""
         width = max(9, *(len(name) for name in self.params)) if self.params else 9
         return [
             f"{'best':<{width}} {self.metric} {self.value!r}, trial {self.number} of study {self.study}",
@@ -48,9 +48,10 @@ class Best:
 
 
 def best(folder: RunFolder) -> Best:
-    """
+    """Return the best trial of a sweep.
+
     Raises:
-        UserError: it is no sweep, or no trial is complete.
+        UserError: the run is not a sweep, or no trial is complete.
     """
     if not sweep_state.is_sweep(folder):
         raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
@@ -77,7 +78,7 @@ def best(folder: RunFolder) -> Best:
 def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str, Any]) -> str:
     spec = read_spec(folder)
     resources = configs.read_yaml(folder.sweep).get("resources") or {}
-    # this machine's is taken without being named
+    # the local cluster is the default
     if spec.cluster not in (None, "local"):
         resources = {"cluster": spec.cluster} | resources
     if spec.target.pickled is not None:
@@ -87,7 +88,7 @@ def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str
     start, config_file = f"{program()} submit", short_path(trial.config)
     place = Path(spec.project, spec.workdir)
     if place.is_dir() and not place.samefile("."):
-        # target and command are named as from there
+        # target and command are relative to that folder
         interpreter, _, rest = start.partition(" ")
         interpreter = os.path.abspath(interpreter) if "/" in interpreter else interpreter
         start, config_file = f"cd {shlex.quote(str(place))} && {interpreter} {rest}", str(trial.config)
@@ -97,7 +98,7 @@ def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str
 
 
 def _flags(resources: dict[str, Any]) -> str:
-    """The resources of a worker, as `submit` takes them."""
+    """Return the resources of a worker as options of `submit`."""
     words = []
     for name, value in resources.items():
         if value is None:

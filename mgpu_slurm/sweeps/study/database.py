@@ -1,13 +1,13 @@
-"""A study in a database: Optuna's own tables and queries, reached with few connections and with patience.
+"""A study in a database, with Optuna's tables and queries, few connections and retries.
 
-A database takes some hundred connections at once, PostgreSQL 100 unless it is told otherwise, and a worker needs its
-own for moments only. So a connection is kept for a moment, in which calls that follow each other share it, and is then
-given up; who gets none waits for its turn.
+A database accepts some hundred connections at once (PostgreSQL 100 by default), and a worker needs one only for
+moments. So a connection is kept for a moment, shared by consecutive calls, and then closed; a worker that gets none
+waits for its turn.
 
-A server that restarts is waited for. A call that lost its connection is made again where that changes nothing: where no
-commit was on its way, and where the same call twice is the same as once; that is all but to make a study, to queue a
-trial, and to give one back. A trial that a worker took without hearing of it is not its own: it is left as one of a
-worker that died.
+If the server restarts, calls wait for it. A call that lost its connection is repeated if that is safe: if no commit was
+in flight, or if the call is idempotent, which is every call except creating a study, queueing a trial and giving one
+back. If a worker took a trial without receiving the answer, it does not own the trial, which is recovered like that of
+a dead worker.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from mgpu_slurm.core.retry import Waiting
 from mgpu_slurm.sweeps.optuna_adapter import CreateOnceStorage
 
 CONNECTION_SECONDS = 0.5
-"""For so long a connection is kept: long beside the 25 ms that a new one costs, short beside a trial."""
+"""Seconds for which a connection is kept: long compared to the 25 ms of a new one, short compared to a trial."""
 
 LOGIN_SECONDS = 5.0
-"""For so long a database that does not answer is waited for by who makes a study."""
+"""Seconds to wait for a database that does not answer when a study is created."""
 
 _CONNECT_SECONDS = 10
 _EXTRAS = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql"}
 _LIBPQ = ("psycopg", "psycopg2")
 
-# what a PostgreSQL says that answers, but not now, in the words of its source; and MySQL's numbers for the same
+# messages of a PostgreSQL server that is temporarily unavailable, as in its source, and MySQL's error numbers for that
 _BUSY = ("too many clients", "connection slots are reserved", "the database system is", "too many connections")
 _BUSY_NUMBERS = (1040, 1053, 1203)
 
 _REFUSED = ("no password supplied", "SSL was required", "certificate verify failed")
-"""What libpq says when it does not get in whatever the server does."""
+"""libpq's messages for logins that fail regardless of the server's state."""
 
-# "FATAL" or the word for it in the server's language, and what the server says
+# "FATAL", or its translation into the server's language, followed by the server's message
 _ANSWER = re.compile(r"failed: [^\s:]+:  ")
 
 _ENDED = ("57P01", "57P02")
-"""PostgreSQL's codes of a connection that it ends: admin_shutdown, crash_shutdown."""
+"""PostgreSQL's error codes for a connection that it closes: admin_shutdown, crash_shutdown."""
 
 Answer = TypeVar("Answer")
 Given = ParamSpec("Given")
 
 
 class _NotNow(Exception):
-    """There is no connection at the moment; nothing has been sent."""
+    """No connection is available at the moment; nothing has been sent."""
 
 
 def _asked(method: Callable[Concatenate[Any, Given], Answer]) -> Callable[Concatenate[Database, Given], Answer]:
-    """The method of Optuna's storage of that name, made until it is answered; once or twice, it does the same."""
+    """Wrap the storage method of that name, to repeat it until it is answered; for idempotent methods."""
 
     def ask(self: Database, /, *words: Given.args, **named: Given.kwargs) -> Answer:
         inner: Callable[Given, Answer] = getattr(self._inner, method.__name__)
@@ -71,7 +71,7 @@ def _asked(method: Callable[Concatenate[Any, Given], Answer]) -> Callable[Concat
 
 
 def _asked_once(method: Callable[Concatenate[Any, Given], Answer]) -> Callable[Concatenate[Database, Given], Answer]:
-    """The same of one that does more when it is made twice."""
+    """Wrap a method as `_asked` does, for one that is not idempotent."""
 
     def ask(self: Database, /, *words: Given.args, **named: Given.kwargs) -> Answer:
         inner: Callable[Given, Answer] = getattr(self._inner, method.__name__)
@@ -81,19 +81,19 @@ def _asked_once(method: Callable[Concatenate[Any, Given], Answer]) -> Callable[C
 
 
 class Database(BaseStorage):
-    """Studies in a database. For one process, not for its children; its calls come one at a time."""
+    """Studies in a database. For one process, without its children; calls are serialized."""
 
     def __init__(self, url: URL, shown: str, is_new: bool) -> None:
         """
         Args:
-            url: with the password, which goes to the driver alone.
+            url: includes the password, which is passed only to the driver.
             shown: names the database in errors.
-            is_new: makes the tables where they are missing, and refuses those of another version of Optuna; else they
-                are there, or there is no study.
+            is_new: create missing tables, and refuse those of another version of Optuna; if False, missing tables mean
+                that there is no study.
 
         Raises:
-            UserError: its driver is not installed, or it holds nothing of Optuna's, or of another version of it.
-            ClusterError: it refuses, or has not answered for too long.
+            UserError: the driver is not installed, or the database has no tables, or those of another Optuna version.
+            ClusterError: the database refuses, or has not answered for too long.
         """
         self._shown = shown
         self._secret = url.password
@@ -101,7 +101,7 @@ class Database(BaseStorage):
         self._lock = threading.RLock()
         self._driver, self._arguments, self._options = _driver(url, shown)
         self._rdb: RDBStorage | None = None
-        # without a word of where and who: what has no password cannot tell it
+        # without host and user: a URL without a password cannot reveal it
         bare = f"{url.drivername}://"
         if not is_new and not self._ask(lambda: self._has_tables(bare)):
             raise no_study(shown)
@@ -110,7 +110,7 @@ class Database(BaseStorage):
             self._ask(self._check_version)
 
     def _has_tables(self, bare: str) -> bool:
-        """Asked first: Optuna would make some of them, all workers at once."""
+        """Return whether the tables exist. Checked first: Optuna would create some of them, in all workers at once."""
         return inspect(create_engine(bare, creator=self._connect, poolclass=NullPool)).has_table("studies")
 
     def _opened(self, bare: str, is_new: bool) -> RDBStorage:
@@ -128,7 +128,7 @@ class Database(BaseStorage):
                 " name a database of its own, or bring them up to date with optuna storage upgrade"
             )
 
-    # -- what is stored
+    # -- storage methods
 
     create_new_study = _asked_once(BaseStorage.create_new_study)
     delete_study = _asked_once(BaseStorage.delete_study)
@@ -161,25 +161,25 @@ class Database(BaseStorage):
             except UpdateFinishedTrialError:
                 if attempts == 1 or not _is_so(self._inner.get_trial(trial_id), state, values):
                     raise
-                # an attempt whose answer was lost has arrived
+                # an earlier attempt, whose answer was lost, has taken effect
                 return True
 
-        # to give back what somebody else may have taken by then would give it to two
+        # giving it back again after another worker has taken it would give it to two workers
         return self._ask(change, is_repeatable=state != TrialState.WAITING)
 
     def remove_session(self) -> None:
-        """Gives up the connection now."""
+        """Close the connection now."""
         with self._lock:
             if self._rdb is not None:
                 self._rdb.engine.dispose()
 
-    # -- how it is asked
+    # -- calls and connections
 
     def _ask(self, call: Callable[[], Answer], is_repeatable: bool = True) -> Answer:
-        """The answer to a call, made until there is one.
+        """Repeat a call until it is answered, and return the answer.
 
         Args:
-            is_repeatable: the same call twice is the same as once.
+            is_repeatable: whether the call is idempotent.
         """
         silent = f"storage {self._shown!r}: the database does not answer"
         patience = Waiting(silent, self._seconds)
@@ -196,21 +196,21 @@ class Database(BaseStorage):
                 patience.pause(problem)
 
     def _lost(self, error: Exception, is_repeatable: bool) -> str:
-        """What the driver says of a lost connection; raises what is something else, or may not be tried again."""
+        """Return the driver's message for a lost connection; raise other errors, and those that must not be retried."""
         cause = error if isinstance(error, DBAPIError) else error.__cause__
         told = self._told(cause.orig if isinstance(cause, DBAPIError) else cause)
         if isinstance(cause, PendingRollbackError):
-            # Optuna has tried to read on over a connection that was lost
+            # Optuna has continued to read over a lost connection
             return told
         if not isinstance(cause, DBAPIError) or not _is_lost(cause):
             raise ClusterError(f"storage {self._shown!r}: the database refuses: {told}") from None
-        # what was lost with a statement was taken back; a commit comes without one
+        # a transaction lost in a statement was rolled back; an error in a commit has no statement
         if cause.statement is None and not is_repeatable:
             raise _unknown(self._shown, told) from None
         return told
 
     def _connect(self) -> Any:
-        """A connection of the driver's, for a moment."""
+        """Return a new connection of the driver, which is closed after a moment."""
         try:
             connection = self._driver.connect(*self._arguments, **self._options)
         except self._driver.loaded_dbapi.Error as error:
@@ -224,14 +224,14 @@ class Database(BaseStorage):
         return connection
 
     def _told(self, error: BaseException | None) -> str:
-        """What a driver says, on one line; none is known to say a password, and none does."""
+        """Return a driver's message on one line, without the password; no driver is known to print it."""
         told = " ".join(str(error).split())
         return told.replace(self._secret, "***") if self._secret else told
 
 
 class _Rdb(CreateOnceStorage):
     shown = ""
-    """Names the database in errors."""
+    """Name of the database in errors."""
 
     def creation_lost(self) -> ClusterError:
         return _unknown(self.shown, "it was lost when a trial was created")
@@ -249,7 +249,7 @@ def no_study(shown: str, study: str | None = None) -> NoStudy:
 
 
 def _driver(url: URL, shown: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """SQLAlchemy's side of a driver, and what it calls the driver with."""
+    """Return SQLAlchemy's dialect for a driver, and the arguments and options of its connections."""
     try:
         kind: Any = url.get_dialect()
         made = kind(dbapi=kind.import_dbapi())
@@ -260,29 +260,29 @@ def _driver(url: URL, shown: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         raise UserError(f"storage {shown!r}: {error}: pip install 'mgpu-slurm[{extra}]'") from None
     arguments, options = made.create_connect_args(url)
     if url.get_driver_name() in _LIBPQ:
-        # by itself it waits for as long as the system's network code does, which is minutes
+        # without it libpq waits for the system's network time-out, which is minutes
         options.setdefault("connect_timeout", _CONNECT_SECONDS)
     return made, arguments, options
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether a server answered and did not like what it was asked, which waiting does not change."""
+    """Return whether a server answered and refused the login for good, so that waiting does not help."""
     number = error.args[0] if error.args else None
     if isinstance(number, int):
         return 1000 <= number < 2000 and number not in _BUSY_NUMBERS
     told = str(error)
     if any(words in told for words in _BUSY):
         return False
-    # a server that starts or ends asks for no password, in any language
+    # a server that is starting or stopping does not ask for a password, whatever its language
     has_asked = getattr(getattr(error, "pgconn", None), "used_password", False)
     is_answer = "FATAL" in told or (has_asked and _ANSWER.search(told) is not None)
     return is_answer or any(words in told for words in _REFUSED)
 
 
 def _is_lost(error: DBAPIError) -> bool:
-    """Whether the connection is gone; SQLAlchemy asks the socket, which may close after the server's last word."""
+    """Return whether the connection is lost; SQLAlchemy checks the socket, which may close after the last message."""
     code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
-    # what a PostgreSQL server says has a code; what its driver says of the connection has none
+    # an error from a PostgreSQL server has a code; an error of its driver about the connection has none
     is_drivers_word = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", "") is None
     return error.connection_invalidated or is_drivers_word or code in _ENDED
 

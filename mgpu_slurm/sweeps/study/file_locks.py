@@ -1,4 +1,4 @@
-"""A lock that workers on all nodes share, and that ends with whoever holds it."""
+"""A lock shared by workers on all nodes, which is released when its holder ends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from mgpu_slurm.core.retry import saying_so_after
 
 SLOW_LOCK_SECONDS = 30.0
-"""After which who waits for the lock says so: a file system that hangs looks like that."""
+"""Seconds after which a process that waits for the lock prints so: a hanging file system looks the same."""
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a file, which is made where it is not there.
+    """Hold the lock on a file, which is created if it does not exist.
 
-    By fcntl: the system queues those who wait, and frees the lock of a process, or node, that is gone. It is a file of
-    its own: closing any descriptor of a file gives up all locks that its process has on it.
+    The lock is by fcntl: the system queues waiters, and releases the lock of a process or node that is gone. Use a
+    separate file for it: closing any descriptor of a file releases all locks of the process on that file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o640)
     try:

@@ -1,4 +1,4 @@
-"""What failed trials say: of the sweep, where all fail alike, or of one worker, whose node may be broken."""
+"""Conclusions from failed trials: about the sweep, if all fail the same way, or a worker, whose node may be broken."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.study import trial_queue as studies
 
 FIRST_FAILURES = 5
-"""Trials, or all where there are fewer, that end the sweep when they fail alike and none has gone well."""
+"""Number of trials (or all, if fewer) that end the sweep if they fail with the same error and none has gone well."""
 
 EARLY_FAILURES = 2
-"""Trials that may fail alike on one worker, while none has gone well, before it waits for the others' first news."""
+"""Same failures on one worker, while no trial has gone well, before it waits for the first results of others."""
 
 LATER_FAILURES = 3
-"""Trials that may fail alike on one worker in a row, when others have gone well, before another worker tries one."""
+"""Same failures in a row on one worker, if others have gone well, before another worker tries such a trial."""
 
 _NUMBER = re.compile(r"\d[\d.eE+-]*")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A worker on the nodes that it has now."""
+    """A worker on its current nodes."""
 
     worker: int
     since: datetime
 
 
 def goes_well(trials: Sequence[FrozenTrial]) -> bool:
-    """Whether any trial has come to anything."""
+    """Return whether any trial has ended well or reported a value without failing."""
     return any(map(_goes_well, trials))
 
 
@@ -43,10 +43,10 @@ def _goes_well(trial: FrozenTrial) -> bool:
 
 
 def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | None:
-    """Why trials that have not begun would fail too; None where nothing says so.
+    """Return why trials that have not begun would fail too; None if nothing indicates it.
 
     Args:
-        limit: how many trials there may be.
+        limit: maximum number of trials.
     """
     failed = [trial for trial in trials if trial.state == TrialState.FAIL]
     if goes_well(trials) or len(set(map(_kind_of, failed))) != 1:
@@ -62,12 +62,12 @@ def common_failure(trials: Sequence[FrozenTrial], limit: int | None) -> str | No
 
 
 def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
-    """Return whether the first trials there have failed with the same error so often that the next one should wait."""
+    """Return whether the first trials there failed with the same error so often that the next one should wait."""
     return not goes_well(trials) and len(_streak(trials, place)) >= EARLY_FAILURES
 
 
 def is_news_due(trials: Sequence[FrozenTrial]) -> bool:
-    """Whether a worker of whom no failure is the last news trains a trial that has said nothing yet."""
+    """Return whether a worker whose last trial did not fail is running a trial that has not reported yet."""
     failing = {worker for worker, trial in _last_ended(trials).items() if trial.state == TrialState.FAIL}
     silent = [trial for trial in trials if trial.state == TrialState.RUNNING and not trial.intermediate_values]
     return any(failing.isdisjoint(studies.claims(trial)) for trial in silent)
@@ -78,10 +78,10 @@ def workers_with_trials(trials: Sequence[FrozenTrial]) -> set[int]:
 
 
 def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial, reason: str) -> bool:
-    """Return whether a trial that has failed there should be tried on another worker before it counts as failed.
+    """Return whether a trial that failed there should be tried on another worker before it counts as failed.
 
-    The node may be broken when trial after trial fails alike there. Whether it is shows when the same parameters are
-    trained elsewhere. Each time that the trial has failed there too, it takes twice as many failures.
+    The node may be broken if trial after trial fails there with the same error. Training the same parameters elsewhere
+    shows whether it is. Each time that such a trial fails elsewhere too, the number of failures needed doubles.
     """
     cleared = sum(_verdict(each, place) is False for each in trials)
     streak = _streak(trials, place)
@@ -91,13 +91,13 @@ def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial,
 
 
 def is_in_doubt(trials: Sequence[FrozenTrial], place: Place) -> bool:
-    """Return whether a trial that has failed there still has to show whether it fails on another worker too."""
+    """Return whether a trial that failed there is still to be tried on another worker."""
     unfinished = [trial for trial in trials if not trial.state.is_finished()]
     return any(_is_doubted(trial, place) and _verdict(trial, place) is None for trial in unfinished)
 
 
 def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:
-    """Return what is wrong with a worker on whose node a trial failed that does well on another; None if nothing is."""
+    """Return why a worker is broken: a trial that failed there goes well elsewhere. None if no trial shows it."""
     for trial in trials:
         if _verdict(trial, place):
             reason = trial.system_attrs[samplers.DOUBT]["reason"]
@@ -106,7 +106,7 @@ def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:
 
 
 def innocent(trials: Sequence[FrozenTrial], place: Place) -> list[int]:
-    """Return the numbers of the trials that a broken worker has failed for the reason that its node gave."""
+    """Return the numbers of the trials that failed on a broken worker with the errors of its node."""
     kinds = {_kind(trial.system_attrs[samplers.DOUBT]["reason"]) for trial in trials if _verdict(trial, place)}
     failed = [trial for trial in _ended_at(trials, place) if trial.state == TrialState.FAIL]
     return [trial.number for trial in failed if _kind_of(trial) in kinds]
@@ -120,18 +120,18 @@ def _is_doubted(trial: FrozenTrial, place: Place) -> bool:
 
 
 def _verdict(trial: FrozenTrial, place: Place) -> bool | None:
-    """Return whether a trial that has failed there does well elsewhere; None while nothing tells."""
+    """Return whether a trial that failed there goes well elsewhere; None while unknown."""
     if not _is_doubted(trial, place) or place.worker in studies.claims(trial):
         return None
     if samplers.has_failed(trial):
         return False
-    # what it had reported where it failed says nothing
+    # its reports from where it failed do not count
     is_further = len(trial.intermediate_values) > trial.system_attrs[samplers.DOUBT]["reports"]
     return True if is_further or trial.state in (TrialState.COMPLETE, TrialState.PRUNED) else None
 
 
 def _streak(trials: Sequence[FrozenTrial], place: Place) -> list[FrozenTrial]:
-    """The last failures of one kind there, with nothing else between them."""
+    """Return the last consecutive failures with the same error there."""
     streak: list[FrozenTrial] = []
     for trial in reversed(_ended_at(trials, place)):
         if trial.state != TrialState.FAIL or (streak and _kind_of(trial) != _kind_of(streak[0])):
@@ -146,7 +146,7 @@ def _ended_at(trials: Sequence[FrozenTrial], place: Place) -> list[FrozenTrial]:
 
 
 def _last_ended(trials: Sequence[FrozenTrial]) -> dict[int, FrozenTrial]:
-    """By worker."""
+    """Return the trial that ended last for each worker."""
     return {worker: trial for trial in _by_end(trials) for worker in studies.claims(trial)}
 
 
@@ -165,5 +165,5 @@ def _kind_of(trial: FrozenTrial) -> str:
 
 
 def _kind(reason: str) -> str:
-    """Return what an error is, whichever values of the trial its message names."""
+    """Return an error's message with numbers masked, so that it does not depend on the trial's values."""
     return _NUMBER.sub("...", reason)

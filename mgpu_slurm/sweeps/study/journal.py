@@ -1,10 +1,9 @@
-"""The study's journal: one file that all workers append to, and that a worker may die over at any moment.
+"""The study's journal: one file to which all workers append, and which survives a worker's death at any moment.
 
-It takes the place of Optuna's own file backend under Optuna's `JournalStorage` and writes the same lines, so that any
-tool that reads an Optuna journal reads this one. What differs: a lock that waiters get in the order in which they came,
-and that ends with whoever holds it; a line that a dead writer left torn is cut off before the next one is appended,
-where one stray half would make every later look at the study fail; and what a full disk does not take whole is taken
-back.
+It replaces Optuna's file backend for `JournalStorage` and writes the same lines, so that any tool that reads an Optuna
+journal can read it. The differences: the lock is granted in the order of arrival, and released when its holder dies; a
+torn line of a dead writer is cut off before the next one is appended, since it would make every later read of the study
+fail; and records that a full disk accepts only in part are removed again.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ T = TypeVar("T")
 
 
 class Journal(CheckedJournalStorage):
-    """Optuna's storage in such a file. If Optuna fails over a record, the error says where that is.
+    """Optuna's storage in such a file. If Optuna fails to read a record, the error states its position.
 
-    To try each record before Optuna reads it would take twice as long as to read it.
+    Checking each record before Optuna reads it would take twice as long as reading it.
     """
 
     def __init__(self, file: JournalFile) -> None:
@@ -51,45 +50,45 @@ class Journal(CheckedJournalStorage):
 
 
 class JournalFile(BaseJournalBackend):
-    """A backend of `optuna.storages.JournalStorage`. One is for one process; its calls come one at a time."""
+    """A backend of `optuna.storages.JournalStorage`. For one process, which calls it from one thread at a time."""
 
     def __init__(self, path: Path, is_new: bool = False) -> None:
         """
         Args:
-            path: absolute.
-            is_new: makes it where it is not there, and does not wait for a file system that is away.
+            path: absolute path.
+            is_new: create the file if it does not exist, and do not wait for an unavailable file system.
         """
         assert path.is_absolute(), path
         self._path = path
         self._seconds = 0.0 if is_new else retry.SECONDS
         self._lock_path = path.with_name(f"{path.name}.lock")
         self._read_up_to = 0
-        """Offset of the first line that has not been read."""
+        """Offset of the first unread line."""
         self._lines_read = 0
         self._unsynced: list[tuple[int, bytes]] | None = None
-        """What was appended since the disk was last waited for, and where, while that is left to the end."""
+        """Offsets and data appended since the last sync, inside `synced_once`; else None."""
         self._is_damaged = False
         if is_new:
             os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o640))
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
-        """Yields records from this one on; a line that is still being written is none yet.
+        """Yield records from this number on; an incomplete last line is skipped.
 
         Raises:
-            MgpuError: the file is damaged, and where.
-            OSError: it cannot be read, and could not for long.
+            MgpuError: the file is damaged; the message states where.
+            OSError: the file could not be read for too long.
         """
         yield from self._patiently(lambda: self._read(log_number_from))
 
     def _read(self, log_number_from: int) -> list[dict[str, Any]]:
         if self._is_damaged:
-            # Optuna would read on behind the record at which it failed, and number trials differently
+            # Optuna would continue after the record at which it failed, and number trials differently
             self.check()
         if log_number_from < self._lines_read:
             self._read_up_to = self._lines_read = 0
         place, number = self._read_up_to, self._lines_read
         found = []
-        # opened each time: a network file system shows what others wrote to those who open the file after that
+        # opened each time: a network file system shows writes of others only to those who open the file afterwards
         with open(self._path, "rb") as file:
             file.seek(place)
             for line in file:
@@ -109,10 +108,10 @@ class JournalFile(BaseJournalBackend):
             raise self._damaged(line, place, str(error)) from None
 
     def check(self) -> None:
-        """Check that Optuna can read each record; if it cannot, nothing is read from here any more.
+        """Check that Optuna can read each record; if it cannot, this object reads no more records.
 
         Raises:
-            MgpuError: the file is damaged, and where.
+            MgpuError: the file is damaged; the message states where.
         """
         place = 0
         with open(self._path, "rb") as file:
@@ -132,21 +131,21 @@ class JournalFile(BaseJournalBackend):
         )
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Appends all of these records or none.
+        """Append all of these records or none.
 
         Raises:
-            OSError: the file system does not take them, and did not for long; what it had taken is gone again.
+            OSError: the file system did not accept them for too long; partly written ones are removed.
         """
         data = "".join(f"{json.dumps(log, separators=(',', ':'))}\n" for log in logs).encode()
         self._patiently(lambda: self._append(data))
 
     @contextmanager
     def synced_once(self) -> Iterator[None]:
-        """Within it each record is there for others at once, and all of them are on the disk at its end.
+        """Make records visible to others at once, but sync all of them to disk only at the end.
 
         Raises:
-            MgpuError: they are gone, as where a network file system says only now that its disk is full.
-            OSError: it cannot be asked, and could not for long.
+            MgpuError: records are lost, as when a network file system reports only now that its disk is full.
+            OSError: the file could not be opened for too long.
         """
         unsynced = self._unsynced = []
         try:
@@ -160,12 +159,12 @@ class JournalFile(BaseJournalBackend):
             try:
                 self._sync(file.fileno(), appended)
             except OSError as error:
-                # to wait for it would help nobody: others have seen them
+                # waiting does not help: others have seen the records
                 raise MgpuError(f"{str(self._path)!r} has lost records that were in it: {error}") from None
 
     def _append(self, data: bytes) -> None:
         with locked(self._lock_path):
-            # opened after others have written, and on the disk before they do: what a network file system asks for
+            # opened after others have written, and synced before they write again: network file systems need that
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
             try:
                 cut_torn_tail(descriptor)
@@ -190,10 +189,10 @@ class JournalFile(BaseJournalBackend):
     def _sync(self, descriptor: int, appended: Sequence[tuple[int, bytes]]) -> None:
         """
         Args:
-            appended: where, and what.
+            appended: offsets and data.
 
         Raises:
-            OSError: the records are gone, as where a network file system says only now that its disk is full.
+            OSError: records are lost, as when a network file system reports only now that its disk is full.
         """
         try:
             os.fsync(descriptor)
@@ -203,7 +202,7 @@ class JournalFile(BaseJournalBackend):
                     file.seek(place)
                     if file.read(len(data)) != data:
                         raise
-            # others may have read it, so that it is not taken back
+            # not removed again, as others may have read it
             print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
 
     def _patiently(self, ask: Callable[[], T]) -> T:

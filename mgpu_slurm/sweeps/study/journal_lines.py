@@ -1,4 +1,4 @@
-"""What a line of a study's journal has to be: a record that Optuna can read."""
+"""Checks of a line of a study's journal: it must be a record that Optuna can read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _BEFORE: list[dict[str, Any]] = [
     {"op_code": CREATE_STUDY, "worker_id": "", "study_name": "", "directions": [1]},
     {"op_code": CREATE_TRIAL, "worker_id": "", "study_id": 0, "datetime_start": None, "state": TrialState.WAITING},
 ]
-"""A study with a trial, on which a record is tried."""
+"""A study with a trial, to which a record is applied as a test."""
 
 
 def _joined(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
-    # the beginning of one record and the end of another; an attribute may have 1 and "1", which JSON cannot tell apart
+    # a duplicate key means two joined records; only an attribute may have keys 1 and "1", which are the same in JSON
     if len(made) < len(pairs) and "op_code" in made:
         raise ValueError("a name is in it twice")
     return made
@@ -33,10 +33,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_joined)
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """Return what is read of a line, without asking whether Optuna can read it, which takes longer.
+    """Return the record of a line, without checking that Optuna can read it, which takes longer.
 
     Raises:
-        ValueError: it is no JSON object, or one that is made of two, and why.
+        ValueError: the line is not a JSON object, or is joined from two; the message states why.
     """
     return _object(_DECODER.decode(line.decode()))
 
@@ -45,7 +45,7 @@ def records_of(line: bytes) -> list[dict[str, Any]]:
     """Return the records of a line: one, or more if line breaks were lost.
 
     Raises:
-        ValueError: anything else is there, or what Optuna cannot read, and why.
+        ValueError: the line has other content, or a record that Optuna cannot read; the message states why.
     """
     found: list[dict[str, Any]] = []
     at, text = 0, line.decode().removesuffix("\n")
@@ -64,7 +64,7 @@ def _object(found: Any) -> dict[str, Any]:
 
 def _check(record: dict[str, Any]) -> None:
     if "worker_id" not in record:
-        # Optuna asks for it only at times
+        # Optuna reads it only in some cases
         raise ValueError("it has no 'worker_id'")
     ids = record.keys() & {"study_id", "trial_id"}
     for name in ids:

@@ -1,7 +1,7 @@
-"""Repairing a damaged journal: a new file with every record that can be kept, while the damaged one stays as it is.
+"""Repair of a damaged journal: write a new file with every record that can be kept, and leave the damaged one as it is.
 
-Optuna numbers trials by the order in which the journal creates them. To take a line out by hand renumbers all trials
-after it if it created one, so that values land on other trials' parameters.
+Optuna numbers trials in the order in which the journal creates them. Removing a line by hand renumbers all trials after
+it if it created one, so that values are assigned to the parameters of other trials.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPERATION = re.compile(rb'"op_code": ?(\d+)')
 
 @dataclass
 class _Place:
-    """One line of the journal with its records, or damaged lines that follow each other."""
+    """One line of the journal with its records, or consecutive damaged lines."""
 
     byte: int
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -40,16 +40,16 @@ class _Place:
 
     @property
     def created(self) -> int | None:
-        """Return how many trials the damaged lines created; None if they do not say what they were."""
+        """Return how many trials the damaged lines created; None if unknown."""
         known = [created for created in map(_created, self.damage) if created is not None]
         return sum(known) if known else None
 
 
 def repair(folder: RunFolder) -> list[str]:
-    """Write what can be kept of a sweep's damaged journal into a new file; return what was done, in lines for people.
+    """Write what can be kept of a sweep's damaged journal to a new file; return a report for people, in lines.
 
     Raises:
-        UserError: it is no sweep, or has no journal.
+        UserError: the run is not a sweep, or has no journal.
     """
     if not sweep_state.is_sweep(folder):
         raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
@@ -93,10 +93,10 @@ def _places(content: bytes) -> list[_Place]:
 
 
 def _created(line: bytes) -> int | None:
-    """Return how many trials a damaged line created; None if it does not say what it was."""
+    """Return how many trials a damaged line created; None if unknown."""
     operations = _OPERATION.findall(line)
     if len(operations) < 2:
-        # the names tell it better than the operation, which may be what is damaged
+        # the keys are more reliable than the operation, which may be damaged
         if b'"study_id":' in line and b'"datetime_start":' in line:
             return 1
         if b'"trial_id":' in line or b'"study_name":' in line:
@@ -105,10 +105,10 @@ def _created(line: bytes) -> int | None:
 
 
 def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
-    """Put records into damaged places that keep the numbers of the trials after them.
+    """Insert records at damaged places, to keep the numbers of the trials after them.
 
     Returns:
-        How many trials are created again, and how many records are left out because no number is certain for them.
+        How many trials are created again, and how many records are left out because their trial is uncertain.
     """
     damaged = [place for place in places if place.damage]
     records = [record for place in places for record in place.records]
@@ -121,7 +121,7 @@ def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
     if missing > 0 and len(silent) == 1:
         lost[silent[0].byte] = missing
     elif missing > 0:
-        # nobody can tell which of these places created the trials: what comes after the first one may be another's
+        # it is unknown which place created the trials: records after the first place may belong to other trials
         after = places.index(damaged[0])
         left_out = sum(len(place.records) for place in places[after:])
         for place in places[after:]:
@@ -146,7 +146,7 @@ def _study(sweep: Sweep) -> dict[str, Any]:
 
 
 def _trial(study: int, places: Sequence[_Place], place: _Place) -> dict[str, Any]:
-    """Return the beginning of a trial; what was written of it later makes it whole, or a worker takes it up again."""
+    """Return a record that begins a trial; later records complete the trial, or a worker resumes it."""
     before = [record for other in places if other.byte < place.byte for record in other.records]
     starts = [record["datetime_start"] for record in before if record.get("datetime_start")]
     return {

@@ -1,6 +1,6 @@
-"""Trials whose worker is gone: found by asking who is alive, and queued again or failed.
+"""Recovery of trials whose worker is gone: they are found by checking which workers are alive, and requeued or failed.
 
-Nothing here goes by a clock: a worker that is slow, or was suspended, keeps its trial.
+No time-outs are used: a worker that is slow, or was suspended, keeps its trial.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Death:
 
     reason: str
     is_trials_fault: bool = False
-    """Whether the trial's own code raised an error, which it would do again."""
+    """Whether the trial's own code raised an error, which would happen again."""
 
 
 def look(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet, every: float = 0.0) -> list[int]:
-    """`recover`, unless another worker does it: hundreds that find nothing to do at the same moment ask SLURM once.
+    """Call `recover`, unless another worker does: hundreds of workers that become idle at once query SLURM only once.
 
     Args:
-        every: seconds; where somebody has looked in that time, this one does not.
+        every: seconds; do nothing if a worker has looked in this time.
     """
     if time.time() - _last_look(folder) < every:
         return []
     before = _looks(folder)
     with locked(folder.looks.with_suffix(".lock")):
         if _looks(folder) != before:
-            # one that began after the caller came here
+            # another look has begun since the call
             return []
         write_whole(folder.looks, str(before + 1), sync=False)
         return recover(study, folder, sweep, note)
@@ -55,18 +55,18 @@ def _last_look(folder: RunFolder) -> float:
 
 
 def _looks(folder: RunFolder) -> int:
-    """How many looks have begun."""
+    """Return how many looks have begun."""
     return int(folder.looks.read_text()) if folder.looks.exists() else 0
 
 
 def recover(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet) -> list[int]:
-    """Takes trials away from workers that are dead; their numbers.
+    """Release the trials of dead workers, and return their numbers.
 
     Args:
-        folder: of the sweep.
-        note: hears that SLURM does not answer, so that nobody can tell who is dead.
+        folder: the folder of the sweep.
+        note: called with a message if SLURM does not answer, so that it is unknown who is dead.
     """
-    # who runs what is read first: a worker that starts after that is not taken for dead
+    # running trials are read first: a worker that starts afterwards is not taken for dead
     suspects = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     if not suspects:
         return []
@@ -81,20 +81,20 @@ def recover(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet) -
         left = [
             trial
             for trial in orphans
-            # somebody else may have done it meanwhile
+            # another worker may have done it meanwhile
             if trial.number in now and studies.claims(now[trial.number]) == studies.claims(trial)
         ]
         for trial in left:
             if claims := studies.claims(trial):
                 release(study, folder, trial, _death(folder, found, claims), sweep)
             else:
-                # who gave it back, or released it, died over that
+                # a worker died while giving it back or releasing it
                 studies.give_back(study, trial)
     return [trial.number for trial in left]
 
 
 def _may_live(found: dict[int | None, dict[str, Any]], worker: int, attempt: int) -> bool:
-    """Whether an attempt of a worker may be at work; what is read of the worker may be a little old."""
+    """Return whether an attempt of a worker may be running; the worker's state may be slightly outdated."""
     state = found.get(worker)
     if state is None or attempt > state["attempts"]:
         return True
@@ -102,9 +102,9 @@ def _may_live(found: dict[int | None, dict[str, Any]], worker: int, attempt: int
 
 
 def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep) -> bool:
-    """Queues a trial again, or fails it where it has cost too many workers; whether it has failed.
+    """Queue a trial again, or fail it if it has lost too many workers; return whether it has failed.
 
-    The caller holds the lock.
+    The caller must hold the lock.
     """
     own = _made(folder.of_trial(trial.number))
     lost = sorted({*trial.system_attrs.get(studies.LOSSES, []), records.attempts_started(own)})
@@ -124,9 +124,9 @@ def fail(
     """End a trial without a value, in its folder and in the study.
 
     Args:
-        folder: of the trial.
-        death: its reason is alike for trials that fail alike.
-        told: the reason with what is this trial's own, for its folder.
+        folder: the folder of the trial.
+        death: its reason is the same for trials that fail the same way.
+        told: the reason with details of this trial, for its folder.
     """
     record = {"run": folder.run, "state": "FAIL", "message": told or death.reason, "ended": records.now()}
     write_outcome(_made(folder), record)
@@ -136,7 +136,7 @@ def fail(
 
 
 def write_outcome(trial: RunFolder, record: dict[str, Any]) -> None:
-    """Writes how a trial ended: the one file that says so, where another was written by who died before it was told."""
+    """Write how a trial ended, and remove an outcome of a worker that died before reporting it to the study."""
     file, other = trial.result, trial.failure
     if record["state"] == "FAIL":
         file, other = other, file
@@ -157,14 +157,14 @@ def _death(folder: RunFolder, found: dict[int | None, dict[str, Any]], claims: d
     worker, attempt = next(iter(claims.items()))
     state = found[worker]
     if states.is_alive(state["state"]) or state["attempts"] > attempt:
-        # what it is now is not how that attempt ended
+        # the worker's current state is not how that attempt ended
         return Death(f"worker {worker} was ended, and starts again")
     how = f": {state['reason']}" if state["reason"] else ""
     return Death(f"worker {worker} is {state['state']}{how}")
 
 
 def of_attempt(worker: RunFolder, attempt: int) -> Death | None:
-    """How an attempt of a worker ended, as far as it was written down where it ran."""
+    """Return how an attempt of a worker ended, if that was recorded where it ran."""
     for event in records.events(worker):
         if event["event"] == "ended" and event["attempt"] == attempt and "message" in event:
             message = first_line(event["message"])

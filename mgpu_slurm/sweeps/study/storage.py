@@ -1,4 +1,4 @@
-"""Where a study is kept: in a journal file of its own, or in a database by its URL."""
+"""The storage of a study: its own journal file, or a database given by its URL."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mgpu_slurm.sweeps.study.journal import Journal, JournalFile
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 _DRIVERS = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql", "mariadb": "mysql+pymysql"}
-"""What a URL means that names none; SQLAlchemy's own choice differs between its versions."""
+"""Drivers for URLs that name none; SQLAlchemy's default differs between its versions."""
 
 
 def storage_of(sweep: Sweep, journal: Path, is_new: bool = False) -> BaseStorage:
-    """Where the study is kept.
+    """Return the storage of the study.
 
     Args:
-        journal: its own file, where the sweep names no database; absolute.
-        is_new: makes what a database needs; workers that did so at the same moment would break it. Else the study is
-            there.
+        journal: absolute path of its own file, used if the sweep names no database.
+        is_new: create the tables of a database; workers that did so at the same moment would break it. If False, the
+            study must exist.
 
     Raises:
         UserError: a variable of the URL is not set, a driver is missing, or there is no such study.
@@ -53,15 +53,15 @@ def _url(text: str) -> URL:
     try:
         url = make_url(expanded)
     except (ArgumentError, ValueError):
-        # not what it says of it: that may hold a value
+        # without its message, which may contain a value
         raise UserError(f"storage {text!r}: it is no URL once its variables have their values") from None
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
 
 def _expanded(text: str) -> str:
-    """With the values of its variables, which stand in no file.
+    """Return the URL with the values of its variables, which are not in any file.
 
-    Those of user, password and options may be any text; elsewhere a value is a part of the URL as it stands.
+    Values in the user, password and options may be any text; elsewhere a value is inserted unquoted.
     """
     host, options = text.rfind("@"), text.find("?")
 

@@ -1,4 +1,4 @@
-"""How a sweep stands, as plain facts: for the file that `status` reads, and for those who ask the study itself."""
+"""A summary of a sweep as plain data: for the file that `status` reads, and for callers that read the study."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.file_locks import locked
 
 RECENT = 50
-"""Trials that have ended last, of which `summary.json` tells one by one."""
+"""Number of recently ended trials listed in `summary.json`."""
 
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
 
 def own_trials(study: Study) -> list[FrozenTrial]:
-    """The study's trials but for those of another study that it started with."""
+    """Return the study's trials without those copied from an earlier study."""
     return [trial for trial in study.get_trials(deepcopy=False) if studies.ORIGIN not in trial.system_attrs]
 
 
 def ranked(trials: Iterable[FrozenTrial], direction: str) -> list[FrozenTrial]:
-    """The complete trials, the best first; the earlier one of two that are equal."""
+    """Return the complete trials, best first; of equal ones, the earlier first."""
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     sign = -1 if direction == "maximize" else 1
     return sorted(complete, key=lambda trial: (sign * _value(trial), trial.number))
@@ -47,7 +47,7 @@ def _value(trial: FrozenTrial) -> float:
 
 
 def counts(trials: Sequence[FrozenTrial], sweep: Sweep) -> dict[str, int]:
-    """How many trials there are in each of Optuna's states; those that have not begun are waiting."""
+    """Return the number of trials in each of Optuna's states; those that have not begun count as waiting."""
     found = {state.name: 0 for state in TrialState}
     for trial in trials:
         found[trial.state.name] += 1
@@ -77,19 +77,19 @@ def summarize(study: Study, sweep: Sweep) -> dict[str, Any]:
 
 
 def write(folder: RunFolder, study: Study, sweep: Sweep) -> None:
-    """Tells those who only read files; never older than what is there."""
+    """Write the summary file; under a lock, so that it never replaces a newer summary."""
     with locked(folder.summary_lock):
-        # without indents, which take the slow way through the encoder
+        # without indentation, for which the encoder is slow
         write_whole(folder.summary, json.dumps(summarize(study, sweep)), sync=False)
 
 
 def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:
-    """Whether the sweep file gave its values."""
+    """Return whether the trial's values are from the sweep file."""
     return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and trial.value is not None
 
 
 def described(trial: FrozenTrial, sweep: Sweep) -> dict[str, Any]:
-    """A trial as facts for programs."""
+    """Return a trial as plain data."""
     last = max(trial.intermediate_values, default=None)
     value = trial.value
     if value is None and last is not None:
@@ -106,12 +106,12 @@ def described(trial: FrozenTrial, sweep: Sweep) -> dict[str, Any]:
 
 
 def parameters(trial: FrozenTrial, sweep: Sweep) -> dict[str, Any]:
-    """The trial's parameters as the job got them."""
+    """Return the trial's parameters as passed to the job."""
     return sweep.space.restored(trial.params) if isinstance(sweep.space, Space) else dict(trial.params)
 
 
 def _length(trial: FrozenTrial) -> float | None:
-    """Seconds for which workers have had the trial."""
+    """Return the seconds for which workers have had the trial; None if it has not ended."""
     if trial.datetime_start is None or trial.datetime_complete is None:
         return None
     before: float = trial.system_attrs.get(studies.SECONDS, 0.0)
@@ -119,6 +119,6 @@ def _length(trial: FrozenTrial) -> float | None:
 
 
 def _seconds(trials: Iterable[FrozenTrial], state: TrialState) -> list[float]:
-    """How many trials have ended so, and how long they took together."""
+    """Return how many trials have ended in this state, and their total seconds."""
     lengths = [_length(trial) or 0.0 for trial in trials if trial.state == state]
     return [len(lengths), sum(lengths)]

@@ -1,8 +1,8 @@
-"""The study of a sweep, and the trials that workers take out of it.
+"""The study of a sweep, and the queue of its trials.
 
-A worker takes a trial that waits, which is a step that only one can make, or begins the next one; a lock on a file that
-all workers share keeps their number below what the sweep says, whatever they do at the same moment. What the parameters
-of a trial are is chosen when it begins. One that is given back keeps its number, its parameters and its reports.
+A worker takes a waiting trial, which only one worker can do, or begins the next one. A lock on a file that all workers
+share keeps the number of trials within the sweep's limit, even if several workers begin one at the same moment.
+Parameters are chosen when a trial begins. A trial that is given back keeps its number, its parameters and its reports.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from mgpu_slurm.sweeps.study.storage import storage_of
 _CLAIM = "mgpu:claim:"
 
 REASON = "mgpu:reason"
-"""Of a trial that failed or was pruned: why."""
+"""Attribute of a trial that failed or was pruned: the reason."""
 
 LOSSES = "mgpu:losses"
-"""Of a trial: those of its attempts over which a worker has died, or left without a checkpoint."""
+"""Attribute of a trial: its attempts in which the worker died, or left without a checkpoint."""
 
 SECONDS = "mgpu:seconds"
-"""Of a trial that was given back: how long workers had it before."""
+"""Attribute of a trial that was given back: how long workers had it before, in seconds."""
 
 OVER = "mgpu:over"
-"""Of a study: why no trial starts any more."""
+"""Attribute of a study: why no trial starts any more."""
 
 ORIGIN = "mgpu:origin"
-"""Of a trial that another study has made, with which this one started: that study's name."""
+"""Attribute of a trial copied from an earlier study at the start: the name of that study."""
 
 ORIGINS = "mgpu:origins"
-"""Of a study: how many such trials it has."""
+"""Attribute of a study: the number of such trials."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Worker:
 
     @property
     def claim(self) -> str:
-        """The name of what a trial says of this worker."""
+        """Name of the attribute by which a trial names this worker."""
         return f"{_CLAIM}{self.number}"
 
 
 def create(sweep: Sweep, journal: Path) -> Study:
-    """Makes the study with the points that are known to be good, before anybody works on it.
+    """Create the study and queue its enqueued points, before any worker starts.
 
     Args:
-        journal: where it is kept, unless the sweep names a database; absolute.
+        journal: absolute path of the journal, used unless the sweep names a database.
 
     Raises:
         UserError: the database cannot be opened, or has a study of that name.
@@ -86,11 +86,11 @@ def create(sweep: Sweep, journal: Path) -> Study:
 
 
 def load(sweep: Sweep, journal: Path, worker: Worker | None = None) -> Study:
-    """The study as one of its workers has it, with a sampler that draws as no other attempt of any worker does.
+    """Load the study for a worker, with a sampler that draws differently from every other attempt of any worker.
 
     Args:
-        worker: None for who looks at it or adds to it, and chooses nothing: the class of a sampler of one's own may be
-            nowhere but in the run's code.
+        worker: None if the caller only reads the study or adds to it, and samples nothing: a user's sampler class may
+            exist only in the run's code.
     """
     optuna_adapter.silence()
     return optuna.load_study(
@@ -102,35 +102,35 @@ def load(sweep: Sweep, journal: Path, worker: Worker | None = None) -> Study:
 
 
 def queue(study: Study, points: list[Values]) -> None:
-    """Adds trials with these values, for whoever comes next; what a point does not say is chosen when it is taken."""
+    """Queue trials with these values; parameters that a point leaves out are sampled when the trial begins."""
     for point in points:
         study.enqueue_trial(kept(point))
 
 
 def queued(study: Study) -> list[Values]:
-    """All points that were ever added, as they are kept."""
+    """Return all points that were ever queued, in the study's form."""
     trials = study.get_trials(deepcopy=False)
     return [trial.system_attrs[FIXED_PARAMS] for trial in trials if FIXED_PARAMS in trial.system_attrs]
 
 
 def kept(values: Values) -> Values:
-    """Values as the study has them."""
+    """Return values in the study's form."""
     return {name: label(value) for name, value in values.items()}
 
 
 def begun(study: Study) -> int:
-    """How many trials the study has, but for those that it started with."""
+    """Return the number of trials in the study, without those copied from an earlier study."""
     return optuna_adapter.trial_count(study) - int(notes(study).get(ORIGINS, 0))
 
 
 def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back: bool = False) -> Trial | None:
-    """A trial that nobody else has, from now on this worker's; None where there may be no more.
+    """Take a trial for this worker; return None if the limit of trials is reached.
 
     Args:
         lock: a file that all workers share.
-        only_given_back: one that has been begun before, and no other.
+        only_given_back: take only a trial that was begun before.
     """
-    # the sampler may have kept the trials as they were
+    # the sampler may have cached older states of the trials
     optuna_adapter.forget_cached_trials(study)
     waiting = _take_waiting(study, worker, only_given_back)
     if waiting is not None:
@@ -142,15 +142,15 @@ def take(study: Study, sweep: Sweep, worker: Worker, lock: Path, only_given_back
         if sweep.trials is not None and number >= sweep.trials:
             return None
         new = _begin(study, worker, _point(sweep, number))
-    # the sampler chooses here, which may take long
+    # the sampler runs here, which may take long
     return Trial(study, new)
 
 
 @contextmanager
 def synced_once(study: Study) -> Iterator[None]:
-    """What is written within it is there for others at once, and durable at its end: a journal waits for its disk once.
+    """Make writes visible to others at once, but durable only at the end: a journal is synced to disk once.
 
-    A database has each call on its disk, within it too.
+    A database still commits each call to disk.
     """
     backend = optuna_adapter.journal_of(study)
     with backend.synced_once() if isinstance(backend, JournalFile) else nullcontext():
@@ -158,7 +158,7 @@ def synced_once(study: Study) -> Iterator[None]:
 
 
 def _point(sweep: Sweep, number: int) -> Values:
-    """Of a grid, that of the trial of this number."""
+    """Return the grid point of the trial with this number; without a grid, no values."""
     if sweep.sampler.name != "grid":
         return {}
     assert isinstance(sweep.space, Space)
@@ -166,20 +166,20 @@ def _point(sweep: Sweep, number: int) -> Values:
 
 
 def _begin(study: Study, worker: Worker, known: Values) -> int:
-    """The id of a new trial, the worker's from the start."""
+    """Create a trial that the worker owns from the start, and return its id."""
     attributes: dict[str, Any] = {worker.claim: worker.attempt}
     if known:
-        # as of one that was queued
+        # as for a queued trial
         attributes[FIXED_PARAMS] = kept(known)
     template = create_trial(state=TrialState.RUNNING, system_attrs=attributes)
     return optuna_adapter.create_trial(study, template)
 
 
 def _take_waiting(study: Study, worker: Worker, only_given_back: bool) -> int | None:
-    """The id of a trial that has waited, because it was given back or added; None where none does.
+    """Take a waiting trial, which was given back or queued, and return its id; None if no trial waits.
 
-    The worker says beforehand that it may have the trial from now on: one that is running always names who runs it,
-    also where that one died in the same moment.
+    The worker writes its claim first, so that a running trial always names its worker, even if that worker dies at the
+    same moment.
     """
     waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
     if only_given_back:
@@ -189,14 +189,14 @@ def _take_waiting(study: Study, worker: Worker, only_given_back: bool) -> int | 
             optuna_adapter.set_trial_attribute(study, trial, worker.claim, worker.attempt)
             if optuna_adapter.set_trial_state(study, trial, TrialState.RUNNING):
                 return optuna_adapter.id_of(trial)
-            # somebody else was faster
+            # another worker was faster
             optuna_adapter.set_trial_attribute(study, trial, worker.claim, None)
     return None
 
 
 def _by_turn(waiting: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial]:
-    """Those that have been begun before the others; each worker starts with another one, as those who want the same
-    trial get into each other's way."""
+    """Yield the trials that were begun before, then the others. Each worker starts at a different trial, to avoid
+    competition for the same one."""
     for kind in (True, False):
         trials = [trial for trial in waiting if was_given_back(trial) is kind]
         start = worker.number % len(trials) if trials else 0
@@ -205,18 +205,18 @@ def _by_turn(waiting: list[FrozenTrial], worker: Worker) -> Iterator[FrozenTrial
 
 
 def was_given_back(trial: FrozenTrial) -> bool:
-    """Whether it has been begun, and waits to go on."""
+    """Return whether the trial was begun before and waits to be resumed."""
     return trial.state == TrialState.WAITING and SECONDS in trial.system_attrs
 
 
 def claims(trial: FrozenTrial) -> dict[int, int]:
-    """Who may be running the trial: attempts by the number of their worker."""
+    """Return who may be running the trial: attempts by worker number."""
     attributes = trial.system_attrs.items()
     return {int(key[len(_CLAIM) :]): value for key, value in attributes if key.startswith(_CLAIM) and value is not None}
 
 
 def give_back(study: Study, trial: FrozenTrial) -> None:
-    """Queues a running trial again that is not at its end; it goes on under its own number, as nobody's."""
+    """Queue an unfinished running trial again; it keeps its number and belongs to no worker."""
     assert trial.datetime_start is not None
     seconds = trial.system_attrs.get(SECONDS, 0.0) + (datetime.now() - trial.datetime_start).total_seconds()
     optuna_adapter.set_trial_attribute(study, trial, SECONDS, seconds)
@@ -244,10 +244,10 @@ def fail(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool = Fal
 
 
 def blame(study: Study, trial: FrozenTrial, reason: str, is_own_fault: bool) -> None:
-    """Write down why a trial has no value.
+    """Record why a trial has no value.
 
     Args:
-        is_own_fault: its own code is the cause, which would end it again: the sampler keeps away from its parameters.
+        is_own_fault: whether its own code is the cause and would fail again; the sampler then avoids its parameters.
     """
     optuna_adapter.set_trial_attribute(study, trial, REASON, reason)
     if is_own_fault:
@@ -260,7 +260,7 @@ def _disclaim(study: Study, trial: FrozenTrial) -> None:
 
 
 def note(study: Study, key: str, value: Any) -> None:
-    """Writes down something about the whole study, which every worker sees before its next trial."""
+    """Set an attribute of the study, which every worker sees before its next trial."""
     optuna_adapter.set_study_attribute(study, key, value)
 
 

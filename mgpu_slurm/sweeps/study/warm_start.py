@@ -1,4 +1,4 @@
-"""What an earlier study is good for: trials to start with, or the region around its best ones as a grid."""
+"""Use of an earlier study: its trials as a start, or a grid around its best ones."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 
 BEST_SHARE = 0.1
-"""Of the complete trials, those whose region is searched again."""
+"""Share of the complete trials whose region is searched again."""
 
 LEAST_BEST = 3
 POINTS = 3
-"""Of each range, in a grid around the best trials."""
+"""Number of points per range in a grid around the best trials."""
 
 
 def find(name: str) -> tuple[RunFolder, Sweep, Study]:
-    """A study by the name of its sweep.
+    """Return a study by the name of its sweep, with its folder and sweep file.
 
     Raises:
         UserError: there is no such sweep.
@@ -40,14 +40,14 @@ def find(name: str) -> tuple[RunFolder, Sweep, Study]:
     return folder, sweep, studies.load(sweep, folder.journal)
 
 
-# -- to start with
+# -- warm start
 
 
 def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
-    """An earlier study's trials, as far as they lie in the space of this one.
+    """Return copies of an earlier study's trials that are in the space of this one.
 
     Raises:
-        UserError: its trials are judged by something else.
+        UserError: the earlier study has another metric or direction, or none of its trials is in this space.
     """
     _, other, known = find(name)
     if (other.metric, other.direction) != (sweep.metric, sweep.direction):
@@ -63,7 +63,7 @@ def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
 
 
 def add(study: Study, known: Sequence[FrozenTrial]) -> None:
-    """Lets a new study know these trials."""
+    """Add these trials to a new study."""
     for trial in known:
         study.add_trial(trial)
     studies.note(study, studies.ORIGINS, len(known))
@@ -88,13 +88,14 @@ def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | Non
     )
 
 
-# -- to search around
+# -- grid around the best trials
 
 
 def around(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """The values of a sweep file, with a grid around the best trials of an earlier study as their space.
+    """Return the values of a sweep file, with the space replaced by a grid around an earlier study's best trials.
 
-    Each range becomes some points between the ends of the best tenth of its trials, each choice those that occur there.
+    Each range becomes some points between the extremes of the best tenth of its trials, each choice those that occur
+    there.
 
     Raises:
         UserError: there is no such sweep, or too few of its trials are complete.
@@ -119,7 +120,7 @@ def _share(trials: int) -> int:
 def _grid(space: Space, best: Sequence[Values]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for parameter in space.parameters:
-        # that of a choice which none of the best has made is not asked for any more
+        # a parameter that is active in none of the best trials is left out
         there = [values[parameter.name] for values in best if parameter.name in values]
         if not there:
             continue
@@ -142,7 +143,7 @@ def _points(parameter: Parameter, there: list[Any]) -> list[Any]:
     if isinstance(parameter, Int):
         steps = [round((value - parameter.low) / parameter.step) for value in between]
         return list(dict.fromkeys(parameter.low + step * parameter.step for step in steps))
-    # four digits say as much as a tenth of some trials can
+    # four digits are as precise as a tenth of a few trials can be
     return list(dict.fromkeys(float(f"{value:.4g}") for value in between))
 
 

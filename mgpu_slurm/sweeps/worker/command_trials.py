@@ -1,6 +1,6 @@
-"""A trial that is a command: each rank of the worker starts it as a child, and rank 0 hears what it reports.
+"""A trial that is a command: each rank of the worker starts it as a child process, and rank 0 receives its reports.
 
-Every trial has a rendezvous of its own, as a script's process group cannot outlive its process.
+Every trial has a separate rendezvous, because a script's process group cannot outlive its process.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, und
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 
 LOOK_EVERY = 0.2
-"""Seconds between two words of the ranks on how their children are."""
+"""Seconds between two checks in which the ranks exchange the states of their children."""
 
 PATIENCE_FOR_SIGTERM = 1.0
-"""Seconds."""
+"""Seconds to wait for a SIGTERM here after one has ended a child."""
 
 GRACE = 5.0
-"""Seconds that a child gets to end, once it is told to or another rank's has failed."""
+"""Seconds for a child to end, after it was asked to or another rank's child failed."""
 
 
 @dataclass
 class _Heard:
-    """What rank 0 has heard of the script."""
+    """What the script has reported to rank 0."""
 
     given_up: str | None = None
     progress: int = 0
     error: NoMoreHere | None = None
-    """Of the study; all ranks are told when the children have ended."""
+    """Error of the study; it is raised on all ranks when the children have ended."""
 
 
 @dataclass(frozen=True)
 class _Exit:
-    """How a rank's child has ended."""
+    """How a rank's child ended."""
 
     rank: int
     code: int
-    """Negative for a signal."""
+    """Exit code; negative for a signal."""
 
 
 class CommandTrainer:
-    """Trains by starting the trial's command on every rank."""
+    """A trainer that starts the trial's command on every rank."""
 
     def __init__(self, rank: Rank, stop: StopFlag, collectives: Collectives, client: StudyClient | None) -> None:
         self._rank = rank
@@ -70,12 +70,12 @@ class CommandTrainer:
         self._client = client
         is_here = rank.spec.nodes_are_simulated or rank.spec.resources.nodes == 1
         self._address: str = "127.0.0.1" if is_here else collectives.broadcast_from_rank0(lambda: rank.facts.node_name)
-        """Of rank 0's node."""
+        """Address of rank 0's node."""
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
         heard = _Heard()
         with closing(ReportServer(lambda progress, metrics: self._report(heard, progress, metrics))) as server:
-            # served by this process until the children have ended
+            # this process serves the store until the children have ended
             port, store = self._rendezvous()
             child = self._start(order, folder, server, port)
             exited, stop = self._wait(child, folder, server)
@@ -95,11 +95,11 @@ class CommandTrainer:
         return heard.given_up
 
     def _rendezvous(self) -> tuple[int, Any]:
-        """The port of a store that rank 0 serves, and on rank 0 the store."""
+        """Start a store on rank 0; return its port, and on rank 0 also the store."""
         made = []
 
         def make() -> int:
-            # as the run's own: the loopback interface, or what the job's other nodes can reach
+            # like the run's own store: on the loopback interface, or on one that the job's other nodes can reach
             listener = store_server.bind("127.0.0.1" if self._address.startswith("127.") else "")
             port: int = listener.getsockname()[1]
             made.append(store_server.serve(listener))
@@ -121,17 +121,17 @@ class CommandTrainer:
 
         def enter() -> None:
             processes.die_with_parent(signal.SIGKILL, parent)
-            # by default it would kill a script that knows nothing of it
+            # by default the signal would kill a script that does not handle it
             signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
 
         return subprocess.Popen(words, executable=program, env=os.environ | variables, preexec_fn=enter)
 
     def _wait(self, child: subprocess.Popen[bytes], folder: RunFolder, server: ReportServer) -> tuple[_Exit, Stop]:
-        """Until the children of all ranks have ended; how, and what was asked for meanwhile."""
+        """Wait until the children of all ranks have ended; return how they ended, and the stop requested meanwhile."""
         descriptor = os.pidfd_open(child.pid)
         deadline: float | None = None
         ended_by_sigterm: float | None = None
-        # the children hear it too, and what they take to end is their own affair
+        # the children receive the signal too, and end in their own time
         self._stop.is_heeded = True
         try:
             server.watch(descriptor)
@@ -139,11 +139,11 @@ class CommandTrainer:
                 server.serve(LOOK_EVERY)
                 code = child.poll()
                 if code == -signal.SIGTERM:
-                    # of a stop this process may hear a little later than its child
+                    # this process may receive the signal of a stop a little later than its child
                     ended_by_sigterm = ended_by_sigterm or time.monotonic()
                     is_new = time.monotonic() < ended_by_sigterm + PATIENCE_FOR_SIGTERM
                     if (is_new or deadline is not None or self._stop.due is not Stop.NO) and _left(folder):
-                        # a stop that ends a shell or launcher leaves behind what may still save
+                        # a stop may end a shell or launcher whose children are still saving
                         code = None
                 stop = self._collectives.sync(Call.TRIAL, Agreed(stop=self._stop.due, failed=bool(code)))
                 if not self._collectives.total([float(code is None)])[0]:
@@ -158,7 +158,7 @@ class CommandTrainer:
             os.close(descriptor)
 
     def _late_word(self) -> Stop:
-        """What this worker was asked for, where a SIGTERM that has ended the children may still be on its way here."""
+        """Return the stop requested of this worker; a SIGTERM that ended the children may still have to arrive here."""
         give_up = time.monotonic() + PATIENCE_FOR_SIGTERM
         while True:
             is_over = time.monotonic() > give_up
@@ -171,7 +171,7 @@ class CommandTrainer:
         codes = [0.0] * self._rank.facts.world_size
         codes[self._rank.facts.rank] = float(child.returncode)
         exits = [_Exit(rank, int(code)) for rank, code in enumerate(self._collectives.total(codes))]
-        # those that were killed because of another one come last
+        # children that were killed because another one failed come last
         failed = sorted((each for each in exits if each.code), key=lambda each: each.code == -signal.SIGKILL)
         return failed[0] if failed else exits[0]
 
@@ -181,14 +181,14 @@ def _ending(folder: RunFolder, heard: _Heard, exited: _Exit, stop: Stop) -> Endi
         leave = Leave(TERMINATED_EXIT_CODE, "asked to end")
         return Ending(lambda own: own.give_back(is_late=False, has_saved=False), leave)
     if exited.code == REQUEUE_EXIT_CODE or stop is Stop.LEAVE:
-        # what a script has saved nobody knows but by what it has reported
+        # only its reports show whether a script has saved anything
         leave = Leave(REQUEUE_EXIT_CODE, "the time limit is near")
         return Ending(lambda own: own.give_back(is_late=True, has_saved=own.has_reported()), leave)
     return Ending(lambda own: _tell(own, folder, heard, exited))
 
 
 def _tell(own: StudyClient, folder: RunFolder, heard: _Heard, exited: _Exit) -> None:
-    """Called on rank 0 alone."""
+    """Report the end of the trial to the study; called on rank 0 only."""
     if heard.error is not None:
         raise heard.error
     if heard.given_up is not None:
@@ -210,7 +210,7 @@ def _tell(own: StudyClient, folder: RunFolder, heard: _Heard, exited: _Exit) -> 
 
 
 def _reported(folder: RunFolder) -> dict[str, float]:
-    """The metrics of the script's last report."""
+    """Return the metrics of the script's last report."""
     metrics: dict[str, float] = {}
     for record in read_jsonl(folder.metrics):
         metrics = record["metrics"]
@@ -218,7 +218,7 @@ def _reported(folder: RunFolder) -> dict[str, float]:
 
 
 def _printed(folder: RunFolder) -> dict[str, float]:
-    """The numbers of the JSON object in rank 0's last line, where there is one."""
+    """Return the numbers of the JSON object in rank 0's last line; empty if there is none."""
     with suppress(ValueError, IndexError):
         found = json.loads(_lines(folder, rank=0)[-1])
         if isinstance(found, dict):
@@ -227,14 +227,14 @@ def _printed(folder: RunFolder) -> dict[str, float]:
 
 
 def _lines(folder: RunFolder, rank: int) -> list[str]:
-    """What a rank of the newest attempt has printed last, without empty lines."""
+    """Return the last lines that a rank of the newest attempt printed, without empty ones."""
     logs = sorted(folder.logs.glob(f"*-{rank}.log"), key=lambda path: int(path.name.partition("-")[0]))
     text = end_of(logs[-1]) if logs else ""
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _kill(child: subprocess.Popen[bytes], folder: RunFolder) -> None:
-    """End a trial's command, and what it has started."""
+    """Kill a trial's command and all processes that it has started."""
     for pid in {*processes.descendants(child.pid), *_left(folder)}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A trial that is a call of a job function, in the worker's own process and process group."""
+"""A trial that is a call of a job function, in the worker's process and process group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILED_EXIT_CODE = 1
 
 
 class FunctionTrainer:
-    """Trains by calling the job function, each time with a run of its own."""
+    """A trainer that calls the job function, with a new `Run` for each trial."""
 
     def __init__(
         self, rank: Rank, stop: StopFlag, device: torch.device, collectives: Collectives, client: StudyClient | None
@@ -44,11 +44,12 @@ class FunctionTrainer:
         self._job = job_loading.job_function(rank.spec, rank.folder)
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
-        """
+        """Train a trial by calling the job function.
+
         Raises:
-            RunStopped: the ranks have to be started again.
-            SweepFailed: there is no sense in going on.
-            ForgeryError: a stranger has written to the rendezvous, which is no fault of the trial.
+            RunStopped: the ranks have to be restarted.
+            SweepFailed: the sweep cannot continue.
+            ForgeryError: a stranger has written to the rendezvous, which is not the trial's fault.
         """
         facts = self._rank.facts
         before = checkpoints.newest(folder) if facts.rank == 0 else None
@@ -88,13 +89,13 @@ class FunctionTrainer:
         return result_of(returned, run.last_metrics, run.has_trained)
 
     def _failed(self, order: Assignment, error: BaseException, run: Run) -> Ending:
-        """Ends the trial for what its code has raised."""
+        """Return the ending of a trial whose code raised an error, or raise RunStopped if the ranks must restart."""
         shown = crash.own_traceback(error)
         print(shown, end="", file=sys.stderr, flush=True)
         record = crash.record(error, shown, self._rank.facts)
         if self._rank.facts.world_size == 1 and not _has_spoilt_the_device(error):
             return Ending(lambda own: own.fail(f"{record['error']}: {first_line(record['message'])}"))
-        # the others may be in the middle of a collective, and this rank's next one would answer theirs
+        # the others may be inside a collective, which this rank's next one would answer
         guard.record_failure(self._rank, record | {"trial": order.number})
         # new ranks would not know that the time limit is near
         code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
@@ -104,7 +105,7 @@ class FunctionTrainer:
 
 
 def _report_to(client: StudyClient | None) -> Judge:
-    """Rank 0's own; what goes wrong with the study there is no error of the trial."""
+    """Return rank 0's prune callback; an error of the study in it is not an error of the trial."""
     return _nobody if client is None else lambda *report: undisturbed(lambda: client.report(*report))
 
 
@@ -113,5 +114,5 @@ def _nobody(progress: int, metrics: dict[str, float]) -> str | None:
 
 
 def _has_spoilt_the_device(error: BaseException) -> bool:
-    """Whether the GPU answers every later call with this error too."""
+    """Return whether every later call on the GPU raises this error too."""
     return isinstance(error, RuntimeError) and "CUDA error" in str(error)

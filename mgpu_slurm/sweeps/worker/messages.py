@@ -1,4 +1,4 @@
-"""What rank 0 of a worker tells its ranks, and what they tell it: the next trial, how one ended, why to stop."""
+"""Messages between rank 0 of a worker and its other ranks: the next trial, how one ended, why to stop."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class Assignment:
 
     number: int
     attempt: int
-    """From 1: how often it was begun, by any worker."""
+    """Number of the attempt, from 1, over all workers."""
     values: Values
-    """Of its parameters, by name; one that is not active is missing."""
+    """Values of the parameters by name, without inactive ones."""
     words: tuple[str, ...] = ()
-    """Of a command, with its values in their places."""
+    """Words of the command, with the values inserted."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """There is nothing to do here any more."""
+    """The order to leave, as there is nothing to do here any more."""
 
     exit_code: int
     reason: str
 
 
 def as_plain(order: Assignment | Leave | None) -> dict[str, Any] | None:
-    """Return an order as values that rank 0 can tell the others."""
+    """Return an order as plain values that rank 0 can broadcast."""
     if not isinstance(order, Assignment):
         return None if order is None else {"is_trial": False, **vars(order)}
-    # a sampler of the user's own may choose NumPy's numbers
+    # a user's sampler may choose NumPy numbers
     values = {name: each.item() if isinstance(each, np.generic) else each for name, each in order.values.items()}
     return {"is_trial": True, **vars(order), "values": values}
 
 
 def from_plain(told: dict[str, Any] | None) -> Assignment | Leave | None:
-    """Return the order that rank 0 has told."""
+    """Return the order that rank 0 has broadcast."""
     if told is None:
         return None
     fields = {name: value for name, value in told.items() if name != "is_trial"}
@@ -52,34 +52,34 @@ def from_plain(told: dict[str, Any] | None) -> Assignment | Leave | None:
 
 
 class NoMoreHere(SystemExit):
-    """The ranks cannot go on with their trial, whatever its code makes of errors: it passes `except Exception`."""
+    """The ranks cannot continue their trial. A SystemExit, so that `except Exception` in its code does not catch it."""
 
 
 class SweepFailed(NoMoreHere):
-    """The sweep cannot go on: its trials all fail alike, or the job does not report what is looked for."""
+    """The sweep cannot continue: all trials fail with the same error, or the job does not report the metric."""
 
 
 class BrokenWorker(NoMoreHere):
-    """Trials fail here that would do well elsewhere."""
+    """Trials fail on this worker that succeed elsewhere."""
 
 
 class Superseded(NoMoreHere):
-    """This worker was taken for dead, and its trial is somebody else's now."""
+    """This worker was taken for dead, and its trial was given to another one."""
 
 
 class StudyLost(NoMoreHere):
-    """The study could not be read or written, which is no fault of the trial."""
+    """The study could not be read or written, which is not the trial's fault."""
 
 
 RAISED_TOGETHER = (SweepFailed, BrokenWorker, Superseded, StudyLost)
-"""What all ranks raise when rank 0 does."""
+"""Errors that all ranks raise when rank 0 does."""
 
 
 def undisturbed(ask: Callable[[], T]) -> T:
-    """What a call on the study answers.
+    """Call a function on the study and return its result.
 
     Raises:
-        StudyLost: for whatever it raises that is not meant for the ranks.
+        StudyLost: the call raised an error that is not meant for the ranks.
     """
     try:
         return ask()

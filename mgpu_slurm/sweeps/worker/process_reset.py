@@ -1,8 +1,7 @@
-"""What a trial leaves behind in a process that goes on with the next one: put back, or measured.
+"""Resetting a process between trials, and measuring what they leave behind.
 
-Settings of Python and torch are put back to what they were before the first trial. Memory, threads and open files that
-stay are counted; from some growth on it is better to start the ranks anew. A module's own global state is nobody's to
-put back.
+Settings of Python and torch are reset to their values before the first trial. Remaining memory, threads and open files
+are counted; beyond some growth it is better to restart the ranks. The global state of modules is not reset.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from mgpu_slurm.core import processes
 
 GROWTH_OF_MEMORY = 1 << 30
-"""Bytes of main memory that trials may leave, all together; or half of what the process had, if that is more."""
+"""Bytes of main memory that all trials together may leave, or half of what the process had if that is more."""
 
 GROWTH_OF_GPU_MEMORY = 1 << 28
 """Bytes of GPU memory that tensors of earlier trials may hold."""
@@ -36,8 +35,7 @@ GROWTH_OF_THREADS = 16
 GROWTH_OF_FILES = 64
 
 COLLECT_EVERY = 1.0
-"""Seconds in which trials may leave their garbage to one collection for all of them, which looks through the study of
-this process too."""
+"""Seconds for which trials share one garbage collection, which also traverses the study in this process."""
 
 LITTLE_MEMORY = 1 << 26
 """Bytes that trials may leave to a later collection."""
@@ -48,14 +46,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """From now on this process keeps up to 64 MB that it has freed, so that it need not ask the system for them again.
+    """Let this process keep up to 64 MB of freed memory, so that it need not request it from the system again.
 
-    These are the values which glibc comes to by itself in a process that frees large blocks (mallopt(3)). To choose a
-    trial's parameters takes blocks just beyond the first ones, which go back to the system at each step of it; with a
-    thousand trials to choose by, about a tenth of the time went to getting them again, page by page.
+    glibc reaches these values by itself in a process that frees large blocks (mallopt(3)). Sampling the parameters of a
+    trial allocates blocks just above the default thresholds, which go back to the system at each step; with a thousand
+    trials in the study, about a tenth of the time was spent on getting them again, page by page.
     """
     with suppress(OSError, AttributeError):
-        # another C library has no such thing
+        # other C libraries have no mallopt
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 26)
@@ -63,12 +61,12 @@ def keep_freed_memory() -> None:
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """How much memory, threads and open files a process has."""
+    """Memory, threads and open files of a process."""
 
     memory: int
-    """Bytes, resident."""
+    """Resident bytes."""
     gpu_memory: int
-    """Bytes of living tensors."""
+    """Bytes of live tensors."""
     threads: int
     files: int
 
@@ -78,7 +76,7 @@ class ResourceUsage:
             pages = int(file.read().split()[1])
         return cls(
             memory=pages * resource.getpagesize(),
-            # 0 where no GPU was used
+            # 0 if no GPU was used
             gpu_memory=torch.cuda.memory_allocated(),
             threads=processes.thread_count(),
             files=len(os.listdir("/proc/self/fd")),
@@ -86,7 +84,7 @@ class ResourceUsage:
 
 
 def growth(before: ResourceUsage, now: ResourceUsage) -> str | None:
-    """What trials have left that is too much; None where all is well."""
+    """Return which growth exceeds its limit; None if none does."""
     if now.memory - before.memory > max(GROWTH_OF_MEMORY, before.memory // 2):
         return f"{(now.memory - before.memory) / 2**30:.1f} GiB of memory"
     if now.gpu_memory - before.gpu_memory > GROWTH_OF_GPU_MEMORY:
@@ -99,7 +97,7 @@ def growth(before: ResourceUsage, now: ResourceUsage) -> str | None:
 
 
 class Reset:
-    """Settings of this process as they were when this was made."""
+    """A copy of this process's settings, to reset them later."""
 
     def __init__(self) -> None:
         self._folder = os.getcwd()
@@ -110,12 +108,12 @@ class Reset:
         self._signals = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
         self._torch = _torch_settings()
         self._collected = -math.inf
-        """When, by the monotonic clock."""
+        """Time of the last collection, by the monotonic clock."""
         self._left: ResourceUsage | None = None
-        """What this process held after the last collection."""
+        """Resources of this process after the last collection."""
 
     def apply(self) -> None:
-        """Puts them back, and frees what nobody refers to."""
+        """Reset the settings, and free unreferenced memory."""
         os.chdir(self._folder)
         if os.environ != self._environ:
             os.environ.clear()
@@ -123,13 +121,13 @@ class Reset:
         sys.path[:] = self._path
         sys.argv[:] = self._arguments
         warnings.filters[:] = self._filters  # type: ignore[index]
-        # before its handler: by default the signal ends the process
+        # before its handler is reset: by default the signal ends the process
         signal.setitimer(signal.ITIMER_REAL, 0)
         for signum, handler in self._signals.items():
             if handler is not None and signal.getsignal(signum) is not handler:
                 signal.signal(signum, handler)
         _set_torch_settings(self._torch)
-        # a trial that sets no seed is not to depend on those before it
+        # a trial that sets no seed must not depend on earlier trials
         seed = int.from_bytes(os.urandom(4), "little")
         random.seed(seed)
         np.random.seed(seed)
@@ -144,15 +142,15 @@ class Reset:
     def _collect(self) -> None:
         gc.collect()
         if self._left is None:
-            # what the first trial has loaded is there for good, and need not be looked through again
+            # what the first trial has loaded stays, and need not be traversed again
             gc.freeze()
-        # does nothing where no GPU was used
+        # does nothing if no GPU was used
         torch.cuda.empty_cache()
         self._collected, self._left = time.monotonic(), ResourceUsage.now()
 
 
 def _is_much(before: ResourceUsage, now: ResourceUsage) -> bool:
-    """Whether what trials have left cannot wait."""
+    """Return whether trials have left too much to postpone the collection."""
     return now.memory > before.memory + LITTLE_MEMORY or replace(now, memory=before.memory) != before
 
 
@@ -172,7 +170,7 @@ def _torch_settings() -> dict[str, Any]:
 
 def _set_torch_settings(settings: dict[str, Any]) -> None:
     if settings == _torch_settings():
-        # to set what is set already loads half of torch, at the first time
+        # setting a value for the first time imports half of torch, even if the value stays the same
         return
     torch.set_default_dtype(settings["dtype"])
     torch.set_num_threads(settings["threads"])

@@ -1,6 +1,6 @@
-"""A worker's part in its study: it takes trials, tells what becomes of them, and leaves when there is nothing to do.
+"""A worker's client of the study: it takes trials, reports their results, and leaves when there is nothing to do.
 
-Rank 0 alone has one, and tells the other ranks.
+Only rank 0 has a client, and it broadcasts the results to the other ranks.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from mgpu_slurm.sweeps.worker.worker_health import WorkerHealth
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 PAUSE = 1.0
-"""Seconds for which a worker that waits for news of others says nothing to its ranks."""
+"""Seconds between two messages to the ranks while the worker waits for results of other workers."""
 
 NO_TRIAL: dict[str, Any] = {"trial": None, "reason": ""}
-"""What the state of a worker says that leaves, or waits."""
+"""Fields of the state of a worker that leaves or waits."""
 
 
 class StudyClient:
-    """A worker's dealings with the study."""
+    """A worker's access to the study."""
 
     def __init__(self, folder: RunFolder, spec: Spec, attempt: int) -> None:
         """
         Args:
-            folder: the worker's.
+            folder: the folder of the worker.
         """
         self._folder = folder
         self._sweep_folder = folder.group
@@ -66,22 +66,22 @@ class StudyClient:
         self._scheduler: Scheduler = PrunerScheduler(self._sweep.pruner.max_resource)
         self._trial: WorkerTrial | None = None
         self._begun = 0
-        """Trials that were begun here."""
+        """Number of trials begun here."""
         self.ended = 0
-        """Trials that have come to their end here."""
+        """Number of trials that ended here for good."""
 
     @property
     def _sweep(self) -> Sweep:
-        """The sweep file as it was last read."""
+        """The sweep file as last read."""
         return self._shared.sweep
 
     # -- between trials
 
     def next(self, stop: Stop) -> Assignment | Leave | None:
-        """Takes a trial; None where it is too early to say, and the caller is to ask again.
+        """Take a trial; return None if it is too early to decide and the caller should ask again.
 
         Args:
-            stop: what this worker was asked for.
+            stop: the stop that was requested of this worker.
         """
         if stop is not Stop.NO:
             self._shared.show(**NO_TRIAL)
@@ -95,7 +95,7 @@ class StudyClient:
             if over is None and self._health.waits_for_news():
                 time.sleep(PAUSE)
                 return None
-            # what was begun comes to its end
+            # trials that were begun are finished
             trial = None if has_failed else self._take(only_given_back=over is not None)
             if trial is None:
                 if has_failed or self._leaves():
@@ -109,11 +109,11 @@ class StudyClient:
                 return assignment
 
     def _leaves(self) -> bool:
-        """Says that this worker is as good as gone, unless there is more to do since it looked."""
+        """Announce that this worker leaves; return False instead if the sweep file has changed."""
         with locked(self._folder.sweep_lock):
             if self._shared.reread_sweep():
                 return False
-            # and what it has come to, where its last trial's metrics have stood
+            # the number of its trials replaces the metrics of its last trial
             self._shared.show(leaving=self._worker.attempt, metrics={"trials": float(self.ended)}, **NO_TRIAL)
             return True
 
@@ -124,13 +124,13 @@ class StudyClient:
         self._shared.recover()
         trial = take()
         if trial is None:
-            # nobody may be left to look again
+            # no other worker may be left to check again
             self._shared.recover(at_once=True)
             trial = take()
         return trial
 
     def _begin(self, trial: Trial) -> Assignment | None:
-        """What the trial is; None where its own space will have none of it, and it has ended."""
+        """Return the assignment of a trial; None if its space function rejected or failed it, which ends it."""
         own = self._trial = WorkerTrial(self._shared, self._scheduler, trial)
         self._begun += 1
         self._health.trial_began()
@@ -155,7 +155,7 @@ class StudyClient:
         try:
             return self._choose(trial)
         except TrialPruned:
-            # Optuna's word for a combination that makes no sense
+            # a space function raises it for an invalid combination
             self.prune("its space will have none of it", 0)
         except Exception as error:
             self.fail(f"space: {type(error).__name__}: {first_line(str(error))}")
@@ -167,14 +167,14 @@ class StudyClient:
         return space_function.load(self._sweep.space, self._folder.code / self._spec.workdir)
 
     def dismiss(self) -> None:
-        """Take those workers out of SLURM's queue that would find nothing to do."""
+        """Remove workers that would find nothing to do from SLURM's queue."""
         if self._spec.is_queued:
             sweep_end.dismiss_waiting(self._shared)
 
     # -- in a trial
 
     def report(self, progress: int, metrics: dict[str, float]) -> str | None:
-        """Tell the study what the trial reports; return why it is to be pruned, or None if it continues."""
+        """Report the trial's metrics to the study; return why to prune the trial, or None if it continues."""
         own = self._running()
         value = metrics.get(self._sweep.metric)
         shown: dict[str, Any] = {"progress": progress, "metrics": metrics}
@@ -183,7 +183,7 @@ class StudyClient:
         self._shared.show(**shown)
         if self._shared.summary_is_due:
             self._shared.write_summary(at_once=False)
-        # a report without the metric says nothing to the pruner; the job may report or return it later
+        # the pruner ignores a report without the metric, which the job may report or return later
         return None if value is None else own.report(progress, value)
 
     def _missing(self, metrics: dict[str, float]) -> str:
@@ -205,8 +205,8 @@ class StudyClient:
         """End the trial with its value: the job has returned.
 
         Args:
-            has_trained: False for an attempt that was restored at the end of its training, where the value counts that
-                the trial reported before.
+            has_trained: False for an attempt that was restored at the end of its training; the value that the trial
+                reported before then counts.
         """
         # a job function that returns one number returns the metric
         name = "value" if list(result) == ["value"] else self._sweep.metric
@@ -225,12 +225,12 @@ class StudyClient:
         self._ended()
 
     def prune(self, reason: str, progress: int) -> None:
-        """The trial is pruned."""
+        """End the trial as pruned."""
         self._running().prune(reason, progress)
         self._ended()
 
     def fail(self, reason: str) -> None:
-        """The job function has raised an error."""
+        """End the trial after an error in its code, or let another worker try it."""
         own = self._running()
         if self._health.is_doubtful(own.frozen(), reason):
             own.doubt(reason)
@@ -242,22 +242,22 @@ class StudyClient:
             self._health.check()
 
     def lose(self, reason: str) -> None:
-        """What trains it was killed here, and may do better the next time."""
+        """End this attempt, whose process was killed here; the trial may succeed in its next one."""
         has_failed = self._running().lose(reason)
         self._ended(for_good=has_failed)
         if has_failed:
             self._health.check()
 
     def give_back(self, is_late: bool, has_saved: bool) -> None:
-        """The worker has to leave, and the trial goes on elsewhere.
+        """Give the trial back because the worker has to leave; another worker resumes it.
 
         Args:
-            is_late: the worker's time limit is near; else it is cancelled, or preempted.
-            has_saved: the trial has a checkpoint that it did not have when it began here.
+            is_late: whether the time limit of the worker is near; if not, it is cancelled or preempted.
+            has_saved: whether the trial saved a checkpoint since it began here.
         """
         own = self._running()
         if is_late and self._begun == 1 and not self._health.has_waited and not has_saved:
-            # it had all of the time that a worker has, and would not come further the next time
+            # it had the whole time of a worker, and would get no further next time
             has_failed = own.lose("a worker's whole time limit brought it to no checkpoint (run.restore)")
         else:
             has_failed = False
@@ -267,22 +267,22 @@ class StudyClient:
         self._shared.write_summary()
 
     def has_reported(self) -> bool:
-        """Whether the trial has told the study anything new since it began here."""
+        """Return whether the trial reported anything new since it began here."""
         return self._running().has_reported
 
     def _ended(self, for_good: bool = True) -> None:
-        """What is shown of the worker stays as it is: the next trial, which begins at once, is there in its place."""
+        """Forget the trial. The state shown by `status` is left as it is: the next trial replaces it at once."""
         self._trial = None
         self.ended += for_good
 
     # -- after a death
 
     def settle(self) -> None:
-        """Sees to the trial that an earlier attempt of this worker has left."""
+        """Release the trial that an earlier attempt of this worker left running."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             claims = studies.claims(trial)
             attempt = claims.pop(self._worker.number, self._worker.attempt)
-            # where others name it too, somebody else may have been faster: `recover` asks whether those live
+            # if others claim it too, another worker may have been faster: `recover` checks whether they are alive
             if attempt < self._worker.attempt and not claims:
                 self._settle(trial, attempt)
 
@@ -316,9 +316,9 @@ def as_words(values: Values) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """What has become of a trial on a rank."""
+    """How a trial ended on a rank."""
 
     tell: Callable[[StudyClient], None]
-    """How rank 0 tells the study."""
+    """Call by which rank 0 reports it to the study."""
     leave: Leave | None = None
-    """Whether the worker leaves its nodes, too; the same on all ranks."""
+    """Why the worker leaves its nodes too, or None if it stays; the same on all ranks."""

@@ -1,4 +1,4 @@
-"""The end of a sweep, when its budget is spent or its trials fail, and the workers that are not needed any more."""
+"""The end of a sweep, when its budget is spent or its trials fail, and the removal of workers no longer needed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy, note
 
 HOURS_EVERY = 10.0
-"""Seconds between two looks at what of a budget of hours is left."""
+"""Seconds between two checks of a budget of hours."""
 
 
 class SweepEnd:
-    """Whether the sweep is over, as one worker sees it."""
+    """One worker's check whether the sweep is over."""
 
     def __init__(self, shared: WorkerStudy, gpus: int) -> None:
         """
         Args:
-            gpus: of one worker.
+            gpus: number of GPUs of one worker.
         """
         self._shared = shared
         self._gpus = gpus
@@ -58,7 +58,7 @@ class SweepEnd:
 
 
 def end_sweep(shared: WorkerStudy, reason: str, failed: bool) -> dict[str, Any]:
-    """Let no trial start any more."""
+    """Mark the sweep as over, so that no more trials start."""
     over = {"reason": reason, "failed": failed}
     studies.note(shared.study, studies.OVER, over)
     note(f"the sweep is over: {reason}")
@@ -66,9 +66,9 @@ def end_sweep(shared: WorkerStudy, reason: str, failed: bool) -> dict[str, Any]:
 
 
 def dismiss_waiting(shared: WorkerStudy) -> None:
-    """Take those workers out of SLURM's queue that would find nothing to do, if the study is over."""
+    """Remove workers that have not started from SLURM's queue, if the study is over."""
     folder = shared.sweep_folder
-    # before the look at what is left: who adds trials meanwhile submits jobs of their own
+    # read before what is left: a call that adds trials meanwhile submits new jobs
     jobs = [each.job_id for each in records.submissions(folder) if each.job_id is not None]
     counts = summary.counts(shared.trials(), shared.sweep)
     is_over = studies.notes(shared.study).get(studies.OVER) is not None
@@ -81,7 +81,7 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
         if own := [job_id for job_id in jobs if job_id not in others]:
             commands.run(commands.scancel_waiting_command(own))
     except ClusterError as error:
-        # they come, and leave at once
+        # they will start, and leave at once
         note(f"workers that wait in the queue stay there: {error}")
         return
     for member in unstarted:

@@ -1,4 +1,4 @@
-"""The trial that a worker trains: what the study hears of it, and its end, in its folder and in the study."""
+"""The trial that a worker trains: its reports to the study, and its end, in its folder and in the study."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 HOPELESS = "worse than the other trials"
-"""Why the scheduler prunes a trial."""
+"""Reason of a trial that the scheduler prunes."""
 
 
 class WorkerTrial:
-    """A trial that is this worker's, from its beginning here to its end here."""
+    """A trial of this worker, from its beginning to its end on this worker."""
 
     def __init__(self, shared: WorkerStudy, scheduler: Scheduler, trial: Trial) -> None:
         self.number = trial.number
         self.folder = shared.sweep_folder.of_trial(trial.number)
         self.has_reported = False
-        """Whether it has told the study anything new here."""
+        """Whether it has reported anything new to the study here."""
         self._study = shared.study
-        # as it was when the trial began, whatever the file says since
+        # as it was when the trial began, even if the file has changed since
         self._sweep = shared.sweep
         self._sweep_folder = shared.sweep_folder
         self._worker = shared.worker
@@ -42,27 +42,27 @@ class WorkerTrial:
         self._trial = trial
         self._began = time.monotonic()
         self._has_parameters = False
-        """Whether all of them are chosen, so that a sampler can learn from a failure."""
+        """Whether all parameters are chosen, so that a sampler can learn from a failure."""
         frozen = self.frozen()
         _keep_apart(self.folder, frozen)
         self.folder.logs.mkdir(parents=True, exist_ok=True)
         self.attempt = records.attempts_started(self.folder) + 1
         before = frozen.intermediate_values
         self._reported = set(before)
-        """Progress at which the study has a value."""
+        """Progress values for which the study has a value."""
         self.last_value: float | None = before[max(before)] if before else None
-        """Of the metric; None before it was reported."""
+        """Last value of the metric; None before the first report."""
 
     def frozen(self) -> FrozenTrial:
-        """As the study has it now."""
+        """Return the trial's current state in the study."""
         return optuna_adapter.read_trial(self._study, self._trial)
 
     def record(self, event: str, **facts: Any) -> None:
-        """Adds to its history."""
+        """Add an event to the trial's history."""
         records.settle_event(self.folder, event, attempt=self.attempt, **facts)
 
     def record_parameters(self) -> None:
-        """Write down whose folder it is, before anything in it depends on the parameters."""
+        """Write the parameters to the folder, to identify it, before anything in it depends on them."""
         self._has_parameters = True
         if not self.folder.parameters.exists():
             params = self.frozen().params
@@ -70,24 +70,24 @@ class WorkerTrial:
             retry.for_the_disk(lambda: write_json(path, params), path)
 
     def report(self, progress: int, value: float) -> str | None:
-        """Tell the study; return why the trial is to be pruned, or None if it continues."""
+        """Report to the study; return why the trial is to be pruned, or None if it continues."""
         self.last_value = value
         if not math.isfinite(value):
             return f"{self._sweep.metric} is {value}"
         self._check_is_mine()
         if progress not in self._reported:
-            # one that goes on from a checkpoint repeats what came after that
+            # a trial that resumes from a checkpoint repeats the reports after it
             self._trial.report(value, progress)
             self._reported.add(progress)
             self.has_reported = True
         return HOPELESS if self._scheduler.decide(self._trial, progress) is Decision.PRUNE else None
 
     def _check_is_mine(self) -> None:
-        """One that was taken for dead and lives, as on a node that SLURM gave up, has its trial no more."""
+        """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
         if studies.claims(self.frozen()).get(self._worker.number) != self._worker.attempt:
             raise Superseded(f"trial {self.number} has been given to another worker")
 
-    # -- its end here; all raise Superseded where it is not this worker's any more
+    # -- its end here; all raise Superseded if it is not this worker's any more
 
     def complete(self, result: dict[str, float], value: float, step: int, progress: int) -> None:
         with locked(self._sweep_folder.trials_lock):
@@ -116,14 +116,14 @@ class WorkerTrial:
         self._end(f"failed: {reason}")
 
     def doubt(self, reason: str) -> None:
-        """Let another worker try it: this one's node may be broken."""
+        """Give the trial back for another worker to try, as this one's node may be broken."""
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
             studies.doubt(self._study, self.frozen(), self._worker, reason)
         self._end(f"failed: {reason}: given back, as this node may be broken")
 
     def lose(self, reason: str) -> bool:
-        """It begins again elsewhere, unless it has cost too many workers; whether that has failed it."""
+        """Queue the trial again, or fail it if it has lost too many workers; return whether it has failed."""
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
             has_failed = recovery.release(self._study, self._sweep_folder, self.frozen(), Death(reason), self._sweep)
@@ -131,7 +131,7 @@ class WorkerTrial:
         return has_failed
 
     def give_back(self) -> None:
-        """It goes on elsewhere."""
+        """Queue the trial again, to be resumed by another worker."""
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
             studies.give_back(self._study, self.frozen())
@@ -147,10 +147,10 @@ class WorkerTrial:
 
 
 def _keep_apart(folder: RunFolder, trial: FrozenTrial) -> None:
-    """Move a folder away that is another trial's, whose checkpoints this one must not continue from.
+    """Move away the folder of another trial with the same number: this one must not resume from its checkpoints.
 
-    A study that was restored from an older copy gives numbers again. A trial that begins for the first time has no
-    folder yet; one that was given back has the folder in which its parameters are written down.
+    A study that was restored from an older copy reuses numbers. A trial that begins for the first time has no folder
+    yet; one that was given back has the folder in which its parameters are recorded.
     """
     if studies.SECONDS in trial.system_attrs:
         recorded = read_json(folder.parameters)

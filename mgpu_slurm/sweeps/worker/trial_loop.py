@@ -1,7 +1,7 @@
-"""A sweep's worker on each rank: trial after trial, without leaving its nodes or its process group.
+"""A sweep's worker on each rank: it trains trial after trial, without leaving its nodes or its process group.
 
-Rank 0 alone deals with the study. What goes wrong in a trial ends that trial; where ranks may not be in step any more
-after it, all of them end, and are started again in their place.
+Only rank 0 uses the study. An error in a trial ends that trial; if the ranks may be out of step after it, all of them
+end and are restarted in place.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from mgpu_slurm.training import entry, guard
 
 
 class Trainer(Protocol):
-    """Trains trials on one rank."""
+    """The interface for training trials on one rank."""
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
-        """One trial, to its end or to where it goes on later; what has become of it."""
+        """Train a trial until it ends or pauses, and return how it ended."""
 
 
 def serve(rank: Rank, stop: StopFlag) -> None:
-    """Trains trial after trial on this rank, until there is nothing to do."""
-    # what a study names by its import path is the run's own too
+    """Train trial after trial on this rank, until there is nothing to do."""
+    # classes that a study names by import path are imported from the run's code too
     target.stand_in(rank.folder.code / rank.spec.workdir)
-    # a context on the GPU would take memory from the commands
+    # a CUDA context here would take GPU memory from the commands
     own_device = torch.device("cpu") if rank.spec.target.is_command else None
     with entry.joined(rank, own_device) as device, closing(Collectives(rank.facts, RAISED_TOGETHER)) as collectives:
         client = _client(rank, collectives)
@@ -66,7 +66,7 @@ def serve(rank: Rank, stop: StopFlag) -> None:
 
 
 def _client(rank: Rank, collectives: Collectives) -> StudyClient | None:
-    """Rank 0's; where that fails, all ranks hear of it."""
+    """Return the study client on rank 0, None on others; if it fails, all ranks raise the error."""
     made: list[StudyClient] = []
 
     def make() -> None:
@@ -94,12 +94,12 @@ class WorkerRank:
         self._held: ResourceUsage | None = None
 
     def serve(self) -> None:
-        """Trains until there is nothing to do.
+        """Train trials until there is nothing to do.
 
         Raises:
             RunStopped: the worker has to leave its nodes.
-            SweepFailed: there is no sense in going on.
-            BrokenWorker: nor is there for this one.
+            SweepFailed: the sweep cannot continue.
+            BrokenWorker: this worker cannot continue.
         """
         try:
             while True:
@@ -113,7 +113,7 @@ class WorkerRank:
                     self._leave(ending.leave)
                 self._reset.apply()
                 if too_much := self._too_much():
-                    # the mark is still there: the ranks are started again in their place
+                    # the unfinished mark still exists, so the ranks are restarted in place
                     print(f"mgpu_slurm: trials have left {too_much}: starting the ranks again", flush=True)
                     return
         except (SweepFailed, BrokenWorker):
@@ -139,10 +139,10 @@ class WorkerRank:
             return self._trainer.train(order, folder)
 
     def _told(self, ask: Callable[[StudyClient], Any]) -> Any:
-        """What rank 0's client says, on every rank.
+        """Call rank 0's client and return its answer on every rank.
 
         Raises:
-            NoMoreHere: the study cannot be asked, or has no use for these ranks.
+            NoMoreHere: the study cannot be reached, or these ranks must not continue.
         """
 
         def ask_it() -> Any:
@@ -170,13 +170,13 @@ class WorkerRank:
         return self._rank.folder.unfinished(self._rank.attempt)
 
     def _mark_finished(self) -> None:
-        """Nothing here is to be started again in its place."""
+        """Remove the unfinished mark, so that the ranks are not restarted in place."""
         if self._client is not None:
             self._unfinished.unlink(missing_ok=True)
 
     @contextmanager
     def _logging_to(self, log: Path) -> Iterator[None]:
-        """What the trial prints is its own."""
+        """Send output to the trial's log."""
         output.send_to(log)
         try:
             yield
@@ -184,12 +184,12 @@ class WorkerRank:
             output.send_to(self._rank.folder.rank_log(self._rank.attempt, self._rank.facts.rank))
 
     def _too_much(self) -> str | None:
-        """What trials have left on any rank that is too much; nothing after the first, which loads what all need."""
+        """Return what trials have left on any rank beyond the limits; None after the first, which loads shared code."""
         own = growth(self._held, ResourceUsage.now()) if self._held is not None else None
         if self._held is None:
             self._held = ResourceUsage.now()
         agreed = self._collectives.sync(Call.TRIAL, Agreed(stop=self._stop.due, failed=own is not None))
         if agreed.stop is not Stop.NO:
-            # new ranks would not know of it
+            # new ranks would not know of the stop
             return None
         return own or ("too much on other ranks" if agreed.failed else None)

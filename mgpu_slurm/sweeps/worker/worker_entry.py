@@ -1,6 +1,6 @@
-"""What each rank of a sweep's worker runs, in place of `mgpu_slurm.training.entry`.
+"""Entry point of each rank of a sweep's worker, instead of `mgpu_slurm.training.entry`.
 
-It hears signals before it loads what the work needs: a time limit may be near when ranks start again in their place.
+Signals are handled before the heavy imports: a time limit may be near when ranks restart in place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def run_rank(folder: RunFolder) -> int:
 
 
 def work(rank: Rank) -> int:
-    # half of the lead is for a checkpoint at the next boundary; a trial that makes none leaves all the same
+    # half of the lead time is for a checkpoint at the next step; a trial that saves none leaves anyway
     stop = StopFlag(leave_after=(rank.spec.lead or 0) / 2)
     return guard.guarded(rank, stop, lambda: _serve(rank, stop))
 
 
 def _serve(rank: Rank, stop: StopFlag) -> None:
-    # torch and optuna take seconds
+    # importing torch and optuna takes seconds
     from mgpu_slurm.sweeps.worker import trial_loop
 
     trial_loop.serve(rank, stop)

@@ -1,4 +1,4 @@
-"""A worker whose node may be broken: it waits for news of others, and leaves when its failures are its own."""
+"""Detection of a broken node: a suspect worker waits for results of others, and leaves if only its trials fail."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from mgpu_slurm.sweeps.worker.sweep_end import end_sweep
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy, note
 
 LONGEST_WAIT = 600.0
-"""Seconds for which a worker whose trials fail waits for news of others before it tries another one."""
+"""Seconds for which a worker whose trials fail waits for results of others before it tries another trial."""
 
 
 class WorkerHealth:
-    """Whether trials fail because of this worker's node."""
+    """A check whether trials fail because of this worker's node."""
 
     def __init__(self, shared: WorkerStudy) -> None:
         self._shared = shared
         self._number = shared.worker.number
         self._place = Place(self._number, _since(shared.folder))
         self._may_be_broken = True
-        """Whether its last trial failed, as far as is known."""
+        """Whether its last trial failed, as far as known."""
         self._waits_until: float | None = None
         self.has_waited = False
 
@@ -41,10 +41,10 @@ class WorkerHealth:
         self._waits_until = None
 
     def waits_for_news(self) -> bool:
-        """Whether the next trial had better wait until others tell whether theirs do well.
+        """Return whether the next trial should wait for the results of other workers.
 
         Raises:
-            BrokenWorker: a trial that failed here does well elsewhere.
+            BrokenWorker: a trial that failed here succeeds elsewhere.
         """
         if not self._may_be_broken:
             return False
@@ -61,16 +61,16 @@ class WorkerHealth:
             self._shared.show(trial=None, reason="its last trials failed: it waits for news of other workers'")
             note("the last trials failed here: waiting for what those of other workers come to")
         self.has_waited = True
-        # who is waited for may be dead
+        # the workers waited for may be dead
         self._shared.recover()
         return time.monotonic() < self._waits_until
 
     def check(self) -> None:
-        """After a trial that failed.
+        """Check after a failed trial whether to continue.
 
         Raises:
-            SweepFailed: the others will fail too.
-            BrokenWorker: those that this worker takes will.
+            SweepFailed: all other trials will fail too.
+            BrokenWorker: trials on this worker will fail.
         """
         self._may_be_broken = True
         trials = self._shared.trials()
@@ -82,19 +82,19 @@ class WorkerHealth:
         self._leave_if_broken(trials)
 
     def is_doubtful(self, trial: FrozenTrial, reason: str) -> bool:
-        """Return whether another worker should try a trial that has failed here."""
+        """Return whether another worker should try a trial that failed here."""
         is_doubtful = health.is_doubtful(self._shared.trials(), self._place, trial, reason)
         return is_doubtful and self._is_at_work(but={self._number})
 
     def doubted(self) -> None:
-        """A trial that failed here was given to another worker."""
+        """Note that a trial that failed here was given to another worker."""
         self._may_be_broken = True
 
     def _leave_if_broken(self, trials: Sequence[FrozenTrial]) -> None:
         reason = health.broken_worker(trials, self._place)
         if reason is not None and self._is_at_work(but={self._number}):
             key = f"{samplers.INNOCENT}{self._number}"
-            # it may have had other nodes before, which were broken too
+            # earlier nodes of this worker may have been broken too
             known = studies.notes(self._shared.study).get(key, [])
             studies.note(self._shared.study, key, sorted({*known, *health.innocent(trials, self._place)}))
             self._shared.write_summary()
@@ -105,18 +105,18 @@ class WorkerHealth:
             return self._is_at_work(but={self._number})
         if health.is_news_due(trials):
             return True
-        # or has its nodes, and has not come to its first trial yet
+        # or another worker has its nodes, but has not begun its first trial yet
         return not health.goes_well(trials) and self._is_at_work(but=health.workers_with_trials(trials))
 
     def _is_at_work(self, but: set[int]) -> bool:
-        """Whether a worker runs that is none of these, as far as files tell."""
+        """Return whether any worker other than these is running, according to the state files."""
         others = [member for member in lookup.members(self._shared.sweep_folder) if member.task not in but]
         found = map(records.read_state, others)
         return any(state["state"] == states.RUNNING and state.get("leaving") != state["attempts"] for state in found)
 
 
 def _since(folder: RunFolder) -> datetime:
-    """Since when this worker has its nodes: ranks that are started again in their place stay where they are."""
+    """Return since when this worker has its nodes; ranks that restart in place keep them."""
     starts = [event for event in records.events(folder) if event["event"] == "started"]
     place = _place_of(starts[-1])
     here = itertools.takewhile(lambda event: _place_of(event) == place, reversed(starts))

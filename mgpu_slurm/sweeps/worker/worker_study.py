@@ -1,4 +1,4 @@
-"""The study, the sweep file and the files for `status`, as one attempt of a worker reads and writes them."""
+"""One attempt of a worker's access to the study, the sweep file and the files for `status`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.trial_queue import Worker
 
 LOOK_EVERY = 30.0
-"""Seconds between two questions for workers that have died, of all workers together."""
+"""Seconds between two checks for dead workers, over all workers."""
 
 SUMMARY_SHARE = 0.02
-"""Of a worker's time, what summaries may take while it goes from trial to trial."""
+"""Largest share of a worker's time for writing summaries between trials."""
 
 
 class WorkerStudy:
-    """What a worker shares with the other workers of its sweep."""
+    """The state that a worker shares with the other workers of its sweep."""
 
     def __init__(self, folder: RunFolder, attempt: int) -> None:
         """
         Args:
-            folder: the worker's.
+            folder: the folder of the worker.
         """
         assert folder.task is not None
         self.folder = folder
@@ -48,7 +48,7 @@ class WorkerStudy:
 
     def reread_sweep(self) -> bool:
         """Read the sweep file again if it has changed, and return whether it has."""
-        # opened: a network file system may tell an old time of a file that is not
+        # opened first: a network file system may report an old time for a file that is not open
         with open(self.folder.sweep, "rb") as file:
             written = os.fstat(file.fileno()).st_mtime_ns
         if written == self._sweep_written:
@@ -58,14 +58,14 @@ class WorkerStudy:
         return True
 
     def trials(self) -> list[FrozenTrial]:
-        """Return the study's own trials as they are now."""
+        """Return the study's own trials in their current state."""
         return summary.own_trials(self.study)
 
     def recover(self, at_once: bool = False) -> None:
-        """Take trials away from workers that are dead.
+        """Release the trials of dead workers.
 
         Args:
-            at_once: do it now, else only if no worker has done so for a while.
+            at_once: check now; if False, only if no worker has checked for a while.
         """
         if not at_once and time.monotonic() < self._next_look:
             return
@@ -77,23 +77,23 @@ class WorkerStudy:
 
     def show(self, **changes: Any) -> None:
         """Change what `status` shows of the worker."""
-        # for people: a disk that is full now is no reason to end a trial
+        # only for people: a full disk must not end a trial
         with suppress(OSError):
-            # one that was given up with its node does not speak for the attempt after it
+            # an attempt that SLURM gave up with its node must not change the state of a later attempt
             if records.read_state(self.folder)["attempts"] <= self.worker.attempt:
                 records.update_state(self.folder, sync=False, **changes)
 
     def write_summary(self, at_once: bool = True) -> None:
-        """Write how the sweep stands.
+        """Write the summary of the sweep.
 
         Args:
-            at_once: else it waits for a report where the last one is so new that summaries would take too much time.
+            at_once: write it now; if False, wait for a later report if summaries would take too much time.
         """
         began = time.monotonic()
         self.summary_is_due = not at_once and began < self._summary_written + self._summary_took / SUMMARY_SHARE
         if self.summary_is_due:
             return
-        # for people: a disk that is full now is no reason to end a trial
+        # only for people: a full disk must not end a trial
         with suppress(OSError):
             summary.write(self.sweep_folder, self.study, self.sweep)
         self._summary_written = time.monotonic()
