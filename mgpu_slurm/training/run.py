@@ -193,8 +193,8 @@ class Run:
         Args:
             batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` yielded it. None for
                 the batch that the model was given or, if the model was given something you computed from a batch, the
-                current batch of the loop over `run.loader`. So pass the batch if you have changed it, as in
-                `x = x * 2`, and use it after the loop has moved on: its loss then looks like that of the new batch.
+                current batch of the loop over `run.loader`. So pass the original batch if you change it, as in
+                `x = x * 2`, and use the result after the loop has moved on: its loss then looks like the new batch's.
 
         Raises:
             UserError: several batches may be meant, and their weights differ.
@@ -289,7 +289,7 @@ class Run:
         return self._steering.meters[name]
 
     def report(self, progress: SupportsIndex, **metrics: Any) -> None:
-        """Report metrics to TensorBoard, `metrics.jsonl`, the log and `status`.
+        """Report metrics to TensorBoard, `metrics.jsonl`, standard output and `status`.
 
         Collective: every rank must call it; rank 0's values are used. In a sweep, it does not return if the trial is
         pruned.
