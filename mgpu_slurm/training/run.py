@@ -55,7 +55,7 @@ class Run:
         """
         Args:
             collectives: that of the previous run, if this process has had one.
-            judge: decides on each report whether the training continues.
+            judge: decides after each report whether training continues.
             watchdog: ends this rank if it makes no progress.
         """
         self.rank = facts.rank
