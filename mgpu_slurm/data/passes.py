@@ -95,7 +95,7 @@ class Pass:
         self.is_held = False
         """Whether it is an evaluation that has not ended although a loop around it has continued."""
         self.has_unweighted_stand_in = False
-        """Whether a stand-in sample of this rank was used without a loss or a meter that gives it weight 0."""
+        """Whether the loop has left a stand-in sample without weighting a loss or a meter by it."""
         self.gone: set[Share | None] = set()
         """Shares of batches that the job has not used and no longer has; it may have them in another form."""
         self._unused: dict[Share | None, list[HandedBatch]] = {}
