@@ -1,4 +1,4 @@
-"""mgpu_slurm: multi-node, multi-GPU training as SLURM batch jobs, and the same on a laptop.
+"""mgpu_slurm: multi-node, multi-GPU training as SLURM batch jobs, and the same code on a laptop.
 
     from mgpu_slurm import submit, runs
 
@@ -7,7 +7,8 @@
     run.result()
     study = sweep("sweeps/digits.yaml", trials=100)
 
-A job function is `train(run: Run, config: Config)`. Importing this package loads neither torch nor optuna.
+A job function has the signature `train(run: Run, config: Config)`. Importing this package loads neither torch nor
+optuna.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used: a job needs no launcher, a launcher needs no torch."""
+    """Import a public name on first use: a job does not need the launcher, and the launcher does not need torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

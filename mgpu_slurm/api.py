@@ -1,6 +1,6 @@
-"""Runs, groups and sweeps seen from outside: how they stand, what came of them, the ways to act on them.
+"""Runs, groups and sweeps seen from outside: their states, their results, and the operations on them.
 
-The command line and notebooks share it.
+Used by the command line and by notebooks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
 
 
 class _Submitted:
-    """What one run and a group of runs have in common."""
+    """The common base of a run and a group of runs."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.files = folder
@@ -44,32 +44,32 @@ class _Submitted:
 
     @property
     def all_facts(self) -> list[dict[str, Any]]:
-        """All that `status` shows, run by run."""
+        """Everything that `status` shows, one entry per run."""
         return [facts for _, facts in current_state.current([self.files])]
 
     @property
     def state(self) -> str:
-        """Of several runs: of one that is alive, else of one that did not complete, where there is such a one."""
+        """The state. For several runs: that of one that is alive, else of one that did not complete, if any."""
         return self._as_one(self.all_facts)
 
     def _as_one(self, facts: list[dict[str, Any]]) -> str:
-        """One state for all."""
+        """Return one state for all runs."""
         return states.overall(facts)
 
     @property
     def is_command(self) -> bool:
-        """Whether it runs a command, which saves only what it saves by itself."""
+        """Return whether it runs a command, which saves only what it saves by itself."""
         return read_spec(self.files).target.is_command
 
     def wait(self, timeout: float | None = None, note: Note = quiet) -> str:
-        """Blocks until all has ended and returns the state.
+        """Wait until everything has ended, and return the state.
 
         Args:
-            timeout: seconds, None for as long as it takes.
-            note: hears that a cluster does not answer.
+            timeout: in seconds; None to wait forever.
+            note: called with a message when a cluster does not answer.
 
         Raises:
-            TimeoutError: it has not ended in that time.
+            TimeoutError: it has not ended within that time.
         """
         begun = time.monotonic()
         watch = Watch(self.files, note)
@@ -80,22 +80,23 @@ class _Submitted:
             waited = time.monotonic() - begun
             if timeout is not None and waited >= timeout:
                 raise TimeoutError(f"run {self.name} is still {state} after {timeout} s")
-            # an end is seen late by a fiftieth of the time that it took to come, and by a second at most
+            # poll after a fiftieth of the time waited so far, at least once a second
             time.sleep(min(1.0, max(0.05, waited / 50)))
 
     def cancel(self) -> bool:
-        """Asks what is alive to save and end; False where all had ended already."""
+        """Ask the runs that are alive to save and end; return False if all had already ended."""
         return cancel.cancel_run(self.files)
 
     def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
-        """Starts again what has ended and did not complete: the same run, its next attempt, from its newest checkpoint;
-        the id of its job.
+        """Resume what has ended and did not complete, as the run's next attempt, from its newest checkpoint. Return the
+        id of the job.
 
         Args:
-            note: hears that a cluster which does not answer is waited for.
+            change: options of the run to override.
+            note: called with a message while waiting for a cluster that does not answer.
 
         Raises:
-            UserError: there is nothing to start, or the change does not fit, or the run is somebody else's.
+            UserError: there is nothing to resume, the change does not fit, or the run belongs to another user.
         """
         permissions.check_may_change(self.files, "resume")
         found = current_state.current([self.files])
@@ -108,37 +109,37 @@ class _Submitted:
         return submitting.restart(self.files, unfinished, change, note)
 
     def delete(self, only_checkpoints: bool = False) -> None:
-        """Deletes it, or only its checkpoints, from the disk.
+        """Delete it, or only its checkpoints, from disk.
 
         Raises:
-            UserError: it is still alive, or a part of a group, or somebody else's.
+            UserError: it is still alive, part of a group, or belongs to another user.
         """
         self.check_deletable()
         cleanup.delete(self.files, only_checkpoints)
 
     def check_deletable(self) -> None:
-        """Refuses what may not be deleted.
+        """Check that it may be deleted.
 
         Raises:
-            UserError: it is still alive, or somebody else's.
+            UserError: it is still alive, or belongs to another user.
         """
         permissions.check_may_change(self.files, "delete")
         cleanup.check_has_ended(self.files, self.state)
 
 
 class Handle(_Submitted):
-    """One run, in this process or another, now or next week."""
+    """A handle on one run, which any process can make at any time."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All that `status` shows of the run."""
+        """Everything that `status` shows for the run."""
         return current_state.state(self.files)
 
     def result(self) -> dict[str, float]:
-        """Waits, and returns what the job function returned, as numbers by name.
+        """Wait for the end, and return the job function's result as numbers by name.
 
         Raises:
-            RunFailed: with the first cause.
+            RunFailed: the run did not complete; reports the first cause.
         """
         state = self.wait()
         if state != states.COMPLETED:
@@ -148,39 +149,39 @@ class Handle(_Submitted):
         return result
 
     def logs(self, rank: int = 0) -> str:
-        """All that a rank has printed, over all attempts."""
+        """Return everything that a rank has printed, over all attempts."""
         attempts = range(1, records.attempts_started(self.files) + 1)
         return "".join(path.read_text(errors="replace") for path in logs.of_rank(self.files, rank, attempts))
 
 
 class Group(_Submitted):
-    """Runs that were submitted together, one per seed."""
+    """A handle on runs that were submitted together, one per seed."""
 
     @property
     def runs(self) -> list[Handle]:
         return [Handle(folder) for folder in lookup.members(self.files)]
 
     def results(self) -> list[dict[str, float]]:
-        """Waits for all runs, and returns what each returned, in their order.
+        """Wait for all runs, and return their results in order.
 
         Raises:
-            RunFailed: with the first cause of the first run that did not complete.
+            RunFailed: a run did not complete; reports the first cause of the first such run.
         """
         self.wait()
         return [run.result() for run in self.runs]
 
 
 class Study(Group):
-    """A sweep: its workers, and what they have found."""
+    """A handle on a sweep: its workers and trials."""
 
     def _as_one(self, facts: list[dict[str, Any]]) -> str:
         return sweep_state.overall(facts, sweep_state.summary_of(self.files, facts))
 
     def results(self) -> list[dict[str, float]]:
-        """Waits for the sweep, and returns what each complete trial returned, in the order of their numbers.
+        """Wait for the sweep, and return the results of all complete trials, ordered by trial number.
 
         Raises:
-            RunFailed: why the sweep did not come to its end.
+            RunFailed: the sweep did not complete; reports why.
         """
         state = self.wait()
         if state != states.COMPLETED:
@@ -191,10 +192,10 @@ class Study(Group):
         return [record["result"] for record in records if record is not None and record["state"] == "COMPLETE"]
 
     def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
-        """Starts workers for the trials that are left, also where the sweep was given up; the id of their job.
+        """Start workers for the remaining trials, even if the sweep was abandoned. Return the id of their job.
 
         Raises:
-            UserError: nothing is left to do, or all workers are at work, or the sweep is somebody else's.
+            UserError: no trial remains, all workers are running, or the sweep belongs to another user.
         """
         from mgpu_slurm.sweeps import launch
 
@@ -211,13 +212,13 @@ class Study(Group):
 
     @property
     def trials(self) -> dict[str, int]:
-        """How many trials are in each of Optuna's states; SLURM is asked which workers live."""
+        """The number of trials in each of Optuna's states. Asks SLURM which workers are alive."""
         found: dict[str, int] = sweep_state.summary_of(self.files, self.all_facts)["trials"]
         return found
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The best trial so far: its `number`, `value` and `params` among others; None before the first is complete."""
+        """The best trial so far, with `number`, `value`, `params` and more; None until a trial completes."""
         found: dict[str, Any] | None = sweep_state.summary_of(self.files)["best"]
         return found
 
@@ -249,23 +250,23 @@ def submit(
     after_any: Sequence[str] = (),
     **resources: Any,
 ) -> Handle | Group:
-    """Submits a job function and returns at once.
+    """Submit a job function or a command, and return immediately.
 
     Args:
-        target: a function `train(run, config)`, also one of a notebook, or a name such as `jobs.digits:train`; or the
-            words of a command.
+        target: a function `train(run, config)`, which may be defined in a notebook, or its import path, such as
+            `jobs.digits:train`; or a command as a sequence of words.
         config: an instance of the function's dataclass, or a mapping of the values that differ from its defaults.
-        executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
-        retries: how often in a row the run starts again, whatever it has failed of. By default it does for what the
-            cluster did, up to 3 times without a new checkpoint.
-        stuck_after: minutes without progress on a rank after which an attempt is ended; 30 by default, 0 for never.
-        seeds: how many runs, one per seed; `"100%10"` for at most 10 at a time. Then a `Group` is returned.
-        after: names of runs that have to complete before.
-        after_any: names of runs that have to end before, however they end.
-        resources: sbatch's long names with underscores: `nodes=2, gpus_per_node=4, time="1:00:00"`.
+        executor: `auto` (SLURM if there is an sbatch, else local), `slurm`, `allocation` or `local`.
+        retries: maximum consecutive restarts after a failure of any kind. By default, only failures of the cluster
+            cause a restart, up to 3 times without a new checkpoint.
+        stuck_after: minutes without progress on a rank after which an attempt is stopped; 30 by default, 0 disables.
+        seeds: number of runs, one per seed; `"100%10"` runs at most 10 at a time. A `Group` is then returned.
+        after: names of runs that must complete first.
+        after_any: names of runs that must end first, whatever their outcome.
+        resources: sbatch's long options with underscores: `nodes=2, gpus_per_node=4, time="1:00:00"`.
 
     Raises:
-        UserError: something in the call is wrong; nothing was started.
+        UserError: an argument is invalid; nothing was started.
         ClusterError: the cluster refused or did not answer; nothing was started.
     """
     values = configs.to_plain(config) if config is not None else {}
@@ -298,17 +299,18 @@ def sweep(
     around: str | None = None,
     **changes: Any,
 ) -> Study:
-    """Starts the study that a sweep file says, or adds to it what the file has more, and returns at once.
+    """Start the study that a sweep file describes, or extend an existing one by what the file adds, and return
+    immediately.
 
     Args:
-        file: the path of a sweep file, or its values; `job` may then be a function, also one of a notebook. One that
-            exists keeps the code that it began with.
-        executor: `auto` (SLURM where there is an sbatch, else local), `slurm`, `allocation` or `local`.
-        around: an earlier study: a grid around its best trials is searched.
-        changes: laid over the file's values, mappings key by key: `trials=100, budget={"hours": 4}`.
+        file: the path of a sweep file, or its values; `job` may then be a function, also one defined in a notebook. An
+            existing study keeps the code it was started with.
+        executor: `auto` (SLURM if there is an sbatch, else local), `slurm`, `allocation` or `local`.
+        around: name of an earlier study; search a grid around its best trials.
+        changes: override the file's values; mappings are merged key by key: `trials=100, budget={"hours": 4}`.
 
     Raises:
-        UserError: something in the file is wrong, or does not fit the study that there is; nothing has changed.
+        UserError: the file is invalid, or does not fit the existing study; nothing has changed.
         ClusterError: the cluster refused or did not answer.
     """
     from mgpu_slurm.sweeps import launch
@@ -334,25 +336,25 @@ def _seen(folder: RunFolder) -> Handle | Group:
 
 
 def runs() -> list[Handle]:
-    """All runs of this user, newest first, those of groups one by one."""
+    """Return all runs of this user, newest first; the runs of groups are listed one by one."""
     return [Handle(folder) for folder, _ in lookup.all_states()]
 
 
 def submitted() -> list[Handle | Group]:
-    """All runs and groups of this user, newest first."""
+    """Return all runs and groups of this user, newest first."""
     return [_seen(folder) for folder in lookup.all_groups()]
 
 
 def find(name: str) -> Handle | Group:
-    """The run or group of that name (see `registry.lookup.find`)."""
+    """Return the run or group of that name (see `registry.lookup.find`)."""
     return _seen(lookup.find(name))
 
 
 def find_run(name: str) -> Handle:
-    """One run.
+    """Return the run of that name.
 
     Raises:
-        UserError: the name is a group's, or a sweep's.
+        UserError: the name is that of a group or a sweep.
     """
     found = find(name)
     if isinstance(found, Study):

@@ -1,4 +1,4 @@
-"""Micro-batches: a rank's batch in parts, as many on every rank."""
+"""Split a rank's batch into micro-batches, the same number on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Accumulation:
     def __init__(self, batch_weights: BatchWeights, world_size: int, models: Sequence[DistributedDataParallel]) -> None:
         """
         Args:
-            models: they exchange gradients with the last micro-batch only.
+            models: models that exchange gradients only with the last micro-batch.
         """
         self._batch_weights = batch_weights
         self._world_size = world_size
@@ -31,7 +31,7 @@ class Accumulation:
         self._cutter = Cutter()
 
     def micro_batches(self, batch: Batch, parts: int) -> Iterator[Batch]:
-        """Yield them, and have each weighted by its share of the samples."""
+        """Yield micro-batches, each weighted by its share of the samples."""
         with self._batch_weights.splitting(batch) as split:
             shares = {each.share for each in split.handed if each.share is not None}
             rows = self._rows(batch, shares)
@@ -67,10 +67,10 @@ class Accumulation:
             raise UserError(f"run.accumulate: {error}") from None
 
     def _common(self, parts: int, rows: int, shares: set[Share]) -> int:
-        """Return how many parts every rank makes: a sharded model exchanges its weights in each."""
+        """Return the common number of parts of all ranks: a sharded model exchanges its weights in each."""
         if self._world_size == 1:
             return min(parts, rows)
         if not shares:
-            # nobody knows what the others have
+            # the numbers of samples on the other ranks are unknown
             return parts
         return min(parts, *(-(-share.total // self._world_size) for share in shares))

@@ -1,7 +1,7 @@
-"""Cut a batch between its samples: into micro-batches, or down to no rows.
+"""Cut a batch between its samples: into micro-batches, or down to zero rows.
 
-Which dimension or list of a nest runs over the samples is nowhere written. So a plan is made first, which says for each
-part of the batch whether it is cut, and the batch is cut by it or refused (see `Cutter`).
+Nothing declares which dimension or list of a nest runs over the samples. So first a plan is made, which states for each
+part of the batch whether it is cut; then the batch is cut by it, or refused (see `Cutter`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIX = "stack the samples, or give the fields by name in a dictionary"
 
 
 class _Cut(Enum):
-    """What becomes of a part of a batch."""
+    """How a part of a batch is cut."""
 
     NOT = "the same for all samples"
     ROWS = "an entry for each sample"
@@ -33,33 +33,33 @@ class _Fields(NamedTuple):
 
     children: list[_Plan]
     is_unclear: bool
-    """It may be a list of samples just as well."""
+    """Whether it may also be a list of samples."""
 
 
 _Plan: TypeAlias = "_Cut | _Fields"
 
 
 class _Unfit(Exception):
-    """A batch does not have that many samples, or cannot be cut; says why."""
+    """A batch does not have that many samples, or cannot be cut; the message states why."""
 
 
 class Cutter:
     """Cuts batches between samples.
 
     A list may hold samples (images of different sizes, texts) or fields (images and labels). Lengths and first
-    dimensions tell which, unless a list has as many entries as the batch has samples, and each of these as many rows.
-    Then the rest of the batch decides, or what earlier batches had there.
+    dimensions show which, unless a list has as many entries as the batch has samples, and each entry as many rows.
+    Then the rest of the batch decides, or what earlier batches had in that place.
     """
 
     def __init__(self) -> None:
         self._holds_samples: dict[tuple[int, ...], bool] = {}
-        """Of lists where that was certain, by their place in the nest: at each level the number of the child."""
+        """Whether lists hold samples, if that was certain, by their place in the nest: child indices at each level."""
 
     def rows(self, samples: Any, expected: int | None = None) -> int:
         """Return the number of samples in a batch.
 
         Args:
-            expected: what its loader was asked for; a collate function may leave some out.
+            expected: number requested by its loader; a collate function may drop some.
 
         Raises:
             UserError: the batch cannot be cut between samples.
@@ -79,12 +79,12 @@ class Cutter:
         raise UserError(f"a batch of type {type(samples).__name__} cannot be cut between samples: {problem}")
 
     def cut(self, samples: Any, rows: int, begin: int, end: int) -> Any:
-        """Return the samples from `begin` to `end` of a batch of `rows` samples, as `rows` has counted them."""
+        """Return the samples from `begin` to `end` of a batch of `rows` samples, as returned by `rows`."""
         return _cut(samples, self._plan(samples, rows), slice(begin, end))
 
     def split(self, samples: Any, rows: int, parts: int) -> list[tuple[Any, float]]:
-        """Return `parts` micro-batches, equal in size plus or minus one, each with its share of the samples. If there
-        are fewer samples than parts, some are a single sample whose share is 0."""
+        """Return `parts` micro-batches, whose sizes differ by at most one, each with its fraction of the samples. If
+        there are fewer samples than parts, some are a single sample whose fraction is 0."""
         plan = self._plan(samples, rows)
         edges = [rows * part // parts for part in range(parts + 1)]
         return [
@@ -99,10 +99,11 @@ class Cutter:
     def _cleared(
         self, plan: _Plan, place: tuple[int, ...], rows: int, is_transposed: bool, holds_fields: bool = False
     ) -> _Plan:
-        """
+        """Resolve unclear containers of a plan.
+
         Args:
-            is_transposed: the batch has lists of samples; its collate function makes them of all fields then.
-            holds_fields: this is the whole batch, which is a list of fields rather than of samples if nothing tells.
+            is_transposed: whether the batch has lists of samples; its collate function then makes them of all fields.
+            holds_fields: whether this is the whole batch, which counts as a list of fields if nothing else decides.
         """
         if not isinstance(plan, _Fields):
             if plan is _Cut.SAMPLES:
@@ -121,7 +122,8 @@ class Cutter:
 
 
 def _plan(part: Any, rows: int) -> _Plan:
-    """
+    """Return the plan for a part of a batch.
+
     Raises:
         _Unfit: the part does not have that many samples, or is of a type that cannot be cut.
     """
@@ -150,7 +152,7 @@ def _plan(part: Any, rows: int) -> _Plan:
 
 
 def _kind(part: Any) -> tuple[object, ...]:
-    """Return what the same field of all samples has in common."""
+    """Return the properties that a field has in common in all samples."""
     return type(part), *((part.ndim, part.dtype) if isinstance(part, ARRAYS) else ())
 
 
@@ -159,7 +161,7 @@ def _holds_samples(plan: _Plan) -> bool:
 
 
 def _possible_rows(samples: Any) -> Iterator[int]:
-    """Yield the numbers of samples that a batch may have, the likelier first."""
+    """Yield the numbers of samples that a batch may have, the likeliest first."""
     if isinstance(samples, ARRAYS) and samples.ndim:
         # a nested tensor has a size, but no shape
         yield samples.size(0) if isinstance(samples, torch.Tensor) else len(samples)
@@ -172,27 +174,27 @@ def _possible_rows(samples: Any) -> Iterator[int]:
         yield from _possible_rows(child)
         if type(child) in (tuple, list):
             yield len(child)
-    # a tuple is one of fields, unless it is a field
+    # a tuple holds fields, unless it is a field itself
     if type(samples) is list:
         yield len(samples)
 
 
 def _may_be_samples(batch: Any) -> bool:
-    """Return whether a batch is a list that may be one of samples as well as one of fields: of images, or of several
-    tuples, mappings or dataclasses of one form that have tensors in them."""
+    """Return whether a batch is a list that may hold samples as well as fields: images, or several tuples, mappings or
+    dataclasses of the same form that contain tensors."""
     if type(batch) is not list or not batch:
         return False
     if all(map(_is_image, batch)):
         return True
     if len(batch) == 1:
-        # as NVIDIA DALI gives the fields for each GPU
+        # as NVIDIA DALI returns the fields for each GPU
         return False
     has_rows = any(isinstance(leaf, ARRAYS) and leaf.ndim for leaf in leaves_of(batch))
     return has_rows and len(forms := {*map(_form, batch)}) == 1 and None not in forms
 
 
 def _form(part: Any) -> tuple[object, ...] | None:
-    """Return what containers have in common if each may be a sample; None for a tensor, a list or anything else."""
+    """Return the form that containers share if each may be a sample; None for a tensor, a list or anything else."""
     children = children_of(part)
     if children is None or type(part) is list:
         return None

@@ -1,7 +1,7 @@
 """Recognize a tensor, an array or an object as a part of a batch, without keeping the batch alive.
 
-A part is told by its `id`, and a view of one by its memory. Parts are referred to weakly: a batch that nobody has any
-part of is gone, and its memory is free.
+A part is recognized by its `id`, and a view of one by its memory. Parts are weakly referenced: a batch is gone, and its
+memory free, once nobody has any part of it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Parts: TypeAlias = Mapping[int, "weakref.ref[Any]"]
 
 
 class BatchParts:
-    """The parts of a batch that tell it from others."""
+    """The parts of a batch that distinguish it from others."""
 
     __slots__ = ("_places", "parts")
 
     def __init__(self, samples: Any) -> None:
         self.parts: Parts = {id(leaf): weakref.ref(leaf) for leaf in leaves_of(samples)}
         self._places: dict[int, list[weakref.ref[Any]]] | None = None
-        """Made when something is looked for."""
+        """Built at the first search."""
 
     def forget(self, shared: Set[int]) -> None:
-        """Forget parts that another batch has too: they do not tell one from the other."""
+        """Forget parts that another batch has too: they do not distinguish the two."""
         if not shared.isdisjoint(self.parts):
             self.parts = {key: part for key, part in self.parts.items() if key not in shared}
             self._places = None
@@ -44,12 +44,12 @@ class BatchParts:
         """Return whether this is a part of the batch, or a view of one.
 
         Args:
-            place: That of the part, see `place_of`.
+            place: place of the part, see `place_of`.
         """
         return is_one_of(part, self.parts) or is_within_any(part, self.places().get(place, ()))
 
     def has_within(self, part: Any) -> bool:
-        """Return whether this is a view of a part of the batch, wherever that is."""
+        """Return whether this is a view of a part of the batch, whatever its place."""
         return is_within_any(part, self.parts.values())
 
     def places(self) -> Mapping[int, list[weakref.ref[Any]]]:
@@ -63,13 +63,13 @@ class BatchParts:
 
 
 def is_one_of(part: Any, parts: Parts) -> bool:
-    """Return whether something is one of these parts itself."""
+    """Return whether this is one of these parts itself."""
     own = parts.get(id(part))
     return own is not None and _found(own) is part
 
 
 def is_within_any(part: Any, references: Iterable[weakref.ref[Any]]) -> bool:
-    """Return whether something is a view of one of these parts."""
+    """Return whether this is a view of one of these parts."""
     return any(map(_Memory(part).is_in, references))
 
 
@@ -79,28 +79,28 @@ def in_both(parts: Parts, others: Parts) -> set[int]:
 
 
 def _found(reference: weakref.ref[Any]) -> Any:
-    """Return what a weak reference refers to, or None."""
+    """Return the object of a weak reference, or None."""
     found = reference()
     if isinstance(found, torch.Tensor):
-        # as torch.utils.weak.TensorWeakRef does, which takes long to make
+        # as torch.utils.weak.TensorWeakRef does, which is slow to create
         found._fix_weakref()  # type: ignore[attr-defined]
     return found
 
 
 class _Memory:
-    """Where a tensor or an array is."""
+    """The memory range of a tensor or an array."""
 
     def __init__(self, part: Any) -> None:
         self._begin, self._end = _bounds(part)
 
     def is_in(self, reference: weakref.ref[Any]) -> bool:
-        """Return whether that is within what a weak reference refers to."""
+        """Return whether it is within the object of a weak reference."""
         begin, end = _bounds(_found(reference))
         return begin <= self._begin < self._end <= end
 
 
 def _bounds(part: Any) -> tuple[int, int]:
-    """Return where the memory of a tensor or an array begins and ends; the same for anything that has none."""
+    """Return begin and end of the memory of a tensor or an array; equal for anything without memory."""
     if isinstance(part, np.ndarray):
         return np.lib.array_utils.byte_bounds(part)
     if not isinstance(part, torch.Tensor) or not has_memory(part):

@@ -1,19 +1,19 @@
-"""Find the batch that a loss is the mean of, and so the weight that its gradient has.
+"""Find the batch that a loss is the mean of, and thus the weight of its gradient.
 
 DDP averages gradients over the ranks. That is the gradient of the mean over a global batch only if each rank's loss is
-multiplied by `count * world_size / total`: ranks may have different numbers of its samples, and one that has none
-computes on a stand-in of weight 0. `run.backward(loss)` does not say which batch it is of, so that is told by what has
-happened since the last loss. From the surest evidence to the weakest:
+multiplied by `count * world_size / total`: ranks may have different numbers of its samples, and a rank without any
+computes on a stand-in of weight 0. `run.backward(loss)` does not specify the batch, so it is inferred from what has
+happened since the last loss. From the strongest evidence to the weakest:
 
 1. The job names the batch, as in `run.backward(loss, images)`.
 2. Models were given tensors of a batch, or views of them.
-3. Models were given something else, which the job has made of a batch: of the one at which the training's loop is, or
-   of one that was fetched ahead and not used yet. Evaluations and passes that are over do not count.
+3. Models were given something else, which the job has computed from a batch: from the current batch of the training
+   loop, or from one that was fetched ahead and not used yet. Evaluations and finished passes do not count.
 
-If that leaves several batches of different weights, the job has to name one: a wrong gradient would go unnoticed. All
-ranks raise that error alike, as it depends on the sizes of global batches only. Meters ask the same for their counts.
+If that leaves several batches of different weights, the job must name one: a wrong gradient would go unnoticed. All
+ranks raise that error, as it depends only on the sizes of global batches. The counts of meters are found the same way.
 
-What was handed out is in `pass_history` and `passes`; how a tensor is recognized, in `batch_parts`.
+`pass_history` and `passes` record what was handed out; `batch_parts` recognizes tensors.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ from mgpu_slurm.data.passes import HandedBatch, Pass
 Samples = TypeVar("Samples")
 
 MOST_INPUTS = 256
-"""Batches that models were given and of which there was no loss, as in a job that calls `loss.backward` itself."""
+"""Maximum number of batches given to models without a loss, as in a job that calls `loss.backward` itself."""
 
 
 class Split:
-    """A batch that is in the middle of being split into micro-batches."""
+    """A batch that is being split into micro-batches."""
 
     def __init__(self, handed: list[HandedBatch], newest: int) -> None:
         self.handed = handed
-        """The batches it comes from, as far as they are known."""
+        """The batches it comes from, as far as known."""
         self.newest = newest
-        """The number of the newest batch when it began."""
+        """The number of the newest batch when the split began."""
         self.part = 1.0
-        """The share of its samples in the present micro-batch."""
+        """The fraction of its samples in the current micro-batch."""
         self.is_at_last = False
-        """Ranks exchange gradients with the last micro-batch only."""
+        """Whether this is the last micro-batch, the only one with which ranks exchange gradients."""
 
 
 class ModelInputs:
-    """What the models were given since the last loss."""
+    """The inputs of the models since the last loss."""
 
     def __init__(self) -> None:
         self.batches: dict[HandedBatch, bool] = {}
-        """Batches that they were given a tensor of, and whether one of the models was in training mode."""
+        """Batches of which models were given a tensor, and whether one of the models was in training mode."""
         self.has_others = False
-        """They were given something else, too."""
+        """Whether models were given something else, too."""
         self.loops_at: dict[Share | None, HandedBatch] = {}
-        """The batches at which loops were then, the newest of each share."""
+        """The current batches of the loops at that time, the newest of each share."""
 
     def note(self, model: nn.Module, leaves: list[Any], found: set[HandedBatch], loops_at: set[HandedBatch]) -> None:
-        """Note that a model is given these leaves of a nest.
+        """Record that a model is given these leaves of a nest.
 
         Args:
             found: the batches that they are parts of.
-            loops_at: those at which loops are now.
+            loops_at: the current batches of the loops.
         """
         for each in found:
             self.batches[each] = model.training or self.batches.get(each, False)
-        # another model's outputs tell nothing
+        # another model's outputs are no evidence
         if not found and not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             self.has_others = True
             if model.training:
@@ -85,35 +85,35 @@ class ModelInputs:
 
 
 class BatchWeights:
-    """Weighs the losses of one rank, and counts its samples for meters."""
+    """Weights the losses of one rank, and counts its samples for meters."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._history = PassHistory()
         self._splits: list[Split] = []
         self.uses = 0
-        """How often a model, a loss or a meter was given anything."""
+        """Number of times that a model, a loss or a meter was given anything."""
         self.losses = 0
-        """How often a loss was weighted."""
+        """Number of losses weighted."""
         self._inputs = ModelInputs()
         self._differentiated: set[HandedBatch] = set()
-        """What they were given for the last loss, if that is known."""
+        """The batches of the last loss, if known."""
         self._differentiated_at = 0
-        """The newest batch then."""
+        """The number of the newest batch at that time."""
         self._is_named = False
-        """The job said so."""
+        """Whether the job named them."""
         self.has_warned = False
-        """Of an evaluation that counts samples twice."""
+        """Whether it has warned of an evaluation that counts samples twice."""
 
-    # -- loaders and run.accumulate tell
+    # -- called by loaders and run.accumulate
 
     @contextmanager
     def passing(self, batches: object = None, place: object = None) -> Iterator[Pass]:
-        """Note a pass over a loader, as long as that lasts.
+        """Track a pass over a loader while it lasts.
 
         Args:
-            batches: equal for passes over the same batches, also if another loader has made them.
-            place: of a loader: of its passes only the newest continues; None for a pass beside others.
+            batches: equal for passes over the same batches, even by different loaders.
+            place: place of a loader, of whose passes only the newest continues; None for a pass next to others.
         """
         begun = self._history.begin(self.uses, self.losses == 0, batches, place)
         try:
@@ -124,15 +124,15 @@ class BatchWeights:
             begun.close()
 
     def hand_out(self, passing: Pass, share: Share | None, samples: Samples) -> Samples:
-        """Note a batch, and return it."""
+        """Record a batch, and return it."""
         self._hold_evaluations(passing)
         return self._history.hand_out(passing, share, samples)
 
     def _hold_evaluations(self, passing: Pass) -> None:
-        """Note that a loop continues, or ends, in front of evaluations that have begun in its body.
+        """Record that a loop continues, or ends, before evaluations that began in its body have ended.
 
         Raises:
-            UserError: a meter may have taken the number of samples of such an evaluation for that of this loop's batch.
+            UserError: a meter may have used the number of samples of such an evaluation for this loop's batch.
         """
         last = passing.trained
         if last is None:
@@ -146,7 +146,7 @@ class BatchWeights:
 
     @contextmanager
     def splitting(self, batch: Any) -> Iterator[Split]:
-        """Note that a batch is being split, as long as that lasts."""
+        """Track the splitting of a batch while it lasts."""
         split = Split([each for each in self._history.holding(batch) if each.share is not None], self._history.newest)
         self._splits.append(split)
         try:
@@ -155,7 +155,8 @@ class BatchWeights:
             self._splits.remove(split)
 
     def check_innermost(self, split: Split) -> None:
-        """
+        """Check that a split is the innermost one.
+
         Raises:
             UserError: micro-batches of two batches alternate.
         """
@@ -166,7 +167,8 @@ class BatchWeights:
             )
 
     def check_exchanged(self) -> None:
-        """
+        """Check that the optimizer may step.
+
         Raises:
             UserError: ranks have not exchanged their gradients.
         """
@@ -176,16 +178,16 @@ class BatchWeights:
                 " gradients: call run.update after the loop; if you have left the loop, close its iterator"
             )
 
-    # -- models tell
+    # -- called by models
 
     def note_inputs(self, model: nn.Module, inputs: Any) -> None:
-        """Note what a model is given."""
+        """Record the inputs of a model."""
         self.uses += 1
         leaves = leaves_of(inputs)
         try:
             found = {owner for leaf in leaves for owner in self._history.owners(leaf)}
         except RuntimeError:
-            # such as tensors within torch.func
+            # raised by tensors within torch.func, for example
             found = set()
         at = found or self._history.at()
         for each in at:
@@ -193,16 +195,17 @@ class BatchWeights:
         if torch.is_grad_enabled():
             self._inputs.note(model, leaves, found, at)
 
-    # -- what a loss is the mean of
+    # -- the batch of a loss
 
     def weight(self, batch: Any = None) -> float:
-        """Return by what the gradient of a loss is multiplied.
+        """Return the factor by which the gradient of a loss is multiplied.
 
         Args:
-            batch: any of its tensors, or a nest of them; None for what the models were given, or the batch of the loop.
+            batch: any tensor of the batch, or a nest of them; None for the batch that the models were given, or that of
+                the loop.
 
         Raises:
-            UserError: it cannot be known, or this batch is not one of a loader.
+            UserError: it cannot be determined, or `batch` is not one of a loader.
         """
         self._history.note_loss()
         self.uses += 1
@@ -223,18 +226,18 @@ class BatchWeights:
         return part if share is None else part * share.weight(self._world_size)
 
     def _kind(self, share: Share | None) -> int:
-        """Return a number that is the same for shares whose weights are the same on all ranks: if several batches may
-        be meant, all ranks say so."""
+        """Return a number that is equal for shares whose weights are equal on all ranks, so that all ranks agree
+        whether several batches may be meant."""
         return 0 if share is None or share.total % self._world_size == 0 else share.total
 
     def samples(self, value: Any = None) -> float | None:
-        """Return how many of its own samples this rank has in the batch of the loop; None if there is no such loop.
+        """Return the number of this rank's samples in the batch of the loop; None if there is no such loop.
 
         Args:
-            value: their mean. If it can be differentiated, it is that of a batch for training.
+            value: their mean. If it requires gradients, it is that of a training batch.
 
         Raises:
-            UserError: it cannot be known.
+            UserError: it cannot be determined.
         """
         self.uses += 1
         is_loss = isinstance(value, torch.Tensor) and value.requires_grad
@@ -245,7 +248,7 @@ class BatchWeights:
         return None if share is None else share.count * part
 
     def _measured(self, is_loss: bool) -> tuple[set[Share | None], float]:
-        """Return the shares of what a meter measures, in an evaluation within the training's loop too, and the part of
+        """Return the shares that a meter may measure, also in an evaluation within the training loop, and the part of
         each."""
         current = self._history.current()
         newest = max(current, key=lambda each: each.number, default=None)
@@ -267,14 +270,14 @@ class BatchWeights:
         return shares_of(evaluated), 1.0
 
     def _given(self) -> list[HandedBatch]:
-        """Return what the models were given last, unless it is there as the variable of a loop only."""
+        """Return the batches that the models were given last, except those kept only by a loop variable."""
         given = self._inputs.batches or self._differentiated
         return [each for each in given if each.is_kept()]
 
     def _of_loss(self) -> tuple[set[Share | None], float]:
-        """Return the shares of what a loss may be the mean of, and the part of each."""
+        """Return the shares of the batches that a loss may be the mean of, and the part of each."""
         inputs = {each for each, has_trained in self._inputs.batches.items() if has_trained and each.is_in_hand()}
-        # what a model evaluated may be there as the variable of that loop
+        # a batch that a model evaluated may only be kept by the variable of that loop
         inputs |= {each for each in self._inputs.batches if each.is_kept()}
         if not self._inputs.has_others:
             if inputs:
@@ -286,17 +289,18 @@ class BatchWeights:
         meant, gone, part = self._in_hand("run.backward")
         others = gone if meant else self._history.outside_of_loops()
         if self._history.runs_ahead():
-            # a model was given one that a loop has left, and another model something else
+            # a model was given a batch that a loop has left, and another model something else
             inputs |= {each for each in self._differentiated if each.is_in_hand()}
         self._differentiated = set()
         return shares_of([*meant, *inputs, *self._inputs.loops_at.values()]) | others, part
 
     def _has_just_differentiated(self) -> bool:
-        """Return whether the batch of the last loss is known, and none was fetched since."""
+        """Return whether the batch of the last loss is known, and no batch was fetched since."""
         return bool(self._differentiated) and self._differentiated_at == self._history.newest
 
     def _of_named(self, batch: Any) -> tuple[set[Share | None], float]:
-        """
+        """Return the shares of the batch that the job names, and the part of each.
+
         Raises:
             UserError: it is not one of a loader.
         """
@@ -316,7 +320,7 @@ class BatchWeights:
         """Return the shares of batches that are certain, and the part of each.
 
         Raises:
-            UserError: one of them is being split, and another one is not, or into other parts.
+            UserError: one of them is being split, and another is not, or is split into other parts.
         """
         for each in meant:
             each.use()
@@ -326,10 +330,10 @@ class BatchWeights:
         return shares_of(meant), parts.pop()
 
     def _in_hand(self, call: str) -> tuple[Collection[HandedBatch], set[Share | None], float]:
-        """Return the batches of the loop if none is certain, shares of others that may be meant, and the part of each.
+        """Return the batches of the loop if none is certain, the shares of other candidates, and the part of each.
 
         Raises:
-            UserError: it may be a micro-batch or another batch.
+            UserError: a micro-batch or another batch may be meant.
         """
         is_loss, part = call == "run.backward", 1.0
         meant = self._history.in_loops([*self._inputs.loops_at.values()] if is_loss else [])
@@ -369,6 +373,6 @@ def _unclear_count(shares: Collection[Share | None]) -> UserError:
 
 
 def _said(shares: Collection[Share | None]) -> str:
-    """Return the batches that may be meant, in words."""
+    """Return a text that lists the batches that may be meant."""
     batches = sorted(f"one of which this rank has {each.count} of {each.total} samples" for each in shares if each)
     return " or ".join(batches + ["data of your own"] * (None in shares))

@@ -1,4 +1,4 @@
-"""Share the samples of each global batch out over ranks: no sample is lost, none is seen twice."""
+"""Divide the samples of each global batch among ranks: no sample is lost or seen twice."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from mgpu_slurm.data.randomness import RandomNumbers
 
 @dataclass(frozen=True)
 class Share:
-    """How much of a global batch this rank holds."""
+    """The size of this rank's part of a global batch."""
 
     count: int
-    """Samples that count; 0 if the rank only keeps step with the others on a stand-in sample."""
+    """Samples that count; 0 if the rank only computes on a stand-in sample to keep in step with the others."""
     total: int
     """Samples of the global batch."""
 
     def weight(self, world_size: int) -> float:
-        """Return the factor of this rank's gradient in the sum over the world, which is divided by the world size."""
+        """Return the factor of this rank's gradient in the sum over all ranks, which is divided by the world size."""
         return self.count * world_size / self.total
 
 
 def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the rank's share of `total` samples begins and ends: all are equal, plus or minus one."""
+    """Return begin and end of the rank's share of `total` samples; shares differ by at most one sample."""
     return total * rank // world_size, total * (rank + 1) // world_size
 
 
 def mixed(seed: int, *parts: int) -> int:
-    """Return one seed of 63 bits for several numbers, different for different numbers in practice."""
+    """Return a 63-bit seed for several numbers, in practice different for different numbers."""
     for part in parts:
         seed = seed * 1_000_003 + part
     return seed % 2**63
 
 
 def batches_of(samples: int, batch_size: int, drop_last: bool) -> int:
-    """Return the number of batches; the last one may be smaller, unless it is left out."""
+    """Return the number of batches; the last one may be smaller, unless it is dropped."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
@@ -50,7 +50,7 @@ def size_of(dataset: Dataset[Any]) -> int:
     """Return the number of samples of a dataset.
 
     Raises:
-        UserError: it is empty, or no dataset with an index.
+        UserError: it is empty, or not a map-style dataset.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
@@ -69,9 +69,9 @@ def _part(total: int, rank: int, world_size: int) -> Share:
 
 
 class GlobalBatches(Sampler[list[int]]):
-    """This rank's indices of each global batch of one epoch, from a given batch on.
+    """This rank's indices of each global batch of an epoch, from a given batch on.
 
-    The order of an epoch depends on seed and epoch alone: not on the world size, not on where a run was interrupted.
+    The order depends only on seed and epoch, not on the world size or on where a run was interrupted.
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class GlobalBatches(Sampler[list[int]]):
         for batch in range(self.first_batch, len(self)):
             start = batch * self.batch_size
             begin, end = share_of(self._batch_total(batch), self.rank, self.world_size)
-            # the last batch may hold fewer samples than there are ranks; a rank without one computes on a stand-in
-            # that weighs nothing, because all ranks have to take part in the gradient's all-reduce
+            # the last batch may hold fewer samples than there are ranks; a rank without one computes on a stand-in of
+            # weight 0, because all ranks must take part in the gradient's all-reduce
             yield order[start + begin : start + end] or [order[start]]
 
 
 class ListedBatches(Sampler[list[int]]):
-    """This rank's indices of each global batch that a sampler of the job's own has listed.
+    """This rank's indices of each global batch listed by the job's own sampler.
 
-    The sampler draws from generators that are seeded from seed and epoch, alike on all ranks, and lists a whole epoch.
+    The sampler draws from generators seeded from seed and epoch, identically on all ranks, and lists a whole epoch.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ListedBatches(Sampler[list[int]]):
     ) -> None:
         """
         Args:
-            batch_size: None if the sampler gives batches.
+            batch_size: None if the sampler yields batches.
         """
         name = "sampler" if batch_size else "batch_sampler"
         if getattr(sampler, "num_replicas", 1) > 1:
@@ -163,7 +163,7 @@ class ListedBatches(Sampler[list[int]]):
                 each.set_epoch(epoch)
             if isinstance(generator := getattr(each, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
-        # that of the epoch
+        # the length in this epoch
         self.size = len(self._sampler)
         with RandomNumbers(seed).drawn():
             drawn = list(itertools.islice(self._sampler, self.size))
@@ -182,7 +182,7 @@ class ListedBatches(Sampler[list[int]]):
             )
 
     def digest(self) -> int:
-        """Return a number that tells other lists from these."""
+        """Return a digest of the lists."""
         return zlib.crc32(str(self._lists).encode())
 
     def shares(self) -> Iterator[Share]:

@@ -1,4 +1,4 @@
-"""Datasets shared out over ranks for evaluation: no sample twice, and none padded."""
+"""Divide datasets among ranks for evaluation, without repeated or padded samples."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mgpu_slurm.rank.calls import Call
 
 @dataclass(frozen=True)
 class RunOfShard:
-    """What an evaluation has to do with its run."""
+    """The parts of a run that an evaluation uses."""
 
     rank: int
     world_size: int
     device: torch.device
     begin: Callable[[], None]
-    """Is called before each pass, on all ranks."""
+    """Called before each pass, on all ranks."""
     alive: Callable[[], None]
     keeps_step: Callable[[], bool]
-    """Whether all ranks have to make the same number of batches."""
+    """Returns whether all ranks must iterate over the same number of batches."""
     sync: Callable[[Call], None]
-    """Has all ranks make a call, and compares what they have drawn from streams."""
+    """Waits until all ranks make a call, and compares what they have drawn from streams."""
     drawn: Drawn
     batch_weights: BatchWeights
 
@@ -46,7 +46,7 @@ class RunOfShard:
 
 
 class Shard:
-    """This rank's part of a dataset for evaluation: no sample twice, none padded; batches on the run's device."""
+    """This rank's part of a dataset for evaluation: no sample repeated or padded; batches are on the run's device."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Shard:
         self._dataset = dataset
         self._own = end - begin
         self._most = -(-size // run.world_size)
-        """Samples of the rank that has most."""
+        """The largest number of samples on a rank."""
         self._run = run
         self._cutter = Cutter()
         options.setdefault("generator", torch.Generator())
@@ -77,7 +77,7 @@ class Shard:
         return batches_of(samples, size, self._loader.drop_last)
 
     def _as_many_as_others(self) -> Iterator[Any]:
-        """Yield this rank's batches, and then some of zero rows until there are as many as on the rank with most."""
+        """Yield this rank's batches, then batches of zero rows until there are as many as on the rank with most."""
         yield from self._loader
         missing = self._batches(self._most) - self._batches(self._own)
         if missing:
@@ -87,7 +87,7 @@ class Shard:
 
 
 class StreamShard:
-    """The same of a dataset that can only be iterated."""
+    """This rank's part of an iterable dataset for evaluation, like `Shard`."""
 
     def __init__(self, dataset: IterableDataset[Any], run: RunOfShard, batch_size: int, **options: Any) -> None:
         collate = options.pop("collate_fn", None) or default_collate
@@ -103,13 +103,13 @@ class StreamShard:
     def _checked(self) -> Iterator[StreamBatch]:
         batches = iter(self._loader)
         first = next(batches, None)
-        # a rank may leave the loop at another batch than the others, so that only the first can be compared
+        # ranks may leave the loop at different batches, so only the first batch can be compared
         self._run.drawn.add(self._stream.dataset, first)
         self._run.sync(Call.PASS)
         return itertools.chain([first], batches) if first is not None else batches
 
     def _own(self, batch: StreamBatch) -> Any:
-        """Return what counts of a batch: on a rank that has nothing of it no rows, or nothing at all."""
+        """Return this rank's samples of a batch; if it has none, zero rows, or `_NOTHING` to skip the batch."""
         if batch.share.count:
             return batch.samples
         if not self._run.keeps_step():

@@ -1,7 +1,7 @@
-"""Where a loader's batches come from: a map-style dataset, or a stream.
+"""The sources of a loader's batches: a map-style dataset, or a stream.
 
-A source knows the order of the samples and this rank's share of each global batch. Where a pass begins, and that a run
-may stop before each batch, is the loader's affair (`loaders`).
+A source knows the order of the samples and this rank's share of each global batch. The loader (`loaders`) decides where
+a pass begins, and lets the run stop before each batch.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     order: int | None
-    """Tells the samples of the epoch from those in another order, once the pass has a batch; None if they follow from
-    seed and epoch."""
+    """A digest of the order of the epoch's samples, once the pass has a batch; None if the order follows from seed and
+    epoch."""
 
     @property
     def name(self) -> str:
-        """That of the class which decides their order."""
+        """The name of the class that decides their order."""
 
     def begin(self, epoch: int, first: int) -> Iterator[Any]:
-        """Begin an epoch at one of its batches, and return what `take` takes."""
+        """Begin an epoch at one of its batches, and return the iterator for `take`."""
 
     def is_over(self, number: int) -> bool:
-        """Return whether it is known before the batch is asked for that there is none of that number."""
+        """Return whether it is known, without fetching it, that there is no batch of that number."""
 
     def take(self, batches: Iterator[Any], number: int) -> tuple[Share, Any]:
         """Return this rank's share and samples of a batch.
 
         Raises:
-            Over: there is none of that number.
+            Over: there is no batch of that number.
         """
 
     @property
     def last_place(self) -> int | None:
-        """At which batch of a pass a run can stop last; None if that is not known yet."""
+        """The last batch of a pass at which a run can stop; None if not known yet."""
 
     @property
     def is_for_one_pass(self) -> bool:
@@ -74,7 +74,7 @@ class Indexed:
     ) -> None:
         """
         Args:
-            is_same: tells whether a number is the same on all ranks, each of which makes the call.
+            is_same: returns whether a number is the same on all ranks; every rank must call it.
         """
         self.size, self.batch_size = batches.size, batches.batch_size
         self._batches = batches
@@ -82,7 +82,7 @@ class Indexed:
         self.order: int | None = None
         self.name = batches.name if isinstance(batches, ListedBatches) else type(dataset).__name__
         self._workers, self._loader = _with_own_numbers(dataset, device, batch_sampler=batches, **options)
-        # these have one iterator
+        # persistent workers have only one iterator
         self.is_for_one_pass = self._loader.persistent_workers
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class Indexed:
                     "run.loader: the sampler lists other samples on other ranks: have it draw from Python's, NumPy's or"
                     " torch's own generators, or from an attribute `generator`, which are seeded alike"
                 )
-        # different on each rank, in each epoch and for each part of one, and the same again when that is repeated
+        # different for each rank, epoch and first batch, and reproducible
         self._workers.manual_seed(mixed(self._batches.seed, epoch, self._batches.rank, first))
         return zip(self._batches.shares(), self._loader, strict=True)
 
@@ -114,7 +114,7 @@ class Indexed:
 
 
 class Streamed:
-    """Batches of a dataset that can only be iterated."""
+    """Batches of an iterable dataset."""
 
     size = 0
     is_for_one_pass = True
@@ -130,9 +130,9 @@ class Streamed:
     ) -> None:
         """
         Args:
-            drawn: hears of each batch.
-            together: has all ranks make a call, and compares what they have drawn.
-            take_batch: is called with each batch.
+            drawn: records each batch.
+            together: waits until all ranks make a call, and compares what they have drawn.
+            take_batch: called with each batch.
         """
         self.batch_size = stream.batch_size
         self._stream = stream
@@ -165,7 +165,7 @@ class Streamed:
         if number == self._first or batch is None:
             self._together(Call.PASS if number == self._first else Call.END)
         if batch is None:
-            # known from now on: a run can stop behind the last batch, too
+            # known from now on: a run can also stop after the last batch
             self.last_place = number
             raise Over
         if number == self._first:
@@ -177,6 +177,6 @@ class Streamed:
 def _with_own_numbers(
     dataset: Dataset[Any], device: torch.device, **options: Any
 ) -> tuple[torch.Generator, DataLoader[Any]]:
-    """Return the generator that seeds workers, and a loader: torch's global generator stays the job's own."""
+    """Return a generator that seeds the workers, and a loader, so that torch's global generator is left to the job."""
     generator = options.setdefault("generator", torch.Generator())
     return generator, data_loader(dataset, device, **options)

@@ -1,7 +1,7 @@
-"""Iterate this rank's share of global batches: a pass over a loader, and where in it a run may stop.
+"""Iterate over this rank's share of global batches: passes over a loader, and the boundaries at which a run may stop.
 
 The batches come from a source (`loader_sources`), the position is kept in a place (`loader_positions`), and each batch
-that is handed out is noted, so that a loss can be weighted by it (`batch_weights`).
+handed out is recorded, so that a loss can be weighted by it (`batch_weights`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from mgpu_slurm.rank.calls import Call
 
 @dataclass(frozen=True)
 class RunOfLoader:
-    """What a loader has to do with its run."""
+    """The parts of a run that a loader uses."""
 
     rank: int
     world_size: int
     device: torch.device
     at_boundary: Callable[[Loader, LoaderPlace], None]
-    """Is called before each batch, with the place of the pass."""
+    """Called before each batch, with the place of the pass."""
     epoch: Callable[[], int | None]
-    """That of `state.epochs`; None outside of it."""
+    """Returns the epoch of `state.epochs`; None outside of it."""
     awaits_epochs: Callable[[], bool]
-    """Whether the run was restored in a loop over that, and has not come to the loop yet."""
+    """Returns whether the run was restored within a loop over it, and has not reached the loop yet."""
     step: Callable[[], int]
     is_same: Callable[[int], bool]
-    """Whether a number is the same on all ranks, each of which makes the call."""
+    """Returns whether a number is the same on all ranks; every rank must call it."""
     sync: Callable[[Call], None]
-    """Has all ranks make a call, and compares what they have drawn from streams."""
+    """Waits until all ranks make a call, and compares what they have drawn from streams."""
     drawn: Drawn
     take_batch: Callable[[], None]
-    """Is called with each batch of a stream."""
+    """Called with each batch of a stream."""
     places: LoaderPlaces
     batch_weights: BatchWeights
 
@@ -61,10 +61,10 @@ def make_loader(
     run: RunOfLoader,
     **options: Any,
 ) -> Loader:
-    """Return a loader over any kind of dataset, see `Run.loader`.
+    """Return a loader over any kind of dataset; see `Run.loader`.
 
     Raises:
-        UserError: arguments that contradict each other.
+        UserError: the arguments are invalid, or contradict each other.
     """
     ranks = run.rank, run.world_size, seed
     if isinstance(dataset, IterableDataset):
@@ -105,9 +105,9 @@ def _check_stream(options: Mapping[str, Any]) -> None:
 
 
 class Loader:
-    """Iterates this rank's share of global batches, each on the run's device.
+    """Iterates over this rank's share of global batches, on the run's device.
 
-    The start of each batch is the boundary at which a run stops or saves, so a loader knows its position.
+    A run stops or saves at the beginning of a batch, so a loader knows its position.
     """
 
     def __init__(self, source: Source, run: RunOfLoader) -> None:
@@ -116,7 +116,7 @@ class Loader:
         self.place = LoaderPlace(source.size, source.batch_size)
         run.places.add(self.place)
         self._newest: object = None
-        """The pass that began last, also beside another one."""
+        """The pass that began last, even if it runs next to another one."""
 
     def __len__(self) -> int:
         """Steps per epoch, the same on every rank."""
@@ -124,19 +124,19 @@ class Loader:
 
     @property
     def batch(self) -> int:
-        """The number of the current batch in the epoch, from 0, also in an epoch that a restored run continues.
-        `enumerate` counts from 0 there."""
+        """The number of the current batch in the epoch, from 0. In an epoch that a resumed run continues, `enumerate`
+        restarts from 0, but this does not."""
         return self.place.batch
 
     @property
     def last_place(self) -> int | None:
-        """At which batch of a pass a run can stop last; None if that is not known yet."""
+        """The last batch of a pass at which a run can stop; None if not known yet."""
         return self._source.last_place
 
     def __iter__(self) -> Iterator[Any]:
         run, place, step = self._run, self.place, self._run.step()
         is_evaluation = place.is_in_pass and not torch.is_grad_enabled()
-        # the loop in which it was saved continues it, and not a look before that
+        # it is continued by the loop in which it was saved, not by a look at batches before that loop
         is_look = run.awaits_epochs() and not place.is_outside
         if is_evaluation or is_look:
             place = place.beside()
@@ -151,12 +151,12 @@ class Loader:
                 for number in itertools.count(first):
                     if own is not (self._newest if self._source.is_for_one_pass else place.current):
                         raise _overtaken()
-                    # not kept here while the job has it
+                    # no reference is kept here while the job has it
                     yield self._next(batches, number, place, passing)
             passing.ran_to_end = ran_to_end = True
         finally:
             run.places.end_pass(place, own, ran_to_end, run.epoch())
-        # a job that keeps its batches uses them later
+        # a job that keeps its batches may use them later
         if passing.has_unweighted_stand_in and run.step() == step and not passing.keeps_unused():
             self._warn_of_evaluation()
 
@@ -176,7 +176,7 @@ class Loader:
         return self._run.batch_weights.hand_out(passing, share, to_device(samples, self._run.device))
 
     def _warn_of_evaluation(self) -> None:
-        """Name, once in a run, the loop that has counted a sample of another rank."""
+        """Warn, once in a run, of a loop that has counted a sample of another rank."""
         if self._run.batch_weights.has_warned:
             return
         self._run.batch_weights.has_warned = True

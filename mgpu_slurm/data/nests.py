@@ -1,7 +1,7 @@
-"""Walk through batches as collate functions make them: tensors in tuples, lists, mappings and dataclasses.
+"""Traverse batches as collate functions make them: tensors in tuples, lists, mappings and dataclasses.
 
-`children_of` takes a container apart, and `rebuilt` makes one of the same type with other children. The others go down
-to the leaves with them: tensors, arrays, and objects that have a method `to`.
+`children_of` returns the children of a container, and `rebuilt` makes one of the same type with other children. The
+other functions use them to reach the leaves: tensors, arrays, and objects with a method `to`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 CONSTANTS = (str, bytes, Number, type(None), Enum, PurePath, np.generic, torch.device, torch.dtype)
-"""What is no data of samples: it is the same for all parts of a batch, unless a list has one for each sample."""
+"""Types that hold no sample data: the same for all parts of a batch, unless a list has one for each sample."""
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
@@ -26,7 +26,7 @@ _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def to_device(samples: Any, device: torch.device) -> Any:
-    """Return the same nest with every tensor, and every object that has a method `to`, on the device."""
+    """Return the same nest with every tensor, and every object with a method `to`, on the device."""
     if isinstance(samples, torch.Tensor):
         return samples.to(device, non_blocking=True)
     if _is_plain(samples):
@@ -40,7 +40,7 @@ def to_device(samples: Any, device: torch.device) -> Any:
 
 
 def leaves_of(samples: Any) -> list[Any]:
-    """Return every tensor and array of a nest, and every object with a method `to` that can be referred to weakly."""
+    """Return every tensor and array of a nest, and every weakly referenceable object with a method `to`."""
     if isinstance(samples, ARRAYS):
         return [samples]
     if _is_plain(samples):
@@ -53,7 +53,7 @@ def leaves_of(samples: Any) -> list[Any]:
 def _leaves_of_children(samples: Any) -> list[Any]:
     leaves = []
     for child in children_of(samples) or ():
-        # quicker than a call for each of hundreds
+        # faster than a call for each of hundreds of children
         if isinstance(child, ARRAYS):
             leaves.append(child)
         elif type(child) not in _PLAIN:
@@ -62,15 +62,15 @@ def _leaves_of_children(samples: Any) -> list[Any]:
 
 
 def _is_plain(samples: Any) -> bool:
-    """Return whether this is no container and no tensor, or a list or tuple without any, such as of texts."""
+    """Return whether this is a plain value, or a list or tuple of plain values, such as texts."""
     kind = type(samples)
     return kind in _PLAIN or ((kind is list or kind is tuple) and _PLAIN.issuperset(map(type, samples)))
 
 
 def children_of(samples: Any) -> list[Any] | None:
-    """Return what a container holds, in order; None for anything else."""
+    """Return the children of a container, in order; None for anything else."""
     kind = type(samples)
-    # the check for a Mapping takes long
+    # the check for a Mapping is slow
     if kind in _PLAIN or kind is torch.Tensor:
         return None
     if kind is list or kind is tuple:
@@ -92,7 +92,7 @@ def rebuilt(samples: Any, children: list[Any]) -> Any:
         values = dict(zip(samples, children, strict=True))
         if not isinstance(samples, MutableMapping):
             return type(samples)(values)  # type: ignore[call-arg]
-        # the copy keeps what else there is, such as the factory of a defaultdict
+        # the copy keeps other attributes, such as the factory of a defaultdict
         new = copy.copy(samples)
         new.update(values)
         return new
@@ -102,6 +102,6 @@ def rebuilt(samples: Any, children: list[Any]) -> Any:
         return type(samples)(children)
     new = copy.copy(samples)
     for field, child in zip(dataclasses.fields(samples), children, strict=True):
-        # a frozen one refuses `setattr`
+        # a frozen dataclass refuses `setattr`
         object.__setattr__(new, field.name, child)
     return new

@@ -1,7 +1,7 @@
-"""Keep the passes over all loaders: which batch each loop is at, and which others the job may still have.
+"""Track the passes over all loaders: the current batch of each loop, and others that the job may still have.
 
-It finds the batch that a tensor is a part of, and the batches that a loss may be the mean of if no tensor tells. Passes
-that are over are kept as long as the job has batches of them, and of older ones the shares that are gone.
+This finds the batch that a tensor is a part of, and the batches that a loss may be the mean of if no tensor shows it.
+Finished passes are kept as long as the job has batches of them; of older ones, only the shares of gone batches are.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from mgpu_slurm.data.passes import HandedBatch, Pass
 Samples = TypeVar("Samples")
 
 MOST_PASSES = 16
-"""That are over and remembered: a dataset may hand out the same tensors in each."""
+"""Maximum number of finished passes remembered: a dataset may hand out the same tensors in each."""
 
 
 class PassHistory:
-    """The passes of one rank, those that are open and those that are over."""
+    """The open and finished passes of one rank."""
 
     def __init__(self) -> None:
         self._passes: list[Pass] = []
         self.newest = 0
         """The number of the batch that was handed out last, by any loader."""
         self._preloaded: dict[object, set[Share | None]] = {}
-        """Shares of passes that are forgotten, none of whose batches was used: the job may have made others of them. By
-        `Pass.batches`."""
+        """Shares of forgotten passes of which no batch was used, by `Pass.batches`: the job may have transformed
+        them."""
         self._lost: dict[Share | None, int] = {}
-        """Shares of passes that are forgotten, see `Pass.gone`, and where these began."""
+        """Shares of gone batches of forgotten passes (see `Pass.gone`), with `began_at` of the pass."""
         self._trains_since = 0
-        """Where the first of the passes began in which a loss was weighted last. What was lost before is not used any
-        more."""
+        """`began_at` of the first pass that was open when a loss was last weighted. Batches lost earlier are no longer
+        used."""
 
-    # -- what happens
+    # -- events
 
     def begin(self, uses: int, is_early: bool, batches: object, place: object) -> Pass:
         """Begin a pass.
 
         Args:
-            uses: how often a model, a loss or a meter was given anything.
-            is_early: no loss was weighted yet.
-            batches: equal for passes over the same batches, also if another loader has made them.
-            place: of a loader: of its passes only the newest continues; None for a pass beside others.
+            uses: number of times that a model, a loss or a meter was given anything.
+            is_early: whether no loss has been weighted yet.
+            batches: equal for passes over the same batches, even by different loaders.
+            place: place of a loader, of whose passes only the newest continues; None for a pass next to others.
         """
         self._forget_passes()
         begun = Pass(self.newest, is_early, batches, place)
@@ -55,14 +55,14 @@ class PassHistory:
             if not each.is_open and each.uses == uses:
                 begun.follow(each)
             if batches is not None and each.batches == batches:
-                # these come again: they were only looked at
+                # these are fetched again: the job only looked at them
                 each.is_used = True
         self._preloaded.pop(batches, None)
         self._passes.append(begun)
         return begun
 
     def _forget_passes(self) -> None:
-        """Forget passes that are over and of which the job has no batch any more, and the oldest of all others."""
+        """Forget finished passes of which the job no longer has a batch, and the oldest of the others."""
         over = [each for each in self._passes if not each.is_open]
         for each in over:
             each.tidy()
@@ -76,25 +76,25 @@ class PassHistory:
         self._passes = [each for each in self._passes if each.is_open or each in kept]
 
     def hand_out(self, passing: Pass, share: Share | None, samples: Samples) -> Samples:
-        """Note a batch, and return it."""
+        """Record a batch, and return it."""
         self.newest += 1
         passing.hand_out(HandedBatch(self.newest, share, samples, passing))
         return samples
 
     def note_loss(self) -> None:
-        """Note that a loss is weighted now."""
+        """Record that a loss is weighted now."""
         if loops := [each.began_at for each in self._passes if each.trained is not None]:
             self._trains_since = min(loops)
 
-    # -- which batch something is a part of
+    # -- the batch of a part
 
     def holding(self, batch: Any) -> set[HandedBatch]:
         """Return the batches that tensors belong to."""
         return {owner for leaf in leaves_of(batch) for owner in self.owners(leaf) or self._searched(leaf)}
 
     def owners(self, leaf: Any) -> list[HandedBatch]:
-        """Return the batches that something is a part of, unless it is a part of all. A dataset may hand out the same
-        one again and again: the loops are at that batch then, or have handed it out last."""
+        """Return the batches that this is a part of, unless it is a part of all. A dataset may hand out the same part
+        repeatedly: then return the batch at which the loops are, or else the newest one."""
         place = place_of(leaf)
         current = self.current()
         return [each for each in current if each.holds(leaf, place)] or _newest(
@@ -102,18 +102,18 @@ class PassHistory:
         )
 
     def _searched(self, leaf: Any) -> list[HandedBatch]:
-        """Return the same, also of what is a part of all, and of an array of which the leaf shares the end only."""
+        """Do the same for a part of all batches, and for a view of an array at another place than its beginning."""
         current = [each.last for each in self._passes if each.last is not None and each.is_at(leaf)]
         return current or _newest(each.search(leaf) for each in self._passes)
 
-    # -- at which batches the loops are
+    # -- the current batches of loops
 
     def current(self) -> list[HandedBatch]:
-        """Return the batches at which loops are, those of evaluations too."""
+        """Return the current batches of all loops, including evaluations."""
         return [each.current for each in self._passes if each.current is not None]
 
     def at(self) -> set[HandedBatch]:
-        """Return the batches at which the loops are: of an evaluation, or of the training."""
+        """Return the current batch of the innermost evaluation, or else those of the training loops."""
         current = self.current()
         newest = max(current, key=lambda each: each.number, default=None)
         if newest is None or not newest.trains:
@@ -124,14 +124,14 @@ class PassHistory:
         """Return whether a loop fetches batches ahead of their use."""
         return any(each.is_open and each.runs_ahead for each in self._passes)
 
-    # -- which batches may be meant if no tensor tells
+    # -- candidates if no tensor shows the batch
 
     def in_loops(self, loops_at: Collection[HandedBatch] = ()) -> list[HandedBatch]:
-        """Return the batches at which loops over loaders are, and others that the job has fetched and not used: ahead
-        of their use, or into a list.
+        """Return the current batches of training loops, and others that the job has fetched and not used: ahead of
+        their use, or into a list.
 
         Args:
-            loops_at: where the loops were when the models were given something.
+            loops_at: current batches of the loops when the models were given something.
         """
         found = [each.trained for each in self._passes if each.trained is not None]
         if not found:
@@ -143,8 +143,8 @@ class PassHistory:
         return found
 
     def gone(self, of_loss: bool) -> set[Share | None]:
-        """Return the shares of batches that the job has fetched and not used, and may have in another form: ahead of
-        their use, or into a list."""
+        """Return the shares of batches that the job has fetched, ahead of their use or into a list, and not used, and
+        may have in another form."""
         gone = {share for each in self._passes if each.is_open and each.runs_ahead for share in each.gone}
         if of_loss:
             gone.update(*self._preloaded.values())
@@ -152,8 +152,8 @@ class PassHistory:
         return gone
 
     def outside_of_loops(self) -> set[Share | None]:
-        """Return the shares of the batches that the job has kept. If it has kept none, the loss may be that of data of
-        its own, of which all ranks have as many (None), or of the variable of a loop. It may always be that of a batch
+        """Return the shares of the batches that the job has kept. If it has kept none, the loss may be that of the
+        job's own data, with equal numbers on all ranks (None), or of a loop variable. It may always be that of a batch
         that was fetched and not used, in another form."""
         kept: set[Share | None] = set()
         others: set[Share | None] = {None}

@@ -1,13 +1,13 @@
-"""Record the batches that each pass over a loader has handed out, and what has become of them.
+"""Record the batches that each pass over a loader has handed out, and whether the job has used and still has them.
 
 A `for` loop over a loader is a pass. It is open until the loop ends or is left, and is at its `current` batch. Batches
 that the loop has left are remembered, but not kept alive, as long as the job has any part of them: it may train on them
 later. A batch is *used* once a model, a loss or a meter was given it.
 
-Batches that are left before they are used show that the job fetches ahead. A pass *runs ahead* if its second batch was
+Batches that are left before they are used show that the job prefetches. A pass *runs ahead* if its second batch was
 fetched before the first one was used, and is *preloaded* if several were fetched before the first loss. Such a job may
-have made something else of its batches, so that no part of them is left. They are *gone*, and their shares are still
-among those that a loss may have (`batch_weights`).
+have transformed its batches, so that no part of them is left. They are *gone*, but a loss may still have their shares
+(`batch_weights`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mgpu_slurm.data.batch_parts import BatchParts, Parts, in_both, is_one_of, i
 from mgpu_slurm.data.batches import Share
 
 FIRST_TIDYING = 16
-"""So many batches of a pass are remembered before those that are gone are dropped."""
+"""Number of batches of a pass that are remembered before those that are gone are dropped."""
 
 
 class HandedBatch(BatchParts):
@@ -33,32 +33,32 @@ class HandedBatch(BatchParts):
     def __init__(self, number: int, share: Share | None, samples: Any, of: Pass) -> None:
         super().__init__(samples)
         self.number = number
-        """Of those that any loader has handed out."""
+        """Its number among the batches handed out by all loaders."""
         self.share = share
         """None for a batch of `run.shard`."""
         self.of = of
         self.trains = share is not None and torch.is_grad_enabled()
-        """A batch that is fetched without gradients is evaluated."""
+        """Whether it is for training: a batch fetched without gradients is for evaluation."""
         self.may_be_used = False
-        """A loss or a meter was weighted while this was one of the batches that could be meant."""
+        """Whether a loss or a meter was weighted while this was one of the candidates."""
         self.is_used = False
-        """It was the only one, or a model was given it."""
+        """Whether it was the only candidate, or a model was given it."""
 
     def give(self) -> None:
-        """Note that a model is given it."""
+        """Record that a model is given it."""
         self.is_used = self.of.is_used = True
 
     def use(self) -> None:
-        """Note that a loss or a meter is weighted by it."""
+        """Record that a loss or a meter is weighted by it."""
         self.may_be_used = True
         self.give()
 
     def is_in_hand(self) -> bool:
-        """Return whether a loop is at it, or the job, a view or the graph of a loss still has any part of it."""
+        """Return whether a loop is at it, or the job, a view or the graph of a loss still holds any part of it."""
         return self.of.current is self or self.is_alive()
 
     def is_kept(self) -> bool:
-        """Return whether it is in hand, and not only as the variable of a loop that is over."""
+        """Return whether it is in hand, and not only as the variable of a finished loop."""
         return self.is_in_hand() and (self.of.is_open or self.of.is_kept())
 
 
@@ -67,55 +67,56 @@ class Pass:
 
     def __init__(self, began_at: int, is_early: bool, batches: object = None, place: object = None) -> None:
         self.began_at = began_at
-        """The number of the newest batch of any loader then."""
+        """The number of the newest batch of any loader when the pass began."""
         self.is_early = is_early
-        """It began before the first loss."""
+        """Whether it began before the first loss."""
         self.batches = batches
         """Equal for passes over the same batches."""
         self.place = place
-        """That of the loader, of whose passes only the newest continues; not the loader, which may have workers."""
+        """The place of the loader, of whose passes only the newest continues; not the loader itself, which may have
+        workers."""
         self.last: HandedBatch | None = None
         """The newest batch."""
         self._parts: Parts = {}
-        """All of its parts, also those that others have too."""
+        """All parts of that batch, including those that other batches have too."""
         self._handed = 0
-        """How many."""
+        """Number of batches handed out."""
         self.is_open = True
         self.ran_to_end = False
-        """It was not left in the middle."""
+        """Whether it was not left in the middle."""
         self.is_used = False
-        """A model or a loss was given one of its batches."""
+        """Whether a model or a loss was given one of its batches."""
         self.runs_ahead = False
-        """No model had been given the first batch when the job fetched the second one."""
+        """Whether no model had been given the first batch when the job fetched the second one."""
         self.uses = 0
-        """What `Shares.uses` was when the pass ended."""
+        """The value of `BatchWeights.uses` when the pass ended."""
         self.was_measured = False
-        """It is an evaluation, and a meter took the number of samples from it."""
+        """Whether it is an evaluation from which a meter took the number of samples."""
         self.is_held = False
-        """It is an evaluation, and a loop around it has gone on without its end."""
+        """Whether it is an evaluation that has not ended although a loop around it has continued."""
         self.has_unweighted_stand_in = False
-        """Neither a loss nor a meter has heard that a sample of this rank counts nothing."""
+        """Whether the loop has left a stand-in sample without weighting a loss or a meter by it."""
         self.gone: set[Share | None] = set()
-        """Shares of batches that the job has not used and does not have any more: it may have them in another form."""
+        """Shares of batches that the job has not used and no longer has; it may have them in another form."""
         self._unused: dict[Share | None, list[HandedBatch]] = {}
         """Batches that the loop has left before they were used."""
         self.left_unused = 0
-        """How many these were."""
+        """Number of batches left unused."""
         self._earlier: list[HandedBatch] = []
         """Batches that the loop has left, as long as the job may still have them."""
         self._index: dict[int, list[HandedBatch]] = {}
-        """The first of them by their places: made when something is looked for."""
+        """The first of these batches by the places of their parts; built at a search."""
         self._indexed = 0
         self._tidy_at = FIRST_TIDYING
 
     @property
     def current(self) -> HandedBatch | None:
-        """The batch at which a loop over the loader is."""
+        """The batch at which the loop over the loader is; None if the pass is over."""
         return self.last if self.is_open else None
 
     @property
     def trained(self) -> HandedBatch | None:
-        """The same, unless it is evaluated."""
+        """The current batch, unless it is for evaluation."""
         return self.last if self.is_open and self.last is not None and self.last.trains else None
 
     def hand_out(self, handed: HandedBatch) -> None:
@@ -129,14 +130,14 @@ class Pass:
         self._handed += 1
 
     def is_at(self, part: Any) -> bool:
-        """Return whether something is a part of the current batch, or within one, also of what others have too."""
+        """Return whether this is a part of the current batch, or within one, even if other batches have it too."""
         if not self.is_open:
             return False
         return is_one_of(part, self._parts) or is_within_any(part, self._parts.values())
 
     def follow(self, before: Pass) -> None:
-        """Note that this pass began when another one had ended, and no model was given anything since: its last batch
-        is used in this pass."""
+        """Record that this pass began after another one, and no model was given anything in between: the last batch of
+        `before` is used in this pass."""
         if before.is_used and before.runs_ahead and before.last is not None:
             self.runs_ahead = True
             self.gone |= {*before.gone, before.last.share}
@@ -146,7 +147,7 @@ class Pass:
         return self.is_early and not self.is_open and not self.is_used and self.left_unused > 1
 
     def close(self) -> None:
-        """Note that the pass is over."""
+        """Record that the pass is over."""
         if self.is_open:
             self._leave_last()
             self.is_open = False
@@ -182,21 +183,21 @@ class Pass:
         left: dict[Share | None, list[HandedBatch]] = {}
         for share, batches in self._unused.items():
             unused = [each for each in batches if not each.is_used]
-            # one that is gone may have had the same ids as one that came after it
+            # a batch that is gone may have had the same ids as a later one
             alive = [each for each in unused if each.is_alive()]
             if len(alive) < len(unused):
                 self.gone.add(share)
             if alive:
-                # the newest of those that have the same parts
+                # keep the newest of those with the same parts
                 left[share] = [*{frozenset(each.parts): each for each in alive}.values()]
         self._unused = left
 
     def has_batches(self) -> bool:
-        """Return whether the job may still have any of those that the loop has left."""
+        """Return whether the job may still have batches that the loop has left."""
         return bool(self._earlier)
 
     def unused(self) -> list[HandedBatch]:
-        """Return, for each share, the newest batch that the loop has left and the job still has, and has not used."""
+        """Return, for each share, the newest batch that the loop has left and the job has not used but still has."""
         found = []
         for share, batches in self._unused.items():
             while batches and (batches[-1].is_used or not batches[-1].is_alive()):
@@ -206,17 +207,17 @@ class Pass:
         return found
 
     def keeps_unused(self) -> bool:
-        """Return whether the job has several that it has not used."""
+        """Return whether the job still has several batches that it has not used."""
         unused = (each for batches in self._unused.values() for each in reversed(batches) if not each.is_used)
         if len([*islice((each for each in unused if each.is_alive()), 2)]) > 1:
             return True
-        # few are left to look at the next time
+        # so that few are left to check the next time
         self._tidy_unused()
         return False
 
     def is_kept(self) -> bool:
-        """Return whether the job has kept batches on purpose. The last one of a loop that is over may be there as its
-        variable only."""
+        """Return whether the job has kept batches on purpose. The last one of a finished loop may only be kept by the
+        loop variable."""
         alive = len([*islice(self._kept(), 2)])
         return alive > 1 or (alive == 1 and not self.ran_to_end)
 
@@ -232,10 +233,10 @@ class Pass:
         return (each for each in self._earlier if each.trains and each.is_alive())
 
     def find(self, part: Any, place: int) -> HandedBatch | None:
-        """Return the newest of the batches left that something is a part of, and is at a place of.
+        """Return the newest batch left by the loop that contains a part at its place.
 
         Args:
-            place: That of the part, see `place_of`.
+            place: place of the part, see `place_of`.
         """
         for each in self._earlier[self._indexed :]:
             for its in each.places():
@@ -244,5 +245,5 @@ class Pass:
         return next((each for each in reversed(self._index.get(place, ())) if each.holds(part, place)), None)
 
     def search(self, part: Any) -> HandedBatch | None:
-        """Return the newest of all its batches that something is within, wherever it is."""
+        """Return the newest of all its batches that contains a view, whatever its place."""
         return next((each for each in [self.last, *reversed(self._earlier)] if each and each.has_within(part)), None)

@@ -1,4 +1,4 @@
-"""The state of every generator of random numbers that a job may draw from."""
+"""The states of all random number generators that a job may draw from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 def seed(value: int, deterministic: bool) -> None:
-    """Seeds every generator.
+    """Seed all generators.
 
     Args:
-        deterministic: whether torch is to sum in one order only, or to say where it cannot.
+        deterministic: whether torch must use deterministic algorithms, and raise an error if it has none.
     """
     import numpy as np
 
@@ -23,14 +23,14 @@ def seed(value: int, deterministic: bool) -> None:
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
     if deterministic:
-        # cuBLAS reads it with its first product
+        # cuBLAS reads it at its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Python's, NumPy's, torch's and the device's."""
+    """Return the states of Python's, NumPy's, torch's and the device's generators."""
     import numpy as np
 
     state: dict[str, Any] = {
@@ -54,7 +54,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 class RandomNumbers:
-    """What Python, NumPy and torch draw on the CPU from a seed of its own, apart from the numbers of the job."""
+    """Random numbers of Python, NumPy and torch on the CPU, from a separate seed; those of the job are not affected."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -62,7 +62,7 @@ class RandomNumbers:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Draw the next of these numbers."""
+        """Draw from these numbers within the block."""
         cpu = torch.device("cpu")
         before = random_state(cpu)
         if self._state is None:
@@ -80,5 +80,5 @@ class RandomNumbers:
 
         random.seed(self._seed)
         np.random.seed(self._seed % 2**32)
-        # not by torch.manual_seed, which seeds devices too
+        # not torch.manual_seed, which seeds devices too
         torch.default_generator.manual_seed(self._seed)

@@ -1,7 +1,7 @@
 """Streaming data: every rank and every worker reads the same stream, and keeps its samples of each global batch.
 
 So the batches are the same on any number of ranks and workers, each rank knows when the stream ends, and a position is
-a number of batches. What is expensive belongs in `collate_fn`, which sees a rank's own samples only.
+a number of batches. Expensive work belongs in `collate_fn`, which sees only a rank's own samples.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class StreamBatch(NamedTuple):
 
     share: Share
     order: int
-    """In the first batch of a pass: the digest of all samples of the epoch's first batch, else 0."""
+    """In the first batch of a pass, the digest of all samples of the epoch's first batch; else 0."""
     digest: int
-    """Of the last of all samples: all of each batch would take long, and if streams differ, hardly every last sample is
-    the same."""
+    """The digest of the last sample of the global batch. Digests of all samples would be slow, and different streams
+    hardly have the same last sample in every batch."""
     samples: Any
 
 
 class Stream(IterableDataset[StreamBatch]):
-    """This rank's parts of the global batches of a dataset that can only be iterated; one without a sample gets another
-    one's, that counts nothing."""
+    """This rank's parts of the global batches of an iterable dataset. A rank without a sample gets another rank's, with
+    weight 0."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Stream(IterableDataset[StreamBatch]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         order = 0
         for number, samples in enumerate(self._global_batches()):
-            # before `collate_fn`, which may change a rank's own samples; by the worker that gives the first batch
+            # before `collate_fn`, which may change a rank's own samples; by the worker that yields the first batch
             if number == 0 and worker == 0:
                 order = digest(samples)
-            # the loader asks one worker after the other
+            # the loader asks the workers in turn
             if number >= self._first and (number - self._first) % workers == worker:
                 digest_of_last = digest([len(samples), samples[-1]])
                 begin, end = share_of(len(samples), self.rank, self._world_size)
@@ -85,7 +85,7 @@ class Stream(IterableDataset[StreamBatch]):
                 yield StreamBatch(share, order if number == self._first else 0, digest_of_last, own)
 
     def _global_batches(self) -> Iterator[list[Any]]:
-        # a stream that shuffles by Python's, NumPy's or torch's numbers is the same on all ranks
+        # a stream that shuffles with Python's, NumPy's or torch's generators is then the same on all ranks
         numbers = RandomNumbers(mixed(self.seed, self._epoch))
         with numbers.drawn(), _as_only_worker():
             stream = iter(self.dataset)
@@ -98,14 +98,15 @@ class Stream(IterableDataset[StreamBatch]):
 
 
 class Drawn:
-    """What this rank has drawn from all streams so far, for comparison with the other ranks."""
+    """A digest of what this rank has drawn from all streams so far, for comparison with the other ranks."""
 
     def __init__(self) -> None:
         self.digest = 0
         self._names: set[str] = set()
 
     def add(self, dataset: IterableDataset[Any], batch: StreamBatch | None) -> None:
-        """
+        """Record a batch.
+
         Args:
             batch: None at the end of the stream.
         """
@@ -113,9 +114,10 @@ class Drawn:
         self.digest = zlib.crc32(repr((self.digest, batch and (batch.order, batch.digest))).encode())
 
     def check(self, digests: Sequence[float]) -> None:
-        """
+        """Check that all ranks have drawn the same.
+
         Args:
-            digests: those of all ranks.
+            digests: digests of all ranks.
 
         Raises:
             UserError: the ranks read different streams.
@@ -131,7 +133,7 @@ class Drawn:
 
 @contextmanager
 def _as_only_worker() -> Iterator[None]:
-    """Have the dataset give all of its samples: many give a part of them to each worker."""
+    """Make the dataset yield all of its samples: many datasets yield only a part in each worker."""
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:
@@ -141,7 +143,7 @@ def _as_only_worker() -> Iterator[None]:
 
 
 def digest(samples: Any) -> int:
-    """Return a number that tells other samples from these."""
+    """Return a digest of samples."""
     if isinstance(samples, torch.Tensor):
         return zlib.crc32(samples.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     if isinstance(samples, np.ndarray) and not samples.dtype.hasobject:
@@ -153,25 +155,25 @@ def digest(samples: Any) -> int:
 
 def _digests_of_parts(samples: Any) -> list[int]:
     if isinstance(samples, (set, frozenset)):
-        # another order in each process
+        # their order differs in each process
         return sorted(map(digest, samples))
     children = samples.reshape(-1).tolist() if isinstance(samples, np.ndarray) else children_of(samples)
     return [_digest_of_pickle(samples)] if children is None else [*map(digest, children)]
 
 
 class _Pickler(pickle.Pickler):
-    """Has what is the same give the same bytes in each process: the pickle of a tensor holds an address, and that of a
-    set has its order of the moment."""
+    """Pickles equal objects to the same bytes in each process: a plain pickle of a tensor contains an address, and that
+    of a set depends on its current order."""
 
     def persistent_id(self, part: Any) -> int | None:
         return digest(part) if isinstance(part, (torch.Tensor, np.ndarray, set, frozenset)) else None
 
 
 def _digest_of_pickle(sample: Any) -> int:
-    """Return 0 for what cannot be pickled: its type has to do."""
+    """Return the digest of a sample's pickle; 0 if it cannot be pickled, so that only its type is compared."""
     pickled = io.BytesIO()
     try:
-        # the same by any Python that a run may continue with
+        # a fixed protocol: a run may be resumed with another Python version
         _Pickler(pickled, protocol=5).dump(sample)
     except Exception:
         return 0
@@ -179,5 +181,5 @@ def _digest_of_pickle(sample: Any) -> int:
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return what a stream gives, which is a batch already; workers that are spawned need the function by its name."""
+    """Return a stream's item unchanged, as it is already a batch. Spawned workers need a function with a name."""
     return batch

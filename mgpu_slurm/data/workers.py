@@ -1,9 +1,9 @@
-"""Worker processes of loaders: a stop of the run leaves them at work, and the rank that started them ends them.
+"""Worker processes of loaders: they ignore a stop of the run, and end when the rank that started them ends them.
 
-Both come as SIGTERM: SLURM sends a stop to every process of a step, and multiprocessing ends its children by one. The
-sender tells them apart. Only a thread that waits for a blocked signal learns of it, and it hears at once, whatever the
-worker is busy with, unless that is C code that keeps the interpreter's lock: such a worker ends once it gives it back,
-and its rank waits for that, but not a rank that has failed.
+Both come as SIGTERM: SLURM sends a stop to every process of a step, and multiprocessing terminates its children with
+one. The sender distinguishes them, and only a thread that waits for a blocked signal learns the sender. The thread
+reacts at once, whatever the worker is doing, except in C code that holds the GIL: such a worker ends once the GIL is
+released, and its rank waits for that, unless the rank has failed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader, Dataset
 from mgpu_slurm.rank.signals import ignore_stop_signals, lead_signal
 
 _PLACE_OF_PREEXEC_FN = 6
-"""Among the positional arguments of `subprocess.Popen`."""
+"""Index of `preexec_fn` among the positional arguments of `subprocess.Popen`."""
 
 
 def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:
     """Return a DataLoader whose workers ignore the run's signals, and end when their rank ends them."""
-    # module-level functions, because workers that are spawned get them pickled
+    # module-level functions, because they are pickled for spawned workers
     options["worker_init_fn"] = functools.partial(set_up, options.get("worker_init_fn"))
     options.setdefault("pin_memory", device.type == "cuda")
     return _DataLoader(dataset, **options)
@@ -47,22 +47,22 @@ class _DataLoader(DataLoader[Any]):
 
 @contextmanager
 def being_started(context: BaseContext | None) -> Iterator[None]:
-    """Start workers with the signals of the run blocked, so that none dies of one before `set_up`.
+    """Block the signals of the run while workers are started, so that none is killed by one before `set_up`.
 
-    Only SIGTERM still ends a server of forks, and the workers that it is starting.
+    Of these signals, only SIGTERM still ends a fork server and the workers that it is starting.
 
     Args:
-        context: how they are started; None for Python's default.
+        context: start method of the workers; None for Python's default.
     """
     method = (context or multiprocessing).get_start_method()
-    # a new program inherits what is blocked, and no handlers
+    # a new program inherits blocked signals, but no handlers
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {lead_signal()})
     try:
         if method != "fork":
-            # the thread that starts it has SIGTERM and SIGINT unblocked afterwards
+            # starting it leaves SIGTERM and SIGINT unblocked in this thread
             resource_tracker.ensure_running()
         if method == "forkserver":
-            # all its children inherit what it was started with, and those of the job are to end on SIGTERM
+            # its children inherit its signal mask, and those of the job must end on SIGTERM
             forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         yield
@@ -71,14 +71,14 @@ def being_started(context: BaseContext | None) -> Iterator[None]:
 
 
 def set_up(user_init: Callable[[int], None] | None, worker: int) -> None:
-    """Have this worker end on a SIGTERM of its rank, and on no other; then call the user's own `worker_init_fn`."""
+    """Make this worker end only on a SIGTERM from its rank; then call the user's `worker_init_fn`."""
     ignore_stop_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {lead_signal(), signal.SIGINT})
-    # also in a server of forks the process that made this one, and not the server
+    # even with a fork server, this is the process that created the worker, not the server
     rank = multiprocessing.parent_process()
     assert rank is not None
     assert rank.pid is not None
-    # torch's own handler ends a worker on both; threads of libraries that were started before may still get a SIGTERM
+    # torch's handler would end a worker on both; library threads that were started earlier may still get a SIGTERM
     signal.signal(signal.SIGTERM, _do_nothing)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with, args=(rank.pid,), name="sigterm", daemon=True).start()
@@ -95,11 +95,11 @@ def _do_nothing(*_: Any) -> None:
 def _end_with(rank: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
-    # as torch's handler does: any other exit code is an error of the loader
+    # as torch's handler does: the loader treats any other exit code as an error
     os._exit(0)
 
 
-# -- what a worker starts itself, which inherits blocked signals
+# -- processes started by a worker, which inherit blocked signals
 
 
 def _end_on_sigterm() -> None:
@@ -108,7 +108,7 @@ def _end_on_sigterm() -> None:
 
 
 def _forking(start: Callable[..., None]) -> Callable[..., None]:
-    """Return Popen's method, which starts a program without the hooks of a fork unless it has a function to call."""
+    """Wrap `Popen.__init__` to always pass a `preexec_fn`: without one, Popen does not run the hooks of a fork."""
 
     @functools.wraps(start)
     def start_by_fork(self: Any, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""`attach()`: the same `Run` in a script that a torchrun-style command started, or nobody did."""
+"""`attach()`: the same `Run` in a script that was started by a torchrun-style command, or by hand."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _attached: list[Run] = []
 
 
 def attach() -> Run:
-    """This process's run; the same object at each call.
+    """Return this process's run; the same object at each call.
 
-    Submitted as a command, it is the submitted run; in a sweep it is a trial, and `report` does not return where the
-    study gives that up. Under a plain torchrun or srun, or alone, it is a new one in `runs/<script>-attached-<time>` of
-    the working directory. A process group that the script has made is used and left
-    to it; else one is made, and destroyed at the end of the process.
+    In a submitted command, it is the submitted run; in a sweep, it is a trial, and `report` does not return if the
+    trial is pruned. Under a plain torchrun or srun, or without either, it is a new run in
+    `runs/<script>-attached-<time>` of the working directory. If the script has created a process group, it is used and
+    left intact; otherwise one is created, and destroyed at the end of the process.
 
-    A rank that fails should raise an error: its process then ends soon, whatever threads it has. `sys.exit("message")`
-    calls no hook, so Python first waits for threads that are not daemons.
+    A rank that fails should raise an error: its process then ends soon, even if it has other threads.
+    `sys.exit("message")` calls no hook, so Python first waits for all non-daemon threads.
     """
     if not _attached:
         _attached.append(_make())
@@ -62,7 +62,7 @@ def _make() -> Run:
     device = devices.choose(facts)
     stop = StopFlag()
     stop.listen()
-    # called last: an interpreter that ends gives handled signals back their default, which is to kill it
+    # called last: an interpreter that ends restores the default of handled signals, which would kill it
     atexit.register(ignore_stop_signals, signal.SIGTERM)
     lead = os.environ.get(LEAD_SECONDS_VARIABLE) if _is_the_run() else None
     stop.see_to_it(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
@@ -79,14 +79,14 @@ def _make() -> Run:
     preflight.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
     if _is_the_run() or facts.world_size > 1:
         _leave_soon_after_an_error(run)
-    # the interpreter notes an error that nobody caught; the others may wait for this rank then
+    # the interpreter sets `last_value` after an uncaught error; the others may then be waiting for this rank
     atexit.register(lambda: run.close(waits=not hasattr(sys, "last_value")))
     return run
 
 
 def _leave_soon_after_an_error(run: Run) -> None:
-    """Bound the end of this process after an error that nobody catches: the other ranks may wait for it, while it waits
-    for a thread of its own or for them."""
+    """Limit how long this process takes to end after an uncaught error: the other ranks may wait for it, while it waits
+    for one of its threads or for them."""
     show = sys.excepthook
 
     def shown(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -99,24 +99,24 @@ def _leave_soon_after_an_error(run: Run) -> None:
 
 
 def _watchdog_of(facts: RankInfo, attempt: int) -> Watchdog | None:
-    # of a trial its worker says how it ended
+    # the end of a trial is recorded by its worker
     folder = RunFolder(Path(os.environ[RUN_VARIABLE])) if _is_the_run() else None
     return watchdog(float(os.environ.get(STUCK_AFTER_VARIABLE, "0")), facts, folder, attempt)
 
 
 def _is_the_run() -> bool:
-    """And no trial, nor started by hand."""
+    """Return whether this process is the submitted run, not a trial or a script started by hand."""
     return RUN_VARIABLE in os.environ and TRIAL_VARIABLE not in os.environ
 
 
 def _say_that_it_comes_back(stop: StopFlag, attempt: int) -> None:
-    """A shell or launcher around this script may end with another exit code than the script."""
+    """Request the requeue in a file: a shell or launcher around this script may exit with another code."""
     if stop.comes_back:
         wish_to_requeue(RunFolder(Path(os.environ[RUN_VARIABLE])), attempt)
 
 
 def _leave_at_last() -> None:
-    """Where this process reaches no boundary before the time limit."""
+    """Leave and requeue if there is a checkpoint: this process has reached no boundary before the time limit."""
     folder = RunFolder(Path(os.environ[RUN_VARIABLE]))
     if checkpoints.any_whole(folder):
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))

@@ -1,7 +1,7 @@
-"""What each rank runs, the same under SLURM and the local executor: `python -m mgpu_slurm.job rank RUN_FOLDER`.
+"""The entry point of each rank, under SLURM and the local executor: `python -m mgpu_slurm.job rank RUN_FOLDER`.
 
-It finds its place from SLURM's variables, sends its output to its own log, and becomes the command or calls the job
-function. Under the local executor it is called in a forked process that has torch already imported.
+It reads its rank from SLURM's variables, redirects its output to its log, and executes the command or calls the job
+function. Under the local executor, it is called in a forked process that has already imported torch.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 PROJECT_VARIABLE = "MGPU_PROJECT"
 
 Work = Callable[[Rank], int]
-"""What a rank does; its exit code."""
+"""The work of a rank; returns its exit code."""
 
 
 def main(folder: RunFolder, work: Work) -> int:
-    """Runs this rank and returns its exit code; a command of the local executor replaces the process instead."""
+    """Run this rank and return its exit code; a command of the local executor replaces the process instead."""
     allow_many_files()
     facts = from_slurm()
     attempt = int(os.environ[ATTEMPT_VARIABLE])
@@ -72,7 +72,7 @@ def main(folder: RunFolder, work: Work) -> int:
     preflight.warn(preflight.warnings_at_start(spec, folder, facts), folder, attempt, facts)
     code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank)))
     output.flush()
-    # an interpreter that ends gives handled signals back their default, which is to kill it
+    # an interpreter that ends restores the default of handled signals, which would kill it
     ignore_stop_signals(signal.SIGTERM)
     if code == REQUEUE_EXIT_CODE and not spec.nodes_are_simulated:
         wish_to_requeue(folder, attempt)
@@ -81,7 +81,7 @@ def main(folder: RunFolder, work: Work) -> int:
 
 
 def run_target(rank: Rank) -> int:
-    """The command or the job function of the run."""
+    """Run the command or the job function of the run."""
     if rank.spec.target.command is not None:
         os.chdir(rank.folder.code / rank.spec.workdir)
         return run_command(rank, rank.spec.target.command)
@@ -96,25 +96,25 @@ def _check_world(spec: Spec, facts: RankInfo) -> None:
 
 
 def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
-    # a site that exports nothing, and whose SLURM got no answer of the user's login shell
+    # unset if a site exports nothing, and its SLURM got no answer from the user's login shell
     os.environ.setdefault("PATH", os.defpath)
     os.environ.update(facts.torchrun_variables())
     os.environ.update(spec.environment)
     os.environ[RUN_VARIABLE] = str(folder.path)
-    # what is submitted from inside a run lies beside it, not in its code, which ends with it
+    # runs submitted from inside a run are stored next to it, not in its code, which is deleted with it
     if RUNS_VARIABLE not in spec.environment:
         os.environ[RUNS_VARIABLE] = str(folder.group.path.parent)
     os.environ[PROJECT_VARIABLE] = spec.project
     os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
     os.environ[LEAD_SECONDS_VARIABLE] = str(spec.lead or "")
     os.environ[STUCK_AFTER_VARIABLE] = str(spec.stuck_after)
-    # torch's flight recorder, which it has for NCCL by itself: tells what a rank that is stuck waits for
+    # torch's flight recorder, which is on by default for NCCL: shows what a stuck rank waits for
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     attempt = int(os.environ[ATTEMPT_VARIABLE])
     os.environ.setdefault(FLIGHT_VARIABLE, str(folder.flight_prefix(attempt)))
     os.environ["PYTHONUNBUFFERED"] = "1"
     if spec.executor == "allocation":
-        # the rendezvous is beside srun, maybe on a login node, whose name means nothing here; its address does
+        # the rendezvous runs next to srun, maybe on a login node whose name does not resolve here; its address works
         os.environ["MASTER_ADDR"] = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", os.environ["MASTER_ADDR"])
     # simulated nodes share the cores of one machine
     neighbours = facts.world_size if spec.nodes_are_simulated else facts.local_world_size
@@ -136,7 +136,7 @@ def _train(rank: Rank, stop: StopFlag) -> None:
 
 
 def _config(rank: Rank, job: JobFunction) -> Any:
-    """Return the job's config; one that the submission did not complete is checked and written down here."""
+    """Return the job's config; if the submission did not complete it, check and write it here."""
     spec, folder = rank.spec, rank.folder
     config = job.fill(spec.config, spec.original)
     if spec.config_base is not None and rank.facts.rank == 0:
@@ -146,7 +146,7 @@ def _config(rank: Rank, job: JobFunction) -> Any:
 
 
 def watchdog_of(rank: Rank) -> Watchdog | None:
-    """Ends this rank where it comes no further; None where nobody wants that."""
+    """Return a watchdog that ends this rank if it makes no progress; None if that is disabled."""
     from mgpu_slurm.rank import watchdog
 
     return watchdog.watchdog(rank.spec.stuck_after, rank.facts, rank.folder, rank.attempt)
@@ -154,10 +154,10 @@ def watchdog_of(rank: Rank) -> Watchdog | None:
 
 @contextmanager
 def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.device]:
-    """Is in the process group of all ranks meanwhile.
+    """Join the process group of all ranks for the duration of the block, and yield this rank's device.
 
     Args:
-        device: on which this rank computes; None for the one that is its share.
+        device: this rank's device; None to choose it by local rank.
     """
     import torch.distributed as dist
 
@@ -189,10 +189,10 @@ def _write_result(rank: Rank, run: Run, returned: Any) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends a rank as the interpreter would, but for what follows its exit handlers.
+    """End a rank as the interpreter would, but stop after the exit handlers.
 
-    A forked rank must not go back to the code of the process it was forked from. And C++ threads of torch that still
-    look up a host name, where reverse DNS does not answer, abort a process that destroys its static objects.
+    A forked rank must not return to the code of the process it was forked from. Also, if reverse DNS does not answer,
+    C++ threads of torch that still look up a host name abort a process that destroys its static objects.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -202,7 +202,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def run_rank(folder: RunFolder, work: Work = run_target) -> int:
-    """`main`, with an error before the rank has its log shown where the launcher writes."""
+    """Call `main`; print an error that occurs before the rank has its log to the launcher's standard error."""
     try:
         return main(folder, work)
     except MgpuError as error:

@@ -1,4 +1,4 @@
-"""Call user code in a rank, so that an error is printed, recorded and bounded in time before anything else happens."""
+"""Call user code in a rank, so that an error is printed and recorded first, and the rank then ends in limited time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mgpu_slurm.request.spec import (
 
 
 def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
-    """Call user code, and return the exit code; an error is printed and recorded, so that the first cause is known."""
+    """Call user code, and return the exit code. An error is printed and recorded, so that the first cause is known."""
     stop.listen()
     leave_after = None if rank.spec.lead is None else PART_OF_LEAD * rank.spec.lead
     stop.see_to_it(leave_after, lambda: _leave_at_last(rank))
@@ -41,11 +41,11 @@ def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
 
 @contextmanager
 def telling_first(rank: Rank, saved: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Print and record an error of the block before anything else is done about it, and bound what follows: this rank
-    may be in the middle of an exchange with others, and what it leaves may wait for them for ever.
+    """Print and record an error of the block before it propagates, and limit the time until this rank ends: it may be
+    in the middle of a collective, and its cleanup could wait for the other ranks forever.
 
     Args:
-        saved: waits for what this rank is still saving, for a limited time.
+        saved: waits, for a limited time, for what this rank is still saving.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
     sys.stdout.flush()
     print(shown, end="", file=sys.stderr, flush=True)
     code = crash.exit_code(error)
-    # what else goes wrong on the way out is no cause
+    # later errors during cleanup are not the cause
     if code and not rank.told:
         record_failure(rank, crash.record(error, shown, rank.facts))
         crash.leave_soon(code, saved)
@@ -70,18 +70,18 @@ def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
 
 
 def record_failure(rank: Rank, record: dict[str, Any]) -> None:
-    """Write down why this rank fails; its log has it too."""
+    """Record why this rank failed; the log contains it too."""
     with suppress(OSError):
         write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
 
 
 def _leave_at_last(rank: Rank) -> None:
-    """End a rank that has reached no boundary, so that the run is started again from its newest checkpoint; its log
-    says where it is blocked."""
+    """End a rank that has reached no boundary, so that the run is requeued from its newest checkpoint. Record where the
+    rank is blocked."""
     from mgpu_slurm.checkpoints import folder as checkpoints
 
     if rank.spec.kind == "run" and not checkpoints.any_whole(rank.folder):
-        # it would start at nothing, again and again
+        # it would start from scratch, again and again
         return
     code = REQUEUE_EXIT_CODE if rank.spec.nodes_are_simulated else 0
     place = place_of(threading.main_thread())

@@ -1,4 +1,4 @@
-"""Load the job function of a run: by its import path from the run's own code, or as it was pickled."""
+"""Load the job function of a run: by its import path from the run's code snapshot, or from a pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mgpu_slurm.request.spec import (
 
 
 def job_function(spec: Spec, folder: RunFolder) -> JobFunction:
-    """Return the run's job function, from the run's own code."""
+    """Return the run's job function, from the run's code snapshot."""
     from mgpu_slurm.request import target
 
     if spec.target.function is None:
@@ -25,7 +25,7 @@ def job_function(spec: Spec, folder: RunFolder) -> JobFunction:
 
 
 def _stand_in(spec: Spec, folder: RunFolder) -> Path:
-    """Make this process one of the run's code, and return its working directory there."""
+    """Make this process use the run's code snapshot, and return the working directory there."""
     from mgpu_slurm.request import target
 
     workdir = folder.code / spec.workdir
@@ -35,15 +35,16 @@ def _stand_in(spec: Spec, folder: RunFolder) -> Path:
 
 
 def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
-    """
+    """Load the job function from its pickle.
+
     Raises:
-        UserError: it is somebody else's, and whoever wrote a pickle decides what code runs when it is loaded.
+        UserError: the pickle belongs to another user, whose code would run when it is loaded.
     """
     _stand_in(spec, folder)
     import cloudpickle  # type: ignore[import-untyped]
 
     with open(folder.function, "rb") as file:
-        # compared with this rank's own log: a file server may give all files of a user to somebody else
+        # compare with the owner of this rank's log: a file server may map all files of a user to another owner
         owner = os.fstat(file.fileno()).st_uid
         if owner not in (os.geteuid(), os.fstat(1).st_uid):
             raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
@@ -52,6 +53,6 @@ def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
     if len(loaded) == 1:
         job: JobFunction = loaded[0]
         return job
-    # v0.1 kept the function and one config, which was the same for all runs of a group
+    # v0.1 stored the function and one config, which was the same for all runs of a group
     function, config = loaded
     return JobFunction(spec.target.label, function, None if isinstance(config, dict) else type(config))

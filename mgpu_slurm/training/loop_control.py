@@ -1,4 +1,4 @@
-"""Where a run saves and where it stops: at the same place on all ranks, and where it can go on from."""
+"""Save and stop a run: at the same place on all ranks, from which it can be resumed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from mgpu_slurm.training.progress import Position
 
 
 class Steering:
-    """One rank's part: it takes down what is wished, agrees with the others, and does what was agreed at the next place
-    for it: a batch of the restored loader, or the end of an epoch."""
+    """One rank's part in saving and stopping.
+
+    It collects requests, agrees on them with the other ranks, and acts at the next boundary: a batch of the restored
+    loader, or the end of an epoch."""
 
     def __init__(
         self,
@@ -44,20 +46,20 @@ class Steering:
         self._alive = alive
         self._agreed = Agreed()
         self._evaluates, self._has_evaluated = True, False
-        """Whether an evaluation may follow this pass: in the first one nobody knows; and whether there was any."""
+        """Whether an evaluation may follow this pass, which is unknown in the first one; and whether there was any."""
         self._last_place: int | None = None
         self._place: int | None = None
-        """The last batch of the pass before at which the run could stop, None where nobody knows; and of this pass so
+        """The last batch at which the run could stop: of the previous pass, None if unknown; and of this pass so
         far."""
         self._epoch_of_pass: int | None = None
-        """That of `state.epochs` in which the loader that is restored has given batches of this pass."""
+        """The epoch of `state.epochs` in which the restored loader has yielded batches of this pass."""
         self.stop = stop
         self.saver = Saver(keeper, rank, collectives.save_barrier(), self.any_rank, alive)
         self.keeps = False
-        """Whether there is anything to save, and so to come back to."""
+        """Whether there is anything to save, so that the run can be resumed."""
         self.save_wanted = False
         self.has_gradients = False
-        """It is in the middle of a step."""
+        """Whether it is in the middle of a step."""
         self._random_to_restore: dict[str, Any] | None = None
         self.meters: dict[str, Meter] = {}
         self.drawn = Drawn()
@@ -67,29 +69,29 @@ class Steering:
         """Continue from a checkpoint.
 
         Args:
-            key: that of the checkpoint.
-            shared: what it holds of the run.
-            owns: what this rank kept for itself, if it existed, and after it what ranks did that exist no more.
+            key: key of the checkpoint.
+            shared: state of the run, common to all ranks.
+            owns: this rank's own state, if the rank existed, followed by that of ranks that no longer exist.
         """
         self._position.go_to(shared)
         self.saver.restored(shared, key)
-        # if there was no such rank its seed stays
+        # a rank that did not exist keeps its seed
         self._random_to_restore = owns[0]["random"] if owns else None
         for name, meter in self.meters.items():
             meter.go_on_from(own["meters"][name] for own in owns if name in own["meters"])
 
-    # -- agreeing; every rank makes these calls
+    # -- agreement; every rank makes these calls
 
     def sync(self, call: Call) -> None:
-        """Wait until all ranks make this call, and learn what any of them wishes."""
+        """Wait until all ranks make this call, and collect their requests."""
         self._exchange(call)
 
     def any_rank(self, is_so: bool, call: Call = Call.SAVE) -> bool:
-        """Return whether that is so on any rank."""
+        """Return whether `is_so` is true on any rank."""
         return self._exchange(call, failed=is_so).failed
 
     def is_same_everywhere(self, number: int) -> bool:
-        """Return whether a number of 32 bits is the same on all ranks."""
+        """Return whether a 32-bit number is the same on all ranks."""
         total, ranks = self._exchange_sums(Call.PASS, [float(number), 1.0])
         return total == number * ranks
 
@@ -114,13 +116,13 @@ class Steering:
     def _remember(self, agreed: Agreed) -> None:
         self._agreed = Agreed(max(self._agreed.stop, agreed.stop), self._agreed.save or agreed.save)
         if agreed.save:
-            # what is agreed is not asked for again
+            # do not request again what has been agreed
             self.save_wanted = False
 
-    # -- the places
+    # -- the boundaries
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Those that are left, from 1; at the end of each a checkpoint is written."""
+        """Yield the remaining epochs, from 1, and write a checkpoint at the end of each."""
         position = self._position
         position.begin_epochs(total)
         if not position.goes_on_in_pass:
@@ -134,14 +136,14 @@ class Steering:
                 self.sync(Call.EPOCH)
                 self._act(in_pass=False, save=True, wait=epoch == total)
         finally:
-            # also if the job has left the loop
+            # even if the job has left the loop
             position.last_epoch = 0
 
     def before_batch(self, loader: Loader, place: LoaderPlace) -> None:
-        """In a pass over any loader.
+        """Agree on requests before a batch of any loader, and act on them if this is a boundary.
 
         Args:
-            place: That of the pass, not of the loader if the pass leaves that as it is.
+            place: place of the pass; not that of the loader if the pass does not change it.
         """
         is_restored = loader is self._position.loader and place is loader.place
         self._position.loaders.note_batch(place)
@@ -158,8 +160,8 @@ class Steering:
         self._remember(self._collectives.step(self._wish()))
         self.saver.check()
         self._alive()
-        # neither a loader whose position is not saved nor the middle of an accumulated step is a place to stop at,
-        # unless nothing is saved anyway
+        # a run cannot stop at a loader whose position is not saved, or in the middle of an accumulated step, unless
+        # nothing is saved anyway
         if (is_restored and not self.has_gradients) or not self.keeps:
             self.saver.release()
             self._act(in_pass=True, save=self.saver.is_due_at(self._position.step))
@@ -172,7 +174,7 @@ class Steering:
             self._leave_evaluation()
 
     def _check_epoch(self, is_first: bool) -> None:
-        """Refuse a pass that lasts into another epoch: at the end of an epoch, the position in it is not saved."""
+        """Raise an error for a pass that spans epochs: its position is not saved at the end of an epoch."""
         began, now = self._epoch_of_pass if not is_first else None, self._position.epoch
         if began is not None and now not in (None, began):
             raise UserError(
@@ -183,14 +185,14 @@ class Steering:
         self._epoch_of_pass = now
 
     def step_done(self) -> None:
-        """Note a step of the optimizer."""
+        """Record an optimizer step."""
         self.has_gradients = False
-        # what trains does more than look
+        # a job that trains is not just looking at batches
         self._position.awaits_epochs = False
         self._overdue.stepped(self._is_wanted(), self._why_no_boundary)
 
     def finish(self) -> None:
-        """Wait until every rank's job function has returned, and write the checkpoint that is still wanted."""
+        """Wait until every rank's job function has returned, and write a checkpoint that is still requested."""
         self.sync(Call.FINISH)
         if self.keeps and (self._agreed.save or self.saver.is_due_at(self._position.step)):
             self._position.leave_loop()
@@ -199,7 +201,7 @@ class Steering:
         self.saver.finish()
 
     def warn_of_lost_save(self) -> None:
-        """Say that a checkpoint is wanted, and that there is no place for it any more."""
+        """Warn if a checkpoint was requested that can no longer be written."""
         if self.keeps and (self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step)):
             print(
                 "mgpu_slurm: WARNING: a checkpoint that was asked for has not been written: call run.finish() at the"
@@ -208,7 +210,7 @@ class Steering:
             )
 
     def _is_wanted(self) -> bool:
-        """Whether a save or a stop is wanted at the next boundary."""
+        """Return whether a save or a stop is requested at the next boundary."""
         if self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step):
             return True
         return self.keeps and (self.stop.due is not Stop.NO or self.saver.is_due_now())
@@ -227,48 +229,49 @@ class Steering:
         )
 
     def reported(self) -> None:
-        """After each report, the only place in many a loop of one's own that keeps nothing."""
+        """Act after a report: the only boundary in many custom loops that save nothing."""
         if not self.keeps:
             self._act(in_pass=False)
 
     def _restore_random(self) -> None:
-        """At the very place where the state was taken, so that what user code draws before it changes nothing."""
+        """Restore the random state at the place where it was saved, so that what user code draws earlier has no
+        effect."""
         if self._random_to_restore is not None:
             randomness.set_random_state(self._random_to_restore, self._device)
             self._random_to_restore = None
 
-    # -- where it evaluates
+    # -- evaluation
 
     def begin_evaluation(self) -> None:
-        """Every rank calls it."""
+        """Record that an evaluation begins. Every rank must call it."""
         self._has_evaluated = True
         self.sync(Call.SHARD)
         self._leave_evaluation()
 
     def mean(self, total: float, count: float) -> float:
-        """The sum of `total` over the ranks divided by the sum of `count`. Every rank calls it."""
+        """Return the sum of `total` over the ranks divided by the sum of `count`. Every rank must call it."""
         total, count = self._exchange_sums(Call.MEAN, [total, count])
         self._leave_evaluation()
         return total / count if count else float("nan")
 
     def _hold_at_last(self, loader: Loader) -> None:
-        """An evaluation may follow, and nowhere in that can a run stop."""
+        """Copy the state at the last batch: an evaluation may follow, in which the run cannot be saved."""
         self._place = loader.batch
         last = loader.last_place if self._last_place is None else self._last_place
         if not self._evaluates or loader.batch != last:
             return
         facts, own = self._moment(in_pass=True)
-        # nobody waits long for another checkpoint that is still being written, and all do the same
+        # do not wait for another checkpoint that is still being written; all ranks decide the same
         if not self.any_rank(self.saver.is_writing_other(facts)):
             self.saver.hold(facts, own)
 
     def _begin_pass(self) -> None:
         if self._place is not None:
-            # by the pass before, which may have been left in the middle, or of a step
+            # judged by the previous pass, which may have been left early, or in the middle of a step
             self._evaluates, self._last_place = self._has_evaluated, self._place
 
     def _leave_evaluation(self) -> None:
-        """Where a stop was agreed, with what was copied in the pass before: all that came after is done again."""
+        """If a stop was agreed, save the state copied in the previous pass, and leave. Later work is repeated."""
         if self._agreed.stop is not Stop.NO and self.saver.save_held(self._position.step):
             self.stop.is_heeded = True
             self.saver.finish()
@@ -277,32 +280,32 @@ class Steering:
     # -- what was agreed
 
     def _act(self, in_pass: bool, save: bool = False, wait: bool = False) -> None:
-        """Does it, on all ranks at the same place.
+        """Save and stop as agreed, at the same place on all ranks.
 
         Args:
-            in_pass: whether that is in a pass over a loader.
+            in_pass: whether this is in a pass over a loader.
             save: whether a checkpoint is due here anyway.
-            wait: until it is written.
+            wait: wait until it is written.
         """
         self.stop.is_heeded = self._agreed.stop is not Stop.NO
         self._overdue.at_boundary()
         if self.keeps and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
             self.saver.save(*self._moment(in_pass))
-        # asked again: a stop may have been agreed while the checkpoint before was waited for
+        # checked again: a stop may have been agreed while waiting for the previous checkpoint
         if wait or self._agreed.stop is not Stop.NO:
             self.saver.finish()
         self._agreed = replace(self._agreed, save=False)
         self._leave()
 
     def _moment(self, in_pass: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Where the run stands, and what this rank keeps for itself."""
+        """Return the state of the run, and this rank's own state."""
         meters = {name: meter.state() for name, meter in self.meters.items()}
         return self._position.facts(in_pass), {"random": randomness.random_state(self._device), "meters": meters}
 
     def _leave(self) -> None:
-        """If that was agreed."""
+        """Stop the run if that was agreed."""
         step = self._position.step
-        # a run that keeps nothing would start at nothing, again and again
+        # a run that saves nothing would start from scratch, again and again
         if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self.keeps):
             self.stop.comes_back = True
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {step}")
@@ -316,18 +319,18 @@ def _stop(exit_code: int, reason: str) -> NoReturn:
 
 
 AFTER = 100
-"""Steps without a boundary."""
+"""Steps without a boundary before a warning."""
 
 
 class Overdue:
-    """Counts the steps for which a save or a stop has been wanted, and warns once."""
+    """Counts the steps for which a save or a stop has been requested, and warns once."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._has_warned = False
 
     def stepped(self, is_wanted: bool, reason: Callable[[], str]) -> None:
-        """Count a step that is no boundary."""
+        """Count a step without a boundary."""
         self._steps = self._steps + 1 if is_wanted else 0
         if self._steps >= AFTER and not self._has_warned:
             self._has_warned = True

@@ -1,4 +1,4 @@
-"""A mean of what a loop adds to it, such as the loss over an epoch, also where that was interrupted."""
+"""A mean over values added in a loop, such as the loss over an epoch, which survives an interruption."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from mgpu_slurm.core.errors import UserError
 
 Mean = Callable[[torch.Tensor, float], float]
-"""Of sums and counts of all ranks; see `Run.mean`."""
+"""A mean from the sums and counts of all ranks; see `Run.mean`."""
 
 
 class Meter:
-    """One rank's part of it; checkpoints hold what was added so far."""
+    """One rank's part of a mean; checkpoints contain what was added so far."""
 
     def __init__(self, device: torch.device, mean: Mean, samples: Callable[[Any], float | None]) -> None:
         """
         Args:
-            samples: how many of its own this rank has in the batch that it trains with now; None in no such batch. It
-                is given what is added.
+            samples: returns the number of this rank's samples in the current training batch, or None outside of one.
+                Called with the value that is added.
         """
         self._device = device
         self._mean = mean
@@ -32,14 +32,15 @@ class Meter:
         self._count = 0.0
 
     def add(self, value: torch.Tensor | float, count: float | None = None) -> None:
-        """
+        """Add the mean over some samples, weighted by their number.
+
         Args:
-            value: the mean over this rank's samples; a tensor stays on its device, which is not waited for.
-            count: of how many; None for those of the batch that `run.loader` has given, of which a rank may have none
-                and get another one's. The value of an earlier batch needs it.
+            value: the mean over this rank's samples; a tensor stays on its device, without synchronization.
+            count: number of samples; None for that of the current batch of `run.loader`, which is 0 if this rank only
+                computes on another rank's sample. Required for the value of an earlier batch.
 
         Raises:
-            UserError: it is no single number, or nobody knows of how many.
+            UserError: `value` is not a single number, or the number of samples is unknown.
         """
         count = self._samples(value) if count is None else count
         if count is None:
@@ -52,9 +53,9 @@ class Meter:
             self._count += count
 
     def mean(self) -> float:
-        """Of all samples that were added since the last call, on all ranks; NaN where there are none.
+        """Return the mean over all samples added on all ranks since the last call; NaN if there are none.
 
-        Collective: every rank calls it.
+        Collective: every rank must call it.
         """
         mean = self._mean(self._total, self._count)
         self._clear()
@@ -64,9 +65,10 @@ class Meter:
         return {"total": self._total, "count": self._count}
 
     def go_on_from(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """
+        """Continue from saved states.
+
         Args:
-            states: of this rank, and of those that are there no more.
+            states: states of this rank, and of ranks that no longer exist.
         """
         self._clear()
         for state in states:

@@ -1,4 +1,4 @@
-"""Report metrics: write them, choose the best checkpoint by them, and ask whether the training is to continue."""
+"""Report metrics: write them, choose the best checkpoint by them, and ask whether training should continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mgpu_slurm.training.loop_control import Steering
 from mgpu_slurm.training.progress import Position
 
 Judge = Callable[[int, dict[str, float]], str | None]
-"""Hears the progress and its metrics on rank 0; answers why the training is to end, or None if it continues."""
+"""Called with the progress and its metrics on rank 0; returns why training should stop, or None to continue."""
 
 
 class Reporting:
@@ -31,7 +31,7 @@ class Reporting:
         """
         Args:
             reporter: writes what is reported, on rank 0.
-            judge: decides on each report whether the training continues.
+            judge: decides after each report whether training continues.
         """
         self._reporter = reporter
         self._judge = judge
@@ -62,7 +62,7 @@ class Reporting:
         self._steering.reported()
 
     def _listen_to(self, judge: Judge) -> None:
-        """Ask on rank 0, and end on all ranks alike if the answer is no."""
+        """Ask on rank 0, and stop on all ranks if training should not continue."""
         given_up = self._collectives.broadcast_from_rank0(
             lambda: judge(self._position.progress, self._position.metrics)
         )

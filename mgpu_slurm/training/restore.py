@@ -1,4 +1,4 @@
-"""Restore a run: find the newest checkpoint that is sound on all ranks, and tell the job where it stands then."""
+"""Restore a run: find the newest checkpoint that is intact on all ranks, and report its progress to the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mgpu_slurm.training.progress import Position
 
 
 class State:
-    """Where a run stands: at the start, or at the checkpoint it was restored from."""
+    """The progress of a run after `restore`: at the start, or at the checkpoint it was restored from."""
 
     def __init__(self, position: Position, steering: Steering) -> None:
         self._position = position
@@ -32,16 +32,16 @@ class State:
         return self._position.progress
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The epochs that are left, from 1 to `total`; the one that was interrupted comes first. If the job looks at
-        batches of a loader before that, it uses up none of them.
+        """Yield the remaining epochs from 1 to `total`, beginning with the one that was interrupted. Batches that the
+        job looks at before this loop do not count as used.
 
-        The end of each epoch is a boundary: a checkpoint is written, and a stop that was asked for happens.
+        The end of each epoch is a boundary: a checkpoint is written, and a requested stop takes place.
         """
         return self._steering.epochs(total)
 
 
 class CheckpointFinder:
-    """Finds a checkpoint: each rank checks its share of the files, and all take the same one."""
+    """Finds a checkpoint: each rank checks its share of the files, and all use the same one."""
 
     def __init__(
         self, files: RunFolder, is_main: bool, collectives: Collectives, keeper: Keeper, steering: Steering
@@ -53,7 +53,7 @@ class CheckpointFinder:
         self._steering = steering
 
     def newest_sound(self) -> Key | None:
-        """Return the newest checkpoint that is what was written; newer ones are set aside. Every rank calls it."""
+        """Return the newest intact checkpoint; newer ones are set aside. Every rank must call it."""
         while True:
             # rank 0 decides, because a shared file system may show the others an older folder
             found, count = self._keeper.newest() if self._is_main else (Key(0, 0), 0)
@@ -67,13 +67,14 @@ class CheckpointFinder:
             self._set_aside(newest, problem, is_last=count == 1)
 
     def _set_aside(self, key: Key, problem: str | None, is_last: bool) -> None:
-        """Move a damaged checkpoint out of the way, so that the one before it is the newest.
+        """Set a damaged checkpoint aside, so that the previous one is the newest.
 
         Args:
-            problem: what this rank has found.
+            problem: the problem that this rank found, if any.
+            is_last: whether no other checkpoint is left.
 
         Raises:
-            MgpuError: there is none before it.
+            MgpuError: there is no previous one.
         """
         path = self._files.checkpoint(*key)
         said = f"checkpoint {str(path)!r} is damaged{f' ({problem})' if problem else ''}"

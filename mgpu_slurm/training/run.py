@@ -1,4 +1,4 @@
-"""`Run`: the primitives a job function trains with. Each works alone in a loop that the user already has."""
+"""`Run`: the primitives a job function trains with. Each can be used on its own in an existing training loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Batch = TypeVar("Batch")
 
 
 class Run:
-    """One rank's handle on a submitted training."""
+    """One rank's handle on its run."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Run:
     ) -> None:
         """
         Args:
-            collectives: that of the run before, if this process has had one.
-            judge: decides on each report whether the training continues.
+            collectives: that of the previous run, if this process has had one.
+            judge: decides after each report whether training continues.
             watchdog: ends this rank if it makes no progress.
         """
         self.rank = facts.rank
@@ -109,44 +109,47 @@ class Run:
 
     @property
     def last_metrics(self) -> dict[str, float]:
-        """Those of the last report."""
+        """The metrics of the last report."""
         return self._position.metrics
 
     @property
     def has_trained(self) -> bool:
-        """Whether this attempt has taken a step or reported anything; one restored at its end has nothing to do."""
+        """Whether this attempt has taken a step or reported anything. A run restored at its end has nothing to do."""
         return self._position.has_moved
 
     # -- the model and its data
 
     def seed(self, seed: int, deterministic: bool = False) -> None:
-        """Seeds Python, NumPy and torch from the seed and the rank, and the order of loaders from the seed alone.
+        """Seed Python, NumPy and torch from the seed and the rank, and the order of loaders from the seed alone.
 
         Args:
-            deterministic: the same numbers come out again on the same number of the same devices, also where a run was
-                interrupted. Two CPU ranks need nothing for that. Else torch takes the algorithms that sum in one order,
-                or says that it has none, and DDP keeps its gradients in the order of its first step, which costs time:
-                it looks at each step for parameters without any. Call it before `wrap`.
+            deterministic: make results reproducible on the same number of the same devices, even if a run was
+                interrupted. Up to two CPU ranks need nothing for that. Otherwise torch uses deterministic algorithms,
+                or raises an error if it has none, and DDP keeps the gradients in the order of its first step. That
+                costs time: DDP then searches for parameters without gradients at each step. Call it before `wrap`.
         """
         self._data.seed, self._models.is_deterministic = seed, deterministic
         randomness.seed(mixed(seed, self.rank), deterministic)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model on this rank's device, in DistributedDataParallel where there are other ranks. One that is sharded
-        already, by `fully_shard` or otherwise, is returned as it is. Compile a model before: `backward` does not see
-        what one is given that is compiled around.
+        """Return the model on this rank's device, in DistributedDataParallel if there are other ranks.
+
+        A model that is already sharded, by `fully_shard` or in another way, is returned unchanged. Compile a model
+        before you wrap it: `backward` cannot see the inputs of a wrapped model that is compiled afterwards.
 
         All ranks start from rank 0's parameters and buffers. Buffers (batch norm statistics) are not broadcast at each
-        forward, which costs time and hangs uneven evaluation; iterating `run.shard` brings rank 0's to all.
+        forward, which would cost time and hang uneven evaluation; iterating `run.shard` broadcasts rank 0's buffers.
 
         Raises:
-            UserError: it is sharded by FullyShardedDataParallel.
+            UserError: the model is sharded by FullyShardedDataParallel.
         """
         return self._models.wrap(model)
 
     def alive(self) -> None:
-        """Says that this rank comes on, for what takes long without any other call of the run: an evaluation of one's
-        own, or work on the data. What says nothing for `--stuck-after` is ended."""
+        """Report that this rank makes progress.
+
+        Call it in long work without any other call of the run, such as a custom evaluation or data preparation: an
+        attempt that reports no progress for `--stuck-after` minutes is stopped."""
         if self._watchdog is not None:
             self._watchdog.alive()
 
@@ -158,38 +161,40 @@ class Run:
         drop_last: bool = False,
         **options: Any,
     ) -> Loader:
-        """Iterates this rank's share of global batches, on the run's device.
+        """Return a loader that iterates over this rank's share of global batches, on the run's device.
 
         Args:
-            dataset: a map-style dataset, or an `IterableDataset`, which has to give the same samples on every rank: all
-                ranks and workers read it, and keep their own samples. Put what is expensive into `collate_fn`.
-            batch_size: of all ranks together. Every sample of an epoch is seen once; the last batch may be smaller.
-            shuffle: a new order each epoch, which depends on the seed and the epoch alone.
-            drop_last: leave the last batch out where it is smaller; batch norm fails on a share of one sample.
-            options: further arguments of `torch.utils.data.DataLoader`, such as `num_workers`. A `sampler` or a
-                `batch_sampler` is one of the whole dataset, and is seeded alike on all ranks.
+            dataset: a map-style dataset, or an `IterableDataset`, which must yield the same samples on every rank: all
+                ranks and workers read it and keep their own samples. Put expensive work into `collate_fn`.
+            batch_size: total over all ranks. Every sample of an epoch is seen once; the last batch may be smaller.
+            shuffle: use a new order each epoch, which depends only on the seed and the epoch.
+            drop_last: skip the last batch if it is smaller; batch norm fails on a share of one sample.
+            options: further arguments of `torch.utils.data.DataLoader`, such as `num_workers`. A `sampler` or
+                `batch_sampler` must cover the whole dataset, and is seeded identically on all ranks.
         """
         return self._data.loader(dataset, batch_size, shuffle, drop_last, **options)
 
     def shard(self, dataset: Dataset[Any], batch_size: int = 256, **options: Any) -> Shard | StreamShard:
-        """Iterates this rank's part of a dataset for evaluation: no sample twice and none padded.
+        """Return an iterable over this rank's part of a dataset, for evaluation without repeated or padded samples.
 
-        Ranks may get different numbers of samples, so sum over them, do not average, and weigh what you count with
-        `run.mean(sum, count)`. If a model is sharded, all ranks get the same number of batches, some of zero rows.
+        Ranks may get different numbers of samples, so do not average over ranks: compute weighted means with
+        `run.mean(sum, count)`. If a model is sharded, all ranks get the same number of batches, some with zero rows.
         """
         return self._data.shard(dataset, batch_size, **options)
 
     # -- a step
 
     def backward(self, loss: torch.Tensor, batch: Any = None) -> None:
-        """Backpropagate the mean loss of this rank's batch, weighted so that the world's gradient is that of the mean
-        over the global batch, also if ranks hold different numbers of samples.
+        """Backpropagate the mean loss of this rank's batch.
+
+        The loss is weighted so that the gradient over all ranks is that of the mean over the global batch, even if
+        ranks hold different numbers of samples.
 
         Args:
-            batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` gave it. None for the
-                one that the model was given; if that was given something which you have made of a batch, the one at
-                which the loop over `run.loader` is. So name one that you have changed, as in `x = x * 2`, and keep
-                beyond its turn: when the loop is at another batch, its loss cannot be told from that one's.
+            batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` yielded it. None for
+                the batch that the model was given or, if the model was given something you computed from a batch, the
+                current batch of the loop over `run.loader`. So pass the original batch if you change it, as in
+                `x = x * 2`, and use the result after the loop has moved on: its loss then looks like the new batch's.
 
         Raises:
             UserError: several batches may be meant, and their weights differ.
@@ -203,16 +208,17 @@ class Run:
         self.alive()
 
     def update(self, optimizer: Any, clip: float | None = None) -> None:
-        """One optimizer step, gradients clipped to the norm `clip` first and cleared after.
+        """Take an optimizer step, with gradients clipped to the norm `clip` before and cleared after.
 
-        It counts as one step of the run however many torch optimizers step inside it, and as none if it is skipped for
-        infinite gradients. Elsewhere each `step()` of a torch optimizer counts.
+        This counts as one step of the run however many torch optimizers step inside it, and as none if the step is
+        skipped because of infinite gradients. Outside of `update`, each `step()` of a torch optimizer counts.
 
         Args:
             optimizer: a torch optimizer, or any object with `step` and `zero_grad`, and with `param_groups` for `clip`.
 
         Raises:
-            UserError: an optimizer that cannot be clipped, or the middle of a loop over `accumulate`.
+            UserError: the optimizer's gradients cannot be clipped, or a loop over `accumulate` has not reached its last
+                micro-batch.
         """
         self._batch_weights.check_exchanged()
         if clip is not None:
@@ -225,7 +231,7 @@ class Run:
             nn.utils.clip_grad_norm_(parameters, clip)
         self._steps.step(optimizer)
         optimizer.zero_grad()
-        # also after a step that was skipped
+        # even if the step was skipped
         self._steering.has_gradients = False
 
     def _step_done(self) -> None:
@@ -237,18 +243,19 @@ class Run:
             self._reporter.step_done(self.step)
 
     def accumulate(self, batch: Batch, parts: int) -> Iterator[Batch]:
-        """Splits this rank's batch into micro-batches, for gradient accumulation where a batch does not fit at once.
+        """Split this rank's batch into micro-batches, for gradient accumulation if the batch does not fit into memory.
 
-        Call `run.backward` on each micro-batch's mean loss and `run.update` once after the loop: the gradient is that
-        of the whole batch. Ranks exchange gradients with the last micro-batch only, and make the same number of them: a
-        rank with fewer samples fills up with one that has no weight. To leave one out, multiply its loss by 0; which
-        samples are in it depends on the number of ranks.
+        Call `run.backward` on each micro-batch's mean loss, and `run.update` once after the loop: the gradient is that
+        of the whole batch. Ranks exchange gradients only with the last micro-batch, and all iterate over the same
+        number of them: a rank with fewer samples gets extra ones without weight. To skip one, multiply its loss by 0;
+        which samples it holds depends on the number of ranks.
 
         Args:
             batch: tensors, arrays, lists of samples, and tuples, lists, mappings and dataclasses of them.
+            parts: number of micro-batches; fewer if the ranks do not have that many samples.
 
         Raises:
-            UserError: the batch cannot be cut between samples, or some micro-batches have no `run.backward`.
+            UserError: the batch cannot be split between samples, or some micro-batches have no `run.backward`.
         """
         if parts < 1:
             raise UserError(f"run.accumulate: parts={parts}: expected at least 1")
@@ -257,21 +264,22 @@ class Run:
     # -- what was reached
 
     def mean(self, total: torch.Tensor | float, count: torch.Tensor | float) -> float:
-        """The sum of `total` over the ranks divided by the sum of `count`, in double precision; NaN for no count.
+        """Return the sum of `total` over the ranks divided by the sum of `count`, in double precision; NaN if the count
+        is 0.
 
-        Collective: every rank calls it.
+        Collective: every rank must call it.
         """
         return self._steering.mean(float(total), float(count))
 
     def meter(self, name: str) -> Meter:
-        """A mean over the samples of an epoch, such as the loss: `add` them as they come, and report its `mean()`.
-        Checkpoints in the middle hold what was added so far.
+        """Return a meter for a mean over the samples of an epoch, such as the loss: `add` values, and report `mean()`.
+        Checkpoints within the epoch contain what was added so far.
 
         Args:
-            name: under which it does.
+            name: key of the meter in checkpoints.
 
         Raises:
-            UserError: a second one of that name, or one that comes after `restore`.
+            UserError: there is a meter of that name, or `restore` has already been called.
         """
         if name in self._steering.meters:
             raise UserError(f"run.meter({name!r}): there is one of that name: take it, or another name")
@@ -281,14 +289,14 @@ class Run:
         return self._steering.meters[name]
 
     def report(self, progress: SupportsIndex, **metrics: Any) -> None:
-        """Reports metrics to TensorBoard, `metrics.jsonl`, the screen and `status`.
+        """Report metrics to TensorBoard, `metrics.jsonl`, standard output and `status`.
 
-        Collective: every rank calls it; rank 0's values count. In a sweep it does not return where the study gives the
-        trial up.
+        Collective: every rank must call it; rank 0's values are used. In a sweep, it does not return if the trial is
+        pruned.
 
         Args:
-            progress: finished units of the job's own (epochs, mostly), from 1, strictly rising; any integer, such as
-                NumPy's.
+            progress: number of finished units of work (usually epochs), from 1, strictly increasing; any integer type,
+                such as NumPy's.
             metrics: numbers, or tensors of one element.
         """
         self._reporting.report(progress, metrics)
@@ -296,17 +304,17 @@ class Run:
     # -- keeping the work
 
     def restore(self, **objects: Any) -> State:
-        """Loads the newest checkpoint into these objects, or leaves them as they are at the start of a run.
+        """Load the newest checkpoint into these objects; at the start of a run, leave them unchanged.
 
-        What is given here is what checkpoints hold: model, optimizer, scheduler, the loader that drives the loop,
-        anything with `state_dict` and `load_state_dict`. Names are free and have to stay the same. Every other
-        `run.loader` continues where it was, too, known by its size, its batch size, and the order of their creation. A
-        job that continues has to fetch before its loop what it fetched there at first.
+        Checkpoints contain the objects passed here: model, optimizer, scheduler, the loader that drives the loop,
+        anything with `state_dict` and `load_state_dict`. Choose any names, but keep them. All other `run.loader`s
+        continue where they were, too; they are identified by size, batch size, and order of creation. A resumed job
+        must fetch the same batches before its loop as the first attempt did.
 
-        Collective: every rank calls it.
+        Collective: every rank must call it.
 
         Raises:
-            UserError: an object that cannot be saved, or names that the checkpoint does not have.
+            UserError: an object cannot be saved, or a name is not in the checkpoint.
         """
         self._steering.sync(Call.RESTORE)
         for name, value in objects.items():
@@ -342,49 +350,51 @@ class Run:
         best: str | None = None,
         direction: Literal["minimize", "maximize"] | None = None,
     ) -> None:
-        """Says when to save, and what stays, for a run that saves otherwise at the end of each epoch and every ten
-        minutes, and keeps the newest two checkpoints. What a run restores is saved; the training waits only until it is
-        copied in main memory, unless the checkpoint before is still being written. It is copied before the last batch
-        of each pass, too (the last one at which the pass before could stop), for a stop in the evaluation that may
-        follow.
+        """Set when to save and which checkpoints to keep. By default, a run saves at the end of each epoch and every
+        ten minutes, and keeps the newest two checkpoints.
 
-        Every rank calls it, alike.
+        The objects passed to `restore` are saved. Training waits only until they are copied to main memory, unless the
+        previous checkpoint is still being written. They are also copied before the last batch of each pass (the last
+        one at which the previous pass could stop), in case the run has to stop in the evaluation that may follow.
+
+        Every rank must call it with the same arguments.
 
         Args:
-            every_steps: optimizer steps.
-            every_minutes: at the next batch after so many minutes without a checkpoint; None for never.
-            keep: how many of the newest stay.
-            best: a metric that is reported. The checkpoint of its best report stays too, and `checkpoints/best` is a
-                link to it; one is written for each report that is better than those before.
-            direction: which values of it are better.
+            every_steps: save after this many optimizer steps.
+            every_minutes: save at the next batch after this many minutes without a checkpoint; None for never.
+            keep: number of newest checkpoints to keep.
+            best: a reported metric. The checkpoint of its best report is kept too, and `checkpoints/best` links to it;
+                each report that is better than all before is saved.
+            direction: whether lower or higher values of `best` are better.
 
         Raises:
-            UserError: names the value that is none.
+            UserError: an argument is invalid.
         """
         plan = Plan(every_steps, every_minutes, keep, best, direction)
         plan.check()
         self._saver.plan = plan
 
     def save(self) -> None:
-        """Ask for a checkpoint at the next boundary: the next batch of a restored loader, the end of the epoch, or the
-        end of the job function."""
+        """Request a checkpoint at the next boundary: the next batch of the loader passed to `restore`, the end of the
+        epoch, or the end of the job function."""
         self._steering.save_wanted = True
 
     # -- the end
 
     def finish(self) -> None:
-        """Wait until every rank's job function has returned, and write a checkpoint that is still wanted; a rank that
-        still makes other calls is named. A script that is attached calls it at its end, if it wants that."""
+        """Wait until every rank's job function has returned, and write a checkpoint that is still requested. A rank
+        that still makes other calls is named in the error. Attached scripts may call this at their end."""
         self._steering.finish()
 
     def await_save(self) -> None:
-        """Wait until this rank's part of a checkpoint that is on its way is written, for a limited time."""
+        """Wait, for a limited time, until this rank's part of a checkpoint in progress is written."""
         self._saver.await_write()
 
     def close(self, waits: bool = False) -> None:
-        """
+        """Release this rank's resources: stop the watchdog, the step counter, the saver and the reporter.
+
         Args:
-            waits: for the other ranks' parts of a checkpoint, where they end in good order like this one.
+            waits: wait for the other ranks' parts of a checkpoint; only if they end without an error, as this one does.
         """
         if self._watchdog is not None:
             self._watchdog.rest()
@@ -392,7 +402,7 @@ class Run:
         if waits:
             self._steering.warn_of_lost_save()
         if self._owns_collectives:
-            # the others may wait for what this rank has to say
+            # the others may be waiting for this rank's message
             self._collectives.close()
         self._saver.close(waits)
         if self._reporter is not None:

@@ -1,4 +1,4 @@
-"""Make the loaders and shards of a run, and split its batches, each with what it has to know of the run."""
+"""Create the loaders and shards of a run, and split its batches."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class RunData:
     ) -> None:
         """
         Args:
-            alive: is called with each batch of an evaluation.
+            alive: called with each batch of an evaluation.
         """
         self.seed = 0
-        """Of the order of samples; the same on all ranks."""
+        """Seed of the order of samples; the same on all ranks."""
         self._steering = steering
         self._models = models
         self._run_of_loader = RunOfLoader(

@@ -1,4 +1,4 @@
-"""Counting the optimizer steps of a run, whoever makes them."""
+"""Count the optimizer steps of a run, whatever code makes them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mgpu_slurm.checkpoints.tensors import is_spread
 
 _DEPTH = 3
-"""How far `_inside` looks into an object: a wrapper holds its optimizers in an attribute, a list or a dict."""
+"""How deep `_inside` searches an object: a wrapper holds its optimizers in an attribute, a list or a dict."""
 
 
 class StepCounter:
-    """Reports each step of the run: one `step` through the counter, whatever steps inside it, and one for each
+    """Reports each step of the run: one per `step` of the counter, however many optimizers step inside it, and one per
     `step()` of a torch optimizer elsewhere."""
 
     def __init__(self, done: Callable[[], None]) -> None:
         """
         Args:
-            done: is called after each step.
+            done: called after each step.
         """
         self._done = done
         self._outermost: torch.optim.Optimizer | None = None
-        """The optimizer that is stepping now; its `step()` may call that of others, or its base class's."""
+        """The optimizer that is stepping now; its `step()` may call those of others, or of its base class."""
         self._updated: Any = None
-        """What `step` is stepping."""
+        """The object that `step` is stepping."""
         self._has_stepped = False
-        """Whether a torch optimizer inside of that has changed parameters."""
+        """Whether a torch optimizer inside it has changed parameters."""
         self._is_paused = False
         self.close = _listen(self)
 
     def step(self, optimizer: Any) -> None:
-        """Call `optimizer.step()`, and count it as one step, unless it was skipped for infinite gradients."""
+        """Call `optimizer.step()`, and count it as one step unless it was skipped because of infinite gradients."""
         self._updated, self._has_stepped = optimizer, False
         try:
             with _heard_scalers() as skips:
@@ -80,7 +80,7 @@ class StepCounter:
 
 
 def _listen(counter: StepCounter) -> Callable[[], object]:
-    """Have the counter hear of every step of a torch optimizer, for as long as it exists; return what ends that."""
+    """Notify the counter of every step of a torch optimizer while it exists; return a function that stops that."""
     counts = weakref.ref(counter)
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -98,20 +98,20 @@ def _listen(counter: StepCounter) -> Callable[[], object]:
 
 
 def _steps_visibly(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
-    """Whether torch calls its hooks for this optimizer: not for a subclass that does not call torch's `__init__`."""
+    """Return whether torch calls its hooks for this optimizer; not if a subclass does not call torch's `__init__`."""
     return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
 
 
 @contextmanager
 def _heard_scalers() -> Iterator[list[bool]]:
-    """Collect of each step through a GradScaler in this block whether it was skipped: an object may have its scaler
-    anywhere."""
+    """Collect, for each step of a GradScaler in this block, whether it was skipped. This patches the class, because an
+    object may hold its scaler anywhere."""
     skips: list[bool] = []
     original = torch.amp.GradScaler.step
 
     def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         result = original(scaler, optimizer, *args, **kwargs)
-        # before `update` forgets it; one that is disabled has found nothing
+        # before `update` resets it; a disabled scaler records nothing
         if scaler.is_enabled():
             skips.append(any(found.item() for found in scaler._found_inf_per_device(optimizer).values()))
         return result
@@ -124,7 +124,8 @@ def _heard_scalers() -> Iterator[list[bool]]:
 
 
 def _has_skipped_by_itself(optimizer: Any) -> bool:
-    """Whether an object of which no torch optimizer has stepped has skipped infinite gradients without a GradScaler."""
+    """Return whether an object in which no torch optimizer has stepped skipped infinite gradients without a
+    GradScaler."""
     if _steps_visibly(optimizer):
         return False
     groups = [group for each in _inside(optimizer) for group in each.param_groups]
@@ -133,7 +134,7 @@ def _has_skipped_by_itself(optimizer: Any) -> bool:
 
 
 def _are_finite(gradients: list[torch.Tensor]) -> bool:
-    """Whether gradients are finite, on all ranks if they are spread over these."""
+    """Return whether gradients are finite; on all ranks, if they are sharded."""
     # in 16 bits, the norm of finite numbers may be infinite
     norms = [gradient.float().norm() for gradient in gradients]
     whole = [norm.full_tensor() if is_spread(norm) else norm for norm in norms]
@@ -141,7 +142,7 @@ def _are_finite(gradients: list[torch.Tensor]) -> bool:
 
 
 def _inside(value: Any, depth: int = _DEPTH) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers that an object holds."""
+    """Yield the torch optimizers that an object holds."""
     if isinstance(value, dict):
         items = list(value.values())
     elif isinstance(value, (list, tuple)):

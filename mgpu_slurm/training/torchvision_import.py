@@ -1,4 +1,4 @@
-"""torchvision beside any torch: PyPI's wheel of torchvision does not import beside a CPU-only torch by itself."""
+"""Import torchvision with any torch: PyPI's wheel of torchvision cannot be imported with a CPU-only torch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mgpu_slurm.core.errors import UserError
 
 _MISSING_OPERATOR = re.compile(r"operator torchvision::\w+ does not exist")
 
-# what torchvision registers a fake kernel for at import, whether or not its C++ operators were loaded
+# operators for which torchvision registers a fake kernel at import, whether or not its C++ operators were loaded
 _OPERATORS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
 
-# torch forgets the operators with the object that declared them
+# torch removes the operators together with the object that declared them
 _declared: list[Any] = []
 
 
 def import_torchvision() -> ModuleType:
-    """torchvision with `models`, `datasets` and `transforms.v2`.
+    """Import torchvision, with `models`, `datasets` and `transforms.v2`, and return it.
 
-    The wheel on PyPI is built for CUDA. Beside a CPU-only torch its C++ operators do not load, and importing it fails
-    with `operator torchvision::nms does not exist` (https://github.com/pytorch/vision/issues/9085). Only then the
-    missing operators are declared, without code behind them: box operators do not work there, the rest does.
+    The wheel on PyPI is built for CUDA. With a CPU-only torch, its C++ operators do not load, and importing it fails
+    with `operator torchvision::nms does not exist` (https://github.com/pytorch/vision/issues/9085). Only then, the
+    missing operators are declared without an implementation: box operators do not work, the rest does.
 
     Raises:
         UserError: torchvision is not installed.
-        RuntimeError: torchvision and torch do not fit for another reason; torchvision's own error.
+        RuntimeError: torchvision and torch are incompatible for another reason; torchvision's own error.
     """
     try:
         torchvision = importlib.import_module("torchvision")
@@ -48,7 +48,7 @@ def import_torchvision() -> ModuleType:
 
 
 def has_declared() -> bool:
-    """Whether torchvision's box operators are missing here, and only their names are known."""
+    """Return whether torchvision's box operators were only declared, and do not work."""
     return bool(_declared)
 
 

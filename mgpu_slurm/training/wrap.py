@@ -1,4 +1,4 @@
-"""Wrap models for training on all ranks: in DDP, with a hook that tells their inputs, and with rank 0's values."""
+"""Wrap models for training on all ranks: in DDP, with a hook that reports their inputs, and with rank 0's values."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class Models:
     def __init__(self, device: torch.device, world_size: int, note_inputs: Callable[[nn.Module, Any], None]) -> None:
         """
         Args:
-            note_inputs: is told what a model is given.
+            note_inputs: called with a model and its inputs.
         """
         self._device = device
         self._world_size = world_size
         self._note_inputs = note_inputs
         self.is_deterministic = False
-        """DDP is to sum the gradients in one order."""
+        """Whether DDP must always sum gradients in the same order."""
         self.wrapped = Wrapped()
         self.replicated: list[DistributedDataParallel] = []
-        """They exchange gradients in each backward pass, unless told not to."""
+        """Models that exchange gradients in each backward pass, except under `no_sync`."""
         self._sharded: list[nn.Module] = []
-        """A rank whose forwards were fewer would leave the others waiting."""
+        """Models for which a rank with fewer forward passes would leave the others waiting."""
 
     @property
     def are_sharded(self) -> bool:
-        """Whether any model is spread over the ranks."""
+        """Whether any model is sharded over the ranks."""
         return bool(self._sharded)
 
     def add_sharded(self, model: nn.Module) -> None:
-        """Note a model that is spread over the ranks."""
+        """Record a model that is sharded over the ranks."""
         self._sharded.append(model)
         self.wrapped.add(model)
 
     def add_restored(self, value: Any) -> None:
-        """Note an object that is given to `run.restore`: a sharded model need not have been wrapped."""
+        """Record an object passed to `run.restore`: a sharded model need not have been wrapped."""
         if isinstance(value, nn.Module) and is_sharded(value) and value not in self._sharded:
             self.add_sharded(value)
 
@@ -58,25 +58,25 @@ class Models:
             return model
         model = model.to(self._device)
         if self._world_size == 1:
-            # nothing to keep in mind: a job may make model after model
+            # not recorded: a job may create many models
             return model
         self.wrapped.add(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            # nothing for DDP to do, which does not take it
+            # DDP refuses a model without trainable parameters
             bring([*model.parameters(), *model.buffers()])
             return model
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            # else it shares the gradients out anew after its first step, and after the first of each restart: of three
-            # numbers and more the sum depends on where in the exchange they stand
+            # otherwise DDP rebuilds its buckets after the first step, and after the first step of each restart: a sum
+            # of three or more numbers depends on their position in the all-reduce
             find_unused_parameters=self.is_deterministic and self._world_size > 2,
             # DDP gives all ranks rank 0's buffers here, and not again at each forward
             forward_sync_buffers=False,
         )
         self.replicated.append(wrapped)
-        # not one of the model itself: torch.jit.script refuses it
+        # not a hook of the model itself: torch.jit.script refuses that
         self._note_inputs_of(wrapped)
         return wrapped
 
@@ -85,21 +85,21 @@ class Models:
         model.register_forward_pre_hook(TellInputs(self._note_inputs), prepend=True, with_kwargs=True)
 
     def bring_buffers(self) -> None:
-        """Give the buffers of all models rank 0's values."""
+        """Broadcast rank 0's buffers of all models."""
         if self._world_size > 1:
             for model in self.wrapped:
                 bring(model.buffers())
 
 
 class TellInputs:
-    """A hook before the forward of a module that tells somebody what the module is given. Copies of the module, as for
-    a moving average, tell nobody."""
+    """A forward pre-hook that reports a module's inputs. Copies of the module, such as for a moving average, report
+    nothing."""
 
     def __init__(self, tell: Callable[[nn.Module, Any], None] | None = None) -> None:
         self._tell = tell
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # a compiler would trace it, and find what is no computation
+        # a compiler would trace it, though it is not part of the computation
         if self._tell is not None and not torch.compiler.is_compiling():
             self._tell(module, (*args, *kwargs.values()))
 
@@ -108,11 +108,12 @@ class TellInputs:
 
 
 def refuse_first_fsdp(model: nn.Module) -> None:
-    """
+    """Check that no part of a model is in FullyShardedDataParallel.
+
     Raises:
-        UserError: a part of the model is in FullyShardedDataParallel, whose parameters DDP would exchange once more.
+        UserError: a part is; DDP would exchange its parameters once more.
     """
-    # there are none before somebody has imported this, which takes long
+    # not imported here because that is slow: if nobody has, there is no such model
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules()):
         raise UserError(
@@ -122,12 +123,12 @@ def refuse_first_fsdp(model: nn.Module) -> None:
 
 
 def bring(tensors: Iterable[torch.Tensor]) -> None:
-    """Give these tensors rank 0's values on all ranks, but for those that are spread over them; every rank calls it."""
+    """Broadcast rank 0's values of these tensors, except those that are sharded. Every rank must call it."""
     for tensor in tensors:
         if is_spread(tensor):
             continue
         held = tensor.detach().contiguous()
-        # as bytes, because gloo does not send every type
+        # as bytes, because gloo does not support every dtype
         torch.distributed.broadcast(held.reshape(-1).view(torch.uint8), src=0)
         if not tensor.is_contiguous():
             tensor.detach().copy_(held)
