@@ -50,7 +50,7 @@ class Supervisor(Start):
         """Let the supervisor run the folder's spec; it waits for other runs by itself."""
         assert self._process.stdin is not None
         self._is_told = True
-        # a dead supervisor is noticed later
+        # a dead supervisor is noticed because it does nothing
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"go {folder.path}\n")
             self._process.stdin.flush()
