@@ -52,7 +52,7 @@ class Resolved:
 
 
 class Start(ABC):
-    """A start of a run or group that has not been told to go yet."""
+    """A prepared start of a run or group."""
 
     @abstractmethod
     def claim(self, folder: RunFolder) -> str | None:

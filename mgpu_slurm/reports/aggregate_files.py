@@ -54,7 +54,7 @@ def write(result: Aggregate, out: Path, parquet: bool | None = None) -> list[str
     """Write the folder, replacing an older one; return the names of its contents.
 
     Args:
-        parquet: whether to write Parquet; None if it can be written.
+        parquet: whether to write Parquet; None writes it if possible.
     """
     check(out, parquet)
     out.parent.mkdir(parents=True, exist_ok=True)

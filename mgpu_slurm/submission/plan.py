@@ -87,7 +87,7 @@ class Plan:
 
     spec: Spec
     folder: RunFolder
-    """Where the run will live."""
+    """The future folder of the run."""
     notes: tuple[str, ...]
     """Human-readable notes on what was decided for the user."""
     snapshot_limit: int
