@@ -1,4 +1,4 @@
-"""Runs in an allocation that is held already, by salloc or a batch script: a supervisor starts steps of that job."""
+"""The executor for an existing allocation of salloc or a batch script: a supervisor starts steps of that job."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mgpu_slurm.slurm.outage import wait_out
 
 
 class AllocationExecutor(Executor):
-    """The allocation that this process stands in."""
+    """Runs in the allocation of this process."""
 
     name = "allocation"
 
     def resolve(self, asked: Asked, note: Note) -> Resolved:
-        # the cluster file's flags are for what is asked of SLURM anew
+        # the cluster file's flags are only for new requests to SLURM
         held = wait_out(lambda: held_allocation.held(os.environ), note)
         resources = held_allocation.take(held, asked.flags)
         count = resources.gpus_per_node
@@ -55,11 +55,11 @@ class AllocationExecutor(Executor):
         return self.start(spec, run, run)
 
     def asks_slurm(self, state: State) -> bool:
-        """Only if its supervisor does not vouch for it."""
+        """Return whether its supervisor is not known to be alive."""
         return not (supervisors.is_here(state) and supervisors.is_supervised(state))
 
     def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
-        """It lives while both its supervisor and the allocation do."""
+        """Return the run's state; it is alive while both its supervisor and the allocation are."""
         if not self.asks_slurm(state):
             return state
         if slurm.is_elsewhere(state):

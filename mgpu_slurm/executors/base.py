@@ -1,7 +1,7 @@
-"""What an executor is: it decides on a run's resources, starts it, knows how it is, and reaches it.
+"""The interface of an executor: it decides on a run's resources, starts it, reports its state, and reaches its nodes.
 
 A new executor is a module of this folder with a subclass of `Executor`, a line in `executors.selection`, and a class in
-the tests that takes the contract of `tests/executors/contract.py`.
+the tests that inherits the contract of `tests/executors/contract.py`.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ class Asked:
     """The resources that a request names, before an executor has decided on the rest."""
 
     flags: dict[str, Any]
-    """Of the call, by sbatch's long names."""
+    """Flags of the call, by sbatch's long names."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Of the cluster file."""
+    """Defaults of the cluster file."""
     workers: int = 1
-    """That share what the executor has."""
+    """The number of workers that share the executor's resources."""
     is_dry_run: bool = False
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The resources of a run, and how they came about."""
+    """The resources of a run, and how they were decided."""
 
     resources: Resources
     time_limit: int | None
     """Seconds."""
     notes: tuple[str, ...]
-    """For people."""
+    """Human-readable notes."""
     described: str | None = None
-    """What the run is to run on, if there is more to say than the executor's name."""
+    """A description of where the run executes, if the executor's name is not enough."""
 
 
 class Start(ABC):
-    """A start of a run or group that has not been told to go yet."""
+    """A prepared start of a run or group."""
 
     @abstractmethod
     def claim(self, folder: RunFolder) -> str | None:
-        """Write down that the run is this start's; return its job id, or None if it gets one later.
+        """Record that the run belongs to this start; return its job id, or None if it gets one later.
 
-        It comes before the run can be seen: a submission that is killed then leaves no run that waits forever.
+        Called before the run becomes visible, so that a killed submission leaves no run that waits forever.
         """
 
     @abstractmethod
     def announce(self, folder: RunFolder, tasks: Sequence[int] | None, note: Note) -> None:
-        """Write down what is going to be asked for, so that it can be looked for if no answer comes.
+        """Record the coming request, so that the job can be looked for if no answer comes.
 
         Args:
-            tasks: indices in the group; None for a run of its own.
-            note: hears that a cluster which does not answer is waited for.
+            tasks: indices in the group; None for a single run.
+            note: called when waiting for a cluster that does not answer.
         """
 
     @abstractmethod
@@ -75,11 +75,11 @@ class Start(ABC):
         """Start the run; return the job id.
 
         Args:
-            dependency: what it waits for, as sbatch takes it.
+            dependency: in the format of sbatch's `--dependency`.
 
         Raises:
-            MayBeQueued: the cluster did not answer, and nobody can tell whether it has taken the job.
-            ClusterError: it refused, or did not answer for too long.
+            MayBeQueued: the cluster did not answer, so it is unknown whether it accepted the job.
+            ClusterError: the cluster refused, or did not answer for too long.
         """
 
     @abstractmethod
@@ -89,18 +89,18 @@ class Start(ABC):
 
 @dataclass(frozen=True)
 class SlurmView:
-    """What SLURM says of runs whose jobs it has."""
+    """SLURM's view of the runs whose jobs it has."""
 
     known: dict[RunFolder, State] | None
-    """None if the controller does not answer."""
+    """States by run; None if the controller does not answer."""
     cluster: str | None
-    """This cluster's name; None if it cannot be found out."""
+    """This cluster's name; None if unknown."""
 
     def is_elsewhere(self, state: State) -> bool:
         return is_elsewhere(state, self.cluster)
 
     def unasked(self, state: State) -> State:
-        """Return the state of a run whose job is another cluster's."""
+        """Return the state of a run whose job is on another cluster."""
         here = SILENT if self.cluster is None else _ELSEWHERE.format(state["slurm_cluster"], self.cluster)
         return state | {"reason": state["reason"] or here}
 
@@ -111,31 +111,31 @@ class Executor(ABC):
     name: ClassVar[ExecutorName]
 
     is_queued: ClassVar[bool] = False
-    """Whether a run waits until there is room for it, so that a command does not follow it at once."""
+    """Whether runs wait in a queue, so that a command does not follow them at once."""
 
     is_this_machine: ClassVar[bool] = False
-    """Whether it is none of the clusters that the cluster file describes."""
+    """Whether it is this machine, and not a cluster that the cluster file describes."""
 
     @abstractmethod
     def resolve(self, asked: Asked, note: Note) -> Resolved:
         """Decide on all resources of a run.
 
         Raises:
-            UserError: the executor does not have what is asked for.
-            ClusterError: SLURM is not there, or does not answer.
+            UserError: the executor lacks the requested resources.
+            ClusterError: SLURM is missing or does not answer.
         """
 
     @abstractmethod
     def start(self, spec: Spec, run: RunFolder, now_at: RunFolder) -> AbstractContextManager[Start]:
-        """Prepare to start a run or group. Leaving the block ends what was prepared, unless it was told to go.
+        """Prepare to start a run or group. Leaving the block discards the preparation, unless `go` was called.
 
         Args:
-            run: the folder when it starts.
-            now_at: where that folder is until then.
+            run: the folder at the start.
+            now_at: the folder's place until then.
         """
 
     def start_again(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
-        """Prepare to start what has ended.
+        """Prepare to restart a run or group that has ended.
 
         Raises:
             UserError: it cannot start here or now.
@@ -143,16 +143,16 @@ class Executor(ABC):
         return self.start(spec, run, run)
 
     def asks_slurm(self, state: State) -> bool:
-        """Return whether SLURM has to be asked how this run is."""
+        """Return whether SLURM has to be asked for this run's state."""
         return False
 
     @abstractmethod
     def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
-        """Return how a run is that has not ended as far as its own record knows."""
+        """Return the state of a run that has not ended according to its own record."""
 
     @abstractmethod
     def shell(self, folder: RunFolder, state: State) -> Shell:
-        """Return how a command gets onto the nodes of a run that is running.
+        """Return how to execute a command on the nodes of a running run.
 
         Raises:
             UserError: the run cannot be reached from this machine.
@@ -166,27 +166,28 @@ class Shell:
 
     nodes: list[str]
     job_id: str | None
-    """As srun takes it; None if the nodes are this machine."""
+    """The job id for srun; None if the nodes are this machine."""
 
 
 def is_elsewhere(state: State, cluster: str | None) -> bool:
-    """Return whether a run's job is another cluster's, which shares this one's files: here its id is nobody's, or
-    another job's.
+    """Return whether a run's job is on another cluster that shares this one's files.
+
+    On this cluster its id is unknown, or is that of another job.
 
     Args:
-        cluster: this one's name; None if it cannot be found out.
+        cluster: this cluster's name; None if unknown.
     """
     return state["slurm_cluster"] not in (None, cluster)
 
 
 def ended_unseen(folder: RunFolder, facts: State) -> State:
-    """Write down how a run ended whose job or supervisor did not: SLURM forgets. Return its state."""
-    # it may have written its last word between the two looks, or have gone on as another job
+    """Record and return the end of a run whose job or supervisor did not record it: SLURM forgets jobs."""
+    # the run may have recorded its end between the two reads, or have continued as another job
     again = records.read_state(folder)
     if not states.is_alive(again["state"]) or again["job_id"] not in (None, facts.get("job_id", again["job_id"])):
         return again
     facts = {"ended": records.last_sign_of_life(folder)} | facts
-    # a run of somebody else's stays as it is on disk
+    # another user's run cannot be changed on disk
     with contextlib.suppress(OSError):
         folder.create_task()
         records.update_state(folder, sync=True, **facts)

@@ -1,7 +1,4 @@
-"""An allocation that is held already, by salloc or by a batch script of the user's own.
-
-What it has, what a run takes of it, and how it ends.
-"""
+"""An existing allocation, of salloc or of the user's own batch script: its resources, a run's share, and its end."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from mgpu_slurm.request.spec import Resources, resources_from
 from mgpu_slurm.slurm import commands, site
 
 JOB_VARIABLE = "SLURM_JOB_ID"
-"""Set in the shell of an allocation."""
+"""The variable that is set in the shell of an allocation."""
 
 _EXAMPLE = "`salloc --nodes 2 --gpus-per-node 2 --time 2:00:00`"
 _DECIDED = ("partition", "account", "qos", "constraint", "reservation")
-"""What was decided when the allocation was asked for."""
+"""Options that were decided when the allocation was requested."""
 
 _FIELDS = {
     "state": r"^ +JobState=(\S+)",
@@ -39,18 +36,18 @@ _MEMORY = re.compile(r"(?P<number>\d+)(?P<unit>[KMGT]?)B?", re.IGNORECASE)
 _MEGABYTES = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 
 PATIENCE_WITH_ENDING = 5.0
-"""Seconds that an allocation which is ending gets to say how; it may be waiting for the process that asks."""
+"""Seconds to wait for the reason of an ending allocation; it may be waiting for the process that asks."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What the allocation has on one node."""
+    """The allocation's resources on one node."""
 
     name: str
     cpus: int
     gpus: int
     memory: int
-    """Megabytes; 0 where SLURM does not count memory."""
+    """Megabytes; 0 if SLURM does not count memory."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,14 @@ class Allocation:
 
     job_id: str
     state: str
-    """In SLURM's own words."""
+    """SLURM's name of the state."""
     reason: str
     nodes: tuple[Node, ...]
     ntasks_per_node: int | None
-    """As salloc was told, None where it was not."""
+    """As given to salloc; None if it was not."""
     cpus_per_task: int
     end: datetime | None
-    """When SLURM ends it, in local time; None where it has no limit."""
+    """When SLURM ends it, in local time; None without a limit."""
 
     @property
     def label(self) -> str:
@@ -74,26 +71,26 @@ class Allocation:
 
     @property
     def seconds_left(self) -> int | None:
-        """Until its end, None without a limit."""
+        """Seconds until its end; None without a limit."""
         return None if self.end is None else max(0, int((self.end - datetime.now()).total_seconds()))
 
     def limit(self, resources: Resources) -> int | None:
-        """Seconds that a run which starts now may take: what it asked for, and never more than is left."""
+        """Return the time limit in seconds of a run that starts now: what it asked for, and never more than is left."""
         limits = [limit for limit in (resources.time_limit, self.seconds_left) if limit is not None]
         return min(limits, default=None)
 
     def describe(self) -> str:
-        """For people: `job 42, n[1-2], 1:59:58 left`."""
+        """Return a description such as `job 42, n[1-2], 1:59:58 left`."""
         left = self.seconds_left
         until = "no time limit" if left is None else f"{timedelta(seconds=left)} left"
         return f"job {self.job_id}, {compress([node.name for node in self.nodes])}, {until}"
 
 
 def held(environ: Mapping[str, str]) -> Allocation:
-    """The allocation that this process stands in.
+    """Return the allocation of this process.
 
     Raises:
-        UserError: there is none, or it is over.
+        UserError: there is none, or it has ended.
         ClusterError: SLURM does not answer.
     """
     inside = environ.get(JOB_VARIABLE)
@@ -123,12 +120,12 @@ def _is_ending(found: Allocation) -> bool:
 
 
 def show_command(inside: str) -> list[str]:
-    """Asks for a job, with what it has on each node."""
+    """Return the command that shows a job with its resources on each node."""
     return ["scontrol", "show", "job", "--details", inside]
 
 
 def ask(inside: str) -> Allocation | None:
-    """What SLURM says of the allocation; None where it has forgotten it.
+    """Ask SLURM for the allocation; return None if SLURM has forgotten it.
 
     Raises:
         ClusterError: SLURM does not answer.
@@ -140,7 +137,7 @@ def ask(inside: str) -> Allocation | None:
 
 
 def parse(inside: str, output: str) -> Allocation:
-    """Reads scontrol's answer; of a heterogeneous job, its first component."""
+    """Parse scontrol's answer; of a heterogeneous job, the first component."""
     text = re.split(r"^JobId=", output, flags=re.MULTILINE)[1]
     found = {name: re.search(pattern, text, re.MULTILINE) for name, pattern in _FIELDS.items()}
     values = {name: match[1] for name, match in found.items() if match is not None}
@@ -156,7 +153,7 @@ def parse(inside: str, output: str) -> Allocation:
 
 
 def _nodes(text: str) -> Iterable[Node]:
-    """Nodes of which the job has the same share stand on one line."""
+    """Yield the nodes; those with the same share of the job are on one line."""
     for match in _NODES.finditer(text):
         cpus = len(expand(f"[{match['cpus']}]"))
         for name in expand(match["nodes"]):
@@ -167,10 +164,10 @@ def _nodes(text: str) -> Iterable[Node]:
 
 
 def take(found: Allocation, given: Mapping[str, Any]) -> Resources:
-    """The resources of a run that was submitted with these flags; what is left open is as the allocation has it.
+    """Return the resources of a run with these flags; the allocation decides the rest.
 
     Raises:
-        UserError: a flag that cannot apply, or asks for more than there is.
+        UserError: a flag cannot apply, or asks for more than there is.
     """
     asked = resources_from(dict(given), "the call")
     nodes = _eligible(found, asked)
@@ -181,7 +178,7 @@ def take(found: Allocation, given: Mapping[str, Any]) -> Resources:
         gpus_per_node=gpus if gpus or asked.gpus_per_node is not None else None,
         ntasks_per_node=asked.ntasks_per_node or found.ntasks_per_node,
     )
-    # srun does not take it over by itself
+    # srun does not inherit cpus_per_task
     taken_over = replace(resources, cpus_per_task=found.cpus_per_task)
     if (
         asked.cpus_per_task is None
@@ -194,7 +191,7 @@ def take(found: Allocation, given: Mapping[str, Any]) -> Resources:
 
 
 def check(found: Allocation, resources: Resources) -> None:
-    """Raises UserError where the allocation does not have what a run is to take."""
+    """Raise UserError if the allocation lacks a run's resources."""
     choose(found, resources)
     left = found.seconds_left
     if left is not None and resources.time_limit is not None and resources.time_limit > left:
@@ -205,13 +202,13 @@ def check(found: Allocation, resources: Resources) -> None:
 
 
 def choose(found: Allocation, resources: Resources, busy: Mapping[str, int] | None = None) -> list[Node]:
-    """The nodes for a run's ranks, in the allocation's order.
+    """Return the nodes for a run's ranks, in the allocation's order.
 
     Args:
-        busy: how much runs on a node already; those with the least are taken.
+        busy: the load of each node; the least loaded ones are taken.
 
     Raises:
-        UserError: there are not enough.
+        UserError: there are not enough nodes.
     """
     nodes = _eligible(found, resources)
     if resources.nodes > len(nodes):
@@ -226,7 +223,7 @@ def choose(found: Allocation, resources: Resources, busy: Mapping[str, int] | No
 
 
 def _eligible(found: Allocation, asked: Resources) -> list[Node]:
-    """The nodes that the flags permit, after a look at those flags that cannot apply at all."""
+    """Return the nodes that the flags permit; refuse flags that cannot apply in an allocation."""
     for name in _DECIDED:
         if getattr(asked, name) is not None:
             raise UserError(
@@ -247,7 +244,7 @@ def _eligible(found: Allocation, asked: Resources) -> list[Node]:
 
 
 def _shortage(found: Allocation, node: Node, asked: Resources) -> str:
-    """Why the node has not enough for its ranks; empty where it has."""
+    """Return what the node lacks for its ranks; empty if nothing."""
     here = f"{found.label} has {{}} on {node.name}: ask for less, or hold more"
     if (asked.gpus_per_node or 0) > node.gpus:
         return f"--gpus-per-node {asked.gpus_per_node}: {here.format(node.gpus)}"
@@ -268,14 +265,14 @@ def _megabytes(text: str) -> float:
 
 
 def shares_cores(nodes: Iterable[Node], resources: Resources) -> bool:
-    """Whether a node has more ranks than cores, which srun wants to be told."""
+    """Return whether a node has more ranks than cores, for which srun needs an option."""
     return resources.cpus_per_task is None and any(resources.ranks_per_node > node.cpus for node in nodes)
 
 
 def srun_options(found: Allocation, nodes: list[Node], resources: Resources, run: str) -> list[str]:
-    """Where a run's step is, what it takes, and its name, by which it is found again.
+    """Return srun's options for a run's step: its nodes, its resources, and its name, by which it is found later.
 
-    Several steps may share an allocation, such as a shell on one of its nodes.
+    Steps may overlap in an allocation, for example with a shell on one of its nodes.
     """
     options = [f"--jobid={found.job_id}", "--overlap", f"--job-name={run}"]
     options.append(f"--nodelist={','.join(node.name for node in nodes)}")
@@ -284,7 +281,7 @@ def srun_options(found: Allocation, nodes: list[Node], resources: Resources, run
     if resources.gpus_per_node:
         options.append(f"--gres=gpu:{resources.gpus_per_node}")
     elif resources.gpus_per_node == 0 and any(node.gpus for node in nodes):
-        # a step that asks for nothing gets all of the job's
+        # a step without a request gets all GPUs of the job
         options.append("--gres=none")
     if resources.mem is not None:
         options.append(f"--mem={resources.mem}")
@@ -297,7 +294,7 @@ def srun_options(found: Allocation, nodes: list[Node], resources: Resources, run
 
 
 def ending(inside: str, state: str) -> tuple[str, str]:
-    """State and reason of a run whose allocation is over.
+    """Return the state and reason of a run whose allocation has ended.
 
     Args:
         state: how the allocation's job ended, one of `states`.
@@ -308,13 +305,13 @@ def ending(inside: str, state: str) -> tuple[str, str]:
         states.PREEMPTED: "was preempted",
         states.TIMEOUT: "reached its time limit",
     }
-    # one whose shell was left counts as completed
+    # an allocation counts as completed when its shell exits
     of_run = state if state in how else states.CANCELLED
     return of_run, f"its allocation {inside} {how.get(state, 'was released')}; continue with `resume` inside a new one"
 
 
 def lost(inside: str) -> tuple[str, str] | None:
-    """State and reason of a run where its allocation is over; None while that is there, or nobody can tell."""
+    """Return the state and reason of a run if its allocation has ended; None if it has not, or that is unknown."""
     give_up = time.monotonic() + PATIENCE_WITH_ENDING
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Runs on this machine: simulated nodes, with a supervisor process in SLURM's place."""
+"""The executor for this machine: simulated nodes, and a supervisor process in place of SLURM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mgpu_slurm.request.spec import Resources, Spec, resources_from
 
 
 class LocalExecutor(Executor):
-    """This machine."""
+    """Runs on this machine."""
 
     name = "local"
     is_this_machine = True
@@ -55,9 +55,10 @@ class LocalExecutor(Executor):
 
 
 def _with_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
-    """
+    """Return the resources with the GPUs per node decided, and the reason.
+
     Args:
-        workers: that share the machine; where there are too few GPUs for all, some wait for others to end.
+        workers: how many share the machine; if there are too few GPUs for all, some wait for others to end.
     """
     available = len(simulated.visible_gpus())
     asked = resources.gpus_per_node
@@ -71,6 +72,6 @@ def _with_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
     share = max(available // (resources.nodes * workers), min(1, available // resources.nodes))
     if share == 0:
         few = f"{available} for {resources.nodes} nodes" if available else "no GPU on this machine"
-        # said to the ranks too, who would otherwise all take the same GPU
+        # set for the ranks too, which would otherwise all use the same GPU
         return replace(resources, gpus_per_node=0), f"none: {few}"
     return replace(resources, gpus_per_node=share), f"{share} per simulated node, this machine's {available} divided"

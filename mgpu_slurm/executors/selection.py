@@ -1,4 +1,4 @@
-"""Which executors there are, and which one a request gets."""
+"""The executors, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from mgpu_slurm.executors.local import LocalExecutor
 from mgpu_slurm.executors.slurm import SlurmExecutor
 
 EXECUTORS: dict[str, Executor] = {each.name: each for each in (SlurmExecutor(), AllocationExecutor(), LocalExecutor())}
-"""By the name that specs and states have for them."""
+"""Executors by their names in specs and states."""
 
 
 def is_queued(state: State) -> bool:
-    """Return whether a run's state is that of a job in a queue; False if the state could not be read."""
+    """Return whether a run's executor has a queue; False if the state could not be read."""
     executor = EXECUTORS.get(state["executor"])
     return executor is not None and executor.is_queued
 
 
 def choose(name: str) -> tuple[Executor, str]:
-    """Return the executor of a request, and why; never another one than was asked for.
+    """Return the executor of a request, and the reason. A named executor is never replaced by another one.
 
     Args:
-        name: `auto`, or that of an executor.
+        name: `auto`, or the name of an executor.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: no executor has that name.
     """
     if name == "auto":
         held = os.environ.get(held_allocation.JOB_VARIABLE)

@@ -1,6 +1,6 @@
-"""The local stand-in for a small SLURM: what it calls its nodes, and which variables its ranks get.
+"""The local stand-in for a small SLURM: its node names, and the environment variables of its ranks.
 
-These are facts, as pure functions; `supervisor` does the work.
+These are pure functions; `supervisor` does the work.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def node_names(spec: Spec) -> list[str]:
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs this user's programs see: those of CUDA_VISIBLE_DEVICES, else those that nvidia-smi lists."""
+    """Return the GPUs visible to this user's programs: those of CUDA_VISIBLE_DEVICES, else those nvidia-smi lists."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        # CUDA takes the list up to the first that is none
+        # CUDA reads the list up to the first invalid entry
         return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, chosen.split(","))))
     if shutil.which("nvidia-smi") is None:
         return []
@@ -37,7 +37,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def job_variables(spec: Spec, job_id: int, restarts: int) -> dict[str, str]:
-    """What SLURM sets in every process of a job, and srun in every task of its step.
+    """Return the variables that SLURM sets in every process of a job, and srun in every task of its step.
 
     Names and forms are those of sbatch(1) and srun(1), OUTPUT ENVIRONMENT VARIABLES.
     """
@@ -77,7 +77,9 @@ def job_variables(spec: Spec, job_id: int, restarts: int) -> dict[str, str]:
 
 
 def rank_variables(spec: Spec, rank: int, gpus: list[str]) -> dict[str, str]:
-    """What differs from rank to rank. Ranks fill one node after the other, as srun's block distribution does.
+    """Return the variables that differ between ranks.
+
+    Ranks fill one node after the other, as in srun's block distribution.
 
     Args:
         gpus: all GPUs that the run may use; each node gets an equal share, and its ranks see the whole share.

@@ -1,4 +1,4 @@
-"""Runs as jobs in SLURM's queue."""
+"""The executor for jobs in SLURM's queue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mgpu_slurm.slurm.outage import wait_out
 
 
 class SlurmExecutor(Executor):
-    """The cluster whose login node this is."""
+    """Runs on the cluster of this login node."""
 
     name = "slurm"
     is_queued = True
@@ -64,7 +64,7 @@ class SlurmExecutor(Executor):
         facts = slurm.known[folder]
         if facts in slurm_states.NO_WORD:
             if folder.group.path.stat().st_uid != os.geteuid():
-                # a site may keep the jobs of others to itself
+                # a site may hide the jobs of other users
                 return state
             facts = termination.ending(folder, state["job_id"]) or facts
         facts = slurm_states.settled(folder, state, facts)
@@ -78,11 +78,11 @@ class SlurmExecutor(Executor):
         if facts == slurm_states.DROPPED and records.attempts_started(folder):
             facts = slurm_states.LOST
         if facts in (slurm_states.LOST, slurm_states.LOST_SO_FAR):
-            # the controller answers, and neither it nor accounting nor the run's own records know of an end
+            # the controller answers, but neither it, nor accounting, nor the run's own records know the end
             return state | facts
         if facts["state"] == states.FAILED:
             facts = facts | {"reason": termination.before_the_ranks(folder, state["job_id"]) or facts["reason"]}
-        # one that never started has left no word of its job itself
+        # a run that never started has not recorded its job id itself
         return ended_unseen(folder, {"job_id": state["job_id"]} | facts)
 
     def shell(self, folder: RunFolder, state: State) -> Shell:
@@ -91,7 +91,7 @@ class SlurmExecutor(Executor):
 
 
 class _QueuedStart(Start):
-    """The jobs that SLURM is asked for."""
+    """The jobs to request from SLURM."""
 
     def __init__(self) -> None:
         self._jobs: list[Job] = []
@@ -110,14 +110,14 @@ class _QueuedStart(Start):
 
 
 def _newer(folder: RunFolder, state: State) -> State | None:
-    """Return how a run stands that has ended, or started again, while SLURM was asked; None if it has not."""
+    """Return the new state of a run that ended or restarted while SLURM was asked; None if it did not."""
     again = records.read_state(folder)
     has_moved = again["job_id"] not in (None, state["job_id"]) or again["attempts"] > state["attempts"]
     return again if has_moved or not states.is_alive(again["state"]) else None
 
 
 def _with_gpus(resources: Resources, is_dry_run: bool, note: Note) -> tuple[Resources, str]:
-    """Return the resources with the GPUs per node decided, and how that came about."""
+    """Return the resources with the GPUs per node decided, and the reason."""
     if resources.gpus_per_node is not None:
         return resources, f"{resources.gpus_per_node} per node, as asked"
     if is_dry_run and shutil.which("sinfo") is None:

@@ -1,4 +1,4 @@
-"""Handing the jobs of a run or group to SLURM: each arrives once or not at all, whatever happens meanwhile."""
+"""Submit the jobs of a run or group to SLURM: each arrives exactly once or not at all, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from mgpu_slurm.slurm.script import Array, split
 
 @dataclass(frozen=True)
 class Job:
-    """One that SLURM is going to be asked for."""
+    """A job to request from SLURM."""
 
     token: str
     array: Array | None
-    """Which runs of a group it is; None for a run of its own."""
+    """The runs of a group in this job; None for a single run."""
 
 
 def announce(folder: RunFolder, tasks: Sequence[int] | None = None, note: Note = quiet) -> list[Job]:
-    """Writes down the jobs that SLURM will be asked for; who finds that without an answer can look for them.
+    """Record the jobs that will be requested from SLURM, so that they can be looked for if no answer is recorded.
 
     Args:
-        folder: of a run or group; nobody needs to see it yet.
-        tasks: indices in the group; None for a run of its own.
+        folder: of a run or group; it may still be hidden.
+        tasks: indices in the group; None for a single run.
 
     Raises:
         ClusterError: the cluster did not answer.
@@ -51,19 +51,19 @@ def announce(folder: RunFolder, tasks: Sequence[int] | None = None, note: Note =
 
 
 def submit(folder: RunFolder, spec: Spec, jobs: Sequence[Job], dependency: str = "", note: Note = quiet) -> str:
-    """Queues the jobs that were announced; the job id, those of several arrays joined by commas.
+    """Queue the announced jobs; return the job id, or those of several arrays joined by commas.
 
     Args:
-        dependency: as sbatch says it.
-        note: hears that a controller which does not answer is waited for.
+        dependency: in the format of sbatch's `--dependency`.
+        note: called when waiting for a controller that does not answer.
 
     Raises:
-        MayBeQueued: the cluster did not answer, and nobody can tell whether it has taken the job.
-        ClusterError: it refused, or did not answer for too long; says which runs of a group it had taken.
+        MayBeQueued: the cluster did not answer, so it is unknown whether it accepted the job.
+        ClusterError: it refused, or did not answer for too long; states which runs of a group it had accepted.
     """
     job_ids: list[str] = []
     for place, job in enumerate(jobs):
-        # the limit holds for each array, so they run one after the other
+        # the limit applies to each array, so they run one after the other
         before = f"afterany:{job_ids[-1]}" if spec.at_once is not None and job_ids else ""
         try:
             job_ids.append(_queue(folder, spec, job, ",".join(filter(None, [dependency, before])), note))
@@ -81,16 +81,16 @@ def submit(folder: RunFolder, spec: Spec, jobs: Sequence[Job], dependency: str =
 
 
 def may_have_arrived(folder: RunFolder, jobs: Sequence[Job]) -> bool:
-    """Whether SLURM may have one of the jobs."""
+    """Return whether SLURM may have one of the jobs."""
     tokens = {job.token for job in jobs}
     return any(not submission.refused for submission in records.submissions(folder) if submission.token in tokens)
 
 
 def check(spec: Spec, folder: RunFolder) -> Start | None:
-    """When and where SLURM would start a run, or one of a group; None where it is not SLURM that starts it.
+    """Return when and where SLURM would start a run, or one of a group; None if the executor is not SLURM.
 
     Raises:
-        ClusterError: it never would, in SLURM's words; or the cluster did not answer.
+        ClusterError: SLURM never would, with its message; or the cluster did not answer.
     """
     if spec.executor != "slurm":
         return None
@@ -100,7 +100,7 @@ def check(spec: Spec, folder: RunFolder) -> Start | None:
 
 
 def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note) -> str:
-    # submitit costs a tenth of a second to import
+    # importing submitit takes a tenth of a second
     from mgpu_slurm.slurm import submitit_adapter
 
     interrupts: list[int] = []
@@ -129,7 +129,7 @@ def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note)
 
 
 def _find_out(submission: ExactlyOnceSubmission, folder: RunFolder, note: Note) -> None:
-    """Tells somebody who has interrupted a submission whether the job was queued all the same."""
+    """Report after an interrupted submission whether the job was queued anyway."""
     if submission.job_id is None and submission.is_unsure:
         try:
             submission.find(ClusterError("interrupted"), Patience(seconds=0))
@@ -141,7 +141,7 @@ def _find_out(submission: ExactlyOnceSubmission, folder: RunFolder, note: Note) 
 
 @contextlib.contextmanager
 def _held_back(interrupts: list[int], note: Note) -> Iterator[None]:
-    """Collects every Ctrl-C until sbatch has answered: without that, nobody could tell whether the job is queued."""
+    """Defer every Ctrl-C until sbatch has answered: without its answer it is unknown whether the job is queued."""
 
     def hold(signum: int, _: Any) -> None:
         if not interrupts:
@@ -149,7 +149,7 @@ def _held_back(interrupts: list[int], note: Note) -> Iterator[None]:
         interrupts.append(signum)
 
     if threading.current_thread() is not threading.main_thread():
-        # only the main thread is interrupted
+        # only the main thread receives the interrupt
         yield
         return
     before = signal.signal(signal.SIGINT, hold)
@@ -160,7 +160,7 @@ def _held_back(interrupts: list[int], note: Note) -> Iterator[None]:
 
 
 def _let_go(interrupts: list[int]) -> None:
-    """Lets Ctrl-C have its effect late."""
+    """Raise the deferred Ctrl-C."""
     if interrupts:
         interrupts.clear()
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""What SLURM says of runs' jobs: squeue for all at once, then others for what squeue does not list.
+"""The states of runs' jobs in SLURM: squeue for all at once, then other commands for jobs that squeue does not list.
 
-A job that squeue leaves out is not gone for that: accounting has to know its end, or the controller has to say that it
-does not know the job, or squeue has to leave it out again and again.
+A job that squeue does not list is not necessarily gone: accounting has to know its end, or the controller has to report
+that it does not know the job, or squeue has to omit it repeatedly.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ LOST_SO_FAR: State = {
     "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
 }
 
-# SLURM keeps nothing of a task that was cancelled while it waited, if others of its array are still there
+# SLURM keeps no record of a task that was cancelled while pending if other tasks of its array still exist
 DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it started"}
 
 UNLISTED: State = {"reason": "not listed by squeue: as it was last seen, since nothing else says that it is gone"}
-"""Of a job of which nobody knows; see `settled`."""
+"""For a job that nothing knows about; see `settled`."""
 
 ACCOUNTED_ALIVE: State = {"reason": "not listed by squeue, and alive as far as accounting knows"}
-"""Of a job of which the controller says nothing. It is not counted as missing; see `settled`."""
+"""For a job about which the controller reports nothing. It is not counted as missing; see `settled`."""
 
 NO_WORD = (LOST, LOST_SO_FAR, DROPPED, UNLISTED, ACCOUNTED_ALIVE)
 
 GONE_AFTER = 120.0
-"""Seconds between the first and the last of so many answers of squeue without a job that it counts as gone."""
+"""Seconds between the first and last of `ANSWERS_WITHOUT_IT` squeue answers, after which a job counts as gone."""
 
 ANSWERS_WITHOUT_IT = 3
 
 MOST_SHOWN = 20
-"""Jobs for which the controller is asked one by one at a time."""
+"""Maximum number of jobs for which the controller is asked one by one in a call."""
 
 SHOWING_TAKES = 10.0
-"""Seconds after which no further job is asked for, so that a busy controller does not hold up `status`."""
+"""Seconds after which no further job is looked up, so that a busy controller does not hold up `status`."""
 
 CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], failures.DEPENDENCY.words)
-"""What to say of a cancelled job, by the reason for which squeue says that it waited."""
+"""Reasons to show for a cancelled job, by squeue's reason for its waiting."""
 
 _NEVER = {
     "PartitionConfig": "it can never start: it asks for more than the partition allows",
@@ -64,16 +64,16 @@ _NEVER = {
     "PartitionTimeLimit": "it can never start: it asks for more time than the partition allows",
     "BadConstraints": "it can never start: no node has what it asks for",
 }
-"""Reasons for which a job waits in vain, in words (squeue(1), JOB REASON CODES)."""
+"""Explanations of the reasons for which a job can never start (squeue(1), JOB REASON CODES)."""
 
 
 def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] | None:
-    """Return what SLURM says of the jobs of runs: one squeue, and one sacct for those that it does not list.
+    """Return the states of runs' jobs: from one squeue, and one sacct for those that it does not list.
 
-    None where the controller does not answer.
+    Return None if the controller does not answer.
 
     Args:
-        note: hears what squeue says that cannot be read.
+        note: called with output of squeue that cannot be parsed.
     """
     if not job_ids:
         return {}
@@ -86,7 +86,7 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] 
     starts = accounting.accounted(commands.whole_jobs(missing.values())) if missing else []
     found |= _accounted(missing, starts or [])
     forgotten = {folder: job_id for folder, job_id in missing.items() if folder not in found}
-    # tasks that had not started when their array was cancelled are one line without their numbers
+    # tasks that had not started when their array was cancelled share one line without task numbers
     arrays = {folder: job_identity.whole(job_id) for folder, job_id in forgotten.items()}
     found |= _accounted(arrays, starts or []) | _listed(arrays, listed)
     forgotten = {folder: job_id for folder, job_id in forgotten.items() if folder not in found}
@@ -96,29 +96,29 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] 
     newest = _newest(forgotten, starts or [])
     alive = (folder for folder, start in newest.items() if gone[folder] == UNLISTED and states.is_alive(start.state))
     gone |= dict.fromkeys(alive, ACCOUNTED_ALIVE)
-    # whatever SLURM says, a job that has just written something is there
+    # a job that has just written something is alive, whatever SLURM reports
     lost = (folder for folder, state in gone.items() if state in NO_WORD and _last_change(folder) > asked_at)
     return found | gone | dict.fromkeys(lost, UNLISTED)
 
 
 def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -> dict[RunFolder, State]:
-    """Return what the controller says of these jobs, but for another one that has the id by now."""
+    """Return what the controller lists for these jobs, without other jobs that have reused an id."""
     pairs = [(folder, listed.get(job_id)) for folder, job_id in job_ids.items()]
     return {folder: _facts(job) for folder, job in pairs if job is not None and job_identity.is_of(folder, job)}
 
 
 def _accounted(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, State]:
-    """Return how accounting says that these jobs have ended: by the last start of each."""
+    """Return the ends of these jobs according to accounting, by the last start of each."""
     return {
         folder: _accounted_facts(folder, start)
         for folder, start in _newest(job_ids, starts).items()
-        # accounting may have missed the end of a job that the controller does not have any more
+        # accounting may have missed the end of a job that the controller no longer has
         if not states.is_alive(start.state) and not _is_older(folder, start)
     }
 
 
 def _newest(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, AccountedStart]:
-    """Return the last start of each of these jobs that accounting knows."""
+    """Return the last start of each of these jobs in accounting."""
     by_id: dict[str, list[AccountedStart]] = {}
     for start in starts:
         by_id.setdefault(start.job_id, []).append(start)
@@ -131,7 +131,7 @@ def _newest(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) 
 
 
 def _is_older(folder: RunFolder, start: AccountedStart) -> bool:
-    """Return whether a run has started, or was put back into the queue, since: accounting is some seconds behind."""
+    """Return whether a run has started or been requeued since: accounting lags by some seconds."""
     events = [event for event in records.events(folder) if event["event"] in ("started", "requeued")]
     if start.submit is not None and events and events[-1]["event"] == "requeued":
         return datetime.fromisoformat(start.submit).astimezone() < datetime.fromisoformat(events[-1]["time"])
@@ -147,7 +147,7 @@ def _accounted_facts(folder: RunFolder, start: AccountedStart) -> State:
 def _has_waited_in_vain(folder: RunFolder) -> bool:
     """Return whether a run that SLURM cancelled by itself had to wait for others to complete.
 
-    Accounting's own word for why a job waited is from some time before its end, and may be another one.
+    The waiting reason in accounting is from some time before the job's end, and may differ.
     """
     with suppress(UserError):
         after = read_spec(folder.group).after
@@ -156,11 +156,11 @@ def _has_waited_in_vain(folder: RunFolder) -> bool:
 
 
 def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lost: State) -> dict[RunFolder, State]:
-    """Return what the controller says, asked for each of these jobs alone, which squeue and sacct do not tell of.
+    """Return the states of jobs that neither squeue nor sacct lists, asking the controller for each of them.
 
     Args:
-        with_others: the arrays of which they tell of other tasks.
-        lost: what there is to say of one that it does not know.
+        with_others: the arrays of which squeue or sacct lists other tasks.
+        lost: the state of a job that the controller does not know.
     """
     found: dict[RunFolder, State] = dict.fromkeys(job_ids, UNLISTED)
     give_up = time.monotonic() + SHOWING_TAKES
@@ -178,9 +178,9 @@ def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lo
 
 
 def settled(folder: RunFolder, state: State, facts: State) -> State:
-    """Return the facts with a state in them: for a job that is not listed the last one, until it has been so for long.
+    """Return the facts with a state: for an unlisted job its last state, until it has been unlisted for long.
 
-    To be called once for each answer, which it counts.
+    Call this once per answer, because it counts them.
     """
     if facts == UNLISTED:
         return LOST if is_missing_for_long(folder, state["job_id"]) else state | UNLISTED
@@ -190,10 +190,10 @@ def settled(folder: RunFolder, state: State, facts: State) -> State:
 
 
 def is_missing_for_long(folder: RunFolder, name: str) -> bool:
-    """Count one more answer of squeue that lacks a run's job; return whether there were enough of them for so long.
+    """Count one more squeue answer without a run's job; return whether these were enough, over a long enough time.
 
     Args:
-        name: of the job, or of the submission that it would be of.
+        name: the id of the job, or the token of its submission.
     """
     noted = read_json(folder.unlisted) or {}
     if noted.get("name") != name or _last_change(folder) > noted["since"]:
@@ -206,7 +206,7 @@ def is_missing_for_long(folder: RunFolder, name: str) -> bool:
 
 
 def _last_change(folder: RunFolder) -> float:
-    """Return when a run's processes wrote something, as far as its files tell."""
+    """Return when a run's processes last wrote something, according to its files."""
     files = [folder.state, *folder.logs.glob("*")]
     return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
@@ -215,9 +215,9 @@ def _facts(job: QueuedJob) -> State:
     if job.state == states.PENDING:
         return {"state": job.state, "reason": _why_it_waits(job)}
     if states.is_alive(job.state):
-        # of one that runs SLURM says nothing, and the run itself may
+        # SLURM has no reason for a running job, but the run itself may
         return {"state": job.state} | ({"reason": job.reason} if job.reason else {})
-    # why it pended is what SLURM goes on to say of a job that was cancelled
+    # SLURM keeps reporting a cancelled job's pending reason
     reason = CANCELLED_FOR.get(job.reason, "cancelled") if job.state == states.CANCELLED else job.reason
     return {"state": job.state, "reason": reason, **_ended(job.end)}
 
@@ -226,12 +226,12 @@ def _why_it_waits(job: QueuedJob) -> str:
     if job.reason in _NEVER:
         return f"{job.reason}: {_NEVER[job.reason]}"
     if job.start is None or "held" in job.reason.lower():
-        # its start is from before it was held
+        # the expected start is from before it was held
         return job.reason
     start, now = datetime.fromisoformat(job.start), datetime.now()
     if start > now + commands.FORESEEABLE:
         return f"{job.reason}, after jobs that have no time limit"
-    # one that is over is from before it got its nodes
+    # a start in the past is from before it got its nodes
     return f"{job.reason}, expected to start at {job.start.replace('T', ' ')}" if start > now else job.reason
 
 

@@ -1,4 +1,4 @@
-"""The supervisors of runs that need no queue, on this machine or in an allocation: start one, and reach it later."""
+"""The supervisors of runs without a queue, on this machine or in an allocation: start one, and reach it later."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mgpu_slurm.slurm import steps
 from mgpu_slurm.slurm.commands import scrubbed_environment
 
 PATIENCE_WITH_COORDINATOR = 30.0
-"""Seconds that a group's coordinator gets to end once nothing is left for it to do; it may be asking SLURM."""
+"""Seconds for a group's coordinator to end once it has nothing left to do; it may be asking SLURM."""
 
 
 class Supervisor(Start):
-    """A supervisor process that has not been given a run yet."""
+    """A supervisor process that has no run yet."""
 
     def __init__(self, process: subprocess.Popen[str], job_id: str) -> None:
         self._process = process
@@ -44,13 +44,13 @@ class Supervisor(Start):
         return self._job_id
 
     def announce(self, folder: RunFolder, tasks: Sequence[int] | None, note: Note) -> None:
-        """Nothing: it starts at once, or the submission fails."""
+        """Do nothing: the run starts at once, or the submission fails."""
 
     def go(self, folder: RunFolder, dependency: str = "", note: Note = quiet) -> str:
-        """Let it run the folder's spec; it waits for other runs by itself."""
+        """Let the supervisor run the folder's spec; it waits for other runs by itself."""
         assert self._process.stdin is not None
         self._is_told = True
-        # a supervisor that died says so by its silence
+        # a dead supervisor is noticed because it does nothing
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"go {folder.path}\n")
             self._process.stdin.flush()
@@ -64,12 +64,12 @@ class Supervisor(Start):
 def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder, held: str | None = None) -> Iterator[Supervisor]:
     """Start the supervisor of a run, or the coordinator of a group.
 
-    It is started early, because it imports torch meanwhile, and ends with the block unless it was told to go.
+    It starts early, to import torch meanwhile, and ends with the block unless `go` was called.
 
     Args:
-        run: the run's folder when it starts.
-        now_at: where that folder is until then.
-        held: the job of the allocation that it runs in; None on this machine.
+        run: the run's folder at the start.
+        now_at: the folder's place until then.
+        held: the job id of its allocation; None on this machine.
     """
     with open(now_at.launch_log(log_name(spec.executor, run)), "a") as log, _sigterm_waits():
         process = subprocess.Popen(
@@ -79,13 +79,13 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder, held: str | None =
             stderr=log,
             text=True,
             start_new_session=True,
-            # libraries read their variables on import, which happens here; and /proc shows the environment that a
-            # process was started with, which forks inherit, so all processes of the run carry its mark
+            # libraries read their variables on import, which happens in this process; and /proc shows the environment
+            # a process was started with, which forks inherit, so all processes of the run can be recognized
             env=scrubbed_environment(os.environ) | _early(spec, held) | {processes.RUN_VARIABLE: str(run.path)},
         )
     assert process.stdin is not None
     try:
-        # one on this machine is known by its process
+        # on this machine the job id is the process id
         yield Supervisor(process, held or str(process.pid))
     finally:
         with suppress(BrokenPipeError):
@@ -94,7 +94,7 @@ def supervisor(spec: Spec, run: RunFolder, now_at: RunFolder, held: str | None =
 
 @contextmanager
 def _sigterm_waits() -> Iterator[None]:
-    """A process that is started meanwhile hears a cancel once it can, also one that comes while Python starts."""
+    """Block SIGTERM, so that a process started meanwhile receives a cancel even while Python starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -103,13 +103,13 @@ def _sigterm_waits() -> Iterator[None]:
 
 
 def await_coordinator(group: RunFolder) -> None:
-    """Wait until the coordinator of a group has ended, so that there is one at a time.
+    """Wait until the coordinator of a group has ended, so that there is only one at a time.
 
-    Two would not know of each other's runs, nor of what those have of the machine. One on another machine does not
-    count, for nobody can tell whether it lives: it starts nothing that has ended.
+    Two would not know each other's runs, nor the resources those use. One on another machine does not count, because
+    it is unknown whether it is alive; it starts nothing that has ended.
 
     Raises:
-        UserError: it is at work.
+        UserError: it still has running runs.
     """
     state = records.read_state(group)
     give_up = time.monotonic() + PATIENCE_WITH_COORDINATOR
@@ -120,7 +120,7 @@ def await_coordinator(group: RunFolder) -> None:
                 f"group {group.run} is at work, and starts its runs itself: `{program()} wait {group.run}` for its end,"
                 f" or `{program()} cancel {group.run}` first"
             )
-        # its last run has ended a moment before; or all were cancelled one by one, and it still waits for other runs
+        # its last run ended a moment ago; or all were cancelled one by one, and it still waits for other runs
         cancel(group, state)
         time.sleep(0.02)
 
@@ -133,13 +133,13 @@ def _program(spec: Spec) -> list[str]:
 
 
 def log_name(executor: str, run: RunFolder) -> str:
-    """Of the supervisor's log; those of a group's runs lie beside each other."""
+    """Return the name of the supervisor's log; those of a group's runs are in the same folder."""
     return executor if run.task is None else f"{executor}-{run.task}"
 
 
 def _early(spec: Spec, held: str | None) -> dict[str, str]:
-    """For the supervisor: the allocation's job, or for ranks that are forked from it, what decides on the number of
-    threads and whatever else libraries ask for on import."""
+    """Return variables for the supervisor: the allocation's job id, or, for ranks forked from it, those that libraries
+    read on import, such as the number of threads."""
     if held is not None:
         return {held_allocation.JOB_VARIABLE: held}
     cpus = spec.resources.cpus_per_task
@@ -147,12 +147,12 @@ def _early(spec: Spec, held: str | None) -> dict[str, str]:
 
 
 def is_here(state: dict[str, Any]) -> bool:
-    """Whether a run's supervisor is, or was, a process of this machine."""
+    """Return whether a run's supervisor is, or was, a process of this machine."""
     return bool(state.get("host") == os.uname().nodename)
 
 
 def is_supervised(state: dict[str, Any]) -> bool:
-    """Whether the supervisor that a run's state names is alive. On another host nobody can tell: it counts as alive."""
+    """Return whether the supervisor in a run's state is alive. On another host this is unknown: it counts as alive."""
     if not is_here(state):
         return True
     pid, start = state.get("supervisor") or (0, None)
@@ -160,10 +160,10 @@ def is_supervised(state: dict[str, Any]) -> bool:
 
 
 def started_nodes(folder: RunFolder) -> list[str]:
-    """Return the nodes on which the supervisor of a run has started its ranks last.
+    """Return the nodes on which the supervisor of a run last started its ranks.
 
     Raises:
-        UserError: it has not yet.
+        UserError: it has not started them yet.
     """
     started = [event for event in records.events(folder) if event["event"] == "started"]
     if not started:
@@ -173,10 +173,10 @@ def started_nodes(folder: RunFolder) -> list[str]:
 
 
 def cancel(folder: RunFolder, state: dict[str, Any]) -> bool:
-    """Asks the supervisor to end its run, which saves first; False where there is none any more.
+    """Ask the supervisor to end its run, which saves first; return False if there is no supervisor any more.
 
     Raises:
-        UserError: it is a process of another machine, and so are the ranks.
+        UserError: the supervisor and the ranks are on another machine.
     """
     if not is_here(state):
         return _cancel_elsewhere(folder, state)
@@ -192,7 +192,7 @@ def _cancel_elsewhere(folder: RunFolder, state: dict[str, Any]) -> bool:
     if state["executor"] != "allocation":
         host = state.get("host", "another machine")
         raise UserError(f"run {state['run']} is a local run of {host}: cancel it there")
-    # its supervisor finds the wish in the shared folder, which may take a while; scancel reaches its ranks at once
+    # its supervisor finds the request in the shared folder, which may take a while; scancel reaches the ranks at once
     folder.cancel_wish.touch()
     with suppress(ClusterError):
         steps.signal_ranks(state["job_id"], state["run"], "TERM")

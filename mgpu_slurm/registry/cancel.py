@@ -1,4 +1,4 @@
-"""Cancel runs: through SLURM, or through the supervisor of a run that no queue has."""
+"""Cancel runs: through SLURM, or through the supervisor of a run without a queue."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _Alive: TypeAlias = list[tuple[RunFolder, State]]
 
 
 def cancel_run(folder: RunFolder) -> bool:
-    """Ask what is alive of a run or group to save and end; False if all had ended already.
+    """Ask the living runs of a run or group to save and end; return False if all had already ended.
 
     Raises:
-        UserError: the run is somebody else's, or a local run of another machine.
-        ClusterError: SLURM refuses or does not answer, or the job is one of another cluster.
+        UserError: the run belongs to another user, or is a local run of another machine.
+        ClusterError: SLURM refuses or does not answer, or the job is on another cluster.
     """
     alive = _alive(folder)
     if not alive:
@@ -37,7 +37,7 @@ def cancel_run(folder: RunFolder) -> bool:
         return True
     check_may_change(folder, "cancel")
     if folder.task is None and any(_is_waiting(member, state) for member, state in alive):
-        # it starts no more of them, and waits for no other run any more
+        # the coordinator then starts no more runs, and waits for no dependency
         supervisors.cancel(folder, records.read_state(folder))
     reached = [_cancel_local(member, state) for member, state in alive]
     return any(reached)
@@ -49,7 +49,7 @@ def _alive(folder: RunFolder) -> _Alive:
 
 def _cancel_jobs(folder: RunFolder, alive: _Alive) -> None:
     started = [member for member, state in alive if state["attempts"]]
-    # their jobs may be about to hand them on; an operator who cancels them need not be able to write there
+    # their jobs may be about to requeue; an operator who cancels them may lack write access
     with contextlib.suppress(OSError):
         for member in started:
             member.cancel_wish.touch()
@@ -61,7 +61,7 @@ def _cancel_jobs(folder: RunFolder, alive: _Alive) -> None:
             for member in started:
                 member.cancel_wish.unlink(missing_ok=True)
         raise
-    # what has not started ends at once, and nothing but SLURM tells of that, for some minutes
+    # jobs that have not started end at once, and only SLURM reports that, for some minutes
     left = _alive(folder)
     _scancel(folder, {state["job_id"] for _, state in left if state["job_id"] is not None} - told)
     unknown = [state["run"] for _, state in left if state["job_id"] is None]
@@ -70,7 +70,7 @@ def _cancel_jobs(folder: RunFolder, alive: _Alive) -> None:
 
 
 def _scancel(folder: RunFolder, job_ids: set[str]) -> None:
-    # one request for all of an array: each costs the controller one
+    # one request per array: each request is a load on the controller
     jobs = sorted(job_ids) if folder.task is not None else commands.whole_jobs(sorted(job_ids))
     job_identity.check(folder, jobs)
     try:
@@ -83,9 +83,9 @@ def _scancel(folder: RunFolder, job_ids: set[str]) -> None:
 
 
 def _cancel_local(folder: RunFolder, state: State) -> bool:
-    """End the run, also one of a group that still waits for its turn."""
+    """Cancel a local run, even one of a group that has not started yet."""
     if _is_waiting(folder, state):
-        # a supervisor that is started for it meanwhile finds that
+        # a supervisor that is started for it meanwhile finds the request
         folder.create_task()
         folder.cancel_wish.touch()
         state = records.read_state(folder)

@@ -13,14 +13,14 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import sweep_state
 
 _DELETED_PREFIX = ".deleted-"
-"""No run name starts with a dot, so what carries it is never listed as a run."""
+"""No run name starts with a dot, so a folder with this prefix is never listed as a run."""
 
 
 def delete(folder: RunFolder, only_checkpoints: bool = False) -> None:
     """Delete a run, group or sweep that has ended, or only its checkpoints.
 
     Raises:
-        UserError: it is a part of a group, or something may not be deleted.
+        UserError: it is part of a group, or something may not be deleted.
     """
     if only_checkpoints:
         members = [member for member, _ in records.read_states(folder)]
@@ -33,7 +33,7 @@ def delete(folder: RunFolder, only_checkpoints: bool = False) -> None:
 
 
 def check_has_ended(folder: RunFolder, state: str) -> None:
-    """Refuse to delete what is still alive.
+    """Refuse to delete a run that is still alive.
 
     Args:
         state: of the run, or of the group or sweep as a whole.
@@ -49,19 +49,19 @@ def check_has_ended(folder: RunFolder, state: str) -> None:
 
 
 def delete_run(folder: RunFolder) -> None:
-    """Deletes the whole folder of a run that is not alive; one that is gone already is fine.
+    """Delete the whole folder of a run that is not alive, if it exists.
 
-    It takes a hidden name first, so that no half of a run is ever listed. Deletions that were interrupted in the
-    same runs folder are finished on the way.
+    The folder is renamed to a hidden name first, so that half a run is never listed. Interrupted deletions in the same
+    runs folder are finished, too.
 
     Raises:
-        UserError: where something may not be deleted or is still held by a process.
+        UserError: something may not be deleted, or is still held by a process.
     """
     _delete(folder.path)
 
 
 def delete_checkpoints(folder: RunFolder) -> None:
-    """Deletes `checkpoints/` of a run, or of one trial of a sweep, and leaves the rest; a second time is fine.
+    """Delete `checkpoints/` of a run, or of one trial of a sweep, if it exists; keep the rest.
 
     Raises:
         UserError: as `delete_run`.
@@ -72,7 +72,7 @@ def delete_checkpoints(folder: RunFolder) -> None:
 def _delete(path: Path) -> None:
     hidden = path.with_name(f"{_DELETED_PREFIX}{path.name}")
     try:
-        # an interrupted deletion of the same name would be in the way of the rename
+        # the leftover of an interrupted deletion would block the rename
         _remove(hidden)
         path.rename(hidden)
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def _delete(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder with its content, also while another process does the same; of a link only the link."""
+    """Remove a folder with its content, even while another process does the same; of a link, only the link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     while os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""The state of runs as it is now, also if nobody was there to write down that it has changed."""
+"""The current state of runs, even if no process was there to record a change."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def state(folder: RunFolder) -> State:
 
 
 def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFolder, State]]:
-    """How runs stand now, those of a group one by one: as recorded, and for those not known to have ended, as their
-    executor knows.
+    """Return the current states of runs, one per run of a group.
 
-    One squeue serves all of them, and one sacct those that it has forgotten.
+    A run that has ended is taken from its record; for the others their executor is asked. One squeue serves all of
+    them, and one sacct those that squeue no longer lists.
 
     Args:
-        note: hears that the cluster does not answer, or is not the one to ask.
+        note: called if the cluster does not answer, or is not the one of a run's job.
     """
     found = [pair for folder in asked for pair in recorded(folder)]
     asks = [
@@ -58,7 +58,7 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
 
 
 def _executor_of_living(state: State) -> Executor | None:
-    """Return None also for a state that could not be read, which names none."""
+    """Return the executor of a living run; None also for an unreadable state, which names none."""
     return EXECUTORS.get(state["executor"]) if states.is_alive(state["state"]) else None
 
 
@@ -68,10 +68,10 @@ def _current(folder: RunFolder, state: State, view: SlurmView) -> State:
 
 
 def check_are_of_this_cluster(found: Iterable[State]) -> None:
-    """Refuses what SLURM is to be asked for these runs, where one has its job on another cluster.
+    """Refuse a request to SLURM if one of these runs has its job on another cluster.
 
     Raises:
-        ClusterError: one has.
+        ClusterError: a run's job is on another cluster.
     """
     named = [state for state in found if state["slurm_cluster"]]
     here = site.cluster_name() if named else None
@@ -84,7 +84,7 @@ def check_are_of_this_cluster(found: Iterable[State]) -> None:
 
 
 def recorded(folder: RunFolder) -> list[tuple[RunFolder, State]]:
-    """As written down, the runs of a group one by one, with the ids of jobs that have not started."""
+    """Return the recorded states, one per run of a group, with the ids of jobs that have not started."""
     found = records.read_states(folder)
     if any(is_queued(state) and state["job_id"] is None for _, state in found):
         submissions = _confirmed(folder.group)
@@ -95,7 +95,7 @@ def recorded(folder: RunFolder) -> list[tuple[RunFolder, State]]:
 
 
 def _confirmed(folder: RunFolder) -> dict[int | None, State]:
-    """The job ids of a run or group by task, and the end of what never arrived in SLURM's queue."""
+    """Return the job ids of a run or group by task, or the end of a job that never arrived in SLURM's queue."""
     found: dict[int | None, State] = {}
     for submission in records.submissions(folder):
         job_id, arrived = submission.job_id, not submission.refused
@@ -107,16 +107,16 @@ def _confirmed(folder: RunFolder) -> dict[int | None, State]:
 
 
 def look_for_jobs(folder: RunFolder) -> None:
-    """Writes down the jobs of a run or group that SLURM has got and nobody knows of yet."""
+    """Record the jobs of a run or group that SLURM has but that are not recorded yet."""
     for submission in records.submissions(folder):
         if submission.job_id is None and not submission.refused:
             _looked_for(folder, submission)
 
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
-    """The job id of a submission that was not confirmed, and whether it may have arrived, or still may."""
+    """Return the job id of an unconfirmed submission, and whether it may have arrived, or still may."""
     if not is_own(folder) or is_elsewhere(records.read_state(folder), site.cluster_name()):
-        # the jobs of others are not looked through, and those of another cluster cannot be
+        # the jobs of other users are not searched, and those of another cluster cannot be
         return None, True
     try:
         job_id = sbatch.find(folder, submission.token)
@@ -128,7 +128,7 @@ def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str 
 
 
 def _may_be_hidden(folder: RunFolder, submission: records.Submission) -> bool:
-    """Return whether a job may be in the queue that squeue does not list."""
+    """Return whether a job may be in the queue although squeue does not list it."""
     named = accounting.named(folder.run, submission.begun)
     if named is None:
         return not slurm_states.is_missing_for_long(folder, submission.token)

@@ -1,4 +1,4 @@
-"""What a run waits for before it starts: other runs that complete (`afterok`) or just end (`afterany`)."""
+"""The dependencies of a run: other runs that have to complete (`afterok`) or just end (`afterany`) first."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mgpu_slurm.registry.watch import ASK_EVERY
 
 @dataclass(frozen=True)
 class Standing:
-    """How far that is."""
+    """The state of a run's dependencies."""
 
     waiting_for: tuple[tuple[str, current_state.State], ...] = ()
-    """`afterok` or `afterany`, and how a run stands that has not ended."""
+    """`afterok` or `afterany`, with the state of each run that has not ended."""
     broken: str = ""
-    """Why it will never be: a run that had to complete did not; empty where none has failed."""
+    """Why they can never be satisfied: a run that had to complete did not; empty if none failed."""
 
 
 def named(after: Iterable[str], after_any: Iterable[str]) -> tuple[str, ...]:
-    """The spec's form of what a call named, by the whole names of the runs.
+    """Return dependencies in the spec's form, with the full names of the runs.
 
     Raises:
         UserError: there is no such run.
@@ -35,23 +35,23 @@ def named(after: Iterable[str], after_any: Iterable[str]) -> tuple[str, ...]:
 
 
 def left(folder: RunFolder, after: Sequence[str]) -> Sequence[str]:
-    """What a run or group still has to wait for, of what its spec names: once one has started, all has been."""
+    """Return the dependencies still to wait for: none once a run of the group has started."""
     has_started = after and any(records.attempts_started(member) for member in lookup.members(folder.group))
     return () if has_started else after
 
 
 def standing(after: Iterable[str]) -> Standing:
-    """Looks at the runs that a spec's `after` names.
+    """Look up the runs in a spec's `after`.
 
     Raises:
-        UserError: one is not there any more.
+        UserError: one no longer exists.
     """
     pairs = [dependency.partition(":")[::2] for dependency in after]
     try:
         asked = [(kind, lookup.find(name)) for kind, name in pairs]
     except UserError as gone:
         raise UserError(f"the run it waited for no longer exists ({gone}): submit it again without --after") from None
-    # one question to SLURM serves all
+    # one request to SLURM serves all
     now = dict(current_state.current([folder for _, folder in asked]))
     waiting = []
     for kind, folder in asked:
@@ -65,9 +65,9 @@ def standing(after: Iterable[str]) -> Standing:
 
 
 def wait(folder: RunFolder, after: Sequence[str]) -> str:
-    """Blocks until a local run or group may start, and returns why it may not; empty where it may.
+    """Wait until a local run or group may start; return why it must not, or an empty string.
 
-    Expects SIGTERM blocked: it means a cancel.
+    SIGTERM has to be blocked: it means a cancel.
     """
     after = left(folder, after)
     pause, longest = 0.5, 1.0
@@ -80,7 +80,7 @@ def wait(folder: RunFolder, after: Sequence[str]) -> str:
         except UserError as gone:
             return str(gone)
         except OSError:
-            # a file system that does not answer does so later
+            # the file system may answer again later
             longest = max(ASK_EVERY.values())
         pause = min(2 * pause, longest)
         if signal.sigtimedwait({signal.SIGTERM}, pause) is not None or folder.cancel_wish.exists():
@@ -88,11 +88,11 @@ def wait(folder: RunFolder, after: Sequence[str]) -> str:
 
 
 def sbatch_option(after: Iterable[str]) -> str:
-    """What sbatch's --dependency takes; empty where nothing is left to wait for.
+    """Return the value of sbatch's --dependency; empty if nothing is left to wait for.
 
     Raises:
-        UserError: a run had to complete and did not, or is no job.
-        ClusterError: it is one of another cluster.
+        UserError: a run had to complete and did not, or is not a SLURM job.
+        ClusterError: its job is on another cluster.
     """
     found = standing(after)
     if found.broken:
@@ -109,5 +109,5 @@ def sbatch_option(after: Iterable[str]) -> str:
 
 
 def _is_whole(after: Iterable[str], state: current_state.State) -> bool:
-    """Whether a group was named, and not this run of it: its array then stands for all its runs."""
+    """Return whether the group was named, not this run of it: its array id then stands for all its runs."""
     return not any(dependency.endswith(f":{state['run']}") for dependency in after)

@@ -1,4 +1,4 @@
-"""How much runs take on disk."""
+"""Disk usage of runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = ["RUN", "CHECKPOINTS", "LOGS", "TENSORBOARD", "CODE", "OTHER", "TOTAL"]
 class Usage:
     """Bytes by kind: the files' own sizes (as `ls -l` shows them), which are the same on every file system.
 
-    `du` adds the rounding to blocks. Links count with their own size, never with what they lead to.
+    `du` rounds up to blocks instead. Links count with their own size, never with that of their target.
     """
 
     checkpoints: int
@@ -33,11 +33,12 @@ class Usage:
 
 
 def usage(folder: RunFolder) -> Usage:
-    """What a run takes, or a group with all its runs, or a sweep with all its trials; files that vanish meanwhile count
-    nothing.
+    """Return the disk usage of a run, a group with all its runs, or a sweep with all its trials.
+
+    Files that vanish meanwhile do not count.
 
     Raises:
-        UserError: where a folder may not be read.
+        UserError: a folder may not be read.
     """
     parts = [folder, *(RunFolder(path) for path in [*_listed(folder.tasks), *_listed(folder.trials)])]
     places = {
@@ -75,7 +76,7 @@ def _all_sizes(sections: list[Path]) -> Iterator[int]:
 
 
 def _sizes(folder: Path, without: frozenset[Path] = frozenset()) -> Iterator[int]:
-    """Sizes of the files below a folder, except below the folders in `without`."""
+    """Yield the sizes of the files below a folder, except below the folders in `without`."""
     try:
         with os.scandir(folder) as found:
             items = list(found)

@@ -1,4 +1,4 @@
-"""Which runs folders this user has, and what is in them."""
+"""The runs folders of this user, and the runs in them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ def _index() -> Path:
 
 
 def remember_root(root: Path) -> None:
-    """Adds a runs folder to this user's index, once."""
+    """Add a runs folder to this user's index, unless it is there already."""
     index = _index()
     if any(record["folder"] == str(root) for record in read_jsonl(index)):
         return
-    # without a home that can be written, runs are still found from their own folder
+    # without a writable home, runs are still found from their own folder
     with contextlib.suppress(OSError):
         index.parent.mkdir(parents=True, exist_ok=True)
         append_jsonl(index, {"folder": str(root)})
 
 
 def roots() -> list[Path]:
-    """The runs folder of the working directory, then every other one that this user has used and that still exists."""
+    """Return the runs folder of the working directory, then all others that this user has used and that still exist."""
     known = [layout.runs_root(), *(Path(record["folder"]) for record in read_jsonl(_index()))]
-    # two ways to the same folder are one
+    # two paths to the same folder count once
     found = dict.fromkeys(root.resolve() for root in known)
     return [root for root in found if os.path.isdir(root) and os.access(root, os.R_OK | os.X_OK)]
 
 
 def folders(root: Path) -> list[RunFolder]:
-    """The runs and groups in a runs folder, but for those of others who keep theirs to themselves."""
+    """Return the runs and groups in a runs folder, except other users' private ones."""
     return [
         RunFolder(path)
         for path in root.iterdir()

@@ -1,4 +1,4 @@
-"""The logs of a run: what its ranks and what its batch scripts or supervisors have printed."""
+"""The logs of a run: the output of its ranks, and of its batch scripts or supervisors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from mgpu_slurm.executors import supervisors
 
 
 def of_rank(folder: RunFolder, rank: int, attempts: range) -> list[Path]:
-    """The logs of a rank in these attempts, as far as they are there."""
+    """Return the existing logs of a rank in these attempts."""
     return [path for path in (folder.rank_log(attempt, rank) for attempt in attempts) if path.exists()]
 
 
 def of_launch(folder: RunFolder) -> list[Path]:
-    """What the batch scripts or supervisors of a run or group printed, oldest first."""
+    """Return the logs of the batch scripts or supervisors of a run or group, oldest first."""
     found = sorted(folder.group.logs.glob("launch-*.log"), key=lambda path: path.stat().st_mtime)
     if folder.task is None:
         return found
-    # a job may have failed before it came to the run
+    # a job may have failed before it started the run
     jobs = {submission.job_of(folder.task) for submission in records.submissions_of(folder)}
     jobs |= {event.get("job_id") for event in records.events(folder)}
     names = jobs | {supervisors.log_name(records.read_state(folder)["executor"], folder)}

@@ -1,4 +1,4 @@
-"""Find runs and groups: all that this user has, or the one that a name or a job id means."""
+"""Find runs and groups: all of this user, or the one of a name or job id."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from mgpu_slurm.registry.permissions import refuse_closed
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 
 _MADE_UNIQUE = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
-"""What a submission adds to the name of a run."""
+"""The suffix that a submission adds to a run's name."""
 
 
 def all_groups(note: Note = quiet) -> list[RunFolder]:
-    """Every group, and every run of its own, newest first; `note` is as for `current`."""
+    """Return all groups and single runs, newest first; `note` is as for `current`."""
     return list(dict.fromkeys(folder.group for folder, _ in all_states(note)))
 
 
 def all_states(note: Note = quiet) -> list[tuple[RunFolder, State]]:
-    """Every run and how it stands, newest first, the runs of a group in their order; `note` is as for `current`."""
+    """Return all runs with their states, newest first, runs of a group in order; `note` is as for `current`."""
     found = current([folder for root in roots() for folder in folders(root)], note)
     gone = _removed(found)
     left = [pair for pair in found if pair[0].group not in gone]
     newest: dict[RunFolder, str] = {}
     for folder, state in left:
         newest[folder.group] = max(newest.get(folder.group, ""), state["submitted"] or "")
-    # a part of a group may have been submitted again
+    # a part of a group may have been resubmitted
     return sorted(left, key=lambda pair: (newest[pair[0].group], pair[0].group.run), reverse=True)
 
 
 def _removed(found: list[tuple[RunFolder, State]]) -> set[RunFolder]:
-    """Of submissions that were killed before SLURM had the job nothing is left."""
+    """Delete and return submissions that were killed before SLURM had the job."""
     here = {folder.group for folder, state in found if state["reason"] != NEVER_ARRIVED["reason"]}
     gone = {folder.group for folder, _ in found} - here
     unused = {folder for folder in gone if not folder.tasks.exists() and not list(folder.logs.glob("*"))}
     for folder in unused:
-        # somebody else's stays
+        # another user's cannot be deleted
         with contextlib.suppress(UserError):
             cleanup.delete_run(folder)
     return unused
 
 
 def find(name: str) -> RunFolder:
-    """The run or group of that name, or whose name begins so, or with that job id; `<group>/<index>` is one run of it.
+    """Return the run or group with this name, prefix or job id; `<group>/<index>` is one run of a group.
 
     Raises:
-        UserError: there is none, or there are several, or it is somebody else's who keeps it closed.
+        UserError: none or several match, or it is closed to this user.
     """
     if os.path.exists(Path(name) / "spec.yaml"):
         return RunFolder(Path(name).absolute())
@@ -72,7 +72,7 @@ def find(name: str) -> RunFolder:
     )
     here = [folder for folder in found if folder.path.parent == layout.runs_root().resolve()]
     if len(here) == 1:
-        # one of another project may have the same name
+        # a run of another project may have the same name
         return here[0]
     if len(found) > 1 and len({folder.run for folder in found}) == 1:
         places = ", ".join(str(folder.path) for folder in found[-5:])
@@ -96,13 +96,13 @@ def _task(folder: RunFolder, task: int) -> RunFolder:
 
 
 def _with_job(job_id: str, known: list[RunFolder]) -> list[RunFolder]:
-    """Runs by `42`, groups by the id of their array, and a run of a group by `42_3`."""
+    """Return single runs by `42`, groups by the id of their array, and a run of a group by `42_3`."""
     array, _, _ = job_id.partition("_")
     found = []
     for folder in known:
         arrays = {submission.job_id for submission in records.submissions(folder)}
         members = [member for member, state in recorded(folder) if state["job_id"] == job_id]
-        # a run of a group that goes on alone is known to itself only
+        # the job of a group's run that was resumed alone is recorded only in that run
         found += [folder] if job_id in arrays else members or ([folder] if array in arrays else [])
     return found
 
@@ -112,7 +112,7 @@ def is_group(folder: RunFolder) -> bool:
 
 
 def members(folder: RunFolder) -> list[RunFolder]:
-    """The runs of a group; a run of its own is its only one."""
+    """Return the runs of a group; for a single run, the run itself."""
     tasks = records.read_state(folder)["tasks"]
     return [folder] if tasks is None else [folder.of_task(task) for task in range(tasks)]
 

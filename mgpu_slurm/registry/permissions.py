@@ -1,4 +1,4 @@
-"""Whose a run is, and who may look into it or change it."""
+"""The owner of a run, and who may read or change it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def check_may_change(folder: RunFolder, what: str) -> None:
         what: the change, as a verb for the message: `cancel`, `resume` or `delete`.
 
     Raises:
-        UserError: the run is somebody else's.
+        UserError: the run belongs to another user.
     """
-    # in a runs folder that many may write in, it could be renamed all the same
+    # in a runs folder that many may write to, it could be renamed anyway
     if not os.access(folder.group.path, os.W_OK):
         raise UserError(f"run {folder.run} is {owner(folder)}'s: only they can {what} it")
 
 
 def refuse_closed(name: str) -> None:
-    """Tell a run that this user may not look into from one that is not there.
+    """Distinguish a run that this user may not read from one that does not exist.
 
     Raises:
-        UserError: there is a run of that name, and its owner keeps it closed.
+        UserError: a run of that name exists, and its owner keeps it closed.
     """
     for path in [Path(name), *(root / name for root in roots())]:
         try:

@@ -1,4 +1,4 @@
-"""A shell, or one command, beside the ranks of a run: on one of its nodes, with its cores, memory and GPUs."""
+"""A shell, or one command, next to the ranks of a run: on one of its nodes, with its cores, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from mgpu_slurm.request.spec import read_spec
 def words(
     folder: RunFolder, facts: dict[str, Any], node: str | None, command: Sequence[str], terminal: bool
 ) -> list[str]:
-    """What to execute.
+    """Return the command line to execute.
 
     Args:
         facts: the run's state.
-        node: one of the run's; None for its first.
+        node: one of the run's nodes; None for the first.
         command: what to run there; empty for the user's shell.
-        terminal: whether somebody sits in front of it.
+        terminal: whether it is interactive.
 
     Raises:
         UserError: the run is not running, or not on that node, or not on this machine.
-        ClusterError: SLURM does not answer, or it is another cluster's that has the run.
+        ClusterError: SLURM does not answer, or the run's job is on another cluster.
     """
     if facts["state"] != states.RUNNING:
         raise UserError(f"run {folder.run} is {facts['state']}: a shell needs a running job")
@@ -47,5 +47,5 @@ def words(
 
 
 def place(folder: RunFolder) -> Path:
-    """Where the ranks stand."""
+    """Return the working directory of the ranks."""
     return folder.code / read_spec(folder).workdir

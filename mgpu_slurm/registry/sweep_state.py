@@ -1,4 +1,4 @@
-"""How a sweep stands: by the summary that its workers keep, and by how those stand. The study itself is not asked."""
+"""The state of a sweep, from its workers' states and the summary they write. The study itself is not read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NO_TRIALS = {"COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "RUNNING": 0, "WAITING": 0}
 
 
 def summary_of(folder: RunFolder, workers: Sequence[State] | None = None) -> dict[str, Any]:
-    """What the workers say; with nothing in it where none has said anything yet.
+    """Return the summary that the workers write; empty if none has written it yet.
 
     Args:
-        workers: how they stand now; one that was killed says nothing of its trial any more.
+        workers: their current states; a killed worker no longer updates its trial.
     """
     summary = _written(folder)
     return summary if workers is None else _without_orphans(summary, workers)
 
 
 def _without_orphans(summary: dict[str, Any], workers: Sequence[State]) -> dict[str, Any]:
-    """A trial that runs nowhere waits for somebody who begins it again."""
+    """Count trials that no worker runs as waiting to be restarted."""
     counts = summary["trials"]
     at_work = sum(worker["state"] in states.MAY_RUN and worker.get("trial") is not None for worker in workers)
     orphans = max(0, counts["RUNNING"] - at_work)
@@ -55,24 +55,24 @@ def is_sweep(folder: RunFolder) -> bool:
 
 
 def trials(folder: RunFolder) -> list[RunFolder]:
-    """The trials of a sweep that have begun, in no order; none of what is no sweep."""
+    """Return the trials of a sweep that have begun, in no particular order; none for other runs."""
     return [RunFolder(path) for path in folder.trials.iterdir()] if folder.trials.is_dir() else []
 
 
 def overall(workers: Sequence[State], summary: dict[str, Any]) -> str:
-    """One state for a sweep: of its workers while one lives, else by what has become of its trials."""
+    """Return one state for a sweep: that of its workers while one is alive, else by the results of its trials."""
     found = states.overall(workers)
     if states.is_alive(found):
         return found
     if _is_done(summary):
         return states.COMPLETED
-    # a worker that left because there was nothing to take has completed, whatever became of the others
+    # a worker that exited because no trial was left has completed, whatever happened to the others
     has_failed = found == states.COMPLETED or (summary["over"] or {}).get("failed")
     return states.FAILED if has_failed else found
 
 
 def _is_done(summary: dict[str, Any]) -> bool:
-    """Whether nothing is left to do: its trials have ended, one of them with a value, or its budget is used up."""
+    """Return whether nothing is left to do: all trials have ended, one of them with a value, or the budget is spent."""
     over, trials = summary["over"], summary["trials"]
     if _is_in_vain(summary):
         return False
@@ -82,17 +82,17 @@ def _is_done(summary: dict[str, Any]) -> bool:
 
 
 def _is_in_vain(summary: dict[str, Any]) -> bool:
-    """Whether all of its trials have ended, and none with a value."""
+    """Return whether all trials have ended, none of them with a value."""
     return not summary["trials"]["COMPLETE"] and 0 < ended(summary) == sum(summary["trials"].values())
 
 
 def ended(summary: dict[str, Any]) -> int:
-    """How many trials have come to their end."""
+    """Return the number of trials that have ended."""
     return int(sum(summary["trials"][state] for state in ("COMPLETE", "PRUNED", "FAIL")))
 
 
 def facts(folder: RunFolder, workers: Sequence[State]) -> State:
-    """The sweep as one run among others: the names of a run's state, and `trials`, `best` and `workers`."""
+    """Return the sweep's state with the keys of a run's state, and `trials`, `best` and `workers`."""
     summary = summary_of(folder, workers)
     state, best = overall(workers, summary), summary["best"]
     ends = [worker["ended"] for worker in workers if worker["ended"]]
@@ -118,7 +118,7 @@ def facts(folder: RunFolder, workers: Sequence[State]) -> State:
 
 
 def reason(workers: Sequence[State], summary: dict[str, Any], state: str) -> str:
-    """In a line: how many trials have ended, and who is at work; or why the sweep has ended early."""
+    """Return a line: how many trials have ended and how many workers run, or why the sweep ended early."""
     told = f"{ended(summary)} of {counted(sum(summary['trials'].values()), 'trial')}"
     if states.is_alive(state):
         running = sum(worker["state"] == states.RUNNING for worker in workers)
@@ -141,10 +141,10 @@ def _why_pruned(summary: dict[str, Any]) -> str:
 
 
 def as_one(found: Sequence[tuple[RunFolder, State]], without: Sequence[RunFolder] = ()) -> list[State]:
-    """States of runs, with those of all workers of a sweep as one.
+    """Return the states of runs, with all workers of a sweep merged into one.
 
     Args:
-        without: sweeps of which single workers are meant.
+        without: sweeps whose workers stay separate.
     """
     states_of: dict[RunFolder, list[State]] = {}
     for folder, state in found:

@@ -1,4 +1,4 @@
-"""Looking at runs until they have ended, also while their executor does not answer."""
+"""Watch runs until they have ended, even while their executor does not answer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mgpu_slurm.registry import current_state
 from mgpu_slurm.registry.current_state import State
 
 ASK_EVERY = {"local": 1.0, "allocation": 15.0, "slurm": 15.0}
-"""Seconds between two questions to an executor by one who waits; a controller serves thousands."""
+"""Seconds between two requests of a watch to an executor; a controller serves thousands of clients."""
 
 ANSWER_TAKES = 0.5
-"""Seconds for which one who waits stands still for an answer, before going on by what runs say themselves."""
+"""Seconds to block for an answer before continuing with the runs' own records."""
 
 
 class Watch:
-    """Runs, again and again: their records each time, their executor's word not more often than that can bear."""
+    """A repeated look at runs: their records each time, their executor only as often as it can bear."""
 
     def __init__(self, folder: RunFolder, note: Note = quiet) -> None:
         """
         Args:
-            note: hears, once each time, that the cluster does not answer, or is not the one to ask.
+            note: called once each time the cluster does not answer, or is not the one of the job.
         """
         self._folder = folder
         self._note = note
@@ -37,11 +37,11 @@ class Watch:
 
     @property
     def problem(self) -> str | None:
-        """Why what is seen may be old; None where the executor has answered."""
+        """Why the states may be outdated; None if the executor has answered."""
         return self._said[0] if self._said else None
 
     def state(self) -> State:
-        """Of a run, or of the first one of a group."""
+        """Return the state of a run, or of the first run of a group."""
         return self.states()[0]
 
     def states(self) -> list[State]:
@@ -57,7 +57,7 @@ class Watch:
         return sorted(newest.items(), key=lambda pair: pair[0].task or 0)
 
     def _asked(self, alive: list[RunFolder]) -> list[tuple[RunFolder, State]] | None:
-        """What the executor says; None until the next question, and while an answer is not there."""
+        """Return the executor's answer; None until the next request, and while the answer is outstanding."""
         if self._question is None:
             if not alive or time.monotonic() < self._next_question:
                 return None
@@ -76,12 +76,12 @@ class Watch:
 
 
 class _Question(threading.Thread):
-    """`registry.current`, in the background: an executor that does not answer takes its time."""
+    """A call of `current_state.current` in the background, since an executor may answer late."""
 
     def __init__(self, folders: list[RunFolder]) -> None:
         super().__init__(daemon=True)
         self.notes: list[str] = []
-        """What there is to say where the executor did not answer."""
+        """Notes on an executor that did not answer."""
         self._folders = folders
         self._found: list[tuple[RunFolder, State]] | None = None
         self._error: BaseException | None = None
@@ -94,7 +94,7 @@ class _Question(threading.Thread):
             self._error = error
 
     def answer(self) -> list[tuple[RunFolder, State]] | None:
-        """None where it is not there in `ANSWER_TAKES`."""
+        """Return the answer; None if it does not come within `ANSWER_TAKES`."""
         self.join(ANSWER_TAKES)
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""Curves of runs that differ in their seed only, as one curve with its spread."""
+"""Aggregate the curves of runs that differ only in their seed into one curve with its spread."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mgpu_slurm.reports.statistics import Summary, summarize
 
 _LONGEST_LABEL = 80
 _NAMED = 5
-"""How many runs a note names."""
+"""Maximum number of runs that a note names."""
 
 
 @dataclass
 class Group:
-    """Runs that are taken together."""
+    """Runs that are aggregated into one curve."""
 
     name: str
-    """What it is called in files and as a run of TensorBoard."""
+    """Its name in files and as a run of TensorBoard."""
     runs: list[History]
     config: dict[str, Any]
-    """The values that its runs have in common, seeds left out."""
+    """The values that its runs have in common, without seeds."""
     metrics: dict[str, Summary] = field(default_factory=dict)
 
 
@@ -42,11 +42,11 @@ class Aggregate:
     on: On
     groups: list[Group]
     notes: list[str]
-    """What is missing or shorter, and what could not be read."""
+    """Notes on missing or shorter curves, and on what could not be read."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What programs read of it, the curves left out."""
+        """Return the machine-readable facts, without the curves."""
         groups = [
             {
                 "name": group.name,
@@ -60,22 +60,22 @@ class Aggregate:
 
 
 def _last(summary: Summary) -> dict[str, Any]:
-    """The statistics at the last step."""
+    """Return the statistics at the last step."""
     values = {name: float(column[-1]) for name, column in summary.values.items()}
     return {"steps": len(summary.steps), "step": int(summary.steps[-1]), "count": int(summary.count[-1]), **values}
 
 
 def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), note: Note = quiet) -> Aggregate:
-    """Statistics of runs, grouped by their config without its seeds.
+    """Return statistics of runs, grouped by their config without seeds.
 
     Args:
         words: runs, groups, sweeps, or folders with event files below; none for the newest group.
-        on: what runs are aligned by.
+        on: whether runs are aligned by step or by progress.
         by: names of config values to group by instead.
-        note: hears that a cluster does not answer.
+        note: called if a cluster does not answer.
 
     Raises:
-        UserError: a word names nothing, or there is nothing to reckon with.
+        UserError: a word names nothing, or there is nothing to aggregate.
     """
     found = history.read(run_sources.sources(words or [newest_group()]), on, note)
     if not any(history.curves for history in found):
@@ -91,7 +91,7 @@ def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), not
 
 
 def newest_group() -> str:
-    """The name of the group that was submitted last.
+    """Return the name of the group that was submitted last.
 
     Raises:
         UserError: there is none.
@@ -112,7 +112,7 @@ def _none_to_reckon(found: list[History], on: On) -> str:
 
 
 def table(found: Aggregate) -> str:
-    """Each group's metrics at their last step."""
+    """Return a table of each group's metrics at their last step."""
     from tabulate import tabulate
 
     rows = [["GROUP", "RUNS", "METRIC", found.on.upper(), "MEAN", "STD", "95% INTERVAL", "MIN", "MEDIAN", "MAX"]]
@@ -131,12 +131,12 @@ def table(found: Aggregate) -> str:
 
 
 def is_seed(key: str) -> bool:
-    """Whether a config value is one that only draws anew: `seed`, `data.seed`, `data_seed`, `--random-seed`."""
+    """Return whether a config key is that of a seed: `seed`, `data.seed`, `data_seed`, `--random-seed`."""
     return re.fullmatch(r"(.*[._-])?seed", key) is not None
 
 
 def grouped(found: Sequence[History], by: Sequence[str] = ()) -> list[Group]:
-    """Runs by what they are and how they are configured, seeds left out, or by some values of their config only.
+    """Group runs by their target and config without seeds, or only by some values of their config.
 
     Raises:
         UserError: no run has such a value.
@@ -162,7 +162,7 @@ def _values_of(keys: Sequence[str]) -> Callable[[History], str]:
 
 
 def _rank(value: Any) -> tuple[int, float, str]:
-    """Sorts numbers by their size, before words, and those before nothing."""
+    """Return a sort key: numbers by size, then texts, then None."""
     if isinstance(value, (int, float)):
         return (0, value, "")
     return (2, 0.0, "") if value is None else (1, 0.0, str(value))
@@ -170,7 +170,7 @@ def _rank(value: Any) -> tuple[int, float, str]:
 
 def _whole_identity(history: History) -> str:
     config = {key: value for key, value in history.config.items() if not is_seed(key)}
-    # runs of others that tell nothing of themselves belong together where they were found together
+    # foreign runs without a config belong together if they were found in the same place
     origin = history.target or ("" if config else history.place)
     return json.dumps([origin, config], sort_keys=True, default=str)
 
@@ -185,13 +185,13 @@ def _in_common(runs: list[History]) -> dict[str, Any]:
 
 
 def _differing(firsts: list[History]) -> list[str]:
-    """The config values in which groups differ."""
+    """Return the keys of the config values in which groups differ."""
     keys = dict.fromkeys(key for history in firsts for key in history.config if not is_seed(key))
     return [key for key in keys if len({json.dumps(h.config.get(key), default=str) for h in firsts}) > 1]
 
 
 def _name(groups: list[Group], told: Sequence[str]) -> None:
-    """Names groups by the values that tell them apart; one alone by the place of its runs."""
+    """Name groups by the values that distinguish them; a single group by the place of its runs."""
     several_targets = len({group.runs[0].target for group in groups}) > 1
     used: set[str] = set()
     for group in groups:
@@ -223,11 +223,11 @@ def _numbered(label: str) -> Iterator[str]:
         number += 1
 
 
-# -- what is not there
+# -- notes on missing data
 
 
 def _notes_of_runs(found: Sequence[History]) -> list[str]:
-    """What was not read of runs; one line for all that say the same."""
+    """Return notes on what was not read of runs; one line for all runs with the same note."""
     by_text: dict[str, list[History]] = {}
     for run in found:
         for text in run.notes:
@@ -236,7 +236,7 @@ def _notes_of_runs(found: Sequence[History]) -> list[str]:
 
 
 def _note_of_lonely_runs(groups: Sequence[Group], by: Sequence[str]) -> list[str]:
-    """That no statistics come of it, as of a sweep whose trials all differ."""
+    """Return a note if no group has several runs, for example in a sweep whose trials all differ."""
     runs = [group.runs[0] for group in groups]
     keys = _differing(runs)
     if by or not keys or any(len(group.runs) > 1 for group in groups) or len({run.target for run in runs}) > 1:
@@ -247,7 +247,7 @@ def _note_of_lonely_runs(groups: Sequence[Group], by: Sequence[str]) -> list[str
 
 
 def _notes(group: Group, on: On, several: bool) -> list[str]:
-    """What the curves do not show by themselves."""
+    """Return notes on what the curves do not show by themselves."""
     prefix = f"{group.name}: " if several else ""
     of_all = f"of {counted(len(group.runs), 'run')}"
     found = []

@@ -1,4 +1,4 @@
-"""Writes aggregated curves: a folder with CSV, Parquet and runs for TensorBoard, whole or not at all."""
+"""Write aggregated curves: a folder with CSV, Parquet and runs for TensorBoard, whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CSV, PARQUET, TENSORBOARD = "curves.csv", "curves.parquet", "tensorboard"
 NO_PARQUET = "Parquet needs pyarrow, which is not installed: pip install 'mgpu-slurm[parquet]'"
 
 _QUEUE = 1000
-"""Events that wait for TensorBoard's writing thread."""
+"""Maximum number of events queued for TensorBoard's writing thread."""
 
 
 def has_parquet() -> bool:
@@ -29,10 +29,10 @@ def has_parquet() -> bool:
 
 
 def check(out: Path | None, parquet: bool | None = None) -> None:
-    """Refuses what could not be written, before anything is reckoned.
+    """Check that the output can be written, before anything is computed.
 
     Raises:
-        UserError: the folder holds something else, or Parquet is asked for and cannot be written here.
+        UserError: the folder contains something else, or Parquet is requested but cannot be written here.
     """
     if parquet and not has_parquet():
         raise UserError(f"--parquet: {NO_PARQUET}")
@@ -45,16 +45,16 @@ def _may_be_replaced(out: Path) -> bool:
 
 
 def default_folder(result: Aggregate) -> Path:
-    """In the working directory, by the name of what was aggregated."""
+    """Return a folder in the working directory, named after what was aggregated."""
     places = {run.place for group in result.groups for run in group.runs}
     return Path(f"aggregate-{Path(places.pop()).absolute().name}" if len(places) == 1 else "aggregate")
 
 
 def write(result: Aggregate, out: Path, parquet: bool | None = None) -> list[str]:
-    """Writes the folder, in the place of an older one; the names of what is in it.
+    """Write the folder, replacing an older one; return the names of its contents.
 
     Args:
-        parquet: None for where it can be written.
+        parquet: whether to write Parquet; None writes it if possible.
     """
     check(out, parquet)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def write(result: Aggregate, out: Path, parquet: bool | None = None) -> list[str
     try:
         written = list(_write_into(made, result, has_parquet() if parquet is None else parquet))
         write_json(made / MADE_HERE, without_nan(result.facts))
-        # mkdtemp makes 0700; what the place grants holds for the results too
+        # mkdtemp uses mode 0700; the results get the parent folder's permissions
         made.chmod(0o777 & out.parent.stat().st_mode)
         _put_in_place(made, out)
     except BaseException:
@@ -117,7 +117,7 @@ def _rows(result: Aggregate) -> Iterator[tuple[Any, ...]]:
 
 
 def _cell(name: str, value: float, count: int) -> float | None:
-    """Empty where a statistic is not there; NaN where runs have said NaN."""
+    """Return None (an empty cell) for a missing statistic; NaN if runs reported NaN."""
     return None if count == 1 and name in ("std", "ci_low", "ci_high") else value
 
 
@@ -136,7 +136,7 @@ def _write_parquet(path: Path, result: Aggregate) -> None:
 
 
 def _write_events(folder: Path, group: Group) -> None:
-    """A run for each statistic, with the metrics' own names, so that TensorBoard lays them over one another."""
+    """Write a run for each statistic, with the metrics' own names, so that TensorBoard overlays them."""
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     for name in NAMES:

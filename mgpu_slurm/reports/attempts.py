@@ -1,4 +1,4 @@
-"""What ended each attempt of a run but the newest, and who started the run again."""
+"""How each attempt of a run except the newest ended, and what restarted the run."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Event = dict[str, Any]
 
 
 MOST_TAKERS = 3
-"""Named."""
+"""Maximum number of preempting jobs that are named."""
 
 
 @dataclass(frozen=True)
 class Before:
-    """One attempt that another one followed."""
+    """An attempt that was followed by another one."""
 
     attempt: int
     ended: str
-    """Of what, in words."""
+    """Why it ended, in words."""
     then: str
-    """Who started the run again."""
+    """What restarted the run, in words."""
 
 
 def before(folder: RunFolder, waits: bool = False) -> list[Before]:
-    """The oldest first. Of what SLURM did by itself its accounting is asked.
+    """Return the earlier attempts, oldest first. Accounting is asked about restarts by SLURM itself.
 
     Args:
-        waits: whether the run waits to start again, so that another one follows the last of them, too.
+        waits: whether the run waits to restart, so that the newest attempt is an earlier one, too.
     """
     events = records.events(folder)
     starts = {event["attempt"]: index for index, event in enumerate(events) if event["event"] == "started"}
@@ -52,14 +52,14 @@ def before(folder: RunFolder, waits: bool = False) -> list[Before]:
 
 
 def _was_requeued(start: Event, between: Sequence[Event], after: Event | None) -> bool:
-    """Whether SLURM has started the same job again, or will, and nobody had asked it to."""
+    """Return whether SLURM has restarted the same job, or will, without a request."""
     after = after or {**start, "restarts": start.get("restarts", 0) + 1}
     is_same = start["job_id"] == after["job_id"] and after.get("restarts", 0) > start.get("restarts", 0)
     return is_same and not any(event["event"] in ("resumed", "retried", "requeued") for event in between)
 
 
 def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
-    """What accounting says of these attempts, where it says anything: it has a line for each start of a job."""
+    """Return the known ends of these attempts from accounting, which has a line for each start of a job."""
     accounted = _accounted(folder, records.read_state(folder), started)
     found = {}
     for event in started:
@@ -76,21 +76,21 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
 
 
 def last_said(folder: RunFolder) -> str:
-    """What the newest attempt's end was told as; empty where nothing was."""
+    """Return the recorded message on the newest attempt's end; empty if there is none."""
     ends = [event for event in records.events(folder) if event["event"] == "ended"]
     return first_line(ends[-1].get("message") or "") if ends else ""
 
 
 def last_taken_by(folder: RunFolder, state: dict[str, Any]) -> str:
-    """Like `taken_by`, of a preempted run's newest attempt."""
+    """Return `taken_by` of a preempted run's newest attempt."""
     started = [event for event in records.events(folder) if event["event"] == "started"][-1:]
     accounted = _accounted(folder, state, started)
     return taken_by(started[0], accounted[-1]) if accounted else ""
 
 
 def _accounted(folder: RunFolder, state: dict[str, Any], started: Sequence[Event]) -> list[AccountedStart]:
-    """What accounting has of the jobs of these attempts."""
-    # elsewhere the ids are of other jobs, or of none
+    """Return accounting's records of the jobs of these attempts."""
+    # on another cluster the ids belong to other jobs, or to none
     if not started or not is_queued(state) or state["slurm_cluster"] not in (None, site.cluster_name()):
         return []
     found = accounting.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
@@ -98,12 +98,13 @@ def _accounted(folder: RunFolder, state: dict[str, Any], started: Sequence[Event
 
 
 def taken_by(started: Event, accounted: AccountedStart) -> str:
-    """Who has got the nodes that were taken from an attempt: SLURM does not say for whom it took them, but who began
-    there next.
+    """Return which jobs got the nodes of a preempted attempt.
+
+    SLURM does not report for whom it preempted a job, only which jobs started on the nodes next.
 
     Args:
-        started: of the attempt.
-        accounted: what accounting has of it.
+        started: the attempt's event.
+        accounted: accounting's record of it.
     """
     if accounted.end is None:
         return ""
@@ -112,7 +113,7 @@ def taken_by(started: Event, accounted: AccountedStart) -> str:
 
 
 def _told(attempt: int, between: Sequence[Event]) -> tuple[str, str]:
-    """By what the run itself has written down between two starts: the first of it is of the attempt's end."""
+    """Return an attempt's end from the run's own events between two starts, the first of which is on the end."""
     ended = next((event for event in between if event["event"] == "ended" and event["attempt"] == attempt), {})
     said = first_line(ended.get("message") or "")
     for event in between:

@@ -1,4 +1,4 @@
-"""Why a run ended as it did, or started again: the first cause in plain words, and what to do about it."""
+"""Diagnose why a run ended or restarted: the first cause in plain words, and how to fix it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.submission import missing
 
 SHOWN_LINES = 5
-"""Of what a rank said last."""
+"""Number of a rank's last lines that are shown."""
 
 WARNING = "mgpu_slurm: WARNING: "
 SHOWN_WARNINGS = 2
 
 _NOT_FOUND = re.compile(r"FileNotFoundError|No such file or directory|not found|does not exist")
 _TYPED = re.compile(r"<(?:stdin|string|i?python-input.*)>|.*/ipykernel_\d+/")
-"""Files of functions that were typed into Python or a notebook; other code without a file is a library's."""
+"""Files of functions typed into Python or a notebook; other code without a file is a library's."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
@@ -39,42 +39,42 @@ class Why:
 
     cause: Cause
     fix: str
-    """What to do about it."""
+    """How to fix it."""
     attempt: int | None
     who: str
-    """`rank 1`, or what else failed first; empty where nobody knows."""
+    """`rank 1`, or whatever else failed first; empty if unknown."""
     node: str | None
     time: str | None
-    """ISO 8601 with the zone."""
+    """ISO 8601 with the time zone."""
     error: str
-    """What was said of it, in one line."""
+    """The error message, in one line."""
     line: str | None
-    """Of the program's own code: `train.py:12 in train`."""
+    """The line of the program's own code: `train.py:12 in train`."""
     lagged: str | None
-    """Which rank did not come to a collective, as torch's flight recorders tell it."""
+    """Which rank did not reach a collective, according to torch's flight recorders."""
     log: str | None
-    """The log to read on in."""
+    """The log with more details."""
 
 
 def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
-    """Why a run is not complete; None where it is, or has had no trouble so far.
+    """Return why a run is not complete; None if it is, or has had no failure so far.
 
     Args:
-        state: how it stands now.
+        state: its current state.
     """
     if state["state"] == states.COMPLETED:
         return None
     failure = read_json(folder.failure)
     of_state = failures.cause_of_reason(state["reason"]) or failures.cause_of_state(state["state"])
-    # what SLURM says of the end comes before what ranks made of it, but for a rank that took too much memory
+    # SLURM's reason for the end takes precedence over the ranks' errors, except for a rank that took too much memory
     if failure is None or (of_state is not None and of_state is not failures.HOST_MEMORY):
         return _of_state(folder, state, of_state)
     cause = failures.cause_of(failure, records.said_last(folder, failure))
     if cause is failures.KILLED and failure.get("oom_kills"):
-        # likely, not certain: others' processes count too, so that it does not keep a run from being tried again
+        # likely, not certain: other processes count too, so this does not prevent a retry
         cause = failures.HOST_MEMORY
     if cause is failures.TERMINATED and states.is_alive(state["state"]):
-        # SLURM ended the ranks, and starts them again
+        # SLURM ended the ranks, and restarts them
         return None
     if of_state is not None:
         cause = of_state
@@ -88,7 +88,7 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
         return None
     takers = attempts.last_taken_by(folder, state) if cause is failures.PREEMPTED else ""
     if cause is None:
-        # a batch step that is there says how its attempt has ended
+        # a batch step that exists records how its attempt ended
         is_unseen = state["attempts"] and _end_of_attempt(folder, state["attempts"]) is None
         cause = failures.SUPERVISOR if is_unseen else failures.UNKNOWN
     said = attempts.last_said(folder) if cause in (failures.TIME_LIMIT, failures.NO_CHECKPOINT_IN_TIME) else ""
@@ -109,7 +109,7 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
 
 
 def _waited_for(folder: RunFolder) -> str:
-    """Return which run it was that a run has waited for in vain; empty if that cannot be found out."""
+    """Return the run that a run waited for in vain; empty if unknown."""
     try:
         return dependencies.standing(read_spec(folder).after).broken
     except MgpuError:
@@ -136,7 +136,7 @@ def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state:
 
 def _fix(cause: Cause, folder: RunFolder) -> str:
     continues = "`resume` continues"
-    # a command keeps its own where it likes
+    # a command stores its checkpoints anywhere
     keeps_none = not any(folder.checkpoints.glob("step-*")) and not read_spec(folder).target.is_command
     if continues in cause.fix and keeps_none and records.attempts_started(folder):
         return (
@@ -147,7 +147,7 @@ def _fix(cause: Cause, folder: RunFolder) -> str:
 
 
 def _left_out(failure: dict[str, Any], folder: RunFolder) -> str | None:
-    """What to do about a file that the run did not find, and that its project has."""
+    """Return how to fix a missing file that exists in the project."""
     said = f"{failure.get('error', '')}: {failure['message']}"
     if not _NOT_FOUND.search(said):
         return None
@@ -161,7 +161,7 @@ def _traceback(folder: RunFolder, failure: dict[str, Any]) -> str:
 
 
 def _lines_of_all(folder: RunFolder, failure: dict[str, Any]) -> str | None:
-    """Where ranks were that made different calls: nobody knows which of them was wrong."""
+    """Return the lines of ranks that made different calls: it is unknown which of them was wrong."""
     if failure.get("error") != CollectiveMismatch.__name__:
         return None
     ranks_at: dict[str, list[int]] = {}
@@ -175,7 +175,7 @@ def _lines_of_all(folder: RunFolder, failure: dict[str, Any]) -> str | None:
 
 
 def _had_returned(folder: RunFolder, attempt: int) -> bool:
-    """Whether there is a result of this attempt; the job function has returned then."""
+    """Return whether this attempt has a result, which means that the job function had returned."""
     starts = [each for each in records.events(folder) if each["event"] == "started" and each["attempt"] == attempt]
     result = read_json(folder.result)
     began = time_of(starts[-1]["time"]) if starts else None
@@ -189,8 +189,8 @@ def _end_of_attempt(folder: RunFolder, attempt: int) -> str | None:
 
 
 def _own_line(traceback: str, folder: RunFolder) -> str | None:
-    """The innermost line of the run's own code in it, or of a function that was typed in."""
-    # a script may stand in a folder that is reached by a link
+    """Return the innermost line of the run's own code in the traceback, or of a function that was typed in."""
+    # the path of a script's folder may contain a link
     codes = (f"{folder.group.code}/", f"{os.path.realpath(folder.group.code)}/")
     frames = list(_FRAME.finditer(traceback))
     own = [match for match in frames if match["file"].startswith(codes) or match["file"][:1] not in "/<"]
@@ -208,7 +208,7 @@ def _launch_log(folder: RunFolder, state: dict[str, Any]) -> str | None:
 
 
 def facts(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
-    """For programs."""
+    """Return the machine-readable diagnosis."""
     found = why(folder, state)
     known = {name: state[name] for name in ("run", "state", "reason")}
     known["before"] = [asdict(each) for each in attempts.before(folder, _waits(state, found))]
@@ -223,7 +223,7 @@ def _facts(found: Why) -> dict[str, Any]:
 
 
 def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the human-readable diagnosis."""
     found = why(folder, state)
     yield f"{state['state']}  {state['run']}" + (f": {state['reason']}" if state["reason"] else "")
     yield from _history(folder, _waits(state, found))
@@ -262,7 +262,7 @@ def _where(found: Why) -> Iterator[str]:
 
 
 def _warned(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
-    """What the newest attempt outlives, such as a disk that is full."""
+    """Yield warnings of the newest attempt about problems that do not end it, such as a full disk."""
     log = end_of(folder.rank_log(state["attempts"], 0))
     said = [line for line in log.splitlines() if line.startswith(WARNING)]
     for line in said[-SHOWN_WARNINGS:]:
@@ -270,7 +270,7 @@ def _warned(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_the_result(folder: RunFolder) -> str | None:
-    """What is wrong with what a complete run has come to."""
+    """Return what is wrong with the result of a complete run."""
     metrics = (read_json(folder.result) or {}).get("result", {}) | records.read_state(folder)["metrics"]
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     if not wrong:
@@ -280,12 +280,12 @@ def _of_the_result(folder: RunFolder) -> str | None:
 
 
 def _waits(state: dict[str, Any], found: Why | None) -> bool:
-    """Whether the run waits for its next attempt, and its newest one belongs to the history."""
+    """Return whether the run waits for its next attempt, so that its newest one belongs to the history."""
     return found is None and state["state"] in (states.PENDING, states.REQUEUED)
 
 
 def _history(folder: RunFolder, waits: bool) -> Iterator[str]:
-    """The attempts before, each with what ended it, and what was lost of them."""
+    """Yield the earlier attempts, each with its end, and what was lost of them."""
     for each in attempts.before(folder, waits):
         yield f"attempt {each.attempt} {each.ended}; {each.then}"
     for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")):

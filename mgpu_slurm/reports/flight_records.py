@@ -1,6 +1,6 @@
-"""What torch's flight recorders have left of an attempt: by each rank's collectives it is told which one did not come.
+"""Read the dumps of torch's flight recorders: each rank's collectives show which rank did not reach one.
 
-They are pickles, of which nothing but numbers, texts and collections of them is read.
+The dumps are pickles, of which only numbers, texts and collections of them are loaded.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def lagging(folder: RunFolder, attempt: int) -> str | None:
-    """Which ranks have begun fewer collectives than others of their group, in words; None where nothing tells of it."""
-    # by group, the newest collective of each rank
+    """Return which ranks began fewer collectives than others of their group, in words; None if unknown."""
+    # the newest collective of each rank, by group
     newest: dict[tuple[str, str], dict[int, Collective]] = defaultdict(dict)
     for path in sorted(folder.logs.glob(f"{folder.flight_prefix(attempt).name}*")):
         match = _RANK.search(path.name)
         for each in _collectives(path) if match else []:
             if not each["is_p2p"]:
-                # one group may have collectives of gloo and of NCCL, each with numbers of their own
+                # one group may have collectives of gloo and of NCCL, each with separate numbers
                 newest[match[2], each["process_group"][0]][int(match[1])] = each  # type: ignore[index]
     found = [_behind(of_ranks) for _, of_ranks in sorted(newest.items())]
     return next((words for words in found if words is not None), None)
 
 
 def _collectives(path: Path) -> list[Collective]:
-    """The oldest first; none where the file is no such record."""
+    """Return the collectives in a dump, oldest first; none if the file is not a dump."""
     try:
         with open(path, "rb") as file:
             entries = _PlainUnpickler(file).load()["entries"]
@@ -50,7 +50,7 @@ def _collectives(path: Path) -> list[Collective]:
 def _behind(of_ranks: dict[int, Collective]) -> str | None:
     """
     Args:
-        of_ranks: the newest collective of each.
+        of_ranks: the newest collective of each rank.
     """
     counts = {rank: int(each["collective_seq_id"]) for rank, each in of_ranks.items()}
     most = max(counts.values())

@@ -1,4 +1,4 @@
-"""Following a run: the log of one rank as it grows, over attempts, and what happens to the run, until it ends."""
+"""Follow a run: the log of one rank as it grows, over attempts, and the run's events, until it ends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PAUSE = 0.1
 """Seconds between two looks at the files."""
 
 LISTING_PAUSE = 1.0
-"""A folder of logs has those of thousands of ranks."""
+"""Seconds between two listings of the logs, which may be those of thousands of ranks."""
 
 GROUP_PAUSE = 1.0
-"""A group may have thousands."""
+"""Seconds between two looks at a group, which may have thousands of runs."""
 
 
 def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator[str]:
-    """Yields pieces of text as they appear, and ends with the run.
+    """Yield pieces of text as they appear, until the run ends.
 
     Args:
         after_attempt: attempts up to this one are not shown.
@@ -44,7 +44,7 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
         state = watch.state()
         ended = not states.is_alive(state["state"])
         yield from _said(notes)
-        # what it is expected to be changes all the time
+        # the expected start changes all the time
         reason = state["reason"].partition(", ")[0] if state["state"] == states.PENDING else ""
         if reason not in ("", waits_for):
             waits_for = reason
@@ -52,7 +52,7 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
         events = records.events(folder)
         for event in events[known_events:]:
             if event["event"] == "started":
-                # after all that was said before it
+                # after all earlier output
                 yield from shown.new(event["attempt"] - 1, look_at_warnings=True)
             yield from _told(event)
         known_events = len(events)
@@ -63,7 +63,7 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
 
 
 class _Shown:
-    """Logs and warnings of a run, as far as they were shown."""
+    """The part of a run's logs and warnings that was shown already."""
 
     def __init__(self, folder: RunFolder, rank: int, after_attempt: int) -> None:
         self._folder = folder
@@ -74,17 +74,17 @@ class _Shown:
         self._next_look = 0.0
 
     def new(self, up_to: int, look_at_warnings: bool) -> Iterator[str]:
-        """What was added.
+        """Yield what was added.
 
         Args:
-            up_to: the last attempt to be shown.
-            look_at_warnings: now, and not once in a while.
+            up_to: the last attempt to show.
+            look_at_warnings: whether to read the warnings now, not only every `LISTING_PAUSE` seconds.
         """
         for path in logs.of_rank(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
             yield from self._tails.setdefault(path, _Tail(path)).read()
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE
-            # the rank that is followed says its own in its log
+            # the log of the followed rank contains its own warnings
             of_others = {warned for warned in rank_warnings(self._folder) if warned.rank != self._rank}
             new = {warned for warned in of_others - self._warnings if self._after_attempt < warned.attempt <= up_to}
             yield from (f"-- warning: {line}\n" for line in warning_lines(new))
@@ -92,10 +92,10 @@ class _Shown:
 
 
 def follow_group(folder: RunFolder, without: Iterable[int] = ()) -> Iterator[str]:
-    """Yields a line whenever a run of the group starts or ends, or a trial of the sweep ends; ends with the last one.
+    """Yield a line when a run of the group starts or ends, or a trial of the sweep ends, until all runs have ended.
 
     Args:
-        without: trials that are not told of.
+        without: trials to leave out.
     """
     notes: list[str] = []
     watch = Watch(folder, notes.append)
@@ -115,13 +115,13 @@ def follow_group(folder: RunFolder, without: Iterable[int] = ()) -> Iterator[str
 
 
 def _said(notes: list[str]) -> Iterator[str]:
-    """Each note once."""
+    """Yield each note once."""
     while notes:
         yield f"-- {notes.pop(0)}\n"
 
 
 def _words(state: dict[str, Any]) -> str:
-    """What there is to say of a run that has changed."""
+    """Return the details on a run whose state has changed."""
     if state["state"] == states.COMPLETED:
         return "".join(f"  {name} {value:.4g}" for name, value in state["metrics"].items())
     return f": {state['reason']}" if state["reason"] else ""
@@ -134,19 +134,19 @@ def _told(event: dict[str, Any]) -> Iterator[str]:
     elif event["event"] == "requeued":
         yield "-- requeued: it starts again from its newest checkpoint\n"
     elif event["event"] == "retried":
-        # one that is whole and has no name yet is found by the next attempt
+        # the next attempt also finds a complete checkpoint that has no name yet
         place = "" if event["checkpoint"] is None else f" from step {event['checkpoint']}"
         soon = f" in {event['pause']:.0f} s" if event.get("pause") else ""
         yield f"-- failed: {event['why']}\n-- it starts again{soon}{place}\n"
 
 
 class _Tail:
-    """What was added to a file since the last look."""
+    """The text that was added to a file since the last read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
-        # a look may come in the middle of a letter
+        # a read may end in the middle of a character
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> Iterator[str]:

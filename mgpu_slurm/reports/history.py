@@ -1,7 +1,7 @@
-"""What runs have said of themselves, point by point: from `metrics.jsonl`, and of foreign runs from their event files.
+"""Read the curves of runs: from `metrics.jsonl`, and for foreign runs from their event files.
 
-A run that was started again repeats steps. What a later attempt or writer says of a tag stands in the place of all that
-earlier ones said of that step and of those after it: they are of a past that the run went back behind.
+A restarted run repeats steps. The points of a later attempt or writer replace all earlier ones of a tag from their
+first step on, because the run went back before them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from mgpu_slurm.sweeps import hparams
 On = Literal["step", "progress"]
 
 PRUNED = "PRUNED"
-"""The state of a trial that its study gave up."""
+"""The state of a pruned trial."""
 _STATES_OF_TRIALS = {"COMPLETE": states.COMPLETED, PRUNED: PRUNED, "FAIL": states.FAILED}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run: its values by rising, distinct steps."""
+    """One metric of one run: its values by increasing, distinct steps."""
 
     steps: Integers
     values: Floats
@@ -52,26 +52,26 @@ class History:
 
     name: str
     place: str
-    """What it was found as: its group, or the folder that was named."""
+    """The place in which it was found: its group, or the folder that was named."""
     state: str = ""
-    """As `status` has it; empty for a run that is not ours."""
+    """The state as in `status`; empty for a foreign run."""
     target: str = ""
     config: dict[str, Any] = field(default_factory=dict)
-    """Values by dotted name."""
+    """Config values by dotted name."""
     curves: dict[str, Curve] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What was not read, and why."""
+    """Notes on what was not read, and why."""
 
 
 def read(found: Sequence[Source], on: On, note: Note = quiet) -> list[History]:
-    """The history of each run.
+    """Return the history of each run.
 
     Args:
-        on: by what its points are numbered; a run that has no such numbers says so in its notes.
-        note: hears that a cluster does not answer.
+        on: the numbering of the points; a run without such numbers gets a note.
+        note: called if a cluster does not answer.
     """
     found = trials_of(found)
-    # of all runs together: what is alike is read side by side
+    # of all runs together, so that files are read in parallel
     events = _event_files([source.curves for source in found if not _has_metrics(source)])
     states_by_run = _states([source.own for source in found if source.own is not None], note)
     specs: dict[RunFolder, Spec] = {}
@@ -94,10 +94,10 @@ def _has_metrics(source: Source) -> bool:
 
 
 def _event_files(folders: list[Path]) -> dict[Path, list[EventFile]]:
-    """What lies in each folder, oldest writer first."""
+    """Return the event files of each folder, oldest writer first."""
     paths = {folder: [path for path in folder.glob(EVENT_FILES) if path.is_file()] for folder in folders}
     files = iter(read_files([path for found in paths.values() for path in found]))
-    # the clock of the first record tells two writers of one second apart, which names do not
+    # the time of the first record distinguishes two writers of the same second, which file names do not
     return {folder: sorted(itertools.islice(files, len(found)), key=_age) for folder, found in paths.items()}
 
 
@@ -107,7 +107,7 @@ def _age(file: EventFile) -> tuple[float, str]:
 
 def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
     trials = {folder: _state_of_trial(folder) for folder in folders if _is_trial(folder)}
-    # a group as a whole: its history is read once
+    # whole groups, so that their history is read once
     groups = dict.fromkeys(folder.group for folder in folders if folder not in trials)
     if not groups:
         return trials
@@ -119,7 +119,7 @@ def _is_trial(folder: RunFolder) -> bool:
 
 
 def _state_of_trial(folder: RunFolder) -> str:
-    """As its outcome says; one without is at work, or goes on later."""
+    """Return the state in a trial's outcome; one without an outcome is running, or continues later."""
     for outcome in (folder.result, folder.failure):
         told = read_json(outcome)
         if told is not None:
@@ -127,7 +127,7 @@ def _state_of_trial(folder: RunFolder) -> str:
     return states.UNKNOWN
 
 
-# -- runs of ours
+# -- own runs
 
 
 def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] | None, on: On) -> History:
@@ -147,14 +147,14 @@ def _own(source: Source, folder: RunFolder, spec: Spec, files: list[EventFile] |
 
 
 def _config_of_trial(folder: RunFolder) -> dict[str, Any]:
-    """All of it, or of one without a config of its own, such as a command, its parameters."""
+    """Return the whole config of a trial; for one without a config, such as a command, its parameters."""
     if folder.config.exists():
         return flattened(configs.read_yaml(folder.config))
     return hparams.parameters_of(folder)
 
 
 def _identity(spec: Spec) -> tuple[str, dict[str, Any]]:
-    """What a run runs, and with which values: those of a command are its `--name value` and `name=value`."""
+    """Return the target of a run and its values: those of a command are its `--name value` and `name=value`."""
     if spec.target.command is None:
         return spec.target.label, flattened(spec.config)
     words, config, rest = list(spec.target.command), {}, []
@@ -171,7 +171,7 @@ def _identity(spec: Spec) -> tuple[str, dict[str, Any]]:
 
 
 def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"model.width": 32}` for `{"model": {"width": 32}}`."""
+    """Return `{"model.width": 32}` for `{"model": {"width": 32}}`."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
@@ -184,7 +184,7 @@ def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _read_metrics(path: Path, on: On, history: History) -> None:
     writers: dict[str, dict[int, list[tuple[int, float]]]] = {}
     damaged = 0
-    # what is behind the last line's end is being written, or its writer has died
+    # an incomplete last line is being written, or its writer has died
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             record = json.loads(line)
@@ -208,7 +208,7 @@ def _read_metrics(path: Path, on: On, history: History) -> None:
         history.notes.append(f"{counted(damaged, 'damaged line')} of {path.name} skipped")
 
 
-# -- runs of others
+# -- foreign runs
 
 
 def _foreign(source: Source, files: list[EventFile], on: On) -> History:
@@ -219,7 +219,7 @@ def _foreign(source: Source, files: list[EventFile], on: On) -> History:
 
 
 def _lightning_config(folder: Path) -> dict[str, Any]:
-    """What Lightning's loggers keep beside their event files; none where it is not plain values."""
+    """Return the config that Lightning's loggers write next to their event files; empty if it is not plain values."""
     path = folder / "hparams.yaml"
     if not path.is_file():
         return {}
@@ -249,7 +249,7 @@ def _read_events(files: list[EventFile], on: On, history: History) -> None:
 
 
 def _still_true(files: list[EventFile], tag: str) -> Iterator[tuple[Integers, Floats]]:
-    """What each writer, oldest first, says of a tag and did not take back by a restart."""
+    """Yield the points of a tag by each writer, oldest first, without those that it took back by a restart."""
     for place, file in enumerate(files):
         points = file.scalars.get(tag)
         if points is None:
@@ -265,9 +265,9 @@ def _still_true(files: list[EventFile], tag: str) -> Iterator[tuple[Integers, Fl
 
 
 def newest(writers: Sequence[tuple[Integers, Floats]]) -> Curve:
-    """One curve of what several writers said, oldest first: a newer one replaces all from its first step on.
+    """Merge the points of several writers, oldest first: a newer writer replaces everything from its first step on.
 
-    Of two values that one writer gave for a step the last one counts.
+    Of two values of one writer for the same step, the last one counts.
     """
     parts: list[tuple[Integers, Floats]] = []
     for steps, values in reversed(writers):
@@ -284,12 +284,12 @@ def newest(writers: Sequence[tuple[Integers, Floats]]) -> Curve:
 
 
 def _repeated(points: tuple[Integers, Floats]) -> int:
-    """How many points of one writer another one of the same writer stands in the place of."""
+    """Return how many points of a writer are replaced by other points of the same writer."""
     return len(points[0]) - len(np.unique(points[0]))
 
 
 def _last_of_each(steps: Integers, values: Floats) -> tuple[Integers, Floats]:
-    """By rising steps."""
-    # the first of each from behind
+    """Return the last value of each step, by increasing steps."""
+    # the first of each in reverse order
     found, places = np.unique(steps[::-1], return_index=True)
     return found, values[::-1][places]

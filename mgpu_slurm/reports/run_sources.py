@@ -1,4 +1,4 @@
-"""Find the runs whose curves are meant: ours, trials of sweeps, and folders with the event files of other programs."""
+"""Find the runs whose curves to read: own runs, trials of sweeps, and folders with event files of other programs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mgpu_slurm.registry import lookup
 
 EVENT_FILES = "*tfevents*"
 MADE_HERE = "aggregate.json"
-"""A folder with this file holds curves of several runs, and is no run itself."""
+"""A folder with this file contains curves of several runs, and is not a run itself."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A run to be read: one of ours, or a folder with event files."""
+    """A run to read: an own run, or a folder with event files."""
 
     name: str
     place: str
     path: Path
     own: RunFolder | None = None
     is_study: bool = False
-    """Whether it stands for all trials of a sweep, also those that are to come."""
+    """Whether it represents all trials of a sweep, including future ones."""
 
     @property
     def curves(self) -> Path:
@@ -39,7 +39,7 @@ class Source:
 def sources(words: Sequence[str], made_here: bool = False) -> list[Source]:
     """Return the runs that words name: runs, groups, sweeps, or folders with event files somewhere below.
 
-    A sweep is one of them as a whole; see `trials_of`.
+    A sweep counts as one source; see `trials_of`.
 
     Args:
         made_here: whether curves that `aggregate` wrote are runs too.
@@ -51,7 +51,7 @@ def sources(words: Sequence[str], made_here: bool = False) -> list[Source]:
     for word in words:
         for source in _sources_of(word, made_here):
             if source.own is None and len(words) > 1:
-                # every logger has its version_0
+                # every logger has a version_0
                 source = replace(source, name=_below_its_place(source))
             found.setdefault(source.path.resolve(), source)
     return list(found.values())
@@ -79,7 +79,7 @@ def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
 
 
 def trials_of(found: Sequence[Source]) -> list[Source]:
-    """Return the runs, with the trials that have begun in the place of each sweep."""
+    """Return the runs, with each sweep replaced by its trials that have begun."""
     return [run for source in found for run in (_trials(source) if source.is_study else [source])]
 
 
@@ -103,7 +103,7 @@ def _trial(folder: RunFolder) -> Source:
 
 def _members(folder: RunFolder) -> Iterator[Source]:
     if records.read_state(folder)["kind"] == "sweep":
-        # its tasks are workers, which train one trial after another and have no curves themselves
+        # a sweep's tasks are workers, which train one trial after another and have no curves themselves
         yield Source(folder.run, folder.run, folder.path, folder, is_study=True)
         return
     for member in lookup.members(folder):
@@ -111,12 +111,12 @@ def _members(folder: RunFolder) -> Iterator[Source]:
 
 
 def _below(folder: Path, made_here: bool) -> Iterator[Source]:
-    """Yield the runs in a folder: ours, and each folder with event files; what is hidden is none."""
+    """Yield the runs in a folder: own runs, and each folder with event files, except hidden ones."""
     seen = set()
     for path, subfolders, files in os.walk(folder, followlinks=True):
         place = os.path.realpath(path)
         if place in seen:
-            # a link that leads to where the walk has been
+            # a link to a folder that was visited already
             subfolders.clear()
             continue
         seen.add(place)

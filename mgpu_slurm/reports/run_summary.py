@@ -1,4 +1,4 @@
-"""What is said of a run at its end: how it ended, what its ranks warned of, what came out, where to look next."""
+"""Summarize a run at its end: how it ended, the warnings of its ranks, its results, and where to look next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN_LINES = 20
 
 @dataclass(frozen=True)
 class RankWarning:
-    """What one rank found wrong around it at its start, for those who look at another rank."""
+    """A problem that one rank found in its environment at its start, for users who follow another rank."""
 
     attempt: int
     rank: int
@@ -29,16 +29,16 @@ class RankWarning:
 
 
 def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = None) -> list[str]:
-    """Return what a person wants to read when a run is over; a failed one shows the traceback of its first cause first.
+    """Return the summary of a run that has ended; for a failed one, the traceback of the first cause comes first.
 
     Args:
-        shown_rank: the rank whose log, with its traceback, is already on the screen.
+        shown_rank: the rank whose log, with its traceback, was already printed.
     """
     folder = RunFolder(path)
     failure = read_json(folder.failure) if state["state"] in (FAILED, OUT_OF_MEMORY) else None
     lines = _first_failure(folder, failure, shown_rank) if failure else []
     lines.append(_headline(state))
-    # an attempt with other resources may have none
+    # a later attempt with other resources may have no warnings
     found = [warning for warning in rank_warnings(folder) if warning.attempt == state["attempts"]]
     lines += [f"warning   {line}" for line in warning_lines(found)]
     result = read_json(folder.result) if state["state"] == "COMPLETED" else None
@@ -63,7 +63,7 @@ def curves_lines(group: RunFolder) -> list[str]:
 
 
 def rank_warnings(folder: RunFolder) -> list[RankWarning]:
-    """Return the warnings of all ranks and attempts of a run, in no order."""
+    """Return the warnings of all ranks and attempts of a run, in no particular order."""
     found = []
     for path in folder.logs.glob("*.warnings.jsonl"):
         attempt = int(path.name.partition("-")[0])
@@ -72,7 +72,7 @@ def rank_warnings(folder: RunFolder) -> list[RankWarning]:
 
 
 def warning_lines(found: Iterable[RankWarning]) -> list[str]:
-    """Return lines such as `rank 3 on n2: ...`, one line for all ranks that say the same."""
+    """Return lines such as `rank 3 on n2: ...`, one line for all ranks with the same warning."""
     by_text: dict[str, list[RankWarning]] = {}
     for warned in sorted(found, key=lambda warned: (warned.attempt, warned.rank)):
         by_text.setdefault(warned.text, []).append(warned)
@@ -80,7 +80,7 @@ def warning_lines(found: Iterable[RankWarning]) -> list[str]:
 
 
 def _whose_code(failure: dict[str, Any] | None) -> str:
-    # what the program did it would do again
+    # an error of the program would occur again
     if failure is not None and failures.cause_of(failure) in (failures.PROGRAM, failures.IMPORT):
         return " --code new   (after fixing the code; continues from the newest checkpoint)"
     return "   (same code, from the newest checkpoint)"
@@ -91,9 +91,8 @@ def _curves_line(folder: RunFolder) -> str:
 
 
 def _first_failure(folder: RunFolder, failure: dict[str, Any], shown_rank: int | None) -> list[str]:
-    """Return the traceback of what failed first, or the end of its log if it left none; nothing if that is on the
-    screen."""
-    # who left a record, if any did, and not whose process ended first
+    """Return the traceback of the first failure, or else the end of its log; empty if it was already printed."""
+    # prefer a rank with a failure record over the one whose process ended first
     who = f"rank {failure['rank']}" if "rank" in failure else failure["who"]
     if who == f"rank {shown_rank}":
         return []

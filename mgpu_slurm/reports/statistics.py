@@ -16,10 +16,10 @@ CONFIDENCE = 0.95
 SEED = 0
 
 NAMES = ("mean", "std", "min", "max", "median", "ci_low", "ci_high")
-"""The statistics, as files name them."""
+"""Names of the statistics in files."""
 
 _AT_ONCE = 4_000_000
-"""Resampled means that are held in memory together."""
+"""Maximum number of resampled means in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class Summary:
 
     steps: Integers
     count: Integers
-    """Of how many runs."""
+    """Number of runs at each step."""
     values: dict[str, Floats]
-    """By the names in `NAMES`; NaN where a statistic says nothing: std and interval of one run."""
+    """Statistics by the names in `NAMES`; NaN if undefined, as are the std and interval of a single run."""
 
 
 def summarize(curves: Sequence[Curve]) -> Summary:
-    """Statistics over curves of one metric, one curve a run.
+    """Return statistics over curves of one metric, one curve per run.
 
-    Steps are those that any run has, and nothing is interpolated. A value that is not finite shows: the mean of runs of
-    which one is NaN is NaN. The standard deviation is that of a sample (n - 1).
+    The steps are those of any run; nothing is interpolated. Non-finite values propagate: the mean is NaN if one run is
+    NaN. The standard deviation is that of a sample (n - 1).
     """
     steps, values = aligned(curves)
     present = ~np.isnan(values) | _is_nan(steps, curves)
     count = present.sum(axis=0)
     found = {name: np.full(len(steps), np.nan) for name in NAMES}
-    # the steps at which the same runs are there are reckoned together
+    # steps with the same set of runs are computed together
     patterns, which = np.unique(present, axis=1, return_inverse=True)
     for number, pattern in enumerate(patterns.T):
         columns = np.flatnonzero(which.ravel() == number)
@@ -53,7 +53,7 @@ def summarize(curves: Sequence[Curve]) -> Summary:
 
 
 def aligned(curves: Sequence[Curve]) -> tuple[Integers, Floats]:
-    """All steps that there are, and a row of values for each curve; NaN where it does not have that step."""
+    """Return all steps, and a row of values for each curve; NaN at steps that a curve does not have."""
     steps = np.unique(np.concatenate([curve.steps for curve in curves]))
     values = np.full((len(curves), len(steps)), np.nan)
     for row, curve in zip(values, curves, strict=True):
@@ -62,7 +62,7 @@ def aligned(curves: Sequence[Curve]) -> tuple[Integers, Floats]:
 
 
 def _is_nan(steps: Integers, curves: Sequence[Curve]) -> NDArray[np.bool_]:
-    """Where a curve has a step, and its value there is NaN."""
+    """Return a mask of the steps at which a curve has the value NaN, not just no value."""
     found = np.zeros((len(curves), len(steps)), bool)
     for row, curve in zip(found, curves, strict=True):
         row[np.searchsorted(steps, curve.steps[np.isnan(curve.values)])] = True
@@ -70,8 +70,8 @@ def _is_nan(steps: Integers, curves: Sequence[Curve]) -> NDArray[np.bool_]:
 
 
 def _statistics(values: Floats) -> dict[str, Floats]:
-    """Of runs (rows) at some steps (columns) that all of them have."""
-    # infinite losses are what a diverged run reports, and no reason for warnings
+    """Return statistics of runs (rows) at steps (columns) that all of them have."""
+    # a diverged run reports infinite losses, which is not a reason for warnings
     with np.errstate(invalid="ignore", over="ignore"):
         found = {
             "mean": values.mean(axis=0),
@@ -86,18 +86,18 @@ def _statistics(values: Floats) -> dict[str, Floats]:
 
 
 def confidence_interval(values: Floats) -> tuple[Floats, Floats]:
-    """A bootstrap interval of the mean over runs at each step.
+    """Return a bootstrap confidence interval of the mean over runs at each step.
 
-    The percentile interval of Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: whole runs are
-    drawn with replacement, `RESAMPLES` times, and of the means of these samples the middle `CONFIDENCE` is taken. The
-    draws are the same for every step and metric and at every call. Of few runs such an interval is too narrow: of five,
-    a nominal 95% holds the mean in about 84% of cases.
+    This is the percentile interval of Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: whole
+    runs are drawn with replacement, `RESAMPLES` times, and the interval contains the middle `CONFIDENCE` of the sample
+    means. The draws are the same for every step, metric and call. The interval is too narrow for few runs: with five, a
+    nominal 95% interval contains the mean in about 84% of cases.
 
     Args:
         values: a row for each run, a column for each step.
 
     Returns:
-        The lower and the upper end at each step; NaN where a value is not finite.
+        The lower and the upper end at each step; NaN if a value is not finite.
     """
     runs, steps = values.shape
     weights = np.random.default_rng(SEED).multinomial(runs, np.full(runs, 1 / runs), size=RESAMPLES) / runs
@@ -108,6 +108,6 @@ def confidence_interval(values: Floats) -> tuple[Floats, Floats]:
         if len(columns):
             chosen = values[:, columns]
             found = np.quantile(weights @ chosen, [tail, 1 - tail], axis=0)
-            # weights add up to 1 but for their last bits
+            # weights add up to 1 except for rounding errors
             ends[:, columns] = np.clip(found, chosen.min(axis=0), chosen.max(axis=0))
     return ends[0], ends[1]

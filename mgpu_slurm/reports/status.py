@@ -1,4 +1,4 @@
-"""How runs, groups and sweeps stand: for people, once or again and again, and as facts for programs."""
+"""The state of runs, groups and sweeps: human-readable, once or repeatedly, and as facts for programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FACTS = (
     "reason",
     "group",
 )
-"""The names that `status --json` gives for each run; programs rely on them."""
+"""The keys of each run in `status --json`; programs rely on them."""
 
 HEADER = ["RUN", "STATE", "ATTEMPT", "RANKS", "STEP", "PROGRESS", "AGE", "TIME", "REASON, METRICS"]
 
@@ -51,17 +51,17 @@ WATCH_PAUSE = 2.0
 """Seconds between two looks."""
 
 _LEFT_OUT_FIRST = ("AGE", "RANKS", "ATTEMPT", "STEP", "TIME", "PROGRESS")
-"""What a narrow terminal has no room for, in this order."""
+"""Columns that are left out on a narrow terminal, in this order."""
 _LEAST_ROOM_FOR_METRICS = 16
 _LONGEST_NAME = 28
-"""Of a run, where there is little room: its middle is left out."""
+"""Maximum length of a run's name on a narrow terminal; its middle is left out."""
 
-# each line is written over the old one, so that nothing flickers
+# each line overwrites the old one, so that nothing flickers
 _HOME, _NEXT_LINE, _NOTHING_BELOW = "\x1b[H", "\x1b[K\n", "\x1b[J"
 
 
 def facts(state: dict[str, Any]) -> dict[str, Any]:
-    """For programs; of a sweep also its trials, its best one and its workers."""
+    """Return the machine-readable state; for a sweep also its trials, its best trial and its workers."""
     found = {name: state.get(name) for name in FACTS} | {"group": _group(state["run"])}
     if state["kind"] == "sweep":
         found |= {"trials": state["trials"], "best": state["best"], "workers": list(map(facts, state["workers"]))}
@@ -69,17 +69,17 @@ def facts(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_one(found: Found, asked: Sequence[RunFolder] = ()) -> list[State]:
-    """Return the state of each run once, with all workers of a sweep as one, unless single workers were asked for."""
+    """Return the state of each run once, with a sweep's workers merged into one unless single ones were asked for."""
     single = [folder.group for folder in asked if folder.task is not None]
     return sweep_state.as_one(list(dict(found).items()), without=single)
 
 
 def lines(found: Found, asked: Sequence[RunFolder], room: os.terminal_size | None) -> list[str]:
-    """Return the lines that people see.
+    """Return the human-readable lines.
 
     Args:
-        asked: what was named; nothing for an overview of all.
-        room: of a terminal.
+        asked: the named runs; empty for an overview of all.
+        room: the size of a terminal.
     """
     if not asked:
         shown = as_one(found)
@@ -96,8 +96,8 @@ def lines(found: Found, asked: Sequence[RunFolder], room: os.terminal_size | Non
 
 
 def fitting(told: list[str], room: os.terminal_size) -> list[str]:
-    """Return the lines for which there is room, and how many are left out."""
-    # the last line is the cursor's
+    """Return the lines that fit, and a line with the number of those left out."""
+    # the last line is for the cursor
     height = max(2, room.lines - 1)
     if len(told) <= height:
         return told
@@ -109,7 +109,7 @@ def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
     """Show runs, all of them if none is named, until they have ended.
 
     Args:
-        note: hears that a cluster does not answer; on a terminal that is a line of the screen.
+        note: called if a cluster does not answer; on a terminal, the message is a line of the screen.
     """
     is_terminal = sys.stdout.isatty()
     hears = quiet if is_terminal else note
@@ -119,7 +119,7 @@ def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
         if is_terminal:
             problems = list(dict.fromkeys(watch.problem for watch in watches.values() if watch.problem is not None))
             room = shutil.get_terminal_size()
-            # first: the end may not fit
+            # problems come first, because the end may not fit
             shown = [f"({problem})"[: room.columns] for problem in problems] + lines(found, asked, room)
             screen = "".join(f"{line}{_NEXT_LINE}" for line in fitting(shown, room))
             print(f"{_HOME}{screen}{_NOTHING_BELOW}", end="", flush=True)
@@ -131,16 +131,16 @@ def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
 
 
 def overview(states: list[dict[str, Any]], room: os.terminal_size | None = None) -> str:
-    """One line a run, or one a group.
+    """Return one line per run or group.
 
     Args:
-        states: newest first, the runs of a group side by side.
-        room: of a terminal; lines fit its width, and those that are left out are of older runs that have ended.
+        states: newest first, the runs of a group together.
+        room: the size of a terminal; lines fit its width, and only older runs that have ended are left out.
     """
     entries = []
     for group, runs in _by_group(states):
         entries += runs if group is None else [summary(group, runs)]
-    # the header, the line on those that are left out, and the next prompt
+    # the header, the line on omitted runs, and the next prompt
     shown = entries if room is None else _with_room(entries, room.lines - 3)
     lines = _lines(shown)
     if room is not None and max(map(len, lines)) > room.columns:
@@ -164,10 +164,10 @@ def _with_room(entries: list[dict[str, Any]], count: int) -> list[dict[str, Any]
 
 
 def table(states: list[dict[str, Any]], groups: Collection[str] = (), room: os.terminal_size | None = None) -> str:
-    """All of each run, and a line more for each of these groups behind its runs.
+    """Return all details of each run, and a line for each of these groups after its runs.
 
     Args:
-        room: of a terminal; where it is too narrow for a line, its reason and metrics are below it.
+        room: the size of a terminal; if a line does not fit its width, the reason and metrics are below it.
     """
     entries = []
     for group, runs in _by_group(states):
@@ -190,10 +190,10 @@ def _lines(entries: list[dict[str, Any]]) -> list[str]:
 
 
 def _narrow_lines(entries: list[dict[str, Any]], columns: int, least_for_last: int = 0) -> list[str]:
-    """Lines with as many columns as fit.
+    """Return lines with as many table columns as fit.
 
     Args:
-        least_for_last: columns of the terminal that reasons and metrics get at least; they may take more.
+        least_for_last: minimum width of the last column (reasons and metrics).
     """
     rows = [[_shortened(row[0]), *row[1:]] for row in _rows(entries)]
     for name in _LEFT_OUT_FIRST:
@@ -209,10 +209,10 @@ def _narrow_lines(entries: list[dict[str, Any]], columns: int, least_for_last: i
 
 
 def _rows(entries: list[dict[str, Any]]) -> list[list[str]]:
-    """The header and a row for each entry, without columns that are empty."""
+    """Return the header and a row for each entry, without empty columns."""
     now = datetime.now(timezone.utc)
     rows = [_row(state, now) for state in entries]
-    # plain commands have neither steps nor progress, and a narrow terminal better uses for the room
+    # plain commands have neither steps nor progress, and room is scarce on a narrow terminal
     filled = [any(row[place] for row in rows) for place in range(len(HEADER))]
     return [list(itertools.compress(row, filled)) for row in (HEADER, *rows)]
 
@@ -220,12 +220,12 @@ def _rows(entries: list[dict[str, Any]]) -> list[list[str]]:
 def _aligned(rows: list[list[str]]) -> list[str]:
     from tabulate import tabulate
 
-    # the header as a row among rows: tabulate pads what it knows to be one
+    # the header is passed as a normal row, because tabulate pads headers
     return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
 
 
 def _shortened(name: str) -> str:
-    """`train-imagene...-115015-eb8f`: with its beginning and its end a run is found by eye."""
+    """Return a name such as `train-imagene...-115015-eb8f`: beginning and end suffice to recognize a run."""
     if len(name) <= _LONGEST_NAME:
         return name
     end = len("-hhmmss-xxxx")
@@ -246,7 +246,7 @@ def _group(run: str) -> str | None:
 
 
 def summary(group: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a group: what its runs have in common, and the mean and spread of their metrics."""
+    """Return the state of a group: what its runs have in common, and the mean and spread of their metrics."""
     counts = Counter(state["state"] for state in runs)
     alive = any(is_alive(state) for state in counts)
     ends = [state["ended"] for state in runs if state["ended"]]
@@ -267,7 +267,7 @@ def summary(group: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def spread(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """Mean and standard deviation of each metric, over the runs that have it."""
+    """Return the mean and standard deviation of each metric, over the runs that have it."""
     values: dict[str, list[float]] = {}
     for state in runs:
         for name, value in (state.get("metrics") or {}).items():
@@ -277,7 +277,7 @@ def spread(runs: list[dict[str, Any]]) -> dict[str, str]:
 
 def _mean_and_deviation(values: list[float]) -> str:
     if not all(map(math.isfinite, values)):
-        # there is no spread about one that has diverged
+        # the spread is undefined if a run has diverged
         return f"{sum(values):.4g}"
     mean = f"{statistics.fmean(values):.4g}"
     return mean if len(values) == 1 else f"{mean}±{statistics.stdev(values):.2g}"

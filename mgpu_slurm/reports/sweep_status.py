@@ -1,4 +1,4 @@
-"""How a sweep stands, for people."""
+"""The human-readable state of a sweep."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
 
 WORDS = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
-"""Optuna's states of a trial, in the order in which they are told."""
+"""Words for Optuna's states of a trial, in the order in which they are shown."""
 
 
 def lines(folder: RunFolder, workers: Sequence[State], room: int | None = None) -> list[str]:
-    """All that there is to say of a sweep.
+    """Return all details of a sweep.
 
     Args:
-        room: columns of a terminal, to which lines are cut.
+        room: the width of a terminal, to which lines are cut.
     """
     summary = summary_of(folder, workers)
     state = overall(workers, summary)
@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
 
 
 def _spent(folder: RunFolder, workers: int, summary: dict[str, Any]) -> str:
-    """Return for how long workers have had their nodes, and about how much pruning has saved."""
+    """Return how long the workers have used their nodes, and about how much time pruning saved."""
     gpus = read_spec(folder).resources.gpus
     hours = sum(records.hours(folder.of_task(number)) for number in range(workers))
     told = _hours(hours, gpus)
@@ -105,7 +105,7 @@ def _seconds(worker: State, now: datetime) -> float:
 
 
 def _left(workers: Sequence[State], summary: dict[str, Any]) -> list[str]:
-    """About how long the trials that are left take, by those that have ended."""
+    """Return the estimated time for the remaining trials, from those that have ended."""
     running = sum(worker["state"] == states.RUNNING for worker in workers)
     lengths = [trial["seconds"] for trial in summary["recent"] if trial["seconds"] is not None]
     left = summary["trials"]["WAITING"]
@@ -140,12 +140,12 @@ def _workers(workers: Sequence[State]) -> list[str]:
 
 
 def _by_life(worker: State) -> tuple[bool, bool]:
-    """Those at work first, then those that will be."""
+    """Return a sort key: running workers first, then those that will run."""
     return worker["state"] != states.RUNNING, not states.is_alive(worker["state"])
 
 
 def trial_line(trial: dict[str, Any], summary: dict[str, Any]) -> str:
-    """What has become of a trial."""
+    """Return a line on the outcome of a trial."""
     words = WORDS[trial["state"]]
     value = f"  {summary['metric']} {trial['value']:.6g}" if trial["value"] is not None else ""
     at = f" at {trial['progress']}" if trial["state"] == "PRUNED" and trial["progress"] is not None else ""
@@ -157,7 +157,7 @@ def trial_line(trial: dict[str, Any], summary: dict[str, Any]) -> str:
 
 
 def ending_lines(folder: RunFolder, workers: Sequence[State]) -> list[str]:
-    """What a person wants to read when a sweep is over."""
+    """Return the summary of a sweep that has ended."""
     summary = summary_of(folder)
     told = lines(folder, workers)
     told = told[: told.index("")]
@@ -167,10 +167,10 @@ def ending_lines(folder: RunFolder, workers: Sequence[State]) -> list[str]:
 
 
 def new_lines(summary: dict[str, Any], shown: set[int]) -> list[str]:
-    """What has become of trials since the last look.
+    """Return lines on trials that have ended since the last call.
 
     Args:
-        shown: numbers of trials that were told of; the new ones are added.
+        shown: numbers of trials that were shown already; the new ones are added.
     """
     new = [trial for trial in summary["recent"] if trial["number"] not in shown]
     shown |= {trial["number"] for trial in new}

@@ -1,8 +1,8 @@
-"""TensorBoard on some runs: a folder of links to what they write, and the server on it.
+"""Show runs in TensorBoard: a folder of links to their event files, and the server on it.
 
-The links are named as in `status`. They lie in the user's state home, so that TensorBoard sees exactly those runs, and
-links to what a run has not written yet lead there once it has. `--logdir_spec` would name runs as well, but
-TensorBoard's fast data server does not take it. The trials of sweeps are linked as they begin.
+The links are named as in `status`. They are in the user's state home, so that TensorBoard sees exactly those runs; a
+link to files that are not written yet works once they are. `--logdir_spec` would name runs as well, but TensorBoard's
+fast data server does not support it. The trials of sweeps are linked as they begin.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from mgpu_slurm.reports.run_sources import EVENT_FILES, Source, sources, trials_
 from mgpu_slurm.sweeps import hparams
 
 NEWEST = 20
-"""Runs and groups that are shown where none is named."""
+"""Number of runs and groups that are shown by default."""
 
 SAMPLES = 1_000_000
-"""Points of a curve that are kept; by itself TensorBoard shows a sample of 1,000. Of 0, which stands for all of them in
-the Python reader, the fast data server makes none."""
+"""Maximum points per curve; TensorBoard's default is a sample of 1,000. A value of 0 means all points in the Python
+reader, but none in the fast data server."""
 
 HOST = "127.0.0.1"
-"""TensorBoard asks nobody for a password; who is elsewhere comes by a tunnel."""
+"""Only this machine, because TensorBoard has no password; users on other machines need a tunnel."""
 
 FIRST_PORT = 6006
-"""TensorBoard's own."""
+"""TensorBoard's default port."""
 PORTS = 200
 STARTS = 3
-"""Attempts to start on a port that was free a moment ago."""
+"""Maximum attempts to start on a port that was free a moment ago."""
 
 RELOAD_SECONDS = 5
 PATIENCE = 120
-"""Seconds in which a server has to start: its imports may come over a busy network."""
+"""Seconds for a server to start: its imports may come over a busy network."""
 GRACE = 5
-"""Seconds that it gets to end."""
+"""Seconds for a server to end."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The runs to be shown."""
+    """The runs to show."""
 
     sources: list[Source]
-    """Each sweep is one of them as a whole."""
+    """The runs; each sweep is one source."""
     left_out: int
-    """Older runs and groups that nobody has named."""
+    """Number of older runs and groups that are not shown."""
 
     @property
     def runs(self) -> list[Source]:
-        """One by one, the trials of sweeps as far as they have begun."""
+        """The single runs, including the trials of sweeps that have begun."""
         return trials_of(self.sources)
 
     @property
@@ -73,10 +73,10 @@ class Choice:
 
 
 def choose(words: Sequence[str], note: Note = quiet) -> Choice:
-    """The runs that words name, or the newest ones.
+    """Return the named runs, or the newest ones.
 
     Args:
-        note: hears that a cluster does not answer.
+        note: called if a cluster does not answer.
 
     Raises:
         UserError: a word names nothing, or there are no runs.
@@ -92,7 +92,7 @@ def choose(words: Sequence[str], note: Note = quiet) -> Choice:
 
 @contextlib.contextmanager
 def linked(chosen: Choice) -> Iterator[Links]:
-    """A folder with a link to each run, for as long as it is needed."""
+    """Create a folder with a link to each run, and remove it afterwards."""
     base = layout.state_home() / "tensorboard"
     with contextlib.suppress(OSError):
         _remove_left_over(base)
@@ -114,7 +114,7 @@ def linked(chosen: Choice) -> Iterator[Links]:
 
 
 def _link(folder: Path, found: Sequence[Source]) -> None:
-    """Ours by their names; then others, but for those below one that is linked, and so is seen with it."""
+    """Link own runs by their names, then foreign ones, except those below a linked folder, which shows them already."""
     seen = {source.path.resolve() for source in found if source.own is None}
     for source in sorted(found, key=lambda source: source.own is None):
         if source.own is not None or not seen.intersection(source.path.resolve().parents):
@@ -124,7 +124,7 @@ def _link(folder: Path, found: Sequence[Source]) -> None:
 
 
 def _free_link(folder: Path, name: str) -> Path:
-    """Where a link of that name can be; never behind another link, which leads into somebody's run."""
+    """Return a free path for a link of that name; never below another link, which would be inside a run."""
     if any((folder / parent).is_symlink() for parent in Path(name).parents):
         name = name.replace(os.sep, "-")
     number = 1
@@ -136,12 +136,12 @@ def _free_link(folder: Path, name: str) -> Path:
 
 
 class Links:
-    """A folder of runs for TensorBoard, in which sweeps grow."""
+    """A folder of runs for TensorBoard, to which new trials of sweeps are added."""
 
     def __init__(self, folder: Path, studies: Sequence[RunFolder]) -> None:
         """
         Args:
-            folder: with the links of all other runs.
+            folder: contains the links of all other runs.
         """
         self.folder = folder
         self._studies: dict[RunFolder, Path] = {}
@@ -151,11 +151,11 @@ class Links:
         self._experiment: Path | None = None
         self._experiments = 0
         self._written: list[tuple[int, int]] = []
-        """By which the experiments in `_experiment` are told from later ones."""
+        """The state of the experiments in `_experiment`, to detect changes."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Links trials that have begun since the last time, and takes up parameters that they have brought."""
+        """Link trials that have begun since the last call, and add their new parameters."""
         for study, place in self._studies.items():
             linked = set(os.listdir(place / layout.TRIALS))
             begun = os.listdir(study.trials) if study.trials.is_dir() else []
@@ -165,8 +165,10 @@ class Links:
         self._write_experiment()
 
     def _write_experiment(self) -> None:
-        """TensorBoard takes one experiment, whichever it meets first, and never reads it again: this is one of all
-        sweeps, and whenever it changes, another run."""
+        """Write one experiment for all sweeps, as a new run whenever it changes.
+
+        TensorBoard uses only the first experiment that it finds, and never reads it again.
+        """
         files = [hparams.experiment_file(study) for study in self._studies]
         found = [file.stat() for file in files if file.exists()]
         written = [(stat.st_mtime_ns, stat.st_ino) for stat in found]
@@ -182,7 +184,7 @@ class Links:
 
 
 def _remove_left_over(base: Path) -> None:
-    """Of servers of this machine that were killed."""
+    """Remove the folders of killed servers of this machine."""
     for folder in base.glob(f"{socket.gethostname()}-*-*"):
         pid, _, start = folder.name.removeprefix(f"{socket.gethostname()}-").partition("-")
         if pid.isdigit() and start.isdigit() and not processes.is_alive(int(pid), int(start)):
@@ -190,7 +192,7 @@ def _remove_left_over(base: Path) -> None:
 
 
 def described(chosen: Choice) -> str:
-    """What is to be seen, in words."""
+    """Return a description of the shown runs."""
     runs = chosen.runs
     silent = sum(not any(source.curves.glob(EVENT_FILES)) for source in runs)
     words = [runs[0].name if len(chosen.sources) == len(runs) == 1 else counted(len(runs), "run")]
@@ -204,7 +206,7 @@ def described(chosen: Choice) -> str:
 
 
 def lines(server: Server) -> list[str]:
-    """How to get there."""
+    """Return lines on how to open it in a browser."""
     return [
         f"address   {server.address}",
         f"tunnel    {server.tunnel}",
@@ -220,21 +222,21 @@ class Server:
     """A TensorBoard that listens on this machine only, and ends with this process."""
 
     def __init__(self, folder: Path, port: int | None = None) -> None:
-        """Starts it.
+        """Start the server.
 
         Args:
-            folder: with a run in each folder below.
-            port: None for a free one.
+            folder: contains a folder for each run.
+            port: None for a free port.
 
         Raises:
             UserError: the port is taken.
-            MgpuError: it does not start; with what it says.
+            MgpuError: it does not start; with its output.
         """
         if port is not None and not _is_free(port):
             raise UserError(f"--port {port}: it is taken on this machine: leave --port out for a free one")
         for attempt in range(STARTS):
             self.port = _free_port(attempt) if port is None else port
-            # beside the links, not among them
+            # next to the links, not among them
             self._log = folder.parent / "log"
             self._process = _start(folder, self.port, self._log)
             try:
@@ -253,23 +255,23 @@ class Server:
 
     @property
     def tunnel(self) -> str:
-        """The command that brings it to the machine that one sits at."""
+        """The command to run on the user's own machine to reach the server."""
         user = pwd.getpwuid(os.getuid()).pw_name
         return f"ssh -N -L {self.port}:{HOST}:{self.port} {user}@{socket.gethostname()}"
 
     def wait(self, meanwhile: Callable[[], None]) -> None:
-        """Until it ends by itself, which is an error, or somebody ends this process.
+        """Wait until the server ends by itself, which is an error, or this process is ended.
 
         Args:
-            meanwhile: called now and then, as often as the server looks for news.
+            meanwhile: called repeatedly, as often as the server reloads its data.
 
         Raises:
-            MgpuError: it has ended.
+            MgpuError: the server has ended.
         """
         while self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(RELOAD_SECONDS)
-            # a file system that fails for a moment costs news, not the server
+            # a temporary file system error must not end the server
             with contextlib.suppress(OSError):
                 meanwhile()
         raise MgpuError(f"TensorBoard has ended with exit code {self._process.returncode}: {self._last_words()}")
@@ -284,7 +286,7 @@ class Server:
         self._log.unlink(missing_ok=True)
 
     def _wait_until_it_answers(self) -> bool:
-        """Whether somebody else took its port meanwhile."""
+        """Wait until the server answers; return whether another process took its port instead."""
         give_up = time.monotonic() + PATIENCE
         while self._process.poll() is None:
             if f":{self.port}/ " in self._said():
@@ -310,7 +312,7 @@ def _start(folder: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
         f"--port={port}",
         f"--samples_per_plugin=scalars={SAMPLES}",
         f"--reload_interval={RELOAD_SECONDS}",
-        # without the fast data server: a run that was started again goes on in another file
+        # needed without the fast data server: a restarted run continues in another file
         "--reload_multifile=true",
     ]
     parent = os.getpid()
@@ -320,19 +322,19 @@ def _start(folder: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # a user's cmd.py is not the module that TensorBoard wants (of Python 3.11 on)
+            # a user's cmd.py must not shadow the module that TensorBoard imports (from Python 3.11 on)
             env=os.environ | {"PYTHONSAFEPATH": "1"},
-            # a Ctrl-C is for this process, which ends it then
+            # Ctrl-C is for this process, which then ends the server
             start_new_session=True,
             preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM, parent),
         )
 
 
 def _free_port(skip: int) -> int:
-    """From TensorBoard's own port on, so that it mostly stays the same and a tunnel stays right.
+    """Return a free port from TensorBoard's default on, so that it rarely changes and a tunnel remains valid.
 
     Args:
-        skip: free ones to leave to others.
+        skip: number of free ports to skip.
     """
     free = (port for port in range(FIRST_PORT, FIRST_PORT + PORTS) if _is_free(port))
     for _ in range(skip):
@@ -345,7 +347,7 @@ def _free_port(skip: int) -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as tried:
-        # what ended a moment ago does not hold it
+        # a server that ended a moment ago does not block the port
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((HOST, port))
@@ -355,8 +357,8 @@ def _is_free(port: int) -> bool:
 
 
 def serve(chosen: Choice, port: int | None, say: Callable[[Server], None]) -> None:
-    """Shows runs until somebody ends this process by Ctrl-C, a signal or the end of its terminal."""
-    # nohup(1) has it go on after the end of its terminal
+    """Show runs until this process is ended by Ctrl-C, a signal or the end of its terminal."""
+    # with nohup(1) it continues after the end of its terminal
     heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, _interrupt) for number in heard}
     try:

@@ -1,4 +1,4 @@
-"""The cluster file, `mgpu.yaml`: what a site wants said and how, as data.
+"""The cluster file, `mgpu.yaml`: a site's options and conventions, as data.
 
 The project's file (in the working directory) wins over the user's (`~/.config/mgpu_slurm/mgpu.yaml`); clusters are
 merged by name, key by key.
@@ -28,26 +28,26 @@ _FORM = re.compile(r"[a-z][a-z0-9-]*(=.*)?")
 
 @dataclass(frozen=True)
 class Cluster:
-    """What one cluster needs; the keys of the file are these names with dashes."""
+    """Settings of one cluster; the keys in the file are these names with dashes."""
 
     name: str | None = None
     """Its key in the file; None for the cluster of a machine without a file."""
     flags: dict[str, Any] = field(default_factory=dict)
     """Defaults for resources, by sbatch's long names; `sbatch` holds any other option."""
     setup: tuple[str, ...] = ()
-    """Shell lines of the batch script before the ranks start."""
+    """Shell lines that the batch script executes before the ranks start."""
     rename: dict[str, str | None] = field(default_factory=dict)
-    """How this site wants a flag said, `{}` being its value (`gpus-per-node: "gres=gpu:{}"`); None for never."""
+    """This site's form of a flag, `{}` being its value (`gpus-per-node: "gres=gpu:{}"`); None to leave it out."""
     environment: dict[str, str] = field(default_factory=dict)
-    """For the ranks."""
+    """Environment variables of the ranks."""
     readable_by: Readers = "owner"
     signal: str = "USR2"
-    """The signal before the time limit, with a lead in seconds where one is wanted: `USR2@120`."""
+    """The signal before the time limit, optionally with a lead in seconds: `USR2@120`."""
     max_requeues: int = 20
     kill_wait: int = 30
     """Seconds between SIGTERM and SIGKILL, locally and in an allocation."""
     snapshot_limit: int = 100_000_000
-    """Bytes of code that a run may copy."""
+    """Maximum bytes of code in a snapshot."""
 
     def __post_init__(self) -> None:
         resources_from(self.flags, "flags")
@@ -67,16 +67,16 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """The project's and the user's cluster file as one."""
+    """The project's and the user's cluster file, merged."""
 
     job: str | None = None
-    """The target that is run where none is named."""
+    """The default target."""
     cluster: str | None = None
-    """The cluster that is meant where none is named."""
+    """The default cluster."""
     clusters: dict[str, Cluster] = field(default_factory=dict)
 
     def named(self, name: str | None) -> Cluster:
-        """The cluster of this name; for None the file's own choice, the only one, or an empty one where there are none.
+        """Return the cluster of this name; for None the file's default, the only one, or an empty one if there is none.
 
         Raises:
             UserError: unknown name, or several clusters and no choice.
@@ -103,10 +103,10 @@ class _Keys:
 
 
 def load(cwd: Path) -> ClusterFile:
-    """What the cluster files say; an empty `ClusterFile` where there are none.
+    """Read the cluster files; return an empty `ClusterFile` if there are none.
 
     Raises:
-        UserError: unknown key or wrong value, with the file; or the project's file is a stranger's.
+        UserError: unknown key or wrong value, with the file; or the project's file belongs to another user.
     """
     merged: dict[str, Any] = {}
     project_file = cwd / FILE_NAME
@@ -114,19 +114,19 @@ def load(cwd: Path) -> ClusterFile:
         files.refuse_strangers(project_file, "who could run commands as you by it: use a copy of your own")
     for path in (user_file(), project_file):
         if path.exists():
-            # each file is checked by itself, so that an error names the one to mend
+            # each file is checked by itself, so that an error names the one to fix
             merged = configs.merge(merged, _plain(configs.read_yaml(path), str(path)))
     return _typed(merged, FILE_NAME)
 
 
 def user_file() -> Path:
-    """The file of this user for all projects, whether or not it is there."""
+    """Return the path of this user's file for all projects, whether or not it exists."""
     home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(home) / "mgpu_slurm" / FILE_NAME
 
 
 def _plain(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """The file's values, checked, in the form that merges."""
+    """Check the file's values, and return them in the form that is merged."""
     keys = configs.fill(_Keys, values, source)
     plain = values | {"clusters": {name: _with_texts(cluster or {}) for name, cluster in keys.clusters.items()}}
     _typed(plain, source)
@@ -134,7 +134,7 @@ def _plain(values: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _with_texts(cluster: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as the texts that SLURM and the environment want, where YAML made them numbers."""
+    """Return the values with numbers as text, as SLURM and the environment need them; YAML parses them as numbers."""
     flags = cluster.get("flags")
     changed = dict(cluster)
     if isinstance(flags, dict) and isinstance(flags.get("sbatch"), dict):

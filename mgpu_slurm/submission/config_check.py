@@ -1,7 +1,6 @@
-"""The real job function's word on its config, by an import of its module: it may take seconds, for torch alone.
+"""Check a config against the real job function, by importing its module, which may take seconds for torch alone.
 
-A process of its own does it, never the command line's: `python -m mgpu_slurm.submission.config_check`, with the
-question on standard input.
+This happens in a separate process: `python -m mgpu_slurm.submission.config_check`, with the question on standard input.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from mgpu_slurm.request import target
 class Question:
     target: str
     workdir: str
-    """The folder in the snapshot where the job will stand."""
+    """The folder in the snapshot that will be the job's working directory."""
     original: str
-    """The folder from which paths in the config are meant."""
+    """The folder that paths in the config are relative to."""
     values: list[dict[str, Any]]
-    """What `--config` and `key=value` give; or several sets of values, each of which has to fit."""
+    """The values of `--config` and `key=value`; or several sets of values, each of which has to fit."""
 
 
 @dataclass(frozen=True)
 class Answer:
     config: dict[str, Any]
-    """The whole config as plain values, defaults filled in and paths absolute; of several the first."""
+    """The whole config as plain values, with defaults and absolute paths; of several sets, that of the first."""
     is_settled: bool = True
     """See `JobFunction.is_settled`."""
     error: str | None = None
 
 
 def ask(question: Question) -> Answer:
-    """Import the target here and now, and check the values."""
+    """Import the target in this process, and check the values."""
     target.stand_in(Path(question.workdir))
     try:
         job = target.load(question.target, Path(question.workdir))
@@ -55,8 +54,8 @@ def ask(question: Question) -> Answer:
 
 
 def reply(make: Callable[[], Any]) -> None:
-    """Prints as JSON what `make` gives; what the user's code prints meanwhile belongs to no answer."""
-    # the snapshot holds what the user has, not what this look at it compiles
+    """Print the result of `make` as JSON; output of the user's code goes to standard error."""
+    # the snapshot should contain the user's files only, not bytecode compiled by this check
     sys.dont_write_bytecode = True
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,6 +1,6 @@
-"""The facts of `environment.json`: with what, from where and by whom a run was submitted.
+"""The facts of `environment.json`: with which software, from where and by whom a run was submitted.
 
-Environment variables are not among them, since they hold secrets.
+Environment variables are not included, since they may hold secrets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mgpu_slurm.submission.snapshot import Snapshot
 
 
 def describe(snapshot: Snapshot | None) -> dict[str, Any]:
-    """Plain values for `environment.json`.
+    """Return plain values for `environment.json`.
 
     `python` (version, executable), `platform`, `host`, `user`, `command` (the words of this process's command
     line), `commit` and `dirty` and `digest` of the snapshot (None without one), and `packages`, the versions of all
@@ -38,5 +38,5 @@ def _user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
-        # containers run with ids that no passwd file knows
+        # containers may run with ids that are not in the passwd file
         return str(os.getuid())

@@ -1,4 +1,4 @@
-"""The job's config at submission: completed and checked as far as that takes no import of the job."""
+"""The job's config at submission: completed and checked, without an import of the job if possible."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Completed:
     """The config of a submission."""
 
     config: dict[str, Any]
-    """For the spec: whole, or as it was given."""
+    """The config for the spec: whole, or as given."""
     base: str | None
-    """The folder that relative paths in it start from; None for a whole config. See `Spec.config_base`."""
+    """The folder that relative paths in it are relative to; None for a whole config. See `Spec.config_base`."""
     known: dict[str, Any]
-    """As much of the whole config as is known."""
+    """The known part of the whole config."""
     is_checked: bool = True
-    """Whether the job will take it for certain."""
+    """Whether the job will certainly accept it."""
 
 
 def complete(
@@ -46,12 +46,12 @@ def complete(
     """Return the job's config.
 
     Args:
-        values: those that differ from the job's defaults; where there are several sets of them, each has to fit, and
-            the config is that of the first.
-        folder: holds the snapshot; a function that no module holds is pickled there.
-        cwd: what relative paths among the values are relative to.
-        imports: whether to import the job, also if its source tells all.
-        function: the target, where it was given as an object.
+        values: sets of values that differ from the job's defaults; each set has to fit, and the config is that of the
+            first.
+        folder: holds the snapshot; a function that is not in a module is pickled there.
+        cwd: the base of relative paths among the values.
+        imports: whether to import the job even if its source suffices.
+        function: the target, if it was given as an object.
 
     Raises:
         UserError: the job cannot be called, or the values do not fit.
@@ -70,7 +70,7 @@ def complete(
     workdir = folder.code / spec.workdir
     reading = job_source.read(target.function, workdir)
     is_whole = reading is not None and reading.is_whole
-    # a group has its seed, and a sweep its epochs, from the whole config
+    # a group takes its seed, and a sweep its epochs, from the whole config
     if imports or (spec.tasks is not None and not is_whole):
         answer = _ask(Question(target.function, str(workdir), str(cwd), list(values)))
         if answer.error is not None:
@@ -90,14 +90,13 @@ def _completed(job: JobFunction, spec: Spec, values: Sequence[dict[str, Any]], c
 def _of_whole(spec: Spec, given: dict[str, Any], config: dict[str, Any], is_settled: bool, cwd: Path) -> Completed:
     if is_settled or spec.kind == "sweep":
         return Completed(config, None, config)
-    # the seed of each run of a group is counted from it
+    # the seeds of a group's runs count up from it
     seed = {"seed": config["seed"]} if spec.tasks is not None and "seed" in config else {}
     return Completed(given | seed, str(cwd), config)
 
 
 def _pickle(job: JobFunction, folder: RunFolder) -> None:
-    """The config's class travels with the function, and the types of its fields: their names may mean nothing
-    elsewhere."""
+    """Pickle the function with its config class and the types of the fields, which may not be importable elsewhere."""
     import cloudpickle  # type: ignore[import-untyped]
 
     folder.function.write_bytes(cloudpickle.dumps((job, configs.types_in(job.config_class))))

@@ -1,7 +1,7 @@
-"""A job function as its source shows it: an import may take seconds, for torch alone.
+"""Read a job function from its source, since an import may take seconds for torch alone.
 
-Dataclasses, types and the function's parameters are read as far as they are written out in the file. They are put into
-a module of their own, without any code that does more, so that Python itself says what they mean.
+Dataclasses, types and the function's parameters are read as far as they are written out in the file. They are executed
+in a separate module, without any other code, so that Python itself evaluates them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mgpu_slurm.request.job_function import JobFunction, from_callable
 from mgpu_slurm.submission.source_bindings import bindings, may_bind, rebinds
 
 _MODULES = {"__future__", "collections.abc", "dataclasses", "enum", "pathlib", "typing"}
-"""What these hold is known, and imported here without a cost."""
+"""Modules whose contents are known, and cheap to import."""
 
 _TYPES = {"bool", "bytes", "dict", "float", "frozenset", "int", "list", "object", "set", "str", "tuple"}
 _OWN_CONSTRUCTION = {"__init__", "__new__", "__setattr__", "__getattribute__", "__init_subclass__"}
 _SPECIAL = re.compile(r"\b(?:ClassVar|InitVar|KW_ONLY)\b")
-"""Annotations of what is no field, or not like others."""
+"""Annotations of names that are not fields, or not ordinary ones."""
 
 _NAME = "_mgpu_slurm_source"
 _NO_FIELD = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.Expr, ast.Pass)
@@ -39,23 +39,23 @@ _NONE = ast.Constant(None)
 
 @dataclass(frozen=True)
 class Reading:
-    """What the source tells of a job function."""
+    """A job function as read from its source."""
 
     job: JobFunction
-    """Takes no values that the real one refuses by name or by a type that is known; its function does nothing."""
+    """Refuses values that the real one refuses by name or by a known type; its function does nothing."""
     is_whole: bool
-    """Whether it makes the same config as the real one."""
+    """Whether it returns the same config as the real one."""
 
 
 def read(target: str, workdir: Path) -> Reading | None:
-    """Read a job function; None when its parameters are not written out in its file.
+    """Read a job function; return None if its parameters are not written out in its file.
 
     Args:
         target: `package.module:function`, or `path/to/file.py:function`.
-        workdir: where the job stands in the snapshot.
+        workdir: the job's working directory in the snapshot.
 
     Raises:
-        UserError: there is no such file or function, the file is no Python, or the function cannot be called as one.
+        UserError: there is no such file or function, the file is not Python, or the function is not a job function.
     """
     module, function = targets.split(target)
     path = _file_of(module, workdir)
@@ -78,7 +78,7 @@ def read(target: str, workdir: Path) -> Reading | None:
 
 
 def _file_of(module: str, workdir: Path) -> Path | None:
-    """The module's file in the run's code; None for one that is installed.
+    """Return the module's file in the run's code; None for an installed module.
 
     Raises:
         UserError: it is neither.
@@ -98,7 +98,7 @@ def _file_of(module: str, workdir: Path) -> Path | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package can be imported from elsewhere than the working directory, which the job does not see."""
+    """Return whether a package can be imported from outside the working directory, which the job does not see."""
     here = os.path.realpath(os.getcwd())
     places = [place for place in sys.path if place and os.path.realpath(place) != here]
     finders = [finder for finder in sys.meta_path if finder is not importlib.machinery.PathFinder]
@@ -107,21 +107,21 @@ def _is_installed(package: str) -> bool:
 
 
 class _File:
-    """The module-level names of a file, and those of them whose meaning is known without running it."""
+    """The module-level names of a file, and which of them can be evaluated without running it."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
         self.bound = Counter(bindings(tree))
         self.is_uncertain = "*" in self.bound or "__getattr__" in self.bound or rebinds(tree)
         self._types: set[str] = set()
-        """Names that stand for types, or for modules with types."""
+        """Names of types, or of modules with types."""
         self._modules: set[str] = set()
         self._classes: dict[str, set[str]] = {}
         """Dataclasses, with the names of their fields."""
         self._values: set[str] = set()
-        """Names that stand for a value that cannot be changed."""
+        """Names of immutable values."""
         self._inexact: set[str] = set()
-        """Classes that do more than is known."""
+        """Classes whose behavior is not fully known."""
 
     def functions(self) -> list[str]:
         return [node.name for node in self._tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
@@ -134,7 +134,7 @@ class _File:
         written = [node for node in self._tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
         if len(written) != 1 or self.bound[function] != 1 or written[0].decorator_list:
             return None
-        # typing.Any stands for what is not known
+        # typing.Any replaces unknown types
         kept: list[ast.stmt] = [ast.Import([ast.alias("typing")])]
         for node in self._tree.body:
             kept += self._known(node)
@@ -149,7 +149,7 @@ class _File:
         return Reading(job, is_exact and not used & self._inexact)
 
     def _known(self, node: ast.stmt) -> list[ast.stmt]:
-        """A statement as far as it is known what it does; none where it is not."""
+        """Return the known part of a statement; empty if nothing is known."""
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module in _MODULES:
             names = [alias for alias in node.names if self.bound[alias.asname or alias.name] == 1]
             self._types |= {alias.asname or alias.name for alias in names}
@@ -184,7 +184,7 @@ class _File:
             return []
         fields = {each.target.id for each in node.body if _is_field(each)}
         fields = fields.union(*(self._classes[base] for base in bases))
-        # what the class binds itself is what its fields see
+        # names that the class binds hide those of the module
         taken = fields | _OWN_CONSTRUCTION | self._values | self._types | self._modules | _TYPES
         body: list[ast.stmt] = [ast.Pass()]
         is_exact = not set(bases) & self._inexact
@@ -230,13 +230,16 @@ class _File:
     # -- parameters, types and values
 
     def _signature(self, node: ast.FunctionDef) -> tuple[ast.stmt, bool] | None:
-        """The function without its body, and whether all of its parameters are known; None if the first is not."""
+        """Return the function without its body, and whether its parameters are all known.
+
+        Return None if the type of the config is not.
+        """
         written = node.args
         ordered = [*written.posonlyargs, *written.args]
         others = [*ordered[1:], *written.kwonlyargs]
         kinds = {each.arg: self._kind(each.annotation) for each in others if each.annotation is not None}
         if others and not kinds.get(others[0].arg, (None, True))[1]:
-            # it decides on how the others are taken
+            # it decides how the others are passed
             return None
         defaults = [self._default(value) for value in written.defaults]
         named = [self._default(value) for value in written.kw_defaults]
@@ -259,12 +262,12 @@ class _File:
         return function, all(is_known for _, is_known in [*kinds.values(), *defaults, *named])
 
     def _kind(self, annotation: ast.expr | None) -> tuple[ast.expr, bool]:
-        """A type, and whether it is the one that is written."""
+        """Return a type, and whether it is the one in the source."""
         is_known = annotation is not None and self._is_type(annotation)
         return (annotation, True) if annotation is not None and is_known else (_ANY, False)
 
     def _default(self, value: ast.expr | None) -> tuple[ast.expr | None, bool]:
-        """A value, and whether it is the one that is written; some value where there is one."""
+        """Return a value, and whether it is the one in the source; a placeholder for an unknown default."""
         return (value, True) if value is None or self._is_value(value) else (_NONE, False)
 
     def _is_type(self, node: ast.expr) -> bool:
@@ -287,7 +290,7 @@ class _File:
         return isinstance(node, ast.Constant) and node.value in (None, ...)
 
     def _is_value(self, node: ast.expr) -> bool:
-        """Whether a default stands in the source as it is: one that is computed may be another one tomorrow."""
+        """Return whether a default is fixed by the source: a computed one may differ at the next import."""
         if isinstance(node, ast.Name):
             return node.id in self._values
         if isinstance(node, ast.Attribute):
@@ -301,7 +304,10 @@ class _File:
         return is_known and all(map(self._is_value, [*node.args, *(keyword.value for keyword in node.keywords)]))
 
     def _is_option(self, keyword: ast.keyword) -> bool:
-        """`default=3`, `default_factory=list` or that of a nested class, `default_factory=lambda: [1, 2]`."""
+        """Return whether an option of `field` is known, such as `default=3` or `default_factory=lambda: [1, 2]`.
+
+        A factory may also be a builtin such as `list`, or a nested class.
+        """
         value = keyword.value
         if keyword.arg != "default_factory":
             return self._is_value(value)
@@ -322,7 +328,7 @@ def _is_text(node: ast.stmt) -> bool:
 def _is_literal(node: ast.expr, constant: bool = False) -> bool:
     """
     Args:
-        constant: whether the value must be one that cannot be changed.
+        constant: whether the value must be immutable.
     """
     try:
         value = ast.literal_eval(node)
@@ -339,11 +345,11 @@ def _class(node: ast.ClassDef, body: list[ast.stmt], decorators: list[ast.expr])
 
 
 def _run(statements: list[ast.stmt]) -> dict[str, typing.Any] | None:
-    """The names that known statements define; None if they make no sense together."""
+    """Return the names that known statements define; None if executing them fails."""
     future = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     ordered = [*future, *(node for node in statements if node not in future)]
     module = types.ModuleType(_NAME)
-    # dataclasses and typing look names up in the module of a class
+    # dataclasses and typing look up names in the module of a class
     sys.modules[_NAME] = module
     try:
         tree = ast.fix_missing_locations(ast.Module(ordered, []))
@@ -353,7 +359,7 @@ def _run(statements: list[ast.stmt]) -> dict[str, typing.Any] | None:
             {cls: typing.get_type_hints(cls, include_extras=True) for cls in classes if configs.field_types(cls)}
         )
     except Exception:
-        # the real module will say what is wrong
+        # the real module will report the error
         return None
     finally:
         del sys.modules[_NAME]

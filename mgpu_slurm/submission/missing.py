@@ -1,4 +1,4 @@
-"""What a call names that the run's code lacks: programs that are not there, and files that git ignores."""
+"""Find what a call names but the run's code lacks: missing programs, and files that git ignores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BETWEEN_WORDS = re.compile(r"""[\s'"|;&<>()]+""")
 
 
 def advice(name: str) -> str:
-    """Return what to do about a file or folder that the run's code lacks."""
+    """Return advice for a file or folder that the run's code lacks."""
     return f"{name} is not in the snapshot: use its absolute path or $MGPU_PROJECT"
 
 
@@ -29,7 +29,7 @@ def left_out(path: str, live: Path, stand: Path) -> str | None:
     """Return the first part of a relative path that the project has and the snapshot lacks, such as `data/`.
 
     Args:
-        live: the folder in the project that the path starts from.
+        live: the folder in the project that the path is relative to.
         stand: the same folder in the snapshot.
     """
     if not path or os.path.isabs(path) or not os.path.lexists(live / path) or os.path.lexists(stand / path):
@@ -43,7 +43,7 @@ def left_out(path: str, live: Path, stand: Path) -> str | None:
 def left_out_in(text: str, live: Path, stand: Path) -> str | None:
     """Return the first such part among all paths that a text, such as an error, mentions."""
     for groups in _WORDS.findall(text):
-        # the folder of the code may be reached by a link
+        # the path of the code folder may contain a link
         word = "".join(groups).removeprefix(f"{os.path.realpath(stand)}/").removeprefix(f"{stand}/")
         if (found := left_out(word, live, stand)) is not None:
             return found
@@ -51,7 +51,7 @@ def left_out_in(text: str, live: Path, stand: Path) -> str | None:
 
 
 def settled(spec: Spec, code: Path) -> tuple[Spec, list[str]]:
-    """Return the spec with a command that its ranks will find, and notes for people on what they will not.
+    """Return the spec with a command that its ranks will find, and human-readable notes on what they will not find.
 
     Args:
         code: the snapshot.
@@ -73,11 +73,11 @@ def settled(spec: Spec, code: Path) -> tuple[Spec, list[str]]:
 
 
 def notes_on_config(given: Any, config: Any, spec: Spec, code: Path) -> list[str]:
-    """Return notes for people on paths that were given as text and that the ranks will not find.
+    """Return human-readable notes on paths that were given as text and that the ranks will not find.
 
     Args:
         given: the values of the call.
-        config: the same values as the job gets them: what has the type of a path is absolute there.
+        config: the same values as the job gets them, with absolute paths for fields of a path type.
     """
     found = (left_out(text, spec.original, code / spec.workdir) for text in _texts(given, config))
     return [f"note      {advice(name)}" for name in dict.fromkeys(filter(None, found))]
@@ -95,18 +95,18 @@ def _texts(given: Any, config: Any) -> Iterator[str]:
 
 
 def _words(arguments: list[str]) -> list[str]:
-    """Return arguments, and the words of the text that a shell gets by `-c`, maybe after other options."""
+    """Return arguments, and the words of a shell's `-c` text, which may follow other options."""
     texts = [text for option, text in pairwise(arguments) if re.fullmatch(r"-\w*c", option)]
     return [*arguments, *(word for text in texts for word in _BETWEEN_WORDS.split(text))]
 
 
 def _argument_left_out(word: str, live: Path, stand: Path) -> str | None:
-    """Of an argument, or of its value where it is `--name=value`."""
+    """Return the missing part of an argument, or of the value of `--name=value`."""
     return left_out(word, live, stand) or left_out(word.partition("=")[2], live, stand)
 
 
 def _check_script(spec: Spec, stand: Path) -> None:
-    """Better now than after a day in the queue."""
+    """Raise UserError if a Python script is missing: better now than after a day in the queue."""
     interpreter, script, *_ = (*(spec.target.command or ()), "", "")
     is_known = Path(interpreter).name.startswith("python") and script.endswith(".py") and SEED_PLACE not in script
     if is_known and not (stand / script).exists():
@@ -117,9 +117,9 @@ def _check_script(spec: Spec, stand: Path) -> None:
 
 
 def _program(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
-    """The program as the ranks have to start it, and a note on that where there is one."""
+    """Return the program as the ranks have to start it, and a note on it, if any."""
     if "{" in name or name in ("python", "python3"):
-        # a value of each run goes there; or the interpreter of the submission
+        # a placeholder for a run's value, or the interpreter of the submission
         return name, None
     path, problem = _look_for(name, spec, stand)
     if problem is None:
@@ -130,7 +130,7 @@ def _program(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
 
 
 def _look_for(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
-    """The program's path, and what is wrong with it."""
+    """Return the program's path, and what is wrong with it."""
     if "/" not in name:
         places = (spec.environment.get("PATH", os.environ.get("PATH")), str(Path(spec.python).parent))
         if any(shutil.which(name, path=place) for place in places):
@@ -149,7 +149,7 @@ def _look_for(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
 
 
 def _is_brought_in_the_job(spec: Spec) -> bool:
-    """Whether the job sees other programs than the place of submission."""
+    """Return whether the job may see other programs than the submitting machine."""
     return not spec.nodes_are_simulated and (
         bool(spec.setup) or any("container" in option for option in spec.resources.sbatch)
     )

@@ -1,4 +1,4 @@
-"""From a request to a plan: all that will happen, typed and printable, before anything starts."""
+"""Turn a request into a plan: all that will happen, typed and printable, before anything starts."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _NOT_CHECKED = (
 )
 
 WORKER_REQUEUES = 1000
-"""How often a sweep's worker may start again at its time limit."""
+"""Maximum number of requeues of a sweep's worker at its time limit."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, by a command line or from Python, before any default."""
+    """A request from the command line or from Python, before any default is applied."""
 
     target: str | Callable[..., Any] | None = None
     """The name of a job function, or the function itself."""
     command: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
-    """The job's config, as far as it was given."""
+    """The given part of the job's config."""
     flags: dict[str, Any] = field(default_factory=dict)
     """Resources by sbatch's long names."""
     executor: str = "auto"
@@ -65,17 +65,17 @@ class Request:
     name: str | None = None
     restart: RestartPolicy = restart_policy.DEFAULT
     seeds: str | None = None
-    """`5`, or with a limit at a time `100%10`."""
+    """`5`, or `100%10` to run at most 10 at a time."""
     workers: int | None = None
-    """Of a sweep: how many; its study is called by the name as it stands."""
+    """Number of workers of a sweep, whose study then has exactly the given name."""
     probes: tuple[dict[str, Any], ...] = ()
-    """Of a sweep: values that trials may give the job's config beside the others; it has to take each of them."""
+    """Sets of values that trials of a sweep may add to the job's config, which has to accept each of them."""
     after: tuple[str, ...] = ()
-    """Runs that have to complete before."""
+    """Runs that have to complete first."""
     after_any: tuple[str, ...] = ()
-    """Runs that have to end before, however they end."""
+    """Runs that have to end first, whatever their outcome."""
     project: Path | None = None
-    """The folder to snapshot; None for the one that the target belongs to."""
+    """The folder to snapshot; None for the target's project."""
     dry_run: bool = False
     check: bool = False
     """Whether to import the job to check its config."""
@@ -83,26 +83,26 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that will happen. The job's config in it is as given, until the target itself has completed it."""
+    """All that will happen. The job's config is as given until the target itself has completed it."""
 
     spec: Spec
     folder: RunFolder
-    """Where the run will live."""
+    """The future folder of the run."""
     notes: tuple[str, ...]
-    """What was decided for the user, in words."""
+    """Human-readable notes on what was decided for the user."""
     snapshot_limit: int
     """Bytes."""
     whole_config: dict[str, Any] = field(default_factory=dict)
-    """The job's config with all of its defaults, as far as they are known; of a sweep, that of one trial."""
+    """The job's config with all known defaults; for a sweep, that of one trial."""
 
     @property
     def script(self) -> str:
-        """The script that sbatch gets, exact but for the mark of the submission and the ids of jobs to wait for."""
+        """Return the script for sbatch, exact except for the submission's token and the ids of jobs to wait for."""
         array = None if self.spec.tasks is None else Array(0, tuple(range(self.spec.tasks)))
         return script.render(self.spec, self.folder, sbatch.new_token(), array, ",".join(self.spec.after))
 
     def with_config(self, completed: Completed) -> Plan:
-        """With the config as far as it is complete; trials of a sweep share only what was given."""
+        """Return the plan with the completed config; trials of a sweep share only the given values."""
         config = completed.config
         shared = configs.only(config, self.spec.config) if self.spec.kind == "sweep" else config
         spec = replace(self.spec, config=shared, config_base=completed.base)
@@ -110,9 +110,9 @@ class Plan:
         return replace(self, spec=spec, whole_config=completed.known, notes=notes)
 
     def lines(self) -> list[str]:
-        """For people, before the start."""
+        """Return the human-readable lines to show before the start."""
         spec, resources = self.spec, self.spec.resources
-        # the seed of a group stands on a line of its own
+        # the seed of a group has a separate line
         is_seeded = spec.tasks is not None and spec.kind == "run"
         shown = {key: value for key, value in spec.config.items() if key != "seed" or not is_seeded}
         config = "  ".join(f"{key}={value}" for key, value in shown.items())
@@ -136,14 +136,14 @@ class Plan:
 
 
 def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
-    """Decides everything that can be decided without the target's own code.
+    """Decide everything that can be decided without the target's own code.
 
     Args:
-        note: hears that a cluster which does not answer is waited for.
+        note: called when waiting for a cluster that does not answer.
 
     Raises:
         UserError: something in the request or the cluster file is wrong.
-        ClusterError: SLURM was asked for and is not there, or does not answer.
+        ClusterError: SLURM was requested but is missing or does not answer.
     """
     file = clusters.load(cwd)
     executor, why = selection.choose(request.executor)
@@ -194,34 +194,34 @@ def _name(request: Request, target: Target) -> str:
 
 
 def _tasks(request: Request, executor: Executor) -> tuple[int | None, int | None]:
-    """How many tasks a job array has, and how many of them may run at the same time."""
+    """Return the number of tasks of a job array, and how many of them may run at the same time."""
     if request.workers is not None:
-        # all share one machine, or what is held of a cluster; in a queue each starts when there is room for it
+        # all share one machine or allocation; in a queue each starts when there is room for it
         return request.workers, None if executor.is_queued else request.workers
     return (None, None) if request.seeds is None else parse_seeds(request.seeds)
 
 
 def _max_requeues(request: Request, chosen: Cluster) -> int:
     if request.workers is not None:
-        # a worker comes back for as long as there are trials
+        # a worker is requeued as long as there are trials
         return WORKER_REQUEUES
     return chosen.max_requeues if request.restart.max_requeues is None else request.restart.max_requeues
 
 
 def _cluster(file: ClusterFile, name: str | None, executor: Executor) -> Cluster:
-    """This machine is none of the clusters: its executor takes one that was named, or the one called `local`."""
+    """Return the cluster; this machine is not one, so its executor uses a named one or the one called `local`."""
     if not executor.is_this_machine or name is not None:
         return file.named(name)
     return file.clusters.get("local", Cluster())
 
 
 def _site_signal(chosen: Cluster, limit: int | None) -> str:
-    """The cluster's signal; its lead is for runs that have a time limit to lead."""
+    """Return the cluster's signal, with its lead only for runs with a time limit."""
     return chosen.signal.partition("@")[0] if limit is None else chosen.signal
 
 
 def _target(request: Request, default: str | None, cwd: Path) -> tuple[Target, Path]:
-    """What the ranks run, and the project folder it belongs to."""
+    """Return the target of the ranks, and the project folder that it belongs to."""
     if request.command:
         if request.target is not None:
             raise UserError(f"got both a target ({request.target}) and a command after --: give only one")
@@ -254,15 +254,18 @@ def _named_target(name: str, cwd: Path) -> tuple[Target, Path]:
         raise UserError(f"target {name!r}: there is no file {str(path)!r}{nearest(path.name, sorted(others))}")
     root = snapshot.find_root(path.parent)
     if not path.is_relative_to(root):
-        # a root reached through a link
+        # the root may be reached through a link
         path, root = path.resolve(), root.resolve()
     return Target(function=f"{os.path.relpath(path, root / _workdir(cwd, root))}:{function}"), root
 
 
 def function_target(function: Callable[..., Any]) -> Target:
-    """A function of a module is named, so that the snapshot's code runs; one of a notebook or script is pickled."""
+    """Return the target of a function: by name if it is in a module, so that the snapshot's code runs.
+
+    A function of a notebook or script is pickled instead.
+    """
     name = getattr(function, "__qualname__", type(function).__name__)
-    # refuses what is no job function
+    # raises if it is not a job function
     job_function.from_callable(function, name)
     module = sys.modules.get(getattr(function, "__module__", ""))
     is_named = module is not None and module.__name__ != "__main__" and getattr(module, name, None) is function
@@ -273,12 +276,12 @@ def function_target(function: Callable[..., Any]) -> Target:
 
 
 def _workdir(cwd: Path, root: Path) -> str:
-    """Where in the project the user stands, which is where the job will stand in the snapshot."""
+    """Return the working directory relative to the project, which the job will have in the snapshot."""
     return os.path.relpath(cwd, root) if cwd.is_relative_to(root) else "."
 
 
 def _short_name(target: Target) -> str:
-    """A name for the run from its target: `digits`, `train`."""
+    """Return a name for the run from its target, such as `digits` or `train`."""
     if target.command is not None:
         scripts = [word for word in target.command if word.endswith((".py", ".sh"))]
         words = Path((scripts or [target.command[0]])[0]).stem

@@ -1,4 +1,4 @@
-"""What a resumed run gets anew: other resources, or its project's code as it is now. All of it, or nothing."""
+"""Changes to a resumed run: other resources, or the project's current code. All of them are applied, or none."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from mgpu_slurm.submission import environment, job_config, snapshot
 
 @dataclass(frozen=True)
 class Change:
-    """What is asked for beside going on."""
+    """The changes requested with a resume."""
 
     flags: dict[str, Any] = field(default_factory=dict)
-    """Resources by sbatch's long names; None for as before."""
+    """Resources by sbatch's long names; None keeps a value."""
     restart: RestartPolicy = restart_policy.DEFAULT
     new_code: bool = False
-    """Whether to take the project's code as it is now, and the calling environment's packages."""
+    """Whether to use the project's current code and the calling environment's packages."""
     probes: tuple[dict[str, Any], ...] = ()
-    """Of a sweep: values that a new code's config has to take beside those of all trials."""
+    """Sets of values that the new code's config has to accept in a sweep, in addition to those of all trials."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -47,10 +47,10 @@ NO_CHANGE = Change()
 
 @contextmanager
 def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
-    """The folder's spec with the change, written down; an error inside the block undoes it.
+    """Apply and write the change to the folder's spec; an error inside the block undoes it.
 
     Args:
-        folder: of a run of its own, or of a whole group.
+        folder: of a single run, or of a whole group.
 
     Raises:
         UserError: the change does not fit the run.
@@ -80,7 +80,7 @@ def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
     lead = spec.lead
     if resources.time != spec.resources.time:
         _, usual = announcement(spec.signal, spec.resources.time_limit, spec.is_queued)
-        # a lead that was asked for is what a save needs
+        # a requested lead is the time that a save needs
         asked = spec.signal if lead == usual else f"{spec.signal}@{lead}"
         _, lead = announcement(asked, resources.time_limit, spec.is_queued)
     return replace(spec, resources=resources, lead=lead)
@@ -95,7 +95,7 @@ def _with_restart(spec: Spec, given: dict[str, Any]) -> Spec:
 
 @contextmanager
 def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[dict[str, Any]]) -> Iterator[Spec]:
-    """Puts a new snapshot in the place of the code, and keeps the code before as `code-<attempts>`."""
+    """Replace the code by a new snapshot, and keep the previous code as `code-<attempts>`."""
     if spec.target.pickled is not None:
         raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by a name: submit it anew")
     staging = RunFolder(folder.path / f"{layout.STAGING_PREFIX}code")
@@ -110,7 +110,7 @@ def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[dict[str, Any]]) -
         spec = replace(spec, python=sys.executable)
         values = [configs.merge(spec.config, probe) for probe in probes] or [spec.config]
         completed = job_config.complete(spec, values, staging, spec.original, imports=False)
-        # trials share only what was given
+        # trials share only the given values
         config = configs.only(completed.config, spec.config) if spec.kind == "sweep" else completed.config
         shutil.rmtree(old, ignore_errors=True)
         os.rename(folder.code, old)

@@ -1,8 +1,8 @@
-"""The code snapshot: a copy of the project as it was at submission, so that later edits do not reach a queued run.
+"""The code snapshot: a copy of the project at submission, so that later edits do not affect a queued run.
 
-Inside a git repository it holds what git tracks, as it lies on disk now, and new files that git does not ignore;
-nested repositories and submodules count with their files. Outside git it holds the folder without caches, hidden
-folders and virtual environments.
+Inside a git repository it contains the tracked files, as they are on disk now, and new files that git does not ignore,
+including those of nested repositories and submodules. Outside git it contains the folder without caches, hidden folders
+and virtual environments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mgpu_slurm.core.formatting import human_size
 from mgpu_slurm.core.layout import RUNS, RunFolder
 
 MAX_FILES = 50_000
-"""Above this a project folder is mistaken for a data folder, and every submission would crawl."""
+"""With more files it is probably a data folder, and every submission would be slow."""
 
 _CHUNK = 1 << 20
 _LARGEST_SHOWN = 3
@@ -32,14 +32,14 @@ _LARGEST_SHOWN = 3
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was copied, and which state of the project it was."""
+    """The copied folder, and its state in git."""
 
     root: Path
     """The folder that was copied."""
     commit: str | None
     """None outside git and before the first commit."""
     dirty: bool
-    """Whether the files differ from the commit; new files count. False outside git."""
+    """Whether the files differ from the commit, including new files. False outside git."""
     files: int
     bytes: int
     digest: str
@@ -48,7 +48,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A file or link of the project as it was when it was listed."""
+    """A file or link of the project at the time of its listing."""
 
     name: str
     """Relative to the root, with undecodable bytes as surrogates."""
@@ -58,13 +58,13 @@ class _Entry:
 
 
 def find_root(anchor: Path) -> Path:
-    """The folder to snapshot for a submission from the folder `anchor`: its git top level, else the folder itself.
+    """Return the folder to snapshot for a submission from `anchor`: its git top level, else the folder itself.
 
-    A folder that its repository ignores (a project below a home folder kept in git) stands for itself, and so does the
-    code of a run, from inside of which another one is submitted.
+    The folder itself is also used if its repository ignores it (a project below a home folder kept in git), and for the
+    code of a run that submits another run.
 
     Raises:
-        UserError: where git refuses the repository, for example because another user owns it.
+        UserError: git refuses the repository, for example because another user owns it.
     """
     anchor = anchor.absolute()
     for folder in (anchor, *anchor.parents):
@@ -81,17 +81,17 @@ def find_root(anchor: Path) -> Path:
 
 
 def take(root: Path, destination: Path, limit: int, skip: Path, workdir: str = ".") -> Snapshot:
-    """Copies the project to `destination`, a folder that does not exist yet.
+    """Copy the project to `destination`, a folder that does not exist yet.
 
     Args:
         root: the project, from `find_root`.
         destination: becomes the copy; its parent has to exist.
-        limit: the most bytes that all files may have together.
-        skip: a folder that never belongs to the code: where the runs live.
-        workdir: where the job will stand, relative to the root; made where no file of the code lies in it.
+        limit: maximum size of all files together, in bytes.
+        skip: a folder that is never part of the code: the runs folder.
+        workdir: the job's working directory, relative to the root; created if it contains no file of the code.
 
     Raises:
-        UserError: over the limit, over `MAX_FILES`, or where a file cannot be read; nothing is left behind then.
+        UserError: over the limit, over `MAX_FILES`, or a file cannot be read; nothing is left behind.
     """
     skipped = _relative_name(skip, root)
     tracked = _git_names(root, skipped) if (root / ".git").exists() else None
@@ -115,7 +115,7 @@ def take(root: Path, destination: Path, limit: int, skip: Path, workdir: str = "
 
 
 def _relative_name(folder: Path, root: Path) -> str | None:
-    """The name of `folder` relative to the root, or None where it does not lie below it."""
+    """Return the name of `folder` relative to the root, or None if it is not below the root."""
     # only the parent is resolved: runs/ may itself be a link to a scratch file system
     folder = folder.absolute()
     name = os.path.relpath(os.path.join(os.path.realpath(folder.parent), folder.name), os.path.realpath(root))
@@ -126,12 +126,12 @@ def _relative_name(folder: Path, root: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """What git prints, or None where there is no git or no work tree.
+    """Return git's output, or None without git or a work tree.
 
     Raises:
-        UserError: where git refuses for any other reason; copying the folder as if it had no git would hide that.
+        UserError: git refuses for any other reason; copying the folder as if it had no git would hide that.
     """
-    # GIT_DIR and its kin, set inside hooks, would name another repository than the folder's
+    # GIT_DIR and similar variables, set inside hooks, would select another repository
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
@@ -139,7 +139,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
         done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
     except (FileNotFoundError, PermissionError):
         return None
-    # check-ignore says no with exit code 1 and no word
+    # check-ignore means "not ignored" by exit code 1 without a message
     if done.returncode == 0 or (done.returncode == 1 and not done.stderr):
         return done.stdout
     message = os.fsdecode(done.stderr)
@@ -160,9 +160,9 @@ def _repository_in(message: str) -> str | None:
 
 
 def _git_names(root: Path, skipped: str | None) -> list[str] | None:
-    """Tracked and new files of a repository and of those nested in it, or None where git is missing.
+    """Return the tracked and new files of a repository and those nested in it, or None without git.
 
-    Names of tracked files that were deleted are among them.
+    Names of deleted tracked files are included.
     """
     excluded = [] if skipped is None else [f"--exclude=/{_escape_pattern(skipped)}"]
     output = _git(root, "ls-files", "-z", "-c", "-o", "--exclude-standard", *excluded)
@@ -172,7 +172,7 @@ def _git_names(root: Path, skipped: str | None) -> list[str] | None:
     for name in {os.fsdecode(name).removesuffix("/") for name in output.split(b"\0") if name}:
         if skipped is not None and _is_below(name, skipped):
             continue
-        # a submodule, or a repository that was cloned into this one: git lists its folder only
+        # of a submodule, or a repository cloned into this one, git lists only the folder
         if os.path.lexists(root / name / ".git") and not os.path.islink(root / name):
             names += _nested_names(root, name, skipped)
         else:
@@ -183,13 +183,13 @@ def _git_names(root: Path, skipped: str | None) -> list[str] | None:
 def _nested_names(root: Path, name: str, skipped: str | None) -> Iterator[str]:
     inner_skipped = skipped.removeprefix(f"{name}/") if skipped and skipped.startswith(f"{name}/") else None
     inner_names = _git_names(root / name, inner_skipped)
-    # a submodule whose .git leads nowhere still holds code
+    # a submodule with a broken .git still contains code
     for inner in _walk_names(root / name, inner_skipped) if inner_names is None else inner_names:
         yield f"{name}/{inner}"
 
 
 def _git_state(root: Path, skipped: str | None) -> tuple[str | None, bool]:
-    """Commit (None before the first) and whether the files differ from it."""
+    """Return the commit (None before the first) and whether the files differ from it."""
     excluded = [] if skipped is None else ["--", ".", f":(exclude,literal){skipped}"]
     flags = ["--porcelain=v2", "--branch", "-z", "--untracked-files=normal", "--ignore-submodules=none"]
     output = _git(root, "status", *flags, "--no-renames", "--no-ahead-behind", *excluded) or b""
@@ -203,7 +203,7 @@ def _git_state(root: Path, skipped: str | None) -> tuple[str | None, bool]:
 
 
 def _walk_names(root: Path, skipped: str | None) -> Iterator[str]:
-    """Files and links of a folder that is in no git repository."""
+    """Yield the files and links of a folder outside git."""
     pending = [""]
     while pending:
         folder = pending.pop()
@@ -217,7 +217,7 @@ def _walk_names(root: Path, skipped: str | None) -> Iterator[str]:
 
 
 def _children(root: Path, folder: str) -> list[tuple[str, bool]]:
-    """Relative names in a folder and whether each is a folder; empty where it vanished."""
+    """Return the relative names in a folder and whether each is a folder; empty if the folder vanished."""
     try:
         with os.scandir(root / folder) as found:
             return [(os.path.join(folder, item.name), item.is_dir(follow_symlinks=False)) for item in found]
@@ -233,12 +233,12 @@ def _is_left_out(folder: Path) -> bool:
 
 
 def _holds_runs(folder: Path) -> bool:
-    """Also where runs live elsewhere now."""
+    """Return whether it is a runs folder, even if runs are stored elsewhere now."""
     return folder.name == RUNS and next(folder.glob("*/spec.yaml"), None) is not None
 
 
 def _escape_pattern(name: str) -> str:
-    """A name as a .gitignore pattern that matches it alone."""
+    """Return a .gitignore pattern that matches only this name."""
     return re.sub(r"([*?\[\\])", r"\\\1", name)
 
 
@@ -250,7 +250,7 @@ def _is_below(name: str, folder: str) -> bool:
 
 
 def _entries(root: Path, names: Iterable[str], mend: str) -> list[_Entry]:
-    """Files and links among the names, sorted; what is gone or is neither (a pipe, a socket) is left out."""
+    """Return the files and links among the names, sorted, without vanished ones and others (pipes, sockets)."""
     entries = []
     for name in names:
         try:
@@ -270,7 +270,7 @@ def _entries(root: Path, names: Iterable[str], mend: str) -> list[_Entry]:
 
 
 def _without_names_behind_links(entries: list[_Entry]) -> list[_Entry]:
-    """Drops files that git tracks below a folder which a link has since replaced: the link itself is copied."""
+    """Drop tracked files below a folder that was replaced by a link since: the link itself is copied."""
     links = {entry.name for entry in entries if stat.S_ISLNK(entry.mode)}
     return [entry for entry in entries if links.isdisjoint(_parents(entry.name))]
 
@@ -301,7 +301,7 @@ def _check_size(root: Path, entries: list[_Entry], limit: int, mend: str) -> Non
 
 
 def _copy(root: Path, destination: Path, entries: list[_Entry]) -> tuple[int, int, str]:
-    """Copies files and links; returns their number, the bytes and the digest of what arrived."""
+    """Copy files and links; return their number, the bytes and the digest of the copy."""
     present = {entry.name for entry in entries} | {parent for entry in entries for parent in _parents(entry.name)}
     digest = hashlib.sha256()
     files = size = 0
@@ -332,13 +332,13 @@ def _make_folders(destination: Path, name: str, made: set[str]) -> None:
     _make_folders(destination, os.path.dirname(name), made)
     folder = destination / name
     folder.mkdir()
-    # whatever the umask: the run folder above decides who may look in
+    # regardless of the umask: the run folder above decides who may read it
     set_mode(folder, 0o750)
     made.add(name)
 
 
 def _copy_file(source: Path, target: Path, entry: _Entry) -> tuple[int, bytes]:
-    """Bytes and sha256 of what was copied."""
+    """Copy a file; return the bytes and sha256 of the copy."""
     digest = hashlib.sha256()
     size = 0
     with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
@@ -357,14 +357,14 @@ def _write_all(descriptor: int, chunk: bytes) -> None:
 
 
 def _copy_link(root: Path, destination: Path, name: str, present: set[str]) -> bytes:
-    """sha256 of the link's text in the project: the digest must not depend on where the project lies."""
+    """Copy a link; return the sha256 of its text in the project: the digest must not depend on the project's path."""
     text = os.readlink(root / name)
     os.symlink(_link_text(root, name, text, present), destination / name)
     return hashlib.sha256(os.fsencode(text)).digest()
 
 
 def _link_text(root: Path, name: str, text: str, present: set[str]) -> str:
-    """The link as it is where it leads into the snapshot, else absolute: back to what it leads to now."""
+    """Return the link unchanged if its target is in the snapshot, else as an absolute path to its current target."""
     if os.path.isabs(text):
         return text
     plain = os.path.join(root, os.path.dirname(name), text)
@@ -375,7 +375,7 @@ def _link_text(root: Path, name: str, text: str, present: set[str]) -> str:
     if not leads_out and not left_out:
         return text
     normal = os.path.normpath(plain)
-    # `..` behind a link to a folder means that folder's parent, which text alone does not know
+    # `..` after a link to a folder means that folder's parent, which text alone does not show
     return normal if os.path.realpath(normal) == target else plain
 
 

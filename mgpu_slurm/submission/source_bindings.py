@@ -1,4 +1,4 @@
-"""Which module-level names a source file binds, and whether it may bind others that cannot be told from its text."""
+"""Find the module-level names that a source file binds, and whether it may bind others that its text does not show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def bindings(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that a module's own statements bind, each as often as they do; `*` for who knows which."""
+    """Yield the names that a module's own statements bind, once per binding; `*` for unknown names."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -19,7 +19,7 @@ def bindings(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
-            # a new attribute or item, however deep, changes what the name stands for
+            # setting an attribute or item, however deep, changes the name's value
             root: ast.expr = node
             while isinstance(root, (ast.Attribute, ast.Subscript)):
                 root = root.value
@@ -36,13 +36,13 @@ def bindings(tree: ast.Module) -> Iterator[str]:
 
 
 def rebinds(tree: ast.Module) -> bool:
-    """Return whether the module's own statements use what may bind any name."""
+    """Return whether the module's own statements use something that may bind any name."""
     return any(isinstance(node, ast.Name) and node.id in _REBINDING for node in _own_nodes(tree))
 
 
 def may_bind(tree: ast.Module, name: str) -> bool:
     """Return whether the file may bind a module-level name that no statement of it binds."""
-    # in functions too, which the module may call; the name as a text there is mostly something else, such as a split
+    # also in functions, which the module may call; a string with the name is mostly something else, such as a split
     return any(map(_reaches_a_module, ast.walk(tree))) or any(
         isinstance(node, ast.Constant) and node.value == name for node in _own_nodes(tree)
     )
@@ -56,7 +56,7 @@ def _reaches_a_module(node: ast.AST) -> bool:
 
 
 def _own_nodes(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield what the module's own statements consist of, without the functions in them."""
+    """Yield the nodes of the module's own statements, without functions."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()

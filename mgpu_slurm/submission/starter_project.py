@@ -11,10 +11,10 @@ STARTER_FILES = ("train.py", "sweep.yaml", "mgpu.yaml")
 
 
 def write(folder: Path) -> list[Path]:
-    """Writes the files of a starter project into a folder, which is made where it is missing; all of them or none.
+    """Write the files of a starter project into a folder, creating it if needed; all files or none.
 
     Raises:
-        UserError: one of the files is there already, or nothing can be written.
+        UserError: one of the files exists already, or the folder is not writable.
     """
     paths = [folder / name for name in STARTER_FILES]
     present = [path.name for path in paths if path.exists() or path.is_symlink()]

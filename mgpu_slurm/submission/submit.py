@@ -1,7 +1,7 @@
-"""Submitting: the plan made real, in a folder that is hidden until it is complete.
+"""Submit a run: execute the plan in a folder that is hidden until it is complete.
 
-A request that is refused leaves no folder behind; a submission that is killed leaves a run that works or a hidden
-folder that the next submission removes.
+A refused request leaves no folder behind; a killed submission leaves a working run, or a hidden folder that the next
+submission removes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STALE_STAGING_SECONDS = 3600
 
 
 Addition: TypeAlias = Callable[[Plan, RunFolder], None]
-"""Puts more into the folder of a run that is being made; the plan is complete."""
+"""A function that adds files to the folder of a run that is being created; the plan is complete."""
 
 
 def nothing(made: Plan, staging: RunFolder) -> None:
@@ -45,22 +45,22 @@ def nothing(made: Plan, staging: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class Submission:
-    """What was submitted, and as what."""
+    """A submitted run: its plan and job id."""
 
     plan: Plan
     job_id: str
 
 
 def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Submission:
-    """Submits a run and returns as soon as its executor has taken it.
+    """Submit a run; return as soon as its executor has accepted it.
 
     Args:
-        note: hears that a cluster which does not answer is waited for.
-        add: puts more into the folder, before anybody sees it.
+        note: called when waiting for a cluster that does not answer.
+        add: adds files to the folder, before it becomes visible.
 
     Raises:
         UserError: something in the call or a file is wrong; no run folder is left.
-        MayBeQueued: the cluster did not answer, and may have taken the job; the run stays.
+        MayBeQueued: the cluster did not answer, and may have accepted the job; the run stays.
         ClusterError: the cluster refused or did not answer; no run folder is left.
     """
     cwd, runs = Path.cwd(), layout.runs_root()
@@ -76,7 +76,7 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
         made = _complete(made, request, staging, cwd)
         add(made, staging)
         index.remember_root(runs)
-        # before the run can be seen: one that was never asked for would wait forever
+        # before the run becomes visible: one that was never requested would wait forever
         start.claim(staging)
         start.announce(staging, None if made.spec.tasks is None else range(made.spec.tasks), note)
         _show(staging, made)
@@ -88,7 +88,7 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
 
 
 def _show(staging: RunFolder, made: Plan) -> None:
-    """Gives the folder its name, under which it can be seen."""
+    """Rename the folder to its final name, which makes it visible."""
     try:
         staging.path.rename(made.folder.path)
     except OSError:
@@ -98,7 +98,7 @@ def _show(staging: RunFolder, made: Plan) -> None:
 
 
 def rehearse(request: Request, note: Note = quiet, add: Addition = nothing) -> Plan:
-    """The plan of a submission, complete and checked, with nothing started and nothing left behind."""
+    """Return the plan of a submission, complete and checked, without starting or leaving anything."""
     cwd, runs = Path.cwd(), layout.runs_root()
     made = plan.make(request, cwd, runs, note)
     with tempfile.TemporaryDirectory(prefix="mgpu-") as folder, _staged(made, Path(folder)) as staging:
@@ -108,22 +108,22 @@ def rehearse(request: Request, note: Note = quiet, add: Addition = nothing) -> P
 
 
 def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_CHANGE, note: Note = quiet) -> str:
-    """Starts what has ended again, as its next attempt; the job id.
+    """Restart runs that have ended, as their next attempt; return the job id.
 
     Args:
         asked: the run or group.
-        folders: the run, or those runs of the group that are to start.
-        note: hears that a cluster which does not answer is waited for.
+        folders: the run, or those runs of the group to start.
+        note: called when waiting for a cluster that does not answer.
 
     Raises:
-        UserError: one is alive, or the change does not fit, or what they wait for has failed.
-        MayBeQueued: the cluster did not answer, and may have taken the job; the runs pend.
-        ClusterError: the cluster refused; the runs stay as they ended.
+        UserError: a run is alive, or the change does not fit, or a dependency has failed.
+        MayBeQueued: the cluster did not answer, and may have accepted the job; the runs stay pending.
+        ClusterError: the cluster refused; the runs keep their ended state.
     """
     with _locked(asked.group):
-        # what never arrived in SLURM's queue may have none
+        # a run that never arrived in SLURM's queue may have none
         before = [(folder, files.read_json(folder.state)) for folder in folders]
-        # what never arrived in SLURM's queue has no end on disk
+        # the end of a run that never arrived in SLURM's queue is not on disk
         now = dict(current_state.current([asked]))
         for folder in folders:
             if states.is_alive(now[folder]["state"]):
@@ -154,7 +154,7 @@ def _check_shares_with_none_alive(asked: RunFolder, now: dict[RunFolder, dict[st
 
 
 def _check_has_none_elsewhere(group: RunFolder) -> None:
-    """A group has its jobs on one cluster at a time."""
+    """Raise an error if the group has a job on another cluster: it may use only one at a time."""
     cluster = records.read_state(group)["slurm_cluster"]
     if cluster is None or cluster == site.cluster_name():
         return
@@ -165,17 +165,17 @@ def _check_has_none_elsewhere(group: RunFolder) -> None:
 def _start_again(
     asked: RunFolder, folders: Sequence[RunFolder], change: Change, starts: list[Start], note: Note
 ) -> str:
-    """Fill in the start."""
+    """Start the runs, adding the start to `starts`; return the job id."""
     with resume_overrides.applied(asked, change) as spec, EXECUTORS[spec.executor].start_again(spec, asked) as start:
         starts.append(start)
         job_id = start.claim(asked)
-        # those of a group are the coordinator's until they have a supervisor of their own
+        # a group's runs belong to the coordinator until they have their own supervisors
         now_with = {name: records.read_state(asked).get(name) for name in ("supervisor", "host")}
         now_with["slurm_cluster"] = _slurm_cluster(spec)
         if asked.group not in folders:
             records.update_state(asked.group, slurm_cluster=now_with["slurm_cluster"])
         for folder in {asked, *folders}:
-            # to end what was before
+            # it was meant for the previous attempt
             folder.cancel_wish.unlink(missing_ok=True)
         for folder in folders:
             folder.create_task()
@@ -192,7 +192,7 @@ def _start_again(
             if not start.may_have_arrived(asked):
                 raise
             problem = stopped
-    # the job may come, and what was changed for it stays
+    # the job may still start, so the changes for it stay
     raise problem
 
 
@@ -215,7 +215,7 @@ def _slurm_cluster(spec: Spec) -> str | None:
 
 @contextmanager
 def _locked(folder: RunFolder) -> Iterator[None]:
-    """Nobody else on this machine starts the run meanwhile; on file systems without locks this is a wish."""
+    """Lock the run against other restarts on this machine, if the file system supports locks."""
     descriptor = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
@@ -227,9 +227,9 @@ def _locked(folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def _staged(made: Plan, runs: Path) -> Iterator[RunFolder]:
-    """A hidden folder beside the runs; it is gone afterwards unless it was renamed into a run."""
+    """Create a hidden folder next to the runs, and remove it afterwards unless it was renamed into a run."""
     files.open_to(made.spec.readable_by)
-    # two may make a sweep of one name at the same moment
+    # two processes may create a sweep of the same name at the same moment
     staging = RunFolder(runs / f"{layout.STAGING_PREFIX}{made.spec.run}-{secrets.token_hex(4)}")
     staging.create(made.spec.readable_by)
     try:
@@ -239,9 +239,9 @@ def _staged(made: Plan, runs: Path) -> Iterator[RunFolder]:
 
 
 def _remove_stale_staging(runs: Path) -> None:
-    """What killed submissions left."""
+    """Remove the folders of killed submissions."""
     for path in runs.glob(f"{layout.STAGING_PREFIX}*"):
-        # another submission may be done with its own meanwhile
+        # another submission may rename or remove its own meanwhile
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > STALE_STAGING_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A first job: tells two noisy spirals apart. Make it yours.
+"""A first job: classify points of two noisy spirals. Adapt it to your own task.
 
-mgpu-slurm submit                       # all GPUs of one node, or a single process where there are none
+mgpu-slurm submit                       # all GPUs of one node, or a single process without GPUs
 mgpu-slurm submit --nodes 2             # two nodes; simulated on a machine without SLURM
 mgpu-slurm submit lr=0.003 width=64     # other settings
 """
@@ -22,19 +22,19 @@ class Config:
     epochs: int = 15
     """Passes over the training points."""
     batch_size: int = 64
-    """Points per optimizer step, over all ranks together."""
+    """Points per optimizer step, over all ranks."""
     lr: float = 0.01
     """Learning rate of Adam."""
     width: int = 32
     """Units of the two hidden layers."""
     noise: float = 0.02
-    """How far the points stray from their spiral; a spiral has a radius of 1."""
+    """Standard deviation of the points from their spiral, which has a radius of 1."""
     seed: int = 0
     """The same seed on the same number of ranks gives the same result."""
 
 
 def spirals(count: int, noise: float, seed: int) -> TensorDataset:
-    """Points (N, 2), and labels (N, 1) that say which of the two spirals each is on."""
+    """Return points (N, 2), and labels (N, 1): which of the two spirals each point is on."""
     random = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % 2
     radius = torch.rand(count, generator=random).sqrt()
@@ -50,7 +50,7 @@ def make_net(width: int) -> nn.Module:
 
 @torch.no_grad()
 def test_accuracy(run: Run, model: nn.Module, test_set: TensorDataset) -> float:
-    """The share of the test points that the model places right; every rank judges its own part of them."""
+    """Return the accuracy on the test points; each rank evaluates its own part of them."""
     model.eval()
     hits = count = 0
     for points, labels in run.shard(test_set):
@@ -60,19 +60,19 @@ def test_accuracy(run: Run, model: nn.Module, test_set: TensorDataset) -> float:
 
 
 def train(run: Run, config: Config) -> dict[str, float]:
-    """Trains the net and returns its accuracy on points that it has not seen."""
+    """Train the net; return its accuracy on unseen points."""
     run.seed(config.seed)
     model = run.wrap(make_net(config.width))
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
     data = run.loader(spirals(2000, config.noise, seed=1), batch_size=config.batch_size, shuffle=True)
     test_set = spirals(1000, config.noise, seed=2)
     mean_loss = run.meter("loss")
-    # goes on from the newest checkpoint where the run was interrupted
+    # continues from the newest checkpoint if the run was interrupted
     state = run.restore(model=model, optimizer=optimizer, data=data)
 
     for epoch in state.epochs(config.epochs):
         model.train()
-        # data.batch is the number of the batch, also in an epoch that a restarted run continues
+        # data.batch is the index of the batch, also in an epoch that a restarted run continues
         for points, labels in data:
             loss = binary_cross_entropy_with_logits(model(points), labels)
             run.backward(loss)
