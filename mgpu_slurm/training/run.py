@@ -124,9 +124,9 @@ class Run:
 
         Args:
             deterministic: make results reproducible on the same number of the same devices, even if a run was
-                interrupted. Up to two CPU ranks need nothing for that. Otherwise torch uses deterministic algorithms,
-                or raises an error if it has none, and DDP keeps the gradients in the order of its first step. That
-                costs time: DDP then searches for parameters without gradients at each step. Call it before `wrap`.
+                interrupted; up to two CPU ranks need nothing for that. Torch then uses deterministic algorithms, or
+                raises an error if it has none, and DDP keeps the gradients in the order of its first step, which costs
+                time: it searches for parameters without gradients at each step. Call it before `wrap`.
         """
         self._data.seed, self._models.is_deterministic = seed, deterministic
         randomness.seed(mixed(seed, self.rank), deterministic)
@@ -146,10 +146,8 @@ class Run:
         return self._models.wrap(model)
 
     def alive(self) -> None:
-        """Report that this rank makes progress.
-
-        Call it in long work without any other call of the run, such as a custom evaluation or data preparation: an
-        attempt that reports no progress for `--stuck-after` minutes is stopped."""
+        """Report that this rank makes progress. Call it in long work without any other call of the run, such as a
+        custom evaluation: an attempt that reports no progress for `--stuck-after` minutes is stopped."""
         if self._watchdog is not None:
             self._watchdog.alive()
 
@@ -185,10 +183,8 @@ class Run:
     # -- a step
 
     def backward(self, loss: torch.Tensor, batch: Any = None) -> None:
-        """Backpropagate the mean loss of this rank's batch.
-
-        The loss is weighted so that the gradient over all ranks is that of the mean over the global batch, even if
-        ranks hold different numbers of samples.
+        """Backpropagate the mean loss of this rank's batch, weighted so that the gradient over all ranks is that of the
+        mean over the global batch, even if ranks hold different numbers of samples.
 
         Args:
             batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` yielded it. None for
@@ -217,8 +213,7 @@ class Run:
             optimizer: a torch optimizer, or any object with `step` and `zero_grad`, and with `param_groups` for `clip`.
 
         Raises:
-            UserError: the optimizer's gradients cannot be clipped, or a loop over `accumulate` has not reached its last
-                micro-batch.
+            UserError: the gradients cannot be clipped, or a loop over `accumulate` is not at its last micro-batch.
         """
         self._batch_weights.check_exchanged()
         if clip is not None:
@@ -264,8 +259,7 @@ class Run:
     # -- what was reached
 
     def mean(self, total: torch.Tensor | float, count: torch.Tensor | float) -> float:
-        """Return the sum of `total` over the ranks divided by the sum of `count`, in double precision; NaN if the count
-        is 0.
+        """Return the sum of `total` over the ranks divided by that of `count`, in double precision; NaN if that is 0.
 
         Collective: every rank must call it.
         """
@@ -291,8 +285,7 @@ class Run:
     def report(self, progress: SupportsIndex, **metrics: Any) -> None:
         """Report metrics to TensorBoard, `metrics.jsonl`, standard output and `status`.
 
-        Collective: every rank must call it; rank 0's values are used. In a sweep, it does not return if the trial is
-        pruned.
+        Collective: every rank must call it; rank 0's values are used. It does not return if a sweep prunes the trial.
 
         Args:
             progress: number of finished units of work (usually epochs), from 1, strictly increasing; any integer type,
@@ -350,8 +343,7 @@ class Run:
         best: str | None = None,
         direction: Literal["minimize", "maximize"] | None = None,
     ) -> None:
-        """Set when to save and which checkpoints to keep. By default, a run saves at the end of each epoch and every
-        ten minutes, and keeps the newest two checkpoints.
+        """Set when to save and what to keep; by default, each epoch and every ten minutes, and the newest two.
 
         The objects passed to `restore` are saved. Training waits only until they are copied to main memory, unless the
         previous checkpoint is still being written. They are also copied before the last batch of each pass (the last
@@ -375,8 +367,7 @@ class Run:
         self._saver.plan = plan
 
     def save(self) -> None:
-        """Request a checkpoint at the next boundary: the next batch of the loader passed to `restore`, the end of the
-        epoch, or the end of the job function."""
+        """Request a checkpoint at the next batch of the loader passed to `restore`, or the end of epoch or job."""
         self._steering.save_wanted = True
 
     # -- the end
