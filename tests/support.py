@@ -165,4 +165,7 @@ def restore_version_0_1(project: Project) -> dict[str, Path]:
             for name, value in of_this_machine.items():
                 text = text.replace(name, value)
             path.write_text(text)
+    for run in project.runs.iterdir():
+        # git keeps no empty folder
+        (run / "logs").mkdir(exist_ok=True)
     return {path.name.partition("-")[0]: path for path in project.runs.iterdir()}

@@ -58,7 +58,7 @@ def test_resume_starts_only_what_did_not_complete(project: Project) -> None:
     assert [facts["attempts"] for facts in project.json("status", folder.name)] == [1, 2, 1]
     again = project.call("resume", folder.name)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    assert "there is nothing left to do" in again.stderr
+    assert "it has already completed" in again.stderr
 
 
 def test_no_more_run_at_a_time_than_the_limit_and_a_cancel_ends_them_all(project: Project) -> None:

@@ -309,7 +309,7 @@ def test_what_slurm_has_of_a_group_is_cancelled_though_the_rest_may_still_come(
 def test_on_this_machine_there_is_nothing_to_ask(project: Project) -> None:
     words = ("submit", "--executor", "local", "--dry-run", "--check")
     done = project.call(*words, "--", "true")
-    assert done.stdout.endswith("\nnothing to check: on local it would start at once\n")
+    assert done.stdout.endswith("\nnothing to check: local starts jobs immediately\n")
     assert project.json(*words, "--", "true")["check"] is None
 
 

@@ -43,7 +43,7 @@ def test_a_missing_rank_0_is_named() -> None:
 def test_ranks_that_believe_in_different_worlds_are_told_so(tmp_path: Path) -> None:
     different = [RankInfo(0, 2, 0, 2), RankInfo(1, 3, 1, 3, node_name="n2")]
     answers = join_ranks(joined_once_there, different, tmp_path, 2)
-    assert all("rank 1 on n2 believes in a world of 3 ranks, rank 0 in one of 2" in answer for answer in answers)
+    assert all("rank 1 on n2 expects 3 ranks, rank 0 expects 2" in answer for answer in answers)
 
 
 def joined_with_gpu(facts: RankInfo) -> str | None:

@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a name that no folder can have": (change(study="a/b"), "run name 'a/b'"),
     "no metric": (without("metric"), "'metric' has no default"),
     "an unknown key": (change(trails=3), "unknown key 'trails' (did you mean 'trials'?)"),
-    "no end": (without("trials"), "nothing of when to end: add `trials:`"),
+    "no end": (without("trials"), "no stopping condition: add `trials:`"),
     "no trials": (change(trials=0), "trials 0: expected at least 1"),
     "no workers": (change(workers=0), "workers 0: expected at least 1"),
     "a number of trials that is none": (change(trials="many"), "trials='many'"),

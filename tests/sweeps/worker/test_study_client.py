@@ -169,7 +169,7 @@ class TestMetrics:
         said = "the job has not reported 'score' (did you mean 'scores'?) yet"
         assert records.read_state(folder.of_task(0))["reason"] == said
         first.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
-        assert files.read_json(folder.of_trial(0).failure)["message"].startswith("the job neither reports")
+        assert files.read_json(folder.of_trial(0).failure)["message"].startswith("the job never reported")
         finish(other, 0.5)
         begin(first)
         assert states(folder) == ["FAIL", "COMPLETE", "RUNNING"]
