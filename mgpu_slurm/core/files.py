@@ -143,6 +143,11 @@ def name_of_owner(path: Path) -> str:
         return f"user {number}"
 
 
+def is_own(path: Path) -> bool:
+    """Return whether the file or folder belongs to this user."""
+    return path.stat().st_uid == os.geteuid()
+
+
 def refuse_strangers(path: Path, why: str) -> None:
     """Refuse a file or folder that another user could have created.
 

@@ -10,7 +10,6 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import held_allocation, slurm_states, supervisors
 from mgpu_slurm.executors.base import (
-    SILENT,
     SUPERVISOR_LOST,
     Asked,
     Executor,
@@ -62,10 +61,8 @@ class AllocationExecutor(Executor):
         """Return the run's state; it is alive while both its supervisor and the allocation are."""
         if not self.asks_slurm(state):
             return state
-        if slurm.is_elsewhere(state):
-            return slurm.unasked(state)
-        if slurm.known is None:
-            return state | {"reason": state["reason"] or SILENT}
+        if (last_known := slurm.last_known(state)) is not None:
+            return last_known
         job_id = state["job_id"]
         job = state if job_id is None else slurm_states.settled(folder, state, slurm.known[folder])
         if not states.is_alive(job["state"]):

@@ -20,8 +20,6 @@ from mgpu_slurm.request.spec import ExecutorName, Resources, Spec
 
 State = dict[str, Any]
 
-SILENT = "last known state (SLURM's controller does not answer)"
-_ELSEWHERE = "last known state (its job is on cluster {}, and this is {})"
 SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine rebooted); continue with `resume`"
 
 
@@ -91,18 +89,22 @@ class Start(ABC):
 class SlurmView:
     """SLURM's view of the runs whose jobs it has."""
 
-    known: dict[RunFolder, State] | None
-    """States by run; None if the controller does not answer."""
+    known: dict[RunFolder, State]
+    """States by run."""
+    is_silent: bool
+    """Whether the controller does not answer."""
     cluster: str | None
     """This cluster's name; None if unknown."""
 
-    def is_elsewhere(self, state: State) -> bool:
-        return is_elsewhere(state, self.cluster)
-
-    def unasked(self, state: State) -> State:
-        """Return the state of a run whose job is on another cluster."""
-        here = SILENT if self.cluster is None else _ELSEWHERE.format(state["slurm_cluster"], self.cluster)
-        return state | {"reason": state["reason"] or here}
+    def last_known(self, state: State) -> State | None:
+        """Return the last known state of a run that SLURM does not speak for here; None if it does."""
+        if is_elsewhere(state, self.cluster) and self.cluster is not None:
+            why = f"last known state (its job is on cluster {state['slurm_cluster']}, and this is {self.cluster})"
+        elif is_elsewhere(state, self.cluster) or self.is_silent:
+            why = "last known state (SLURM's controller does not answer)"
+        else:
+            return None
+        return state | {"reason": state["reason"] or why}
 
 
 class Executor(ABC):

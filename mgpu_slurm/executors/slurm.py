@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.files import is_own
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import slurm_queue, slurm_states
 from mgpu_slurm.executors.base import (
-    SILENT,
     Asked,
     Executor,
     Resolved,
@@ -55,15 +55,13 @@ class SlurmExecutor(Executor):
         return True
 
     def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
-        if slurm.is_elsewhere(state):
-            return slurm.unasked(state)
-        if slurm.known is None:
-            return state | {"reason": state["reason"] or SILENT}
+        if (last_known := slurm.last_known(state)) is not None:
+            return last_known
         if state["job_id"] is None:
             return state
         facts = slurm.known[folder]
         if facts in slurm_states.NO_WORD:
-            if folder.group.path.stat().st_uid != os.geteuid():
+            if not is_own(folder.group.path):
                 # a site may hide the jobs of other users
                 return state
             facts = termination.ending(folder, state["job_id"]) or facts

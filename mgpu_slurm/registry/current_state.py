@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from typing import Any
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.files import is_own
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.executors.base import Executor, SlurmView, is_elsewhere
 from mgpu_slurm.executors.selection import EXECUTORS, is_queued
-from mgpu_slurm.registry.permissions import is_own
 from mgpu_slurm.slurm import accounting, sbatch, site
 
 State = dict[str, Any]
@@ -53,7 +52,7 @@ def current(asked: Iterable[RunFolder], note: Note = quiet) -> list[tuple[RunFol
         note(f"{silent}: showing the last known states")
     elif away:
         note(f"this is cluster {here}: showing the last known states of runs on {', '.join(away)}")
-    view = SlurmView(known, here)
+    view = SlurmView(known or {}, known is None, here)
     return [(folder, _current(folder, state, view)) for folder, state in found]
 
 
@@ -115,7 +114,7 @@ def look_for_jobs(folder: RunFolder) -> None:
 
 def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
     """Return the job id of an unconfirmed submission, and whether it may have arrived, or still may."""
-    if not is_own(folder) or is_elsewhere(records.read_state(folder), site.cluster_name()):
+    if not is_own(folder.group.path) or is_elsewhere(records.read_state(folder), site.cluster_name()):
         # the jobs of other users are not searched, and those of another cluster cannot be
         return None, True
     try:
@@ -133,7 +132,3 @@ def _may_be_hidden(folder: RunFolder, submission: records.Submission) -> bool:
     if named is None:
         return not slurm_states.is_missing_for_long(folder, submission.token)
     return any(states.is_alive(start.state) for start in named)
-
-
-def _is_own(folder: RunFolder) -> bool:
-    return folder.group.path.stat().st_uid == os.geteuid()

@@ -11,11 +11,6 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry.index import roots
 
 
-def is_own(folder: RunFolder) -> bool:
-    """Return whether the run belongs to this user."""
-    return folder.group.path.stat().st_uid == os.geteuid()
-
-
 def owner(folder: RunFolder) -> str:
     """Return the user name of the run's owner."""
     return files.name_of_owner(folder.group.path)

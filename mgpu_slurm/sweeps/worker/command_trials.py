@@ -24,7 +24,7 @@ from mgpu_slurm.metrics import report_socket
 from mgpu_slurm.metrics.report_socket import ReportServer
 from mgpu_slurm.rank.calls import Agreed, Call
 from mgpu_slurm.rank.collectives import Collectives
-from mgpu_slurm.rank.command import program_of, why_not_found
+from mgpu_slurm.rank.command import PATIENCE_FOR_SIGTERM, program_of, why_not_found
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
@@ -33,9 +33,6 @@ from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 
 LOOK_EVERY = 0.2
 """Seconds between two checks in which the ranks exchange the states of their children."""
-
-PATIENCE_FOR_SIGTERM = 1.0
-"""Seconds to wait for a SIGTERM here after one has ended a child."""
 
 GRACE = 5.0
 """Seconds for a child to end, after it was asked to or another rank's child failed."""
