@@ -46,7 +46,7 @@ def modules() -> list[str]:
 
 def test_the_versions_are_those_that_the_project_names() -> None:
     words = " ".join((optuna_adapter.__doc__ or "").split())
-    assert f"written against Optuna {WRITTEN_AGAINST}, and {OLDEST} is the oldest version" in words
+    assert f"written for Optuna {WRITTEN_AGAINST}, and {OLDEST} is the oldest supported version" in words
     assert f"\noptuna=={WRITTEN_AGAINST}\n" in (REPOSITORY / "constraints.txt").read_text()
     assert f'"optuna>={OLDEST}"' in (REPOSITORY / "pyproject.toml").read_text()
 
