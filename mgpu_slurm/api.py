@@ -13,8 +13,9 @@ from typing import Any, TypeAlias, overload
 from mgpu_slurm.core import files, records, states
 from mgpu_slurm.core.errors import RunFailed, UserError
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.registry import cancel, cleanup, current_state, logs, lookup, permissions, sweep_state
+from mgpu_slurm.registry import cleanup, current_state, logs, lookup, permissions, reach, sweep_state
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.restart_policy import RestartPolicy
@@ -43,18 +44,23 @@ class _Submitted:
         return self.files.path
 
     @property
+    def all_current(self) -> list[RunState]:
+        """The current state of each run."""
+        return [state for _, state in current_state.current([self.files])]
+
+    @property
     def all_facts(self) -> list[dict[str, Any]]:
-        """Everything that `status` shows, one entry per run."""
-        return [facts for _, facts in current_state.current([self.files])]
+        """Everything that `status` shows, one entry per run, as in `state.json`."""
+        return [state.to_json() for state in self.all_current]
 
     @property
     def state(self) -> str:
         """The state. For several runs: that of one that is alive, else of one that did not complete, if any."""
-        return self._as_one(self.all_facts)
+        return self._as_one(self.all_current)
 
-    def _as_one(self, facts: list[dict[str, Any]]) -> str:
+    def _as_one(self, found: Sequence[RunState]) -> str:
         """Return one state for all runs."""
-        return states.overall(facts)
+        return states.overall([state.state for state in found])
 
     @property
     def is_command(self) -> bool:
@@ -85,7 +91,7 @@ class _Submitted:
 
     def cancel(self) -> bool:
         """Ask the runs that are alive to save and end; return False if all had already ended."""
-        return cancel.cancel_run(self.files)
+        return reach.cancel(self.files)
 
     def resume(self, change: Change = NO_CHANGE, note: Note = quiet) -> str:
         """Resume what has ended and did not complete, as the run's next attempt, from its newest checkpoint. Return the
@@ -100,8 +106,8 @@ class _Submitted:
         """
         permissions.check_may_change(self.files, "resume")
         found = current_state.current([self.files])
-        ended = [folder for folder, facts in found if not states.is_alive(facts["state"])]
-        unfinished = [folder for folder, facts in found if folder in ended and facts["state"] != states.COMPLETED]
+        ended = [folder for folder, facts in found if not states.is_alive(facts.state)]
+        unfinished = [folder for folder, facts in found if folder in ended and facts.state != states.COMPLETED]
         if not ended:
             raise UserError(f"run {self.name} is {self.state}: only a run that has ended can be resumed")
         if not unfinished:
@@ -131,9 +137,14 @@ class Handle(_Submitted):
     """A handle on one run, which any process can make at any time."""
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Everything that `status` shows for the run."""
+    def current(self) -> RunState:
+        """The run's current state."""
         return current_state.state(self.files)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Everything that `status` shows for the run, as in `state.json`."""
+        return self.current.to_json()
 
     def result(self) -> dict[str, float]:
         """Wait for the end, and return the job function's result as numbers by name.
@@ -143,7 +154,7 @@ class Handle(_Submitted):
         """
         state = self.wait()
         if state != states.COMPLETED:
-            raise RunFailed(f"run {self.name} is {state}: {self.facts['reason']}")
+            raise RunFailed(f"run {self.name} is {state}: {self.current.reason}")
         record = files.read_json(self.files.result) or {"result": {}}
         result: dict[str, float] = record["result"]
         return result
@@ -174,8 +185,8 @@ class Group(_Submitted):
 class Study(Group):
     """A handle on a sweep: its workers and trials."""
 
-    def _as_one(self, facts: list[dict[str, Any]]) -> str:
-        return sweep_state.overall(facts, sweep_state.summary_of(self.files, facts))
+    def _as_one(self, found: Sequence[RunState]) -> str:
+        return sweep_state.overall(found, sweep_state.summary_of(self.files, found))
 
     def results(self) -> list[dict[str, float]]:
         """Wait for the sweep, and return the results of all complete trials, ordered by trial number.
@@ -185,8 +196,8 @@ class Study(Group):
         """
         state = self.wait()
         if state != states.COMPLETED:
-            facts = sweep_state.facts(self.files, self.all_facts)
-            raise RunFailed(f"study {self.name} is {state}: {facts['reason']}")
+            reason = sweep_state.state_of(self.files, self.all_current).reason
+            raise RunFailed(f"study {self.name} is {state}: {reason}")
         trials = sorted(sweep_state.trials(self.files), key=lambda trial: int(trial.path.name))
         records = [files.read_json(trial.result) for trial in trials]
         return [record["result"] for record in records if record is not None and record["state"] == "COMPLETE"]
@@ -213,7 +224,7 @@ class Study(Group):
     @property
     def trials(self) -> dict[str, int]:
         """The number of trials in each of Optuna's states. Asks SLURM which workers are alive."""
-        found: dict[str, int] = sweep_state.summary_of(self.files, self.all_facts)["trials"]
+        found: dict[str, int] = sweep_state.summary_of(self.files, self.all_current)["trials"]
         return found
 
     @property

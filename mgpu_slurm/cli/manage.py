@@ -72,7 +72,7 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
         follow_run(handle)
         return
     folder = handle.files
-    ranks = records.read_state(folder)["ranks"]
+    ranks = records.read_state(folder).ranks
     # a resumed run may have had more
     if not 0 <= rank < ranks and not handle.logs(rank):
         raise UserError(f"--rank {rank}: run {folder.run} has ranks 0 to {ranks - 1}")
@@ -175,10 +175,10 @@ def shell(command: tuple[str, ...], /, name: str, node: str | None) -> None:
     Or run one command there, such as nvidia-smi, py-spy or df.
     """
     from mgpu_slurm import api
-    from mgpu_slurm.registry import shell as shells
+    from mgpu_slurm.registry import reach
     from mgpu_slurm.slurm import commands
 
     handle = api.find_run(name)
-    words = shells.words(handle.files, handle.facts, node, command, terminal=sys.stdin.isatty())
-    os.chdir(shells.place(handle.files))
+    words = reach.words(handle.files, handle.current, node, command, terminal=sys.stdin.isatty())
+    os.chdir(reach.place(handle.files))
     os.execvpe(words[0], words, commands.scrubbed_environment(os.environ))

@@ -91,8 +91,8 @@ def print_ending(found: Handle | Group, shown_rank: int | None = None) -> None:
     from mgpu_slurm.reports.run_summary import curves_lines, ending_lines
 
     if isinstance(found, api.Study):
-        print_lines(sweep_status.ending_lines(found.files, found.all_facts))
+        print_lines(sweep_status.ending_lines(found.files, found.all_current))
     elif isinstance(found, api.Group):
-        print_lines([statuses.table(found.all_facts, {found.name}, terminal_size()), *curves_lines(found.files)])
+        print_lines([statuses.table(found.all_current, {found.name}, terminal_size()), *curves_lines(found.files)])
     else:
-        print_lines(ending_lines(found.folder, found.facts, shown_rank))
+        print_lines(ending_lines(found.folder, found.current, shown_rank))

@@ -26,7 +26,7 @@ def why(name: str, as_json: bool) -> None:
 
     folder = lookup.find(name)
     runs = list(current_state.current([folder]))
-    asked = [(run, state) for run, state in runs if state["state"] != "COMPLETED"] if len(runs) > 1 else runs
+    asked = [(run, state) for run, state in runs if state.state != "COMPLETED"] if len(runs) > 1 else runs
     if as_json:
         print_json([reasons.facts(run, state) for run, state in asked])
         return

@@ -7,11 +7,11 @@ a broken disk or GPU) is worth another attempt.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from mgpu_slurm.core import states
+from mgpu_slurm.core.record_types import Failure
 
 STUCK = "Stuck"
 """The name of the error in the record of a rank that made no progress."""
@@ -302,19 +302,19 @@ _AN_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b")
 _NODE = re.compile(r"ranks? \S+ on (?P<ranks>[\w.-]+)(?:: | )|srun: error: .*(?:failed )?on node (?P<launch>[\w.-]+)")
 
 
-def cause_of(failure: Mapping[str, Any], said: str = "") -> Cause:
+def cause_of(failure: Failure, said: str = "") -> Cause:
     """Return the cause of a `failure.json`.
 
     Args:
         failure: with `consequence` if no rank had an error of its own, but some saw another rank end.
         said: the end of the log of the rank that failed first, if it left no record of an error.
     """
-    if failure.get("error") == STUCK or failure.get("is_silent"):
+    if failure.error == STUCK or failure.is_silent:
         return NO_PROGRESS
-    message = str(failure.get("message", ""))
-    if "error" in failure:
-        fallback = CONNECTION if failure.get("consequence") else PROGRAM
-        return _found(_OF_AN_ERROR, f"{failure['error']}: {message}") or fallback
+    message = failure.message
+    if failure.error is not None:
+        fallback = CONNECTION if failure.consequence else PROGRAM
+        return _found(_OF_AN_ERROR, f"{failure.error}: {message}") or fallback
     if not message:
         return UNKNOWN
     return _told(said) or _found(_OF_AN_END, message) or PROGRAM
@@ -346,42 +346,37 @@ def _found(table: Sequence[tuple[re.Pattern[str], Cause]], text: str) -> Cause |
     return next((cause for pattern, cause in table if pattern.search(text)), None)
 
 
-def node_of(failure: Mapping[str, Any], cause: Cause) -> str | None:
+def node_of(failure: Failure, cause: Cause) -> str | None:
     """Return the node of a failure, if it is one node and known; None if the reporting rank only saw a consequence."""
-    if cause in (CONNECTION, TIME_OUT, RENDEZVOUS) or failure.get("consequence"):
+    if cause in (CONNECTION, TIME_OUT, RENDEZVOUS) or failure.consequence:
         return None
-    named = _NODE.match(str(failure.get("message", "")))
-    node: str | None = failure.get("node") or (named and (named["ranks"] or named["launch"]))
+    named = _NODE.match(failure.message)
+    node: str | None = failure.node or (named and (named["ranks"] or named["launch"]))
     return node
 
 
-def first_stuck(records: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any] | None:
+def first_stuck(records: Sequence[Failure], world_size: int) -> Failure | None:
     """Return the record of the rank that holds up the others, if some recorded that they are stuck.
 
     A rank that left no record gets a substitute.
 
     Args:
-        records: the error records of all ranks of an attempt.
+        records: the records of the ranks of an attempt that have left one.
     """
-    stuck = sorted((each for each in records if each.get("error") == STUCK), key=lambda each: each["rank"])
-    if not stuck or any(each.get("error") != STUCK and not each["consequence"] for each in records):
+    stuck = sorted((each for each in records if each.error == STUCK), key=lambda each: each.rank or 0)
+    if not stuck or any(each.error != STUCK and not each.consequence for each in records):
         # a rank's own error takes precedence
         return None
-    silent = sorted(set(range(world_size)) - {each["rank"] for each in records})
-    if not silent or not all(each["consequence"] for each in stuck):
+    silent = sorted(set(range(world_size)) - {each.rank for each in records})
+    if not silent or not all(each.consequence for each in stuck):
         # of the waiting ranks, the one that is furthest behind
-        first = min(stuck, key=lambda each: (each["consequence"], each["collectives"]))
-        other = next((each for each in stuck if each["doing"] != first["doing"]), None)
-        if not first["consequence"] or other is None:
+        first = min(stuck, key=lambda each: (each.consequence, each.collectives))
+        other = next((each for each in stuck if each.doing != first.doing), None)
+        if not first.consequence or other is None:
             return first
         # they may wait for each other
-        return first | {"message": f"{first['message']}, and rank {other['rank']} {other['doing']}"}
+        return replace(first, message=f"{first.message}, and rank {other.rank} {other.doing}")
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
     waits = stuck[0]
-    return {
-        "rank": silent[0],
-        "time": waits["time"],
-        "consequence": False,
-        "is_silent": True,
-        "message": f"{ranks} did not answer any more, and rank {waits['rank']} had {waits['message']}",
-    }
+    message = f"{ranks} did not answer any more, and rank {waits.rank} had {waits.message}"
+    return Failure(rank=silent[0], time=waits.time, is_silent=True, message=message)

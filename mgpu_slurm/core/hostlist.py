@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from mgpu_slurm.core.errors import UserError
 
@@ -92,7 +92,7 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def compress(names: list[str]) -> str:
+def compress(names: Sequence[str]) -> str:
     """Return `local[1-3]` for names that share a prefix and count up by one, else the names joined by commas."""
     first = re.fullmatch(r"(?P<prefix>.*?)(?P<number>[0-9]+)", names[0])
     if first is not None and len(names) > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -18,29 +18,7 @@ from mgpu_slurm.core.files import append_jsonl, end_of, read_json, read_jsonl, w
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.core.layout import RunFolder
-
-FIRST_STATE: dict[str, Any] = {
-    "run": "",
-    "kind": "run",
-    "state": "PENDING",
-    "job_id": None,
-    "attempts": 0,
-    "nodes": 1,
-    "ranks": 1,
-    "step": 0,
-    "progress": 0,
-    "metrics": {},
-    "submitted": None,
-    "started": None,
-    "ended": None,
-    "reason": "",
-    "executor": "",
-    "slurm_cluster": None,
-    "tasks": None,
-}
-"""All names of a state with their initial values; `tasks` is the number of runs in a group, and `slurm_cluster` the
-name of the cluster whose SLURM has the job, if known."""
-
+from mgpu_slurm.core.record_types import Event, Failure, RunState
 
 INHERITED = ("executor", "slurm_cluster", "nodes", "ranks", "submitted", "supervisor", "host")
 """The values that a run of a group inherits from the group."""
@@ -57,55 +35,51 @@ def now() -> str:
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="milliseconds")
 
 
-def read_state(folder: RunFolder, group: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_state(folder: RunFolder, group: RunState | None = None) -> RunState:
     """Return the full state; one that cannot be read is UNKNOWN, which counts as alive.
 
     Args:
         group: the state of the run's group, if the caller has it.
     """
     try:
-        state = read_json(folder.state) or _first_state(folder, group)
+        recorded = read_json(folder.state)
     except ValueError:
-        state = {"state": "UNKNOWN", "reason": f"{folder.state.name} cannot be read"}
-    return _whole(folder, state)
+        return RunState(run=folder.run, state="UNKNOWN", reason=f"{folder.state.name} cannot be read")
+    return RunState.from_json({"run": folder.run} | recorded) if recorded else _first_state(folder, group)
 
 
-def read_states(folder: RunFolder, without: Container[RunFolder] = ()) -> list[tuple[RunFolder, dict[str, Any]]]:
+def read_states(folder: RunFolder, without: Container[RunFolder] = ()) -> list[tuple[RunFolder, RunState]]:
     """Return the state of a run, or of each run of a group in order; lists the folder once to see which have one."""
     state = read_state(folder)
-    if state["tasks"] is None:
+    if state.tasks is None:
         return [(folder, state)]
     begun = set(os.listdir(folder.tasks)) if folder.tasks.exists() else set()
     found = []
-    for task in range(state["tasks"]):
+    for task in range(state.tasks):
         member = folder.of_task(task)
         if member not in without:
-            own = read_state(member, state) if str(task) in begun else _whole(member, _first_state(member, state))
-            found.append((member, own))
+            has_own = str(task) in begun
+            found.append((member, read_state(member, state) if has_own else _first_state(member, state)))
     return found
 
 
-def _whole(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
-    return FIRST_STATE | {"run": folder.run} | state
-
-
-def _first_state(folder: RunFolder, group: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the state of a run of a group that has not started, as far as the group's state provides it."""
+def _first_state(folder: RunFolder, group: RunState | None) -> RunState:
+    """Return the state of a run that has none yet; for a run of a group, as far as the group's state provides it."""
     if folder.task is None:
-        return {}
+        return RunState(run=folder.run)
     known = read_state(folder.group) if group is None else group
-    inherited = {name: known[name] for name in INHERITED if name in known}
-    return inherited | ({"kind": "worker"} if known["kind"] == "sweep" else {})
+    inherited = {name: getattr(known, name) for name in INHERITED}
+    return RunState(run=folder.run, kind="worker" if known.kind == "sweep" else "run", **inherited)
 
 
-def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> dict[str, Any]:
+def update_state(folder: RunFolder, *, sync: bool = True, **changes: Any) -> RunState:
     """Write the state with these changes and return it.
 
     Raises:
         OSError: it cannot be written.
     """
-    state = read_state(folder) | changes
-    write_json(folder.state, state, sync)
+    state = replace(read_state(folder), **changes)
+    write_json(folder.state, state.to_json(), sync)
     return state
 
 
@@ -132,8 +106,14 @@ def settle_event(folder: RunFolder, event: str, **facts: Any) -> None:
     retry.for_the_disk(lambda: record_event(folder, event, **record), folder.attempts)
 
 
-def events(folder: RunFolder) -> list[dict[str, Any]]:
-    return list(read_jsonl(folder.attempts))
+def events(folder: RunFolder) -> list[Event]:
+    return [Event.from_json(line) for line in read_jsonl(folder.attempts)]
+
+
+def read_failure(folder: RunFolder) -> Failure | None:
+    """Return why the newest attempt failed; None if it did not, or if that is unknown."""
+    found = read_json(folder.failure)
+    return Failure.from_json(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -180,20 +160,20 @@ class Submission:
 def submissions(folder: RunFolder) -> list[Submission]:
     """Return all submissions recorded with a run or group, oldest first; a group's are recorded with the group."""
     history = events(folder)
-    answers = {event["token"]: event for event in history if event["event"] == "submitted"}
-    refused = {event["token"] for event in history if event["event"] == "refused"}
+    answers = {event.token: event for event in history if event.event == "submitted"}
+    refused = {event.token for event in history if event.event == "refused"}
     return [
         Submission(
-            token=event["token"],
-            begun=datetime.fromisoformat(event["time"]),
-            confirmed=datetime.fromisoformat(answers[event["token"]]["time"]) if event["token"] in answers else None,
-            job_id=answers.get(event["token"], {}).get("job_id"),
-            first=event.get("first", 0),
-            tasks=frozenset(map(int, expand(f"[{event['tasks']}]"))) if "tasks" in event else None,
-            refused=event["token"] in refused,
+            token=event.token,
+            begun=datetime.fromisoformat(event.time),
+            confirmed=datetime.fromisoformat(answers[event.token].time) if event.token in answers else None,
+            job_id=answers[event.token].job_id if event.token in answers else None,
+            first=event.first,
+            tasks=None if event.tasks is None else frozenset(map(int, expand(f"[{event.tasks}]"))),
+            refused=event.token in refused,
         )
         for event in history
-        if event["event"] == "submitting"
+        if event.event == "submitting"
     ]
 
 
@@ -210,15 +190,15 @@ def spans(folder: RunFolder) -> list[tuple[datetime, datetime | None]]:
     """Return when each attempt began and ended, with None for the end of one that continues."""
     found: list[tuple[datetime, datetime | None]] = []
     for event in events(folder):
-        time = datetime.fromisoformat(event["time"])
-        if event["event"] == "started":
+        time = datetime.fromisoformat(event.time)
+        if event.event == "started":
             if found and found[-1][1] is None:
                 # its end was not recorded, but it is over by then
                 found[-1] = (found[-1][0], time)
             found.append((time, None))
-        elif event["event"] == "ended" and found:
+        elif event.event == "ended" and found:
             found[-1] = (found[-1][0], time)
-    if found and found[-1][1] is None and (ended := read_state(folder)["ended"]):
+    if found and found[-1][1] is None and (ended := read_state(folder).ended):
         # the end was not recorded in the history
         found[-1] = (found[-1][0], datetime.fromisoformat(ended))
     return found
@@ -239,11 +219,11 @@ def note_unseen_end(folder: RunFolder, write: Callable[..., None] = record_event
     Args:
         write: `settle_event` in a job.
     """
-    last = [event for event in events(folder) if event["event"] in ("started", "ended")][-1:]
-    if last and last[0]["event"] == "started":
+    last = [event for event in events(folder) if event.event in ("started", "ended")][-1:]
+    if last and last[0].event == "started":
         # SLURM restarts a run whose node was lost before anybody has recorded its end
-        ended = read_state(folder)["ended"] or last_sign_of_life(folder)
-        write(folder, "ended", attempt=last[0]["attempt"], time=ended)
+        ended = read_state(folder).ended or last_sign_of_life(folder)
+        write(folder, "ended", attempt=last[0].attempt, time=ended)
 
 
 def hours(folder: RunFolder) -> float:
@@ -254,23 +234,23 @@ def hours(folder: RunFolder) -> float:
 
 def attempts_started(folder: RunFolder) -> int:
     # not their count: a network file system may have kept a record that it reported lost, and that was written again
-    return max((event["attempt"] for event in events(folder) if event["event"] == "started"), default=0)
+    return max((event.attempt for event in events(folder) if event.event == "started"), default=0)
 
 
 def failure_line(folder: RunFolder) -> str:
     """Return the first cause of a failed run in one line, for `status`."""
-    return line_of(read_json(folder.failure) or {})
+    return line_of(read_failure(folder) or Failure())
 
 
-def said_last(folder: RunFolder, failure: dict[str, Any]) -> str:
+def said_last(folder: RunFolder, failure: Failure) -> str:
     """Return the end of the log of the rank that failed first; empty if that is not known."""
-    rank = str(failure.get("who", "")).removeprefix("rank ")
-    return end_of(folder.rank_log(failure["attempt"], int(rank))) if rank.isdigit() else ""
+    rank = failure.who.removeprefix("rank ")
+    return end_of(folder.rank_log(failure.attempt, int(rank))) if rank.isdigit() else ""
 
 
-def line_of(failure: dict[str, Any]) -> str:
-    """Return the content of a `failure.json` in one line."""
-    message = first_line(str(failure.get("message", "")))
-    if "error" not in failure:
+def line_of(failure: Failure) -> str:
+    """Return a failure in one line."""
+    message = first_line(failure.message)
+    if failure.error is None:
         return message or "failed before any rank reported an error; see the launch log"
-    return f"rank {failure['rank']} on {failure['node']}: {failure['error']}: {message}"
+    return f"rank {failure.rank} on {failure.node}: {failure.error}: {message}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 PENDING = "PENDING"
 RUNNING = "RUNNING"
@@ -71,9 +70,8 @@ def is_alive(state: str) -> bool:
     return state not in TERMINAL
 
 
-def overall(runs: Iterable[Mapping[str, Any]]) -> str:
+def overall(found: Sequence[str]) -> str:
     """Return one state for several runs: of one that is alive, else of one that did not complete, else COMPLETED."""
-    found = [str(run["state"]) for run in runs]
     # prefer a running one to a waiting one
     alive = sorted((state for state in found if is_alive(state)), key=lambda state: state != RUNNING)
     ended_badly = [state for state in found if state != COMPLETED]

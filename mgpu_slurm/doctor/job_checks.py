@@ -16,6 +16,7 @@ from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
@@ -117,25 +118,25 @@ def _followed(folder: RunFolder, note: Note) -> Iterator[Finding]:
         # a new attempt starts the file again
         yield from written[shown if shown <= len(written) else 0 :]
         shown = len(written)
-        if not states.is_alive(state["state"]):
+        if not states.is_alive(state.state):
             break
-        words = f"{state['state']}: {state['reason']}"
-        if words != last_words and state["reason"]:
+        words = f"{state.state}: {state.reason}"
+        if words != last_words and state.reason:
             note(words)
         last_words = words
         time.sleep(PAUSE)
-    if state["state"] != states.COMPLETED:
+    if state.state != states.COMPLETED:
         yield ended_badly(folder, state, shown)
 
 
-def ended_badly(folder: RunFolder, state: dict[str, Any], shown: int) -> Finding:
+def ended_badly(folder: RunFolder, state: RunState, shown: int) -> Finding:
     """Return a finding for a checkup that did not complete.
 
     Args:
         shown: Number of findings that it had written before.
     """
-    text = f"the checkup ended as {state['state']}: {state['reason'] or 'nobody said why'}"
-    if state["state"] == states.CANCELLED:
+    text = f"the checkup ended as {state.state}: {state.reason or 'nobody said why'}"
+    if state.state == states.CANCELLED:
         return check_results.failed("job", text, "try again")
     if not shown and not any(folder.logs.glob("[0-9]*-*.log")):
         fix = (

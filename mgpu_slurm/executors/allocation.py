@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from mgpu_slurm.core import states
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState, StateChange
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import held_allocation, slurm_states, supervisors
 from mgpu_slurm.executors.base import (
     SUPERVISOR_LOST,
     Asked,
     Executor,
+    Living,
     Resolved,
     Shell,
     SlurmView,
     Start,
-    State,
     ended_unseen,
+    job_of,
 )
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.slurm.outage import wait_out
@@ -53,28 +56,30 @@ class AllocationExecutor(Executor):
         supervisors.await_coordinator(run.group)
         return self.start(spec, run, run)
 
-    def asks_slurm(self, state: State) -> bool:
+    def asks_slurm(self, state: RunState) -> bool:
         """Return whether its supervisor is not known to be alive."""
         return not (supervisors.is_here(state) and supervisors.is_supervised(state))
 
-    def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
+    def current(self, folder: RunFolder, state: RunState, slurm: SlurmView) -> RunState:
         """Return the run's state; it is alive while both its supervisor and the allocation are."""
         if not self.asks_slurm(state):
             return state
         if (last_known := slurm.last_known(state)) is not None:
             return last_known
-        job_id = state["job_id"]
-        job = state if job_id is None else slurm_states.settled(folder, state, slurm.known[folder])
-        if not states.is_alive(job["state"]):
-            of_run, reason = held_allocation.ending(job_id, job["state"])
-            ended = {"ended": job["ended"]} if "ended" in job else {}
-            return ended_unseen(folder, {"state": of_run, "reason": reason, **ended})
-        if job.get("reason") == slurm_states.UNLISTED["reason"]:
-            return job
+        if state.job_id is not None:
+            job = slurm_states.settled(folder, state, slurm.known[folder])
+            if job.state is not None and not states.is_alive(job.state):
+                of_run, reason = held_allocation.ending(state.job_id, job.state)
+                return ended_unseen(folder, StateChange(of_run, reason, job.ended))
+            if job.reason == slurm_states.UNLISTED.reason:
+                return state.updated(job)
         if supervisors.is_here(state):
-            return ended_unseen(folder, {"state": states.FAILED, "reason": SUPERVISOR_LOST})
+            return ended_unseen(folder, StateChange(states.FAILED, SUPERVISOR_LOST))
         return state
 
-    def shell(self, folder: RunFolder, state: State) -> Shell:
-        job_id, _, _ = state["job_id"].partition(".")
+    def cancel(self, folder: RunFolder, living: Callable[[], Living]) -> bool:
+        return supervisors.cancel_all(folder, living())
+
+    def shell(self, folder: RunFolder, state: RunState) -> Shell:
+        job_id, _, _ = job_of(state).partition(".")
         return Shell(supervisors.started_nodes(folder), job_id)

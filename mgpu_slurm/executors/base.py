@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeAlias
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState, StateChange
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.request.spec import ExecutorName, Resources, Spec
 
-State = dict[str, Any]
+Living: TypeAlias = Sequence[tuple[RunFolder, RunState]]
+"""Runs that have not ended, with their states."""
 
 SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine rebooted); continue with `resume`"
 
@@ -89,22 +91,22 @@ class Start(ABC):
 class SlurmView:
     """SLURM's view of the runs whose jobs it has."""
 
-    known: dict[RunFolder, State]
-    """States by run."""
+    known: Mapping[RunFolder, StateChange]
+    """What SLURM says of each run."""
     is_silent: bool
     """Whether the controller does not answer."""
     cluster: str | None
     """This cluster's name; None if unknown."""
 
-    def last_known(self, state: State) -> State | None:
+    def last_known(self, state: RunState) -> RunState | None:
         """Return the last known state of a run that SLURM does not speak for here; None if it does."""
         if is_elsewhere(state, self.cluster) and self.cluster is not None:
-            why = f"last known state (its job is on cluster {state['slurm_cluster']}, and this is {self.cluster})"
+            why = f"last known state (its job is on cluster {state.slurm_cluster}, and this is {self.cluster})"
         elif is_elsewhere(state, self.cluster) or self.is_silent:
             why = "last known state (SLURM's controller does not answer)"
         else:
             return None
-        return state | {"reason": state["reason"] or why}
+        return replace(state, reason=state.reason or why)
 
 
 class Executor(ABC):
@@ -144,16 +146,28 @@ class Executor(ABC):
         """
         return self.start(spec, run, run)
 
-    def asks_slurm(self, state: State) -> bool:
+    def asks_slurm(self, state: RunState) -> bool:
         """Return whether SLURM has to be asked for this run's state."""
         return False
 
     @abstractmethod
-    def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
+    def current(self, folder: RunFolder, state: RunState, slurm: SlurmView) -> RunState:
         """Return the state of a run that has not ended according to its own record."""
 
     @abstractmethod
-    def shell(self, folder: RunFolder, state: State) -> Shell:
+    def cancel(self, folder: RunFolder, living: Callable[[], Living]) -> bool:
+        """Ask the living runs of a run or group to save and end; return whether any could be reached.
+
+        Args:
+            living: returns the runs that have not ended, with their current states.
+
+        Raises:
+            UserError: the run cannot be reached from this machine.
+            ClusterError: SLURM refuses or does not answer.
+        """
+
+    @abstractmethod
+    def shell(self, folder: RunFolder, state: RunState) -> Shell:
         """Return how to execute a command on the nodes of a running run.
 
         Raises:
@@ -171,7 +185,7 @@ class Shell:
     """The job id for srun; None if the nodes are this machine."""
 
 
-def is_elsewhere(state: State, cluster: str | None) -> bool:
+def is_elsewhere(state: RunState, cluster: str | None) -> bool:
     """Return whether a run's job is on another cluster that shares this one's files.
 
     On this cluster its id is unknown, or is that of another job.
@@ -179,18 +193,24 @@ def is_elsewhere(state: State, cluster: str | None) -> bool:
     Args:
         cluster: this cluster's name; None if unknown.
     """
-    return state["slurm_cluster"] not in (None, cluster)
+    return state.slurm_cluster not in (None, cluster)
 
 
-def ended_unseen(folder: RunFolder, facts: State) -> State:
+def job_of(state: RunState) -> str:
+    """Return the id of a run's job; only of one that has a job."""
+    assert state.job_id is not None
+    return state.job_id
+
+
+def ended_unseen(folder: RunFolder, end: StateChange) -> RunState:
     """Record and return the end of a run whose job or supervisor did not record it: SLURM forgets jobs."""
     # the run may have recorded its end between the two reads, or have continued as another job
     again = records.read_state(folder)
-    if not states.is_alive(again["state"]) or again["job_id"] not in (None, facts.get("job_id", again["job_id"])):
+    if not states.is_alive(again.state) or again.job_id not in (None, end.job_id or again.job_id):
         return again
-    facts = {"ended": records.last_sign_of_life(folder)} | facts
+    end = replace(end, ended=end.ended or records.last_sign_of_life(folder))
     # another user's run cannot be changed on disk
     with contextlib.suppress(OSError):
         folder.create_task()
-        records.update_state(folder, sync=True, **facts)
-    return again | facts
+        records.update_state(folder, sync=True, **end.known())
+    return again.updated(end)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState, StateChange
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import simulated, supervisors
 from mgpu_slurm.executors.base import (
     SUPERVISOR_LOST,
     Asked,
     Executor,
+    Living,
     Resolved,
     Shell,
     SlurmView,
     Start,
-    State,
     ended_unseen,
 )
 from mgpu_slurm.request import config as configs
@@ -43,14 +45,17 @@ class LocalExecutor(Executor):
         supervisors.await_coordinator(run.group)
         return self.start(spec, run, run)
 
-    def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
-        if state.get("supervisor") is None or supervisors.is_supervised(state):
+    def current(self, folder: RunFolder, state: RunState, slurm: SlurmView) -> RunState:
+        if state.supervisor is None or supervisors.is_supervised(state):
             return state
-        return ended_unseen(folder, {"state": states.FAILED, "reason": SUPERVISOR_LOST})
+        return ended_unseen(folder, StateChange(states.FAILED, SUPERVISOR_LOST))
 
-    def shell(self, folder: RunFolder, state: State) -> Shell:
+    def cancel(self, folder: RunFolder, living: Callable[[], Living]) -> bool:
+        return supervisors.cancel_all(folder, living())
+
+    def shell(self, folder: RunFolder, state: RunState) -> Shell:
         if not supervisors.is_here(state):
-            raise UserError(f"run {folder.run} is a local run of {state['host']}: call this there")
+            raise UserError(f"run {folder.run} is a local run of {state.host}: call this there")
         return Shell(supervisors.started_nodes(folder), None)
 
 

@@ -6,9 +6,10 @@ import os
 import shutil
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.allocation import AllocationExecutor
-from mgpu_slurm.executors.base import Executor, State
+from mgpu_slurm.executors.base import Executor
 from mgpu_slurm.executors.local import LocalExecutor
 from mgpu_slurm.executors.slurm import SlurmExecutor
 
@@ -16,9 +17,9 @@ EXECUTORS: dict[str, Executor] = {each.name: each for each in (SlurmExecutor(), 
 """Executors by their names in specs and states."""
 
 
-def is_queued(state: State) -> bool:
+def is_queued(state: RunState) -> bool:
     """Return whether a run's executor has a queue; False if the state could not be read."""
-    executor = EXECUTORS.get(state["executor"])
+    executor = EXECUTORS.get(state.executor)
     return executor is not None and executor.is_queued
 
 

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.files import is_own
+from mgpu_slurm.core.files import is_own, name_of_owner
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import slurm_queue, slurm_states
-from mgpu_slurm.executors.base import (
-    Asked,
-    Executor,
-    Resolved,
-    Shell,
-    SlurmView,
-    Start,
-    State,
-    ended_unseen,
-)
+from mgpu_slurm.executors.base import Asked, Executor, Living, Resolved, Shell, SlurmView, Start, ended_unseen, job_of
 from mgpu_slurm.executors.slurm_queue import Job
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Resources, Spec, read_spec, resources_from
-from mgpu_slurm.slurm import commands, jobs, site, termination
+from mgpu_slurm.slurm import commands, job_identity, jobs, site, termination
 from mgpu_slurm.slurm.outage import wait_out
 
 
@@ -51,40 +44,67 @@ class SlurmExecutor(Executor):
     def start(self, spec: Spec, run: RunFolder, now_at: RunFolder) -> Iterator[Start]:
         yield _QueuedStart()
 
-    def asks_slurm(self, state: State) -> bool:
+    def asks_slurm(self, state: RunState) -> bool:
         return True
 
-    def current(self, folder: RunFolder, state: State, slurm: SlurmView) -> State:
+    def current(self, folder: RunFolder, state: RunState, slurm: SlurmView) -> RunState:
         if (last_known := slurm.last_known(state)) is not None:
             return last_known
-        if state["job_id"] is None:
+        if state.job_id is None:
             return state
-        facts = slurm.known[folder]
-        if facts in slurm_states.NO_WORD:
+        told = slurm.known[folder]
+        if told in slurm_states.NO_WORD:
             if not is_own(folder.group.path):
                 # a site may hide the jobs of other users
                 return state
-            facts = termination.ending(folder, state["job_id"]) or facts
-        facts = slurm_states.settled(folder, state, facts)
-        is_listed = facts.get("reason") != slurm_states.UNLISTED["reason"]
-        if states.is_alive(facts["state"]) and is_listed:
-            return state | facts
+            told = termination.ending(folder, state.job_id) or told
+        settled = slurm_states.settled(folder, state, told)
+        now = state.updated(settled)
+        is_listed = settled.reason != slurm_states.UNLISTED.reason
+        if states.is_alive(now.state) and is_listed:
+            return now
         if (newer := _newer(folder, state)) is not None:
             return newer
         if not is_listed:
-            return state | facts
-        if facts == slurm_states.DROPPED and records.attempts_started(folder):
-            facts = slurm_states.LOST
-        if facts in (slurm_states.LOST, slurm_states.LOST_SO_FAR):
+            return now
+        if settled == slurm_states.DROPPED and records.attempts_started(folder):
+            settled = slurm_states.LOST
+        if settled in (slurm_states.LOST, slurm_states.LOST_SO_FAR):
             # the controller answers, but neither it, nor accounting, nor the run's own records know the end
-            return state | facts
-        if facts["state"] == states.FAILED:
-            facts = facts | {"reason": termination.before_the_ranks(folder, state["job_id"]) or facts["reason"]}
+            return state.updated(settled)
+        if now.state == states.FAILED:
+            settled = replace(settled, reason=termination.before_the_ranks(folder, state.job_id) or settled.reason)
         # a run that never started has not recorded its job id itself
-        return ended_unseen(folder, {"job_id": state["job_id"]} | facts)
+        return ended_unseen(folder, replace(settled, job_id=state.job_id))
 
-    def shell(self, folder: RunFolder, state: State) -> Shell:
-        job_id, nodes = jobs.place_of(state["job_id"])
+    def cancel(self, folder: RunFolder, living: Callable[[], Living]) -> bool:
+        alive = living()
+        if any(state.job_id is None for _, state in alive):
+            slurm_queue.look_for_jobs(folder.group)
+            alive = living()
+        started = [member for member, state in alive if state.attempts]
+        # their jobs may be about to requeue; an operator who cancels them may lack write access
+        with contextlib.suppress(OSError):
+            for member in started:
+                member.cancel_wish.touch()
+        told = _job_ids(alive)
+        try:
+            _scancel(folder, told)
+        except ClusterError:
+            with contextlib.suppress(OSError):
+                for member in started:
+                    member.cancel_wish.unlink(missing_ok=True)
+            raise
+        # jobs that have not started end at once, and only SLURM reports that, for some minutes
+        left = living()
+        _scancel(folder, _job_ids(left) - told)
+        unknown = [state.run for _, state in left if state.job_id is None]
+        if unknown:
+            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
+        return True
+
+    def shell(self, folder: RunFolder, state: RunState) -> Shell:
+        job_id, nodes = jobs.place_of(job_of(state))
         return Shell(nodes, job_id)
 
 
@@ -107,11 +127,29 @@ class _QueuedStart(Start):
         return slurm_queue.may_have_arrived(folder.group, self._jobs)
 
 
-def _newer(folder: RunFolder, state: State) -> State | None:
+def _newer(folder: RunFolder, state: RunState) -> RunState | None:
     """Return the new state of a run that ended or restarted while SLURM was asked; None if it did not."""
     again = records.read_state(folder)
-    has_moved = again["job_id"] not in (None, state["job_id"]) or again["attempts"] > state["attempts"]
-    return again if has_moved or not states.is_alive(again["state"]) else None
+    has_moved = again.job_id not in (None, state.job_id) or again.attempts > state.attempts
+    return again if has_moved or not states.is_alive(again.state) else None
+
+
+def _job_ids(runs: Living) -> set[str]:
+    return {state.job_id for _, state in runs if state.job_id is not None}
+
+
+def _scancel(folder: RunFolder, job_ids: set[str]) -> None:
+    # one request per array: each request is a load on the controller
+    ids = sorted(job_ids) if folder.task is not None else commands.whole_jobs(sorted(job_ids))
+    job_identity.check(folder, ids)
+    try:
+        if ids:
+            commands.run(commands.scancel_command(ids))
+    except ClusterError as error:
+        if "permission denied" not in str(error):
+            raise
+        owner = name_of_owner(folder.group.path)
+        raise ClusterError(f"run {folder.run} is {owner}'s, and SLURM does not let you cancel it") from None
 
 
 def _with_gpus(resources: Resources, is_dry_run: bool, note: Note) -> tuple[Resources, str]:

@@ -1,4 +1,7 @@
-"""Submit the jobs of a run or group to SLURM: each arrives exactly once or not at all, whatever happens meanwhile."""
+"""Submit the jobs of a run or group to SLURM: each arrives exactly once or not at all, whatever happens meanwhile.
+
+That includes finding a job whose submission got no answer.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm.core import files, records
+from mgpu_slurm.core import files, records, states
 from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.files import is_own
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import StateChange
 from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.executors import slurm_states
+from mgpu_slurm.executors.base import is_elsewhere
 from mgpu_slurm.request.spec import Spec
-from mgpu_slurm.slurm import commands, sbatch, script, site
+from mgpu_slurm.slurm import accounting, commands, sbatch, script, site
 from mgpu_slurm.slurm.outage import Patience, wait_out
 from mgpu_slurm.slurm.sbatch import ExactlyOnceSubmission, Start
 from mgpu_slurm.slurm.script import Array, split
+
+NEVER_ARRIVED = StateChange(states.FAILED, "was never queued; `resume` submits it again")
+"""The end of a run whose job SLURM never had."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +174,44 @@ def _let_go(interrupts: list[int]) -> None:
     if interrupts:
         interrupts.clear()
         raise KeyboardInterrupt
+
+
+def confirmed(folder: RunFolder) -> dict[int | None, StateChange]:
+    """Return the job ids of a run or group by task, or the end of a job that never arrived in SLURM's queue."""
+    found: dict[int | None, StateChange] = {}
+    for submission in records.submissions(folder):
+        job_id, arrived = submission.job_id, not submission.refused
+        if submission.is_unconfirmed:
+            job_id, arrived = _looked_for(folder, submission)
+        for task in submission.tasks or [None]:
+            found[task] = StateChange(job_id=submission.job_of(task, job_id)) if arrived else NEVER_ARRIVED
+    return found
+
+
+def look_for_jobs(folder: RunFolder) -> None:
+    """Record the jobs of a run or group that SLURM has but that are not recorded yet."""
+    for submission in records.submissions(folder):
+        if submission.job_id is None and not submission.refused:
+            _looked_for(folder, submission)
+
+
+def _looked_for(folder: RunFolder, submission: records.Submission) -> tuple[str | None, bool]:
+    """Return the job id of an unconfirmed submission, and whether it may have arrived, or still may."""
+    if not is_own(folder.group.path) or is_elsewhere(records.read_state(folder), site.cluster_name()):
+        # the jobs of other users are not searched, and those of another cluster cannot be
+        return None, True
+    try:
+        job_id = sbatch.find(folder, submission.token)
+    except ClusterError:
+        return None, True
+    if job_id is not None:
+        records.record_event(folder, "submitted", job_id=job_id, token=submission.token)
+    return job_id, job_id is not None or not submission.is_over or _may_be_hidden(folder, submission)
+
+
+def _may_be_hidden(folder: RunFolder, submission: records.Submission) -> bool:
+    """Return whether a job may be in the queue although squeue does not list it."""
+    named = accounting.named(folder.run, submission.begun)
+    if named is None:
+        return not slurm_states.is_missing_for_long(folder, submission.token)
+    return any(states.is_alive(start.state) for start in named)

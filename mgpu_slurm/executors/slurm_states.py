@@ -10,36 +10,32 @@ import time
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
 
 from mgpu_slurm.core import failures, records, states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState, StateChange
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.slurm import accounting, commands, job_identity, jobs, termination
 from mgpu_slurm.slurm.accounting import AccountedStart
 from mgpu_slurm.slurm.jobs import QueuedJob
 
-State = dict[str, Any]
-
-LOST: State = {
-    "state": states.FAILED,
-    "reason": "lost: SLURM does not know its job, and its end was not recorded; continue with `resume`",
-}
-LOST_SO_FAR: State = {
-    "state": states.FAILED,
-    "reason": "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer",
-}
+LOST = StateChange(
+    states.FAILED, "lost: SLURM does not know its job, and its end was not recorded; continue with `resume`"
+)
+LOST_SO_FAR = StateChange(
+    states.FAILED, "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer"
+)
 
 # SLURM keeps no record of a task that was cancelled while pending if other tasks of its array still exist
-DROPPED: State = {"state": states.CANCELLED, "reason": "cancelled before it started"}
+DROPPED = StateChange(states.CANCELLED, "cancelled before it started")
 
-UNLISTED: State = {"reason": "not listed by squeue: as it was last seen, since nothing else says that it is gone"}
+UNLISTED = StateChange(reason="not listed by squeue: as it was last seen, since nothing else says that it is gone")
 """For a job that nothing knows about; see `settled`."""
 
-ACCOUNTED_ALIVE: State = {"reason": "not listed by squeue, and alive as far as accounting knows"}
+ACCOUNTED_ALIVE = StateChange(reason="not listed by squeue, and alive as far as accounting knows")
 """For a job about which the controller reports nothing. It is not counted as missing; see `settled`."""
 
 NO_WORD = (LOST, LOST_SO_FAR, DROPPED, UNLISTED, ACCOUNTED_ALIVE)
@@ -67,7 +63,7 @@ _NEVER = {
 """Explanations of the reasons for which a job can never start (squeue(1), JOB REASON CODES)."""
 
 
-def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] | None:
+def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, StateChange] | None:
     """Return the states of runs' jobs: from one squeue, and one sacct for those that it does not list.
 
     Return None if the controller does not answer.
@@ -101,13 +97,13 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, State] 
     return found | gone | dict.fromkeys(lost, UNLISTED)
 
 
-def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -> dict[RunFolder, State]:
+def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -> dict[RunFolder, StateChange]:
     """Return what the controller lists for these jobs, without other jobs that have reused an id."""
     pairs = [(folder, listed.get(job_id)) for folder, job_id in job_ids.items()]
     return {folder: _facts(job) for folder, job in pairs if job is not None and job_identity.is_of(folder, job)}
 
 
-def _accounted(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, State]:
+def _accounted(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, StateChange]:
     """Return the ends of these jobs according to accounting, by the last start of each."""
     return {
         folder: _accounted_facts(folder, start)
@@ -132,16 +128,16 @@ def _newest(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) 
 
 def _is_older(folder: RunFolder, start: AccountedStart) -> bool:
     """Return whether a run has started or been requeued since: accounting lags by some seconds."""
-    events = [event for event in records.events(folder) if event["event"] in ("started", "requeued")]
-    if start.submit is not None and events and events[-1]["event"] == "requeued":
-        return datetime.fromisoformat(start.submit).astimezone() < datetime.fromisoformat(events[-1]["time"])
+    events = [event for event in records.events(folder) if event.event in ("started", "requeued")]
+    if start.submit is not None and events and events[-1].event == "requeued":
+        return datetime.fromisoformat(start.submit).astimezone() < datetime.fromisoformat(events[-1].time)
     return start.end is not None and termination.is_before_last_start(folder, datetime.fromisoformat(start.end))
 
 
-def _accounted_facts(folder: RunFolder, start: AccountedStart) -> State:
+def _accounted_facts(folder: RunFolder, start: AccountedStart) -> StateChange:
     is_by_slurm = start.state == states.CANCELLED and not start.is_by_user
     reason = failures.DEPENDENCY.words if is_by_slurm and _has_waited_in_vain(folder) else ""
-    return {"state": start.state, "reason": reason, **_ended(start.end)}
+    return StateChange(start.state, reason, _iso(start.end))
 
 
 def _has_waited_in_vain(folder: RunFolder) -> bool:
@@ -155,14 +151,16 @@ def _has_waited_in_vain(folder: RunFolder) -> bool:
     return False
 
 
-def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lost: State) -> dict[RunFolder, State]:
+def _forgotten(
+    job_ids: Mapping[RunFolder, str], with_others: Container[str], lost: StateChange
+) -> dict[RunFolder, StateChange]:
     """Return the states of jobs that neither squeue nor sacct lists, asking the controller for each of them.
 
     Args:
         with_others: the arrays of which squeue or sacct lists other tasks.
         lost: the state of a job that the controller does not know.
     """
-    found: dict[RunFolder, State] = dict.fromkeys(job_ids, UNLISTED)
+    found: dict[RunFolder, StateChange] = dict.fromkeys(job_ids, UNLISTED)
     give_up = time.monotonic() + SHOWING_TAKES
     for array in commands.whole_jobs(job_ids.values())[:MOST_SHOWN]:
         shown = jobs.shown(array)
@@ -177,16 +175,17 @@ def _forgotten(job_ids: Mapping[RunFolder, str], with_others: Container[str], lo
     return found
 
 
-def settled(folder: RunFolder, state: State, facts: State) -> State:
-    """Return the facts with a state: for an unlisted job its last state, until it has been unlisted for long.
+def settled(folder: RunFolder, state: RunState, told: StateChange) -> StateChange:
+    """Return what SLURM told with a state: for an unlisted job its last one, until it has been unlisted for long.
 
     Call this once per answer, because it counts them.
     """
-    if facts == UNLISTED:
-        return LOST if is_missing_for_long(folder, state["job_id"]) else state | UNLISTED
+    unlisted = StateChange(state.state, UNLISTED.reason)
+    if told == UNLISTED:
+        return LOST if is_missing_for_long(folder, state.job_id or "") else unlisted
     with suppress(OSError):
         folder.unlisted.unlink(missing_ok=True)
-    return state | UNLISTED if facts == ACCOUNTED_ALIVE else facts
+    return unlisted if told == ACCOUNTED_ALIVE else told
 
 
 def is_missing_for_long(folder: RunFolder, name: str) -> bool:
@@ -211,15 +210,15 @@ def _last_change(folder: RunFolder) -> float:
     return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
 
-def _facts(job: QueuedJob) -> State:
+def _facts(job: QueuedJob) -> StateChange:
     if job.state == states.PENDING:
-        return {"state": job.state, "reason": _why_it_waits(job)}
+        return StateChange(job.state, _why_it_waits(job))
     if states.is_alive(job.state):
         # SLURM has no reason for a running job, but the run itself may
-        return {"state": job.state} | ({"reason": job.reason} if job.reason else {})
+        return StateChange(job.state, job.reason or None)
     # SLURM keeps reporting a cancelled job's pending reason
     reason = CANCELLED_FOR.get(job.reason, "cancelled") if job.state == states.CANCELLED else job.reason
-    return {"state": job.state, "reason": reason, **_ended(job.end)}
+    return StateChange(job.state, reason, _iso(job.end))
 
 
 def _why_it_waits(job: QueuedJob) -> str:
@@ -235,5 +234,5 @@ def _why_it_waits(job: QueuedJob) -> str:
     return f"{job.reason}, expected to start at {job.start.replace('T', ' ')}" if start > now else job.reason
 
 
-def _ended(local_time: str | None) -> State:
-    return {} if local_time is None else {"ended": datetime.fromisoformat(local_time).astimezone().isoformat()}
+def _iso(local_time: str | None) -> str | None:
+    return None if local_time is None else datetime.fromisoformat(local_time).astimezone().isoformat()

@@ -9,15 +9,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from mgpu_slurm.core import interpreter, processes, records, states
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import held_allocation
-from mgpu_slurm.executors.base import Start
+from mgpu_slurm.executors.base import Living, Start, job_of
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.slurm import steps
 from mgpu_slurm.slurm.commands import scrubbed_environment
@@ -113,8 +113,8 @@ def await_coordinator(group: RunFolder) -> None:
     """
     state = records.read_state(group)
     give_up = time.monotonic() + PATIENCE_WITH_COORDINATOR
-    while state["tasks"] is not None and is_here(state) and is_supervised(state):
-        is_at_work = any(states.is_alive(each["state"]) for _, each in records.read_states(group))
+    while state.tasks is not None and is_here(state) and is_supervised(state):
+        is_at_work = any(states.is_alive(each.state) for _, each in records.read_states(group))
         if is_at_work or time.monotonic() > give_up:
             raise UserError(
                 f"group {group.run} is at work, and starts its runs itself: `{program()} wait {group.run}` for its end,"
@@ -146,17 +146,23 @@ def _early(spec: Spec, held: str | None) -> dict[str, str]:
     return ({"SLURM_CPUS_PER_TASK": str(cpus)} if cpus else {}) | spec.environment
 
 
-def is_here(state: dict[str, Any]) -> bool:
+def is_here(state: RunState) -> bool:
     """Return whether a run's supervisor is, or was, a process of this machine."""
-    return bool(state.get("host") == os.uname().nodename)
+    return bool(state.host == os.uname().nodename)
 
 
-def is_supervised(state: dict[str, Any]) -> bool:
+def is_supervised(state: RunState) -> bool:
     """Return whether the supervisor in a run's state is alive. On another host this is unknown: it counts as alive."""
     if not is_here(state):
         return True
-    pid, start = state.get("supervisor") or (0, None)
-    return start is not None and processes.is_alive(pid, start)
+    return state.supervisor is not None and processes.is_alive(*_identity(state))
+
+
+def _identity(state: RunState) -> tuple[int, int]:
+    """Return the process id and start time of the supervisor in a run's state."""
+    assert state.supervisor is not None
+    pid, started_at = state.supervisor
+    return pid, started_at
 
 
 def started_nodes(folder: RunFolder) -> list[str]:
@@ -165,14 +171,44 @@ def started_nodes(folder: RunFolder) -> list[str]:
     Raises:
         UserError: it has not started them yet.
     """
-    started = [event for event in records.events(folder) if event["event"] == "started"]
+    started = [event for event in records.events(folder) if event.event == "started"]
     if not started:
         raise UserError(f"run {folder.run} has not started its ranks yet: try again in a moment")
-    nodes: list[str] = started[-1]["nodes"]
-    return nodes
+    return list(started[-1].nodes)
 
 
-def cancel(folder: RunFolder, state: dict[str, Any]) -> bool:
+def cancel_all(folder: RunFolder, living: Living) -> bool:
+    """Ask the supervisors of the living runs of a run or group to end them; return whether any could be reached.
+
+    Raises:
+        UserError: the supervisors and the ranks are on another machine.
+    """
+    if folder.task is None and any(_is_waiting(member, state) for member, state in living):
+        # the coordinator then starts no more runs, and waits for no dependency
+        cancel(folder, records.read_state(folder))
+    reached = [_cancel_member(member, state) for member, state in living]
+    return any(reached)
+
+
+def _cancel_member(folder: RunFolder, state: RunState) -> bool:
+    """Cancel a run, even one of a group that has not started yet."""
+    if _is_waiting(folder, state):
+        # a supervisor that is started for it meanwhile finds the request
+        folder.create_task()
+        folder.cancel_wish.touch()
+        state = records.read_state(folder)
+    if _is_waiting(folder, state):
+        records.cancel_unstarted(folder, "cancelled")
+        return True
+    return cancel(folder, state)
+
+
+def _is_waiting(folder: RunFolder, state: RunState) -> bool:
+    """Return whether a run waits for its group's coordinator to start it."""
+    return folder.task is not None and state.job_id is None
+
+
+def cancel(folder: RunFolder, state: RunState) -> bool:
     """Ask the supervisor to end its run, which saves first; return False if there is no supervisor any more.
 
     Raises:
@@ -183,17 +219,16 @@ def cancel(folder: RunFolder, state: dict[str, Any]) -> bool:
     if not is_supervised(state):
         return False
     with suppress(ProcessLookupError):
-        os.kill(state["supervisor"][0], signal.SIGTERM)
+        os.kill(_identity(state)[0], signal.SIGTERM)
         return True
     return False
 
 
-def _cancel_elsewhere(folder: RunFolder, state: dict[str, Any]) -> bool:
-    if state["executor"] != "allocation":
-        host = state.get("host", "another machine")
-        raise UserError(f"run {state['run']} is a local run of {host}: cancel it there")
+def _cancel_elsewhere(folder: RunFolder, state: RunState) -> bool:
+    if state.executor != "allocation":
+        raise UserError(f"run {state.run} is a local run of {state.host or 'another machine'}: cancel it there")
     # its supervisor finds the request in the shared folder, which may take a while; scancel reaches the ranks at once
     folder.cancel_wish.touch()
     with suppress(ClusterError):
-        steps.signal_ranks(state["job_id"], state["run"], "TERM")
+        steps.signal_ranks(job_of(state), state.run, "TERM")
     return True

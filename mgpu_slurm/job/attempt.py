@@ -24,6 +24,7 @@ from mgpu_slurm.core import failures, processes, records, retry
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import RUN_VARIABLE
+from mgpu_slurm.core.record_types import Failure
 from mgpu_slurm.job import retry_policy, store_secret, store_server
 from mgpu_slurm.job.gil_monitor import LockWatch
 from mgpu_slurm.job.socket_handoff import SocketOffer
@@ -91,9 +92,10 @@ def run_attempt(
     attempt = records.attempts_started(folder) + 1
     # number of this start of the job, by which accounting identifies it
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    began_at = retry_policy.beginning_facts(folder)
-    records.settle_event(folder, "started", attempt=attempt, job_id=job_id, nodes=nodes, restarts=restarts, **began_at)
-    began = records.read_state(folder)["started"] or records.now()
+    newest = retry_policy.newest_checkpoint(folder)
+    facts = {"attempt": attempt, "job_id": job_id, "nodes": nodes, "restarts": restarts, "newest": newest}
+    records.settle_event(folder, "started", **facts)
+    began = records.read_state(folder).started or records.now()
     records.settle_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
     # the previous attempt's failure is over
     folder.failure.unlink(missing_ok=True)
@@ -119,7 +121,7 @@ def run_attempt(
     locked.conclude(nodes[0])
     service.end()
     secret_file.unlink(missing_ok=True)
-    failure: dict[str, Any] = {}
+    failure: Failure | None = None
     first = None
     if wish.exists():
         # a sweep's remaining ranks request it if one has died, or a rank has given a reason
@@ -130,21 +132,21 @@ def run_attempt(
         ending = replace(ending, code=TERMINATED_EXIT_CODE, who="a command")
     if ending.code not in (0, REQUEUE_EXIT_CODE):
         cause = service.failure or _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
-        failure = {"attempt": attempt, "exit_code": ending.code, **cause}
-        if spec.nodes_are_simulated:
-            # otherwise ranks are on other machines too, and SLURM reports it
-            failure["oom_kills"] = processes.oom_kills() - oom_kills
-    facts = {"exit_code": ending.code, "who": ending.who, "trial": failure.get("trial")}
+        # on real nodes ranks are on other machines too, and SLURM reports it
+        killed = processes.oom_kills() - oom_kills if spec.nodes_are_simulated else 0
+        failure = replace(cause, attempt=attempt, exit_code=ending.code, oom_kills=killed)
+    facts = {"exit_code": ending.code, "who": ending.who, "trial": failure and failure.trial}
     if first is not None:
         facts["message"] = first
-    if failure:
-        facts |= {"error": failure.get("error"), "message": failure["message"]}
+    if failure is not None:
+        facts |= {"error": failure.error, "message": failure.message}
     if records.attempts_started(folder) > attempt:
         # for example on an abandoned node that is still alive; the next attempt has recorded the end of this one
         return replace(ending, superseded=True)
     records.settle_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
-    if failure:
-        retry.for_the_disk(lambda: write_json(folder.failure, failure), folder.failure)
+    if failure is not None:
+        record = failure.to_json()
+        retry.for_the_disk(lambda: write_json(folder.failure, record), folder.failure)
     return ending
 
 
@@ -163,7 +165,7 @@ def goes_on_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
         folder.unfinished(records.attempts_started(folder)).unlink()
     except FileNotFoundError:
         return False
-    return failures.cause_of(read_json(folder.failure) or {}) is not failures.FORGERY
+    return failures.cause_of(records.read_failure(folder) or Failure()) is not failures.FORGERY
 
 
 def _rank_0_serves(spec: Spec) -> bool:
@@ -191,13 +193,13 @@ class _Service:
         self._offer = offer
         self._wanted = wanted
         self._stores: list[Any] = []
-        self.failure: dict[str, Any] = {}
-        """Content of `failure.json` if the thread has failed."""
+        self.failure: Failure | None = None
+        """Why the thread has failed; None if it has not."""
         threading.Thread(target=self._serve, name="rendezvous", daemon=True).start()
 
     @property
     def failed(self) -> bool:
-        return bool(self.failure)
+        return self.failure is not None
 
     def end(self) -> None:
         self._stores.clear()
@@ -213,7 +215,7 @@ class _Service:
             shown = traceback.format_exc()
             print(shown, end="", file=sys.stderr, flush=True)
             message = f"the batch step could not serve the rendezvous: {type(error).__name__}: {error}"
-            self.failure = {"who": "the batch step", "message": message, "traceback": shown}
+            self.failure = Failure(who="the batch step", message=message, traceback=shown)
 
 
 def _wait(
@@ -280,22 +282,24 @@ def _ended(alive: dict[int, str]) -> list[tuple[str, int]]:
 
 def _first_cause(
     folder: RunFolder, attempt: int, ending: Ending, describe: Callable[[Ending], str], ranks: int
-) -> dict[str, Any]:
+) -> Failure:
     """Return the content of `failure.json`: the first cause that ranks recorded, else how the first process ended."""
     description = describe(ending)
-    found = [each for path in sorted(folder.logs.glob(f"{attempt}-*.failure.json")) if (each := read_json(path))]
+    paths = sorted(folder.logs.glob(f"{attempt}-*.failure.json"))
+    found = [Failure.from_json(each) for path in paths if (each := read_json(path))]
     # the first of several that failed together; under SLURM the process that ended is srun
     named = re.match(r"ranks? (\d+)", description)
     who = f"rank {named[1]}" if named else ending.who
     # a consequence of another rank's end is not a cause, unless this rank ended first
-    known = [record for record in found if not record["consequence"] or f"rank {record['rank']}" == who]
-    known.sort(key=lambda record: (record["consequence"], record["time"]))
-    first = failures.first_stuck(found, ranks) or (known[0] if known else {"message": description})
-    failure = {"attempt": attempt, "who": who, **first}
-    if "error" not in failure and "exit code" in description:
+    known = [each for each in found if not each.consequence or f"rank {each.rank}" == who]
+    known.sort(key=lambda each: (each.consequence, each.time))
+    first = failures.first_stuck(found, ranks) or (known[0] if known else Failure(message=description))
+    failure = replace(first, attempt=attempt, who=first.who or who)
+    if failure.error is None and "exit code" in description:
         # the error of a script that raised one
         said = [line.strip() for line in records.said_last(folder, failure).splitlines() if line.strip()]
-        failure["message"] += f": {said[-1][:200]}" if said else ""
+        if said:
+            failure = replace(failure, message=f"{failure.message}: {said[-1][:200]}")
     return failure
 
 

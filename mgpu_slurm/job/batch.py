@@ -164,11 +164,11 @@ def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: Laun
     """Requeue the run, or record how it has ended; return the job's exit code."""
     if ending.code == REQUEUE_EXIT_CODE:
         requeued = starts(folder, job, "requeued")
-        facts = retry_policy.limit_facts(folder, spec, lambda: _was_limit_near(spec, job))
-        state, reason = states.TIMEOUT, retry_policy.why_no_requeue(spec, requeued, facts)
+        asked = retry_policy.requeue_event(folder, spec, lambda: _was_limit_near(spec, job))
+        state, reason = states.TIMEOUT, retry_policy.why_no_requeue(spec, requeued, asked)
         if not reason:
             try:
-                return start_again_in_time(folder, spec, job, **facts)
+                return start_again_in_time(folder, spec, job, asked)
             except ClusterError as problem:
                 reason = f"SLURM did not restart it: {problem}; continue with `resume`"
     elif ending.code:

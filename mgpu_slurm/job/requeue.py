@@ -6,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.hostlist import compress, expand
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, Spec
 from mgpu_slurm.slurm import commands, job_identity, sbatch
 from mgpu_slurm.slurm.outage import Patience
@@ -33,31 +33,32 @@ class Job:
     """Token of its submission."""
 
 
-def starts(folder: RunFolder, job: Job, event: str) -> list[dict[str, Any]]:
+def starts(folder: RunFolder, job: Job, event: str) -> list[Event]:
     """Return the run's `requeued` or `retried` events in this job and in the jobs that it continues.
 
     Resuming a run resets the count.
     """
     events = records.events(folder)
-    continued = {event["token"]: event["continues"] for event in events if "continues" in event}
+    continued = {event.token: event.continues for event in events if event.continues is not None}
     tokens = [job.token]
     while tokens[-1] in continued:
         tokens.append(continued[tokens[-1]])
-    return [each for each in events if each["event"] == event and each["token"] in tokens]
+    return [each for each in events if each.event == event and each.token in tokens]
 
 
-def start_again_in_time(folder: RunFolder, spec: Spec, job: Job, **facts: Any) -> int:
+def start_again_in_time(folder: RunFolder, spec: Spec, job: Job, asked: Event) -> int:
     """Requeue a run that has stopped before its time limit; see `start_again`.
 
     Args:
-        facts: Further fields of the event.
+        asked: See `retry_policy.requeue_event`.
     """
     # the time limit is near, and the disk may be full
     with contextlib.suppress(OSError):
+        facts = {"newest": asked.newest, "in_vain": asked.in_vain}
         records.record_event(folder, "requeued", job_id=job.id, token=job.token, **facts)
         records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
     # avoided nodes stay avoided if the run continues as another job
-    avoided = [each["avoid"] for each in starts(folder, job, "retried")]
+    avoided = [each.avoid for each in starts(folder, job, "retried")]
     return start_again(folder, spec, job, avoided[-1] if avoided else [])
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from mgpu_slurm.core import checkpoint_names as checkpoints
 from mgpu_slurm.core import failures, records, states
-from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import UNRECORDED, Event, Failure
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, Spec
 
 LIMIT = 3
@@ -28,8 +27,6 @@ PAUSES = (0.0, 5.0, 30.0)
 
 LOOK_EVERY = 0.2
 """Seconds between two checks during a pause."""
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,11 @@ class Retry:
 
     def write_down(self, folder: RunFolder, **facts: Any) -> Event:
         """Record it in the run's history and state; return the event."""
-        event: Event = {"why": self.why, "node": self.node, "checkpoint": self.checkpoint, "avoid": list(self.avoid)}
-        event |= {"pause": self.pause, **facts}
-        records.settle_event(folder, "retried", **event)
+        facts |= {"why": self.why, "node": self.node, "checkpoint": self.checkpoint}
+        facts |= {"avoid": list(self.avoid), "pause": self.pause}
+        records.settle_event(folder, "retried", **facts)
         records.settle_state(folder, state=states.REQUEUED, reason=self.words)
-        return event
+        return Event.from_json(facts)
 
     def wait(self) -> Iterator[None]:
         """Wait for the pause, yielding at the start and at intervals so that the caller can check for a cancel."""
@@ -86,7 +83,7 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     """
     if code in (0, REQUEUE_EXIT_CODE):
         return None
-    failure = read_json(folder.failure) or _unrecorded(code)
+    failure = records.read_failure(folder) or _unrecorded(code)
     cause = failures.cause_of(failure, records.said_last(folder, failure))
     if spec.kind != "run" and not cause.spoils_job:
         # a sweep's worker only loses a trial, and restarts by itself
@@ -102,22 +99,24 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
         return None
     node = failures.node_of(failure, cause)
     # two failures in a row on one node are that node's fault
-    is_spoilt = cause.spoils_node or any(event["node"] == node for event in in_vain[-1:])
-    avoid = [known for event in earlier[-1:] for known in event["avoid"]]
+    is_spoilt = cause.spoils_node or any(event.node == node for event in in_vain[-1:])
+    avoid = [known for event in earlier[-1:] for known in event.avoid]
     if node is not None and is_spoilt and node not in avoid:
         avoid.append(node)
     return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid), cause.spoils_job)
 
 
-def beginning_facts(folder: RunFolder) -> Event:
-    """Return the part of a `started` event that names the checkpoint at which its attempt begins."""
-    with suppress(OSError):
-        return {"newest": _name_of_newest(folder)}
-    return {}
+def newest_checkpoint(folder: RunFolder) -> str | None:
+    """Return the name of the newest checkpoint, for an event; None if there is none."""
+    try:
+        newest = checkpoints.newest(folder)
+    except OSError:
+        return UNRECORDED
+    return None if newest is None else newest.name
 
 
-def limit_facts(folder: RunFolder, spec: Spec, is_at_limit: Callable[[], bool]) -> Event:
-    """Return the part of a `requeued` event about the newest attempt, which has requested a requeue.
+def requeue_event(folder: RunFolder, spec: Spec, is_at_limit: Callable[[], bool]) -> Event:
+    """Return what a `requeued` event says about the newest attempt, which has requested a requeue.
 
     Args:
         is_at_limit: Returns whether the reason was the time limit, not a preemption or the job's own decision.
@@ -126,36 +125,30 @@ def limit_facts(folder: RunFolder, spec: Spec, is_at_limit: Callable[[], bool]) 
         `newest`, the name of the newest checkpoint; and `in_vain`, whether the attempt reached its time limit without
         a newer one. `in_vain` is None if it did not reach the limit.
     """
-    begins = [event for event in records.events(folder) if event["event"] == "started"][-1:]
-    facts = beginning_facts(folder)
-    newest = facts.get("newest")
+    begins = [event for event in records.events(folder) if event.event == "started"][-1:]
+    newest = newest_checkpoint(folder)
     # a command may save anywhere, and a sweep's worker saves in its trials
     shows_progress = spec.kind == "run" and (newest is not None or not spec.target.is_command)
     # version 0.1 did not record where an attempt begins
-    is_stuck = bool(facts) and all(event.get("newest", "unknown") == newest for event in begins)
+    is_stuck = newest != UNRECORDED and all(event.newest == newest for event in begins)
     if not (shows_progress and is_stuck):
-        return {**facts, "in_vain": False}
-    return {**facts, "in_vain": True if is_at_limit() else None}
+        return Event(newest=newest, in_vain=False)
+    return Event(newest=newest, in_vain=True if is_at_limit() else None)
 
 
-def _name_of_newest(folder: RunFolder) -> str | None:
-    newest = checkpoints.newest(folder)
-    return None if newest is None else newest.name
-
-
-def why_no_requeue(spec: Spec, earlier: Sequence[Event], facts: Event) -> str:
+def why_no_requeue(spec: Spec, earlier: Sequence[Event], asked: Event) -> str:
     """Return why a run that requested a requeue is not requeued; empty if it is.
 
     Args:
         earlier: The `requeued` events of this submission so far.
-        facts: See `limit_facts`.
+        asked: See `requeue_event`.
     """
     if len(earlier) >= spec.max_requeues:
         return f"asked to be started again, and all of --max-requeues {spec.max_requeues} are used"
-    before = [event for event in earlier if event.get("in_vain") is not None][-1:]
-    if not facts["in_vain"] or not any(event["in_vain"] and event["newest"] == facts["newest"] for event in before):
+    before = [event for event in earlier if event.in_vain is not None][-1:]
+    if not asked.in_vain or not any(event.in_vain and event.newest == asked.newest for event in before):
         return ""
-    newest = f"a newer checkpoint than {facts['newest']}" if facts["newest"] else "a checkpoint"
+    newest = f"a newer checkpoint than {asked.newest}" if asked.newest else "a checkpoint"
     return f"two attempts in a row ended by the time limit without {newest}"
 
 
@@ -163,14 +156,14 @@ def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:
     """Return the newest consecutive retries that started from this checkpoint, as the next one would."""
     found: list[Event] = []
     for event in reversed(earlier):
-        if event["checkpoint"] != step:
+        if event.checkpoint != step:
             break
         found.insert(0, event)
     return found
 
 
-def _unrecorded(code: int) -> dict[str, Any]:
+def _unrecorded(code: int) -> Failure:
     """Return the failure of an attempt whose own process died before it could record one."""
     if code < 0:
-        return {"message": f"the supervisor was killed by {signal.Signals(-code).name}"}
-    return {}
+        return Failure(message=f"the supervisor was killed by {signal.Signals(-code).name}")
+    return Failure()

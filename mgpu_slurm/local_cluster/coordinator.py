@@ -12,11 +12,11 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mgpu_slurm.core import processes, records, states
 from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.executors import held_allocation, simulated, supervisors
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import Spec, read_spec
@@ -98,13 +98,9 @@ class Coordinator:
                 records.cancel_unstarted(folder, reason)
         waiting.clear()
 
-    def _is_own(self, state: dict[str, Any]) -> bool:
+    def _is_own(self, state: RunState) -> bool:
         """Return whether a run waits for this process to start it; once started, it belongs to its supervisor."""
-        return (
-            state["state"] == states.PENDING
-            and supervisors.is_here(state)
-            and bool(state.get("supervisor") == self._identity)
-        )
+        return state.state == states.PENDING and supervisors.is_here(state) and bool(state.supervisor == self._identity)
 
 
 def shares(spec: Spec) -> list[dict[str, str]]:

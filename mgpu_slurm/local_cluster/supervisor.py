@@ -24,6 +24,7 @@ from mgpu_slurm.core import processes, records, states
 from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.job import attempt, output, retry_policy
@@ -89,7 +90,7 @@ class Supervisor:
         """End of the limit on the monotonic clock; ranks that restart in place only get the time that is left."""
         self._cancelled = False
         self._timed_out = False
-        self._retried: list[retry_policy.Event] = []
+        self._retried: list[Event] = []
 
     def run(self) -> None:
         processes.adopt_orphans()
@@ -101,19 +102,20 @@ class Supervisor:
 
     def _run_attempts(self) -> tuple[str, str]:
         """Run attempts until none is due; return the final state and its reason."""
-        requeued: list[retry_policy.Event] = []
+        requeued: list[Event] = []
         while True:
             code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(len(requeued))
             if self._goes_on_in_place(code) or self._tries_again(code):
                 continue
             if code != REQUEUE_EXIT_CODE or self._cancelled:
                 return self._conclusion(code)
-            facts = retry_policy.limit_facts(self._folder, self._spec, self._is_limit_near)
+            asked = retry_policy.requeue_event(self._folder, self._spec, self._is_limit_near)
             self._limit_ends = None
-            problem = retry_policy.why_no_requeue(self._spec, requeued, facts) or self._nodes.used_up(self._spec.lead)
+            problem = retry_policy.why_no_requeue(self._spec, requeued, asked) or self._nodes.used_up(self._spec.lead)
             if problem:
                 return states.TIMEOUT, problem
-            requeued.append(facts)
+            requeued.append(asked)
+            facts = {"newest": asked.newest, "in_vain": asked.in_vain}
             records.settle_event(self._folder, "requeued", job_id=self._nodes.job_id, **facts)
             records.settle_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
 

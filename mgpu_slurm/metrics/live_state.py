@@ -72,7 +72,7 @@ class LiveState:
         with self._disk_may_fail():
             # a script that was not submitted has output but no state; and an attempt that still runs on an abandoned
             # node must not overwrite the state of the attempt after it
-            if changes and self._folder.state.exists() and read_state(self._folder)["attempts"] <= self._attempt:
+            if changes and self._folder.state.exists() and read_state(self._folder).attempts <= self._attempt:
                 update_state(self._folder, sync=False, **changes)
             with self._lock:
                 # fields changed during the write are still due

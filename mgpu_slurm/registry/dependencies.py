@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.executors.selection import is_queued
 from mgpu_slurm.registry import current_state, lookup
 from mgpu_slurm.registry.watch import ASK_EVERY
@@ -18,7 +19,7 @@ from mgpu_slurm.registry.watch import ASK_EVERY
 class Standing:
     """The state of a run's dependencies."""
 
-    waiting_for: tuple[tuple[str, current_state.State], ...] = ()
+    waiting_for: tuple[tuple[str, RunState], ...] = ()
     """`afterok` or `afterany`, with the state of each run that has not ended."""
     broken: str = ""
     """Why they can never be satisfied: a run that had to complete did not; empty if none failed."""
@@ -57,10 +58,10 @@ def standing(after: Iterable[str]) -> Standing:
     for kind, folder in asked:
         for member in lookup.members(folder):
             state = now[member]
-            if states.is_alive(state["state"]):
+            if states.is_alive(state.state):
                 waiting.append((kind, state))
-            elif kind == "afterok" and state["state"] != states.COMPLETED:
-                return Standing(broken=f"waited for run {state['run']}, which is {state['state']}")
+            elif kind == "afterok" and state.state != states.COMPLETED:
+                return Standing(broken=f"waited for run {state.run}, which is {state.state}")
     return Standing(tuple(waiting))
 
 
@@ -76,7 +77,7 @@ def wait(folder: RunFolder, after: Sequence[str]) -> str:
             found = standing(after)
             if found.broken or not found.waiting_for:
                 return found.broken
-            longest = max(ASK_EVERY.get(state["executor"], 1.0) for _, state in found.waiting_for)
+            longest = max(ASK_EVERY.get(state.executor, 1.0) for _, state in found.waiting_for)
         except UserError as gone:
             return str(gone)
         except OSError:
@@ -100,14 +101,14 @@ def sbatch_option(after: Iterable[str]) -> str:
     jobs: dict[str, list[str]] = {}
     current_state.check_are_of_this_cluster(state for _, state in found.waiting_for)
     for kind, state in found.waiting_for:
-        if not is_queued(state) or state["job_id"] is None:
-            raise UserError(f"run {state['run']} is no job in SLURM's queue: only such a one can be waited for")
-        job = state["job_id"].partition("_")[0] if _is_whole(after, state) else state["job_id"]
+        if not is_queued(state) or state.job_id is None:
+            raise UserError(f"run {state.run} is no job in SLURM's queue: only such a one can be waited for")
+        job = state.job_id.partition("_")[0] if _is_whole(after, state) else state.job_id
         if job not in jobs.setdefault(kind, []):
             jobs[kind].append(job)
     return ",".join(":".join([kind, *ids]) for kind, ids in jobs.items())
 
 
-def _is_whole(after: Iterable[str], state: current_state.State) -> bool:
+def _is_whole(after: Iterable[str], state: RunState) -> bool:
     """Return whether the group was named, not this run of it: its array id then stands for all its runs."""
-    return not any(dependency.endswith(f":{state['run']}") for dependency in after)
+    return not any(dependency.endswith(f":{state.run}") for dependency in after)

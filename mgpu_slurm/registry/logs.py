@@ -21,6 +21,6 @@ def of_launch(folder: RunFolder) -> list[Path]:
         return found
     # a job may have failed before it started the run
     jobs = {submission.job_of(folder.task) for submission in records.submissions_of(folder)}
-    jobs |= {event.get("job_id") for event in records.events(folder)}
-    names = jobs | {supervisors.log_name(records.read_state(folder)["executor"], folder)}
+    jobs |= {event.job_id for event in records.events(folder)}
+    names = jobs | {supervisors.log_name(records.read_state(folder).executor, folder)}
     return [path for path in found if path.stem.removeprefix("launch-") in names]

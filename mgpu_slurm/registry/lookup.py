@@ -11,9 +11,11 @@ from mgpu_slurm.core import layout, records
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.executors.slurm_queue import NEVER_ARRIVED
 from mgpu_slurm.registry import cleanup
-from mgpu_slurm.registry.current_state import NEVER_ARRIVED, State, current, recorded
+from mgpu_slurm.registry.current_state import current, recorded
 from mgpu_slurm.registry.index import folders, roots
 from mgpu_slurm.registry.permissions import refuse_closed
 
@@ -28,21 +30,21 @@ def all_groups(note: Note = quiet) -> list[RunFolder]:
     return list(dict.fromkeys(folder.group for folder, _ in all_states(note)))
 
 
-def all_states(note: Note = quiet) -> list[tuple[RunFolder, State]]:
+def all_states(note: Note = quiet) -> list[tuple[RunFolder, RunState]]:
     """Return all runs with their states, newest first, runs of a group in order; `note` is as for `current`."""
     found = current([folder for root in roots() for folder in folders(root)], note)
     gone = _removed(found)
     left = [pair for pair in found if pair[0].group not in gone]
     newest: dict[RunFolder, str] = {}
     for folder, state in left:
-        newest[folder.group] = max(newest.get(folder.group, ""), state["submitted"] or "")
+        newest[folder.group] = max(newest.get(folder.group, ""), state.submitted or "")
     # a part of a group may have been resubmitted
     return sorted(left, key=lambda pair: (newest[pair[0].group], pair[0].group.run), reverse=True)
 
 
-def _removed(found: list[tuple[RunFolder, State]]) -> set[RunFolder]:
+def _removed(found: list[tuple[RunFolder, RunState]]) -> set[RunFolder]:
     """Delete and return submissions that were killed before SLURM had the job."""
-    here = {folder.group for folder, state in found if state["reason"] != NEVER_ARRIVED["reason"]}
+    here = {folder.group for folder, state in found if state.reason != NEVER_ARRIVED.reason}
     gone = {folder.group for folder, _ in found} - here
     unused = {folder for folder in gone if not folder.tasks.exists() and not list(folder.logs.glob("*"))}
     for folder in unused:
@@ -101,19 +103,19 @@ def _with_job(job_id: str, known: list[RunFolder]) -> list[RunFolder]:
     found = []
     for folder in known:
         arrays = {submission.job_id for submission in records.submissions(folder)}
-        members = [member for member, state in recorded(folder) if state["job_id"] == job_id]
+        members = [member for member, state in recorded(folder) if state.job_id == job_id]
         # the job of a group's run that was resumed alone is recorded only in that run
         found += [folder] if job_id in arrays else members or ([folder] if array in arrays else [])
     return found
 
 
 def is_group(folder: RunFolder) -> bool:
-    return records.read_state(folder)["tasks"] is not None
+    return records.read_state(folder).tasks is not None
 
 
 def members(folder: RunFolder) -> list[RunFolder]:
     """Return the runs of a group; for a single run, the run itself."""
-    tasks = records.read_state(folder)["tasks"]
+    tasks = records.read_state(folder).tasks
     return [folder] if tasks is None else [folder.of_task(task) for task in range(tasks)]
 
 

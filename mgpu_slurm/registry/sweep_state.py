@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mgpu_slurm.core import files, states
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.registry.current_state import State
+from mgpu_slurm.core.record_types import RunState
 
 NO_TRIALS = {"COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "RUNNING": 0, "WAITING": 0}
 """Optuna's states of a trial."""
 
 
-def summary_of(folder: RunFolder, workers: Sequence[State] | None = None) -> dict[str, Any]:
+def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> dict[str, Any]:
     """Return the summary that the workers write; empty if none has written it yet.
 
     Args:
@@ -24,10 +25,10 @@ def summary_of(folder: RunFolder, workers: Sequence[State] | None = None) -> dic
     return summary if workers is None else _without_orphans(summary, workers)
 
 
-def _without_orphans(summary: dict[str, Any], workers: Sequence[State]) -> dict[str, Any]:
+def _without_orphans(summary: dict[str, Any], workers: Sequence[RunState]) -> dict[str, Any]:
     """Count trials that no worker runs as waiting to be restarted."""
     counts = summary["trials"]
-    at_work = sum(worker["state"] in states.MAY_RUN and worker.get("trial") is not None for worker in workers)
+    at_work = sum(worker.state in states.MAY_RUN and worker.trial is not None for worker in workers)
     orphans = max(0, counts["RUNNING"] - at_work)
     moved = {"RUNNING": counts["RUNNING"] - orphans, "WAITING": counts["WAITING"] + orphans}
     return summary | {"trials": counts | moved, "given_back": summary["given_back"] + orphans}
@@ -59,9 +60,9 @@ def trials(folder: RunFolder) -> list[RunFolder]:
     return [RunFolder(path) for path in folder.trials.iterdir()] if folder.trials.is_dir() else []
 
 
-def overall(workers: Sequence[State], summary: dict[str, Any]) -> str:
+def overall(workers: Sequence[RunState], summary: dict[str, Any]) -> str:
     """Return one state for a sweep: that of its workers while one is alive, else by the results of its trials."""
-    found = states.overall(workers)
+    found = states.overall([worker.state for worker in workers])
     if states.is_alive(found):
         return found
     if _is_done(summary):
@@ -91,37 +92,46 @@ def ended(summary: dict[str, Any]) -> int:
     return int(sum(summary["trials"][state] for state in ("COMPLETE", "PRUNED", "FAIL")))
 
 
-def facts(folder: RunFolder, workers: Sequence[State]) -> State:
-    """Return the sweep's state with the keys of a run's state, and `trials`, `best` and `workers`."""
+@dataclass(frozen=True, kw_only=True)
+class SweepState(RunState):
+    """The state of a sweep: that of its workers as one, with its trials."""
+
+    trials: Mapping[str, int] = field(default_factory=dict)
+    """The number of trials in each of Optuna's states."""
+    best: Mapping[str, Any] | None = None
+    workers: Sequence[RunState] = ()
+
+
+def state_of(folder: RunFolder, workers: Sequence[RunState]) -> SweepState:
+    """Return the state of a sweep."""
     summary = summary_of(folder, workers)
     state, best = overall(workers, summary), summary["best"]
-    ends = [worker["ended"] for worker in workers if worker["ended"]]
-    return {
-        "run": folder.run,
-        "kind": "sweep",
-        "state": state,
-        "job_id": workers[0]["job_id"],
-        "attempts": max(worker["attempts"] for worker in workers),
-        "nodes": workers[0]["nodes"],
-        "ranks": workers[0]["ranks"],
-        "step": 0,
-        "progress": ended(summary),
-        "metrics": {summary["metric"]: best["value"]} if best else {},
-        "submitted": workers[0]["submitted"],
-        "started": min((worker["started"] for worker in workers if worker["started"]), default=None),
-        "ended": None if states.is_alive(state) else max(ends, default=None),
-        "reason": reason(workers, summary, state),
-        "trials": summary["trials"],
-        "best": best,
-        "workers": list(workers),
-    }
+    ends = [worker.ended for worker in workers if worker.ended]
+    return SweepState(
+        run=folder.run,
+        kind="sweep",
+        state=state,
+        job_id=workers[0].job_id,
+        attempts=max(worker.attempts for worker in workers),
+        nodes=workers[0].nodes,
+        ranks=workers[0].ranks,
+        progress=ended(summary),
+        metrics={summary["metric"]: best["value"]} if best else {},
+        submitted=workers[0].submitted,
+        started=min((worker.started for worker in workers if worker.started), default=None),
+        ended=None if states.is_alive(state) else max(ends, default=None),
+        reason=reason(workers, summary, state),
+        trials=summary["trials"],
+        best=best,
+        workers=workers,
+    )
 
 
-def reason(workers: Sequence[State], summary: dict[str, Any], state: str) -> str:
+def reason(workers: Sequence[RunState], summary: dict[str, Any], state: str) -> str:
     """Return a line: how many trials have ended and how many workers run, or why the sweep ended early."""
     told = f"{ended(summary)} of {counted(sum(summary['trials'].values()), 'trial')}"
     if states.is_alive(state):
-        running = sum(worker["state"] == states.RUNNING for worker in workers)
+        running = sum(worker.state == states.RUNNING for worker in workers)
         return f"{told}, {running} of {counted(len(workers), 'worker')} running"
     if summary["over"] is not None:
         return f"{told}: {summary['over']['reason']}"
@@ -132,7 +142,7 @@ def reason(workers: Sequence[State], summary: dict[str, Any], state: str) -> str
     if _is_in_vain(summary):
         return f"{told}, and all of them were pruned{_why_pruned(summary)}"
     left = summary["trials"]["RUNNING"] + summary["trials"]["WAITING"]
-    how = next((worker["reason"] for worker in workers if worker["state"] != states.COMPLETED), "")
+    how = next((worker.reason for worker in workers if worker.state != states.COMPLETED), "")
     return f"{told}, {left} unfinished{f': {how}' if how else ''}"
 
 
@@ -140,15 +150,15 @@ def _why_pruned(summary: dict[str, Any]) -> str:
     return next((f": {trial['reason']}" for trial in summary["recent"] if trial["reason"]), "")
 
 
-def as_one(found: Sequence[tuple[RunFolder, State]], without: Sequence[RunFolder] = ()) -> list[State]:
+def as_one(found: Sequence[tuple[RunFolder, RunState]], without: Sequence[RunFolder] = ()) -> list[RunState]:
     """Return the states of runs, with all workers of a sweep merged into one.
 
     Args:
         without: sweeps whose workers stay separate.
     """
-    states_of: dict[RunFolder, list[State]] = {}
+    states_of: dict[RunFolder, list[RunState]] = {}
     for folder, state in found:
-        is_worker = state["kind"] == "worker" and folder.group not in without
+        is_worker = state.kind == "worker" and folder.group not in without
         states_of.setdefault(folder.group if is_worker else folder, []).append(state)
-    return [facts(folder, each) if each[0]["kind"] == "worker" and folder.task is None else each[0]
+    return [state_of(folder, each) if each[0].kind == "worker" and folder.task is None else each[0]
             for folder, each in states_of.items()]  # fmt: skip

@@ -8,9 +8,9 @@ import time
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import current_state
-from mgpu_slurm.registry.current_state import State
 
 ASK_EVERY = {"local": 1.0, "allocation": 15.0, "slurm": 15.0}
 """Seconds between two requests of a watch to an executor; a controller serves thousands of clients."""
@@ -29,7 +29,7 @@ class Watch:
         """
         self._folder = folder
         self._note = note
-        self._ended: dict[RunFolder, State] = {}
+        self._ended: dict[RunFolder, RunState] = {}
         self._question: _Question | None = None
         self._next_question = 0.0
         self._pause = 0.5
@@ -40,23 +40,23 @@ class Watch:
         """Why the states may be outdated; None if the executor has answered."""
         return self._said[0] if self._said else None
 
-    def state(self) -> State:
+    def state(self) -> RunState:
         """Return the state of a run, or of the first run of a group."""
         return self.states()[0]
 
-    def states(self) -> list[State]:
+    def states(self) -> list[RunState]:
         return [state for _, state in self.pairs()]
 
-    def pairs(self) -> list[tuple[RunFolder, State]]:
+    def pairs(self) -> list[tuple[RunFolder, RunState]]:
         if not self._folder.group.path.exists():
             raise UserError(f"run {self._folder.run} was deleted meanwhile")
         recorded = records.read_states(self._folder, without=self._ended)
         found = self._asked([folder for folder, _ in recorded]) or recorded
         newest = dict(found) | self._ended
-        self._ended |= {folder: state for folder, state in found if not states.is_alive(state["state"])}
+        self._ended |= {folder: state for folder, state in found if not states.is_alive(state.state)}
         return sorted(newest.items(), key=lambda pair: pair[0].task or 0)
 
-    def _asked(self, alive: list[RunFolder]) -> list[tuple[RunFolder, State]] | None:
+    def _asked(self, alive: list[RunFolder]) -> list[tuple[RunFolder, RunState]] | None:
         """Return the executor's answer; None until the next request, and while the answer is outstanding."""
         if self._question is None:
             if not alive or time.monotonic() < self._next_question:
@@ -69,7 +69,7 @@ class Watch:
             self._note(f"{self._question.notes[0]}; asking again")
         self._said = self._question.notes
         self._question = None
-        executor = records.read_state(alive[0])["executor"] if alive else ""
+        executor = records.read_state(alive[0]).executor if alive else ""
         self._pause = min(2 * self._pause, ASK_EVERY.get(executor, 1.0))
         self._next_question = time.monotonic() + self._pause
         return found
@@ -83,7 +83,7 @@ class _Question(threading.Thread):
         self.notes: list[str] = []
         """Notes on an executor that did not answer."""
         self._folders = folders
-        self._found: list[tuple[RunFolder, State]] | None = None
+        self._found: list[tuple[RunFolder, RunState]] | None = None
         self._error: BaseException | None = None
         self.start()
 
@@ -93,7 +93,7 @@ class _Question(threading.Thread):
         except BaseException as error:
             self._error = error
 
-    def answer(self) -> list[tuple[RunFolder, State]] | None:
+    def answer(self) -> list[tuple[RunFolder, RunState]] | None:
         """Return the answer; None if it does not come within `ANSWER_TAKES`."""
         self.join(ANSWER_TAKES)
         if self._error is not None:

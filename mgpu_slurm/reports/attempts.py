@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mgpu_slurm.core import failures, records, states
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import Event, RunState
 from mgpu_slurm.executors.selection import is_queued
 from mgpu_slurm.slurm import accounting, job_identity, site
 from mgpu_slurm.slurm.accounting import AccountedStart
-
-Event = dict[str, Any]
-
 
 MOST_TAKERS = 3
 """Maximum number of preempting jobs that are named."""
@@ -39,13 +36,13 @@ def before(folder: RunFolder, waits: bool = False) -> list[Before]:
         waits: whether the run waits to restart, so that the newest attempt is an earlier one, too.
     """
     events = records.events(folder)
-    starts = {event["attempt"]: index for index, event in enumerate(events) if event["event"] == "started"}
+    starts = {event.attempt: index for index, event in enumerate(events) if event.event == "started"}
     places = [*starts.values(), *([len(events)] if waits and starts else [])]
     after: list[Event | None] = [*events, None]
     spans = [(events[start], events[start + 1 : end], after[end]) for start, end in itertools.pairwise(places)]
     by_slurm = _by_slurm(folder, [start for start, between, after in spans if _was_requeued(start, between, after)])
     found = [
-        Before(start["attempt"], *(by_slurm.get(start["attempt"]) or _told(start["attempt"], between)))
+        Before(start.attempt, *(by_slurm.get(start.attempt) or _told(start.attempt, between)))
         for start, between, _ in spans
     ]
     return [*found[:-1], replace(found[-1], then="waiting to restart")] if waits and found else found
@@ -53,9 +50,8 @@ def before(folder: RunFolder, waits: bool = False) -> list[Before]:
 
 def _was_requeued(start: Event, between: Sequence[Event], after: Event | None) -> bool:
     """Return whether SLURM has restarted the same job, or will, without a request."""
-    after = after or {**start, "restarts": start.get("restarts", 0) + 1}
-    is_same = start["job_id"] == after["job_id"] and after.get("restarts", 0) > start.get("restarts", 0)
-    return is_same and not any(event["event"] in ("resumed", "retried", "requeued") for event in between)
+    is_same = after is None or (start.job_id == after.job_id and after.restarts > start.restarts)
+    return is_same and not any(event.event in ("resumed", "retried", "requeued") for event in between)
 
 
 def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[str, str]]:
@@ -63,37 +59,38 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
     accounted = _accounted(folder, records.read_state(folder), started)
     found = {}
     for event in started:
-        starts = [each for each in accounted if each.job_id == event["job_id"]]
-        number = event.get("restarts", 0)
+        starts = [each for each in accounted if each.job_id == event.job_id]
+        number = event.restarts
         state = starts[number].state if number < len(starts) else None
         cause = failures.cause_of_state(state) if state is not None else None
         if state == states.REQUEUED:
-            found[event["attempt"]] = ("it was requeued with scontrol", "restarted")
+            found[event.attempt] = ("it was requeued with scontrol", "restarted")
         elif cause is not None:
             takers = taken_by(event, starts[number]) if cause is failures.PREEMPTED else ""
-            found[event["attempt"]] = (cause.words + (f" ({takers})" if takers else ""), "SLURM restarted it")
+            found[event.attempt] = (cause.words + (f" ({takers})" if takers else ""), "SLURM restarted it")
     return found
 
 
 def last_said(folder: RunFolder) -> str:
     """Return the recorded message on the newest attempt's end; empty if there is none."""
-    ends = [event for event in records.events(folder) if event["event"] == "ended"]
-    return first_line(ends[-1].get("message") or "") if ends else ""
+    ends = [event for event in records.events(folder) if event.event == "ended"]
+    return first_line(ends[-1].message or "") if ends else ""
 
 
-def last_taken_by(folder: RunFolder, state: dict[str, Any]) -> str:
+def last_taken_by(folder: RunFolder, state: RunState) -> str:
     """Return `taken_by` of a preempted run's newest attempt."""
-    started = [event for event in records.events(folder) if event["event"] == "started"][-1:]
+    started = [event for event in records.events(folder) if event.event == "started"][-1:]
     accounted = _accounted(folder, state, started)
     return taken_by(started[0], accounted[-1]) if accounted else ""
 
 
-def _accounted(folder: RunFolder, state: dict[str, Any], started: Sequence[Event]) -> list[AccountedStart]:
+def _accounted(folder: RunFolder, state: RunState, started: Sequence[Event]) -> list[AccountedStart]:
     """Return accounting's records of the jobs of these attempts."""
     # on another cluster the ids belong to other jobs, or to none
-    if not started or not is_queued(state) or state["slurm_cluster"] not in (None, site.cluster_name()):
+    if not started or not is_queued(state) or state.slurm_cluster not in (None, site.cluster_name()):
         return []
-    found = accounting.accounted(list(dict.fromkeys(event["job_id"] for event in started))) or []
+    jobs = dict.fromkeys(event.job_id for event in started if event.job_id is not None)
+    found = accounting.accounted(list(jobs)) or []
     return [each for each in found if job_identity.is_of(folder, each)]
 
 
@@ -108,19 +105,19 @@ def taken_by(started: Event, accounted: AccountedStart) -> str:
     """
     if accounted.end is None:
         return ""
-    takers = [each for each in accounting.began_on(started["nodes"], accounted.end) if each.job_id != started["job_id"]]
+    takers = [each for each in accounting.began_on(started.nodes, accounted.end) if each.job_id != started.job_id]
     return ", ".join(f"job {each.job_id} of {each.user} in partition {each.partition}" for each in takers[:MOST_TAKERS])
 
 
 def _told(attempt: int, between: Sequence[Event]) -> tuple[str, str]:
     """Return an attempt's end from the run's own events between two starts, the first of which is on the end."""
-    ended = next((event for event in between if event["event"] == "ended" and event["attempt"] == attempt), {})
-    said = first_line(ended.get("message") or "")
+    ended = next((event for event in between if event.event == "ended" and event.attempt == attempt), Event())
+    said = first_line(ended.message or "")
     for event in between:
-        if event["event"] == "resumed":
-            return ": ".join(filter(None, [event["state"], event["reason"]])), "resumed"
-        if event["event"] == "retried":
-            return event["why"], "restarted"
-        if event["event"] == "requeued":
+        if event.event == "resumed":
+            return ": ".join(filter(None, [event.state, event.reason])), "resumed"
+        if event.event == "retried":
+            return event.why, "restarted"
+        if event.event == "requeued":
             return said or "it stopped before its time limit to be requeued", "restarted"
     return said or "its end was not recorded", "restarted"

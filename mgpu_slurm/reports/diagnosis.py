@@ -16,6 +16,7 @@ from mgpu_slurm.core.files import end_of, read_json
 from mgpu_slurm.core.formatting import counted, first_line, short_path, time_of
 from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.core.layout import DAMAGED, RunFolder
+from mgpu_slurm.core.record_types import Failure, RunState
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.reports import attempts, flight_records
 from mgpu_slurm.request.spec import read_spec
@@ -56,40 +57,40 @@ class Why:
     """The log with more details."""
 
 
-def why(folder: RunFolder, state: dict[str, Any]) -> Why | None:
+def why(folder: RunFolder, state: RunState) -> Why | None:
     """Return why a run is not complete; None if it is, or has had no failure so far.
 
     Args:
         state: its current state.
     """
-    if state["state"] == states.COMPLETED:
+    if state.state == states.COMPLETED:
         return None
-    failure = read_json(folder.failure)
-    of_state = failures.cause_of_reason(state["reason"]) or failures.cause_of_state(state["state"])
+    failure = records.read_failure(folder)
+    of_state = failures.cause_of_reason(state.reason) or failures.cause_of_state(state.state)
     # SLURM's reason for the end takes precedence over the ranks' errors, except for a rank that took too much memory
     if failure is None or (of_state is not None and of_state is not failures.HOST_MEMORY):
         return _of_state(folder, state, of_state)
     cause = failures.cause_of(failure, records.said_last(folder, failure))
-    if cause is failures.KILLED and failure.get("oom_kills"):
+    if cause is failures.KILLED and failure.oom_kills:
         # likely, not certain: other processes count too, so this does not prevent a retry
         cause = failures.HOST_MEMORY
-    if cause is failures.TERMINATED and states.is_alive(state["state"]):
+    if cause is failures.TERMINATED and states.is_alive(state.state):
         # SLURM ended the ranks, and restarts them
         return None
     if of_state is not None:
         cause = of_state
-    elif _had_returned(folder, failure["attempt"]):
+    elif _had_returned(folder, failure.attempt):
         cause = failures.AFTER_THE_END
     return _of_failure(folder, failure, cause, state)
 
 
-def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> Why | None:
-    if states.is_alive(state["state"]):
+def _of_state(folder: RunFolder, state: RunState, cause: Cause | None) -> Why | None:
+    if states.is_alive(state.state):
         return None
     takers = attempts.last_taken_by(folder, state) if cause is failures.PREEMPTED else ""
     if cause is None:
         # a batch step that exists records how its attempt ended
-        is_unseen = state["attempts"] and _end_of_attempt(folder, state["attempts"]) is None
+        is_unseen = state.attempts and _end_of_attempt(folder, state.attempts) is None
         cause = failures.SUPERVISOR if is_unseen else failures.UNKNOWN
     said = attempts.last_said(folder) if cause in (failures.TIME_LIMIT, failures.NO_CHECKPOINT_IN_TIME) else ""
     if cause is failures.DEPENDENCY:
@@ -97,11 +98,11 @@ def _of_state(folder: RunFolder, state: dict[str, Any], cause: Cause | None) -> 
     return Why(
         cause,
         _fix(cause, folder),
-        attempt=state["attempts"] or None,
+        attempt=state.attempts or None,
         who="",
         node=None,
-        time=state["ended"],
-        error="; ".join(dict.fromkeys(filter(None, [state["reason"], said, takers and f"{takers} began there"]))),
+        time=state.ended,
+        error="; ".join(dict.fromkeys(filter(None, [state.reason, said, takers and f"{takers} began there"]))),
         line=None,
         lagged=None,
         log=_launch_log(folder, state),
@@ -116,20 +117,20 @@ def _waited_for(folder: RunFolder) -> str:
         return ""
 
 
-def _of_failure(folder: RunFolder, failure: dict[str, Any], cause: Cause, state: dict[str, Any]) -> Why:
-    rank = str(failure.get("rank", failure["who"].removeprefix("rank ")))
-    log = folder.rank_log(failure["attempt"], int(rank)) if rank.isdigit() else None
+def _of_failure(folder: RunFolder, failure: Failure, cause: Cause, state: RunState) -> Why:
+    rank = failure.who.removeprefix("rank ") if failure.rank is None else str(failure.rank)
+    log = folder.rank_log(failure.attempt, int(rank)) if rank.isdigit() else None
     has_log = log is not None and log.exists()
     return Why(
         cause,
         _left_out(failure, folder) or _fix(cause, folder),
-        attempt=failure["attempt"],
-        who=f"rank {rank}" if rank.isdigit() else failure["who"],
+        attempt=failure.attempt,
+        who=f"rank {rank}" if rank.isdigit() else failure.who,
         node=failures.node_of(failure, cause),
-        time=failure.get("time") or _end_of_attempt(folder, failure["attempt"]),
-        error=f"{failure['error']}: {first_line(failure['message'])}" if "error" in failure else failure["message"],
+        time=failure.time or _end_of_attempt(folder, failure.attempt),
+        error=failure.message if failure.error is None else f"{failure.error}: {first_line(failure.message)}",
         line=_lines_of_all(folder, failure) or _own_line(_traceback(folder, failure), folder),
-        lagged=flight_records.lagging(folder, failure["attempt"]),
+        lagged=flight_records.lagging(folder, failure.attempt),
         log=short_path(log) if log is not None and has_log else _launch_log(folder, state),
     )
 
@@ -146,9 +147,9 @@ def _fix(cause: Cause, folder: RunFolder) -> str:
     return cause.fix
 
 
-def _left_out(failure: dict[str, Any], folder: RunFolder) -> str | None:
+def _left_out(failure: Failure, folder: RunFolder) -> str | None:
     """Return how to fix a missing file that exists in the project."""
-    said = f"{failure.get('error', '')}: {failure['message']}"
+    said = f"{failure.error or ''}: {failure.message}"
     if not _NOT_FOUND.search(said):
         return None
     spec = read_spec(folder)
@@ -156,36 +157,36 @@ def _left_out(failure: dict[str, Any], folder: RunFolder) -> str | None:
     return None if found is None else missing.advice(found)
 
 
-def _traceback(folder: RunFolder, failure: dict[str, Any]) -> str:
-    return failure.get("traceback") or records.said_last(folder, failure)
+def _traceback(folder: RunFolder, failure: Failure) -> str:
+    return failure.traceback or records.said_last(folder, failure)
 
 
-def _lines_of_all(folder: RunFolder, failure: dict[str, Any]) -> str | None:
+def _lines_of_all(folder: RunFolder, failure: Failure) -> str | None:
     """Return the lines of ranks that made different calls: it is unknown which of them was wrong."""
-    if failure.get("error") != CollectiveMismatch.__name__:
+    if failure.error != CollectiveMismatch.__name__:
         return None
     ranks_at: dict[str, list[int]] = {}
-    for path in folder.logs.glob(f"{failure['attempt']}-*.failure.json"):
-        record = read_json(path) or {}
-        line = _own_line(record.get("traceback", ""), folder)
-        if record.get("error") == failure["error"] and line is not None:
-            ranks_at.setdefault(line, []).append(record["rank"])
+    for path in folder.logs.glob(f"{failure.attempt}-*.failure.json"):
+        record = Failure.from_json(read_json(path) or {})
+        line = _own_line(record.traceback or "", folder)
+        if record.error == failure.error and record.rank is not None and line is not None:
+            ranks_at.setdefault(line, []).append(record.rank)
     found = sorted(ranks_at.items(), key=lambda each: min(each[1]))
     return "; ".join(f"{line} (rank {ranges(sorted(at))})" for line, at in found) or None
 
 
 def _had_returned(folder: RunFolder, attempt: int) -> bool:
     """Return whether this attempt has a result, which means that the job function had returned."""
-    starts = [each for each in records.events(folder) if each["event"] == "started" and each["attempt"] == attempt]
+    starts = [each for each in records.events(folder) if each.event == "started" and each.attempt == attempt]
     result = read_json(folder.result)
-    began = time_of(starts[-1]["time"]) if starts else None
+    began = time_of(starts[-1].time) if starts else None
     ended = time_of(result["ended"]) if result is not None else None
     return began is not None and ended is not None and ended >= began
 
 
 def _end_of_attempt(folder: RunFolder, attempt: int) -> str | None:
-    ends = [each for each in records.events(folder) if each["event"] == "ended" and each["attempt"] == attempt]
-    return ends[-1]["time"] if ends else None
+    ends = [each for each in records.events(folder) if each.event == "ended" and each.attempt == attempt]
+    return ends[-1].time if ends else None
 
 
 def _own_line(traceback: str, folder: RunFolder) -> str | None:
@@ -202,16 +203,16 @@ def _own_line(traceback: str, folder: RunFolder) -> str | None:
     return f"{file}:{frame['line']} in {frame['function'].strip()}"
 
 
-def _launch_log(folder: RunFolder, state: dict[str, Any]) -> str | None:
-    log = folder.launch_log(state["job_id"]) if state["job_id"] else None
+def _launch_log(folder: RunFolder, state: RunState) -> str | None:
+    log = folder.launch_log(state.job_id) if state.job_id else None
     return short_path(log) if log is not None and log.exists() else None
 
 
-def facts(folder: RunFolder, state: dict[str, Any]) -> dict[str, Any]:
+def facts(folder: RunFolder, state: RunState) -> dict[str, Any]:
     """Return the machine-readable diagnosis."""
     found = why(folder, state)
-    known = {name: state[name] for name in ("run", "state", "reason")}
-    known["before"] = [asdict(each) for each in attempts.before(folder, _waits(state, found))]
+    before = [asdict(each) for each in attempts.before(folder, _waits(state, found))]
+    known = {"run": state.run, "state": state.state, "reason": state.reason, "before": before}
     return known | {"why": None if found is None else _facts(found)}
 
 
@@ -222,17 +223,17 @@ def _facts(found: Why) -> dict[str, Any]:
     return of_cause | {"mend": found.fix} | {name: value for name, value in vars(found).items() if name != "cause"}
 
 
-def lines(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
+def lines(folder: RunFolder, state: RunState) -> Iterator[str]:
     """Yield the human-readable diagnosis."""
     found = why(folder, state)
-    yield f"{state['state']}  {state['run']}" + (f": {state['reason']}" if state["reason"] else "")
+    yield f"{state.state}  {state.run}" + (f": {state.reason}" if state.reason else "")
     yield from _history(folder, _waits(state, found))
     if found is None:
-        at = time_of(state["submitted"])
-        if state["state"] == states.COMPLETED:
+        at = time_of(state.submitted)
+        if state.state == states.COMPLETED:
             yield _of_the_result(folder) or "no problems: the run completed"
-        elif state["attempts"]:
-            yield f"no failure so far ({counted(state['attempts'] - 1, 'restart')})"
+        elif state.attempts:
+            yield f"no failure so far ({counted(state.attempts - 1, 'restart')})"
         else:
             yield "it has not started yet" + (f" (queued since {at:%Y-%m-%d %H:%M:%S})" if at is not None else "")
         yield from _warned(folder, state)
@@ -261,9 +262,9 @@ def _where(found: Why) -> Iterator[str]:
         yield f"at {at:%Y-%m-%d %H:%M:%S}"
 
 
-def _warned(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
+def _warned(folder: RunFolder, state: RunState) -> Iterator[str]:
     """Yield warnings of the newest attempt about problems that do not end it, such as a full disk."""
-    log = end_of(folder.rank_log(state["attempts"], 0))
+    log = end_of(folder.rank_log(state.attempts, 0))
     said = [line for line in log.splitlines() if line.startswith(WARNING)]
     for line in said[-SHOWN_WARNINGS:]:
         yield f"warning   {line.removeprefix(WARNING)}"
@@ -271,7 +272,7 @@ def _warned(folder: RunFolder, state: dict[str, Any]) -> Iterator[str]:
 
 def _of_the_result(folder: RunFolder) -> str | None:
     """Return what is wrong with the result of a complete run."""
-    metrics = (read_json(folder.result) or {}).get("result", {}) | records.read_state(folder)["metrics"]
+    metrics = (read_json(folder.result) or {}).get("result", {}) | records.read_state(folder).metrics
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     if not wrong:
         return None
@@ -279,9 +280,9 @@ def _of_the_result(folder: RunFolder) -> str | None:
     return f"it completed, but {' and '.join(wrong)} {are} NaN or infinite: {failures.NOT_A_NUMBER.fix}"
 
 
-def _waits(state: dict[str, Any], found: Why | None) -> bool:
+def _waits(state: RunState, found: Why | None) -> bool:
     """Return whether the run waits for its next attempt, so that its newest one belongs to the history."""
-    return found is None and state["state"] in (states.PENDING, states.REQUEUED)
+    return found is None and state.state in (states.PENDING, states.REQUEUED)
 
 
 def _history(folder: RunFolder, waits: bool) -> Iterator[str]:

@@ -6,11 +6,11 @@ import codecs
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.hostlist import compress
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import Event, RunState
 from mgpu_slurm.registry import logs
 from mgpu_slurm.registry.sweep_state import summary_of
 from mgpu_slurm.registry.watch import Watch
@@ -42,21 +42,21 @@ def follow(folder: RunFolder, rank: int = 0, after_attempt: int = 0) -> Iterator
     while not ended:
         # the state is read before the logs: what was written before the end is shown before the end
         state = watch.state()
-        ended = not states.is_alive(state["state"])
+        ended = not states.is_alive(state.state)
         yield from _said(notes)
         # the expected start changes all the time
-        reason = state["reason"].partition(", ")[0] if state["state"] == states.PENDING else ""
+        reason = state.reason.partition(", ")[0] if state.state == states.PENDING else ""
         if reason not in ("", waits_for):
             waits_for = reason
-            yield f"-- {state['state']}: {state['reason']}\n"
+            yield f"-- {state.state}: {state.reason}\n"
         events = records.events(folder)
         for event in events[known_events:]:
-            if event["event"] == "started":
+            if event.event == "started":
                 # after all earlier output
-                yield from shown.new(event["attempt"] - 1, look_at_warnings=True)
+                yield from shown.new(event.attempt - 1, look_at_warnings=True)
             yield from _told(event)
         known_events = len(events)
-        attempts = [event["attempt"] for event in events if event["event"] == "started"]
+        attempts = [event.attempt for event in events if event.event == "started"]
         yield from shown.new(max(attempts, default=0), look_at_warnings=ended)
         if not ended:
             time.sleep(PAUSE)
@@ -106,10 +106,10 @@ def follow_group(folder: RunFolder, without: Iterable[int] = ()) -> Iterator[str
         yield from _said(notes)
         yield from (f"{line}\n" for line in new_lines(summary_of(folder), shown_trials))
         for state in found:
-            if state["state"] not in (shown.get(state["run"]), states.PENDING):
-                shown[state["run"]] = state["state"]
-                yield f"-- {state['run']}  {state['state']}{_words(state)}\n"
-        if not any(states.is_alive(state["state"]) for state in found):
+            if state.state not in (shown.get(state.run), states.PENDING):
+                shown[state.run] = state.state
+                yield f"-- {state.run}  {state.state}{_words(state)}\n"
+        if not any(states.is_alive(state.state) for state in found):
             return
         time.sleep(GROUP_PAUSE)
 
@@ -120,24 +120,24 @@ def _said(notes: list[str]) -> Iterator[str]:
         yield f"-- {notes.pop(0)}\n"
 
 
-def _words(state: dict[str, Any]) -> str:
+def _words(state: RunState) -> str:
     """Return the details on a run whose state has changed."""
-    if state["state"] == states.COMPLETED:
-        return "".join(f"  {name} {value:.4g}" for name, value in state["metrics"].items())
-    return f": {state['reason']}" if state["reason"] else ""
+    if state.state == states.COMPLETED:
+        return "".join(f"  {name} {value:.4g}" for name, value in state.metrics.items())
+    return f": {state.reason}" if state.reason else ""
 
 
-def _told(event: dict[str, Any]) -> Iterator[str]:
-    if event["event"] == "started":
-        attempt = f", attempt {event['attempt']}" if event["attempt"] > 1 else ""
-        yield f"-- started on {compress(event['nodes'])}{attempt}\n"
-    elif event["event"] == "requeued":
+def _told(event: Event) -> Iterator[str]:
+    if event.event == "started":
+        attempt = f", attempt {event.attempt}" if event.attempt > 1 else ""
+        yield f"-- started on {compress(event.nodes)}{attempt}\n"
+    elif event.event == "requeued":
         yield "-- requeued: it starts again from its newest checkpoint\n"
-    elif event["event"] == "retried":
+    elif event.event == "retried":
         # the next attempt also finds a complete checkpoint that has no name yet
-        place = "" if event["checkpoint"] is None else f" from step {event['checkpoint']}"
-        soon = f" in {event['pause']:.0f} s" if event.get("pause") else ""
-        yield f"-- failed: {event['why']}\n-- it starts again{soon}{place}\n"
+        place = "" if event.checkpoint is None else f" from step {event.checkpoint}"
+        soon = f" in {event.pause:.0f} s" if event.pause else ""
+        yield f"-- failed: {event.why}\n-- it starts again{soon}{place}\n"
 
 
 class _Tail:

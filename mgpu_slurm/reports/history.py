@@ -111,7 +111,7 @@ def _states(folders: list[RunFolder], note: Note) -> dict[RunFolder, str]:
     groups = dict.fromkeys(folder.group for folder in folders if folder not in trials)
     if not groups:
         return trials
-    return trials | {folder: state["state"] for folder, state in current_state.current(groups, note)}
+    return trials | {folder: state.state for folder, state in current_state.current(groups, note)}
 
 
 def _is_trial(folder: RunFolder) -> bool:

@@ -102,7 +102,7 @@ def _trial(folder: RunFolder) -> Source:
 
 
 def _members(folder: RunFolder) -> Iterator[Source]:
-    if records.read_state(folder)["kind"] == "sweep":
+    if records.read_state(folder).kind == "sweep":
         # a sweep's tasks are workers, which train one trial after another and have no curves themselves
         yield Source(folder.run, folder.run, folder.path, folder, is_study=True)
         return

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from mgpu_slurm.core import failures
+from mgpu_slurm.core import failures, records
 from mgpu_slurm.core.files import read_json, read_jsonl
 from mgpu_slurm.core.formatting import duration, program, short_path
 from mgpu_slurm.core.hostlist import compress, ranges
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import Failure, RunState
 from mgpu_slurm.core.states import FAILED, OUT_OF_MEMORY
 
 SHOWN_LINES = 20
@@ -28,20 +28,20 @@ class RankWarning:
     text: str
 
 
-def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = None) -> list[str]:
+def ending_lines(path: Path, state: RunState, shown_rank: int | None = None) -> list[str]:
     """Return the summary of a run that has ended; for a failed one, the traceback of the first cause comes first.
 
     Args:
         shown_rank: the rank whose log, with its traceback, was already printed.
     """
     folder = RunFolder(path)
-    failure = read_json(folder.failure) if state["state"] in (FAILED, OUT_OF_MEMORY) else None
+    failure = records.read_failure(folder) if state.state in (FAILED, OUT_OF_MEMORY) else None
     lines = _first_failure(folder, failure, shown_rank) if failure else []
     lines.append(_headline(state))
     # a later attempt with other resources may have no warnings
-    found = [warning for warning in rank_warnings(folder) if warning.attempt == state["attempts"]]
+    found = [warning for warning in rank_warnings(folder) if warning.attempt == state.attempts]
     lines += [f"warning   {line}" for line in warning_lines(found)]
-    result = read_json(folder.result) if state["state"] == "COMPLETED" else None
+    result = read_json(folder.result) if state.state == "COMPLETED" else None
     if result is not None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
         if numbers:
@@ -49,11 +49,11 @@ def ending_lines(path: Path, state: dict[str, Any], shown_rank: int | None = Non
     if folder.tensorboard.is_dir():
         lines.append(_curves_line(folder))
     if failure is not None:
-        lines.append(f"why       {program()} why {state['run']}")
-    if state["state"] != "COMPLETED" and any(folder.logs.glob("*")):
+        lines.append(f"why       {program()} why {state.run}")
+    if state.state != "COMPLETED" and any(folder.logs.glob("*")):
         lines.append(f"logs      {short_path(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
-            lines.append(f"resume    {program()} resume {state['run']}{_whose_code(failure)}")
+            lines.append(f"resume    {program()} resume {state.run}{_whose_code(failure)}")
     return lines
 
 
@@ -79,7 +79,7 @@ def warning_lines(found: Iterable[RankWarning]) -> list[str]:
     return [f"{_who(same)}: {text}" for text, same in by_text.items()]
 
 
-def _whose_code(failure: dict[str, Any] | None) -> str:
+def _whose_code(failure: Failure | None) -> str:
     # an error of the program would occur again
     if failure is not None and failures.cause_of(failure) in (failures.PROGRAM, failures.IMPORT):
         return " --code new   (after fixing the code; continues from the newest checkpoint)"
@@ -90,16 +90,16 @@ def _curves_line(folder: RunFolder) -> str:
     return f"curves    {program()} tensorboard {folder.run}"
 
 
-def _first_failure(folder: RunFolder, failure: dict[str, Any], shown_rank: int | None) -> list[str]:
+def _first_failure(folder: RunFolder, failure: Failure, shown_rank: int | None) -> list[str]:
     """Return the traceback of the first failure, or else the end of its log; empty if it was already printed."""
     # prefer a rank with a failure record over the one whose process ended first
-    who = f"rank {failure['rank']}" if "rank" in failure else failure["who"]
+    who = failure.who if failure.rank is None else f"rank {failure.rank}"
     if who == f"rank {shown_rank}":
         return []
-    if "traceback" in failure:
-        place = f" on {failure['node']}" if "node" in failure else ""
-        return [f"-- {who}{place} failed first:", failure["traceback"].rstrip()]
-    return _end_of_log(folder, failure["attempt"], who) if who.startswith("rank ") else []
+    if failure.traceback is not None:
+        place = "" if failure.node is None else f" on {failure.node}"
+        return [f"-- {who}{place} failed first:", failure.traceback.rstrip()]
+    return _end_of_log(folder, failure.attempt, who) if who.startswith("rank ") else []
 
 
 def _end_of_log(folder: RunFolder, attempt: int, who: str) -> list[str]:
@@ -108,14 +108,14 @@ def _end_of_log(folder: RunFolder, attempt: int, who: str) -> list[str]:
     return [f"-- {who} failed first; the end of its log:", *text.split("\n")[-SHOWN_LINES:]] if text else []
 
 
-def _headline(state: dict[str, Any]) -> str:
-    words = f"{state['state']}  {state['run']}"
-    if state.get("started") and state.get("ended"):
-        seconds = (datetime.fromisoformat(state["ended"]) - datetime.fromisoformat(state["started"])).total_seconds()
+def _headline(state: RunState) -> str:
+    words = f"{state.state}  {state.run}"
+    if state.started and state.ended:
+        seconds = (datetime.fromisoformat(state.ended) - datetime.fromisoformat(state.started)).total_seconds()
         words += f"  in {duration(seconds)}"
-    if state["attempts"] > 1:
-        words += f", {state['attempts']} attempts"
-    return words + (f": {state['reason']}" if state["reason"] else "")
+    if state.attempts > 1:
+        words += f", {state.attempts} attempts"
+    return words + (f": {state.reason}" if state.reason else "")
 
 
 def _who(same: list[RankWarning]) -> str:

@@ -12,19 +12,20 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 from mgpu_slurm.core.formatting import counted, duration, program, time_of
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.core.states import is_alive, overall
 from mgpu_slurm.registry import lookup, sweep_state
-from mgpu_slurm.registry.current_state import State
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.reports import sweep_status
 
-Found = Sequence[tuple[RunFolder, State]]
+Found = Sequence[tuple[RunFolder, RunState]]
 
 FACTS = (
     "run",
@@ -41,9 +42,8 @@ FACTS = (
     "started",
     "ended",
     "reason",
-    "group",
 )
-"""The keys of each run in `status --json`; programs rely on them."""
+"""The keys of each run in `status --json`, with `group`; programs rely on them."""
 
 HEADER = ["RUN", "STATE", "ATTEMPT", "RANKS", "STEP", "PROGRESS", "AGE", "TIME", "REASON, METRICS"]
 
@@ -60,15 +60,15 @@ _LONGEST_NAME = 28
 _HOME, _NEXT_LINE, _NOTHING_BELOW = "\x1b[H", "\x1b[K\n", "\x1b[J"
 
 
-def facts(state: dict[str, Any]) -> dict[str, Any]:
+def facts(state: RunState) -> dict[str, Any]:
     """Return the machine-readable state; for a sweep also its trials, its best trial and its workers."""
-    found = {name: state.get(name) for name in FACTS} | {"group": _group(state["run"])}
-    if state["kind"] == "sweep":
-        found |= {"trials": state["trials"], "best": state["best"], "workers": list(map(facts, state["workers"]))}
+    found = {name: getattr(state, name) for name in FACTS} | {"group": _group(state.run)}
+    if isinstance(state, sweep_state.SweepState):
+        found |= {"trials": state.trials, "best": state.best, "workers": list(map(facts, state.workers))}
     return found
 
 
-def as_one(found: Found, asked: Sequence[RunFolder] = ()) -> list[State]:
+def as_one(found: Found, asked: Sequence[RunFolder] = ()) -> list[RunState]:
     """Return the state of each run once, with a sweep's workers merged into one unless single ones were asked for."""
     single = [folder.group for folder in asked if folder.task is not None]
     return sweep_state.as_one(list(dict(found).items()), without=single)
@@ -125,12 +125,12 @@ def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
             print(f"{_HOME}{screen}{_NOTHING_BELOW}", end="", flush=True)
         else:
             print("\n".join(lines(found, asked, None)), flush=True)
-        if not any(is_alive(state["state"]) for _, state in found):
+        if not any(is_alive(state.state) for _, state in found):
             return
         time.sleep(WATCH_PAUSE)
 
 
-def overview(states: list[dict[str, Any]], room: os.terminal_size | None = None) -> str:
+def overview(states: list[RunState], room: os.terminal_size | None = None) -> str:
     """Return one line per run or group.
 
     Args:
@@ -150,12 +150,12 @@ def overview(states: list[dict[str, Any]], room: os.terminal_size | None = None)
     return "\n".join(lines)
 
 
-def _with_room(entries: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    alive = sum(is_alive(state["state"]) for state in entries)
+def _with_room(entries: list[RunState], count: int) -> list[RunState]:
+    alive = sum(is_alive(state.state) for state in entries)
     others = max(0, count - alive)
     shown = []
     for state in entries:
-        if is_alive(state["state"]):
+        if is_alive(state.state):
             shown.append(state)
         elif others:
             shown.append(state)
@@ -163,7 +163,7 @@ def _with_room(entries: list[dict[str, Any]], count: int) -> list[dict[str, Any]
     return shown
 
 
-def table(states: list[dict[str, Any]], groups: Collection[str] = (), room: os.terminal_size | None = None) -> str:
+def table(states: list[RunState], groups: Collection[str] = (), room: os.terminal_size | None = None) -> str:
     """Return all details of each run, and a line for each of these groups after its runs.
 
     Args:
@@ -175,21 +175,21 @@ def table(states: list[dict[str, Any]], groups: Collection[str] = (), room: os.t
     lines = _lines(entries)
     if room is None or max(map(len, lines)) <= room.columns:
         return "\n".join(lines)
-    head, *lines = _narrow_lines([entry | {"reason": "", "metrics": {}} for entry in entries], room.columns)
+    head, *lines = _narrow_lines([replace(entry, reason="", metrics={}) for entry in entries], room.columns)
     told = [head]
     for line, entry in zip(lines, entries, strict=True):
         told.append(line)
-        below = [entry["run"]] if _shortened(entry["run"]) != entry["run"] else []
+        below = [entry.run] if _shortened(entry.run) != entry.run else []
         for text in filter(None, [*below, _details(entry)]):
             told += textwrap.wrap(text, room.columns, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(told)
 
 
-def _lines(entries: list[dict[str, Any]]) -> list[str]:
+def _lines(entries: list[RunState]) -> list[str]:
     return _aligned(_rows(entries))
 
 
-def _narrow_lines(entries: list[dict[str, Any]], columns: int, least_for_last: int = 0) -> list[str]:
+def _narrow_lines(entries: list[RunState], columns: int, least_for_last: int = 0) -> list[str]:
     """Return lines with as many table columns as fit.
 
     Args:
@@ -208,7 +208,7 @@ def _narrow_lines(entries: list[dict[str, Any]], columns: int, least_for_last: i
     return _aligned(rows)
 
 
-def _rows(entries: list[dict[str, Any]]) -> list[list[str]]:
+def _rows(entries: list[RunState]) -> list[list[str]]:
     """Return the header and a row for each entry, without empty columns."""
     now = datetime.now(timezone.utc)
     rows = [_row(state, now) for state in entries]
@@ -236,8 +236,8 @@ def _cut(line: str, columns: int) -> str:
     return line if len(line) <= columns else f"{line[: columns - 3]}..."
 
 
-def _by_group(states: list[dict[str, Any]]) -> Iterator[tuple[str | None, list[dict[str, Any]]]]:
-    for group, members in itertools.groupby(states, key=lambda state: _group(state["run"])):
+def _by_group(states: list[RunState]) -> Iterator[tuple[str | None, list[RunState]]]:
+    for group, members in itertools.groupby(states, key=lambda state: _group(state.run)):
         yield group, list(members)
 
 
@@ -245,33 +245,33 @@ def _group(run: str) -> str | None:
     return run.rpartition("/")[0] or None
 
 
-def summary(group: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(group: str, runs: list[RunState]) -> RunState:
     """Return the state of a group: what its runs have in common, and the mean and spread of their metrics."""
-    counts = Counter(state["state"] for state in runs)
+    counts = Counter(state.state for state in runs)
     alive = any(is_alive(state) for state in counts)
-    ends = [state["ended"] for state in runs if state["ended"]]
-    return {
-        "run": group,
-        "state": overall(runs),
-        "attempts": max(state["attempts"] for state in runs),
-        "nodes": runs[0]["nodes"],
-        "ranks": runs[0]["ranks"],
-        "step": min(state["step"] for state in runs),
-        "progress": min(state["progress"] for state in runs),
-        "metrics": spread(runs),
-        "submitted": runs[0]["submitted"],
-        "started": min((state["started"] for state in runs if state["started"]), default=None),
-        "ended": None if alive else max(ends, default=None),
-        "reason": f"{counted(len(runs), 'run')}: " + ", ".join(f"{count} {state}" for state, count in counts.items()),
-    }
+    ends = [state.ended for state in runs if state.ended]
+    return RunState(
+        run=group,
+        state=overall([state.state for state in runs]),
+        attempts=max(state.attempts for state in runs),
+        nodes=runs[0].nodes,
+        ranks=runs[0].ranks,
+        step=min(state.step for state in runs),
+        progress=min(state.progress for state in runs),
+        metrics=spread(runs),
+        submitted=runs[0].submitted,
+        started=min((state.started for state in runs if state.started), default=None),
+        ended=None if alive else max(ends, default=None),
+        reason=f"{counted(len(runs), 'run')}: " + ", ".join(f"{count} {state}" for state, count in counts.items()),
+    )
 
 
-def spread(runs: list[dict[str, Any]]) -> dict[str, str]:
+def spread(runs: list[RunState]) -> dict[str, str]:
     """Return the mean and standard deviation of each metric, over the runs that have it."""
     values: dict[str, list[float]] = {}
     for state in runs:
-        for name, value in (state.get("metrics") or {}).items():
-            values.setdefault(name, []).append(value)
+        for name, value in state.metrics.items():
+            values.setdefault(name, []).append(float(value))
     return {name: _mean_and_deviation(found) for name, found in values.items()}
 
 
@@ -283,25 +283,25 @@ def _mean_and_deviation(values: list[float]) -> str:
     return mean if len(values) == 1 else f"{mean}±{statistics.stdev(values):.2g}"
 
 
-def _row(state: dict[str, Any], now: datetime) -> list[str]:
-    submitted = time_of(state["submitted"])
-    started, ended = time_of(state.get("started")), time_of(state.get("ended"))
+def _row(state: RunState, now: datetime) -> list[str]:
+    submitted = time_of(state.submitted)
+    started, ended = time_of(state.started), time_of(state.ended)
     return [
-        state["run"],
-        state["state"],
-        str(state["attempts"]),
-        f"{state['nodes']}x{state['ranks'] // state['nodes']}",
-        str(state["step"] or ""),
-        str(state["progress"] or ""),
+        state.run,
+        state.state,
+        str(state.attempts),
+        f"{state.nodes}x{state.ranks // state.nodes}",
+        str(state.step or ""),
+        str(state.progress or ""),
         duration((now - submitted).total_seconds()) if submitted else "",
         duration(((ended or now) - started).total_seconds()) if started else "",
         _details(state),
     ]
 
 
-def _details(state: dict[str, Any]) -> str:
-    metrics = " ".join(f"{name}={_short(value)}" for name, value in (state.get("metrics") or {}).items())
-    return "  ".join(filter(None, [state["reason"], metrics]))
+def _details(state: RunState) -> str:
+    metrics = " ".join(f"{name}={_short(value)}" for name, value in state.metrics.items())
+    return "  ".join(filter(None, [state.reason, metrics]))
 
 
 def _short(value: float | str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.formatting import duration, program, short_path, time_of
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.registry.current_state import State
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
 
@@ -18,7 +18,7 @@ WORDS = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING"
 """Words for Optuna's states of a trial, in the order in which they are shown."""
 
 
-def lines(folder: RunFolder, workers: Sequence[State], room: int | None = None) -> list[str]:
+def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = None) -> list[str]:
     """Return all details of a sweep.
 
     Args:
@@ -40,7 +40,7 @@ def lines(folder: RunFolder, workers: Sequence[State], room: int | None = None) 
     return [line[:room] for line in told]
 
 
-def _why(study: str, workers: Sequence[State], summary: dict[str, Any], state: str) -> str:
+def _why(study: str, workers: Sequence[RunState], summary: dict[str, Any], state: str) -> str:
     over = summary["over"]
     if over is not None:
         return f": {over['reason']}"
@@ -99,14 +99,14 @@ def _hours(hours: float, gpus: int) -> str:
     return f"{hours * gpus:.2f} GPU-hours" if gpus else f"{duration(hours * 3600)} of worker time"
 
 
-def _seconds(worker: State, now: datetime) -> float:
-    begun = time_of(worker["started"])
-    return 0.0 if begun is None else ((time_of(worker["ended"]) or now) - begun).total_seconds()
+def _seconds(worker: RunState, now: datetime) -> float:
+    begun = time_of(worker.started)
+    return 0.0 if begun is None else ((time_of(worker.ended) or now) - begun).total_seconds()
 
 
-def _left(workers: Sequence[State], summary: dict[str, Any]) -> list[str]:
+def _left(workers: Sequence[RunState], summary: dict[str, Any]) -> list[str]:
     """Return the estimated time for the remaining trials, from those that have ended."""
-    running = sum(worker["state"] == states.RUNNING for worker in workers)
+    running = sum(worker.state == states.RUNNING for worker in workers)
     lengths = [trial["seconds"] for trial in summary["recent"] if trial["seconds"] is not None]
     left = summary["trials"]["WAITING"]
     if not running or not lengths or summary["over"] is not None:
@@ -115,33 +115,33 @@ def _left(workers: Sequence[State], summary: dict[str, Any]) -> list[str]:
     return [f"ETA       about {duration(rounds * sum(lengths) / len(lengths))}"]
 
 
-def _workers(workers: Sequence[State]) -> list[str]:
+def _workers(workers: Sequence[RunState]) -> list[str]:
     from tabulate import tabulate
 
     now = datetime.now(timezone.utc)
     rows = [["WORKER", "STATE", "ATTEMPT", "JOB", "TRIAL", "PROGRESS", "TIME", "METRICS, REASON"]]
     for worker in sorted(workers, key=_by_life):
-        trial = worker.get("trial")
-        has_trial = trial is not None and worker["state"] == states.RUNNING
-        metrics = "  ".join(f"{name}={_short(value)}" for name, value in worker["metrics"].items()) if has_trial else ""
+        trial = worker.trial
+        has_trial = trial is not None and worker.state == states.RUNNING
+        metrics = "  ".join(f"{name}={_short(value)}" for name, value in worker.metrics.items()) if has_trial else ""
         rows.append(
             [
-                worker["run"].rpartition("/")[2],
-                worker["state"],
-                str(worker["attempts"]),
-                worker["job_id"] or "",
+                worker.run.rpartition("/")[2],
+                worker.state,
+                str(worker.attempts),
+                worker.job_id or "",
                 str(trial) if has_trial else "",
-                str(worker["progress"] or "") if has_trial else "",
-                duration(_seconds(worker, now)) if worker["started"] else "",
-                "  ".join(filter(None, [metrics, worker["reason"]])),
+                str(worker.progress or "") if has_trial else "",
+                duration(_seconds(worker, now)) if worker.started else "",
+                "  ".join(filter(None, [metrics, worker.reason])),
             ]
         )
     return [line.rstrip() for line in tabulate(rows, tablefmt="plain", disable_numparse=True).splitlines()]
 
 
-def _by_life(worker: State) -> tuple[bool, bool]:
+def _by_life(worker: RunState) -> tuple[bool, bool]:
     """Return a sort key: running workers first, then those that will run."""
-    return worker["state"] != states.RUNNING, not states.is_alive(worker["state"])
+    return worker.state != states.RUNNING, not states.is_alive(worker.state)
 
 
 def trial_line(trial: dict[str, Any], summary: dict[str, Any]) -> str:
@@ -156,7 +156,7 @@ def trial_line(trial: dict[str, Any], summary: dict[str, Any]) -> str:
     return f"-- trial {trial['number']:>3}  {words}{at}{why}{value}  {parameters(trial['params'])}{seconds}{mark}"
 
 
-def ending_lines(folder: RunFolder, workers: Sequence[State]) -> list[str]:
+def ending_lines(folder: RunFolder, workers: Sequence[RunState]) -> list[str]:
     """Return the summary of a sweep that has ended."""
     summary = summary_of(folder)
     told = lines(folder, workers)

@@ -41,9 +41,9 @@ def _span(folder: RunFolder, job_id: str) -> tuple[datetime | None, datetime | N
     if submitted:
         return submitted[-1].begun, submitted[-1].confirmed
     state = records.read_state(folder)
-    if state["executor"] == "allocation" and state["submitted"]:
+    if state.executor == "allocation" and state.submitted:
         # the allocation existed before the run
-        return None, datetime.fromisoformat(state["submitted"])
+        return None, datetime.fromisoformat(state.submitted)
     return None, None
 
 

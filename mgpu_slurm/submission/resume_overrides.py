@@ -102,7 +102,7 @@ def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[dict[str, Any]]) -
     shutil.rmtree(staging.path, ignore_errors=True)
     staging.create(spec.readable_by)
     limit = clusters.load(Path.cwd()).named(spec.cluster).snapshot_limit
-    old = folder.path / f"code-{max(state['attempts'] for _, state in records.read_states(folder))}"
+    old = folder.path / f"code-{max(state.attempts for _, state in records.read_states(folder))}"
     facts_before = files.read_json(folder.environment)
     try:
         taken = snapshot.take(Path(spec.project), staging.code, limit, folder.path.parent, spec.workdir)

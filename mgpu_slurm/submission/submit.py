@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from mgpu_slurm.core import files, layout, records, states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors.base import Start
 from mgpu_slurm.executors.selection import EXECUTORS
@@ -126,7 +127,7 @@ def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_
         # the end of a run that never arrived in SLURM's queue is not on disk
         now = dict(current_state.current([asked]))
         for folder in folders:
-            if states.is_alive(now[folder]["state"]):
+            if states.is_alive(now[folder].state):
                 raise UserError(f"run {folder.run} is being resumed by somebody else")
         if change:
             _check_shares_with_none_alive(asked, now)
@@ -144,22 +145,22 @@ def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_
             raise
 
 
-def _check_shares_with_none_alive(asked: RunFolder, now: dict[RunFolder, dict[str, Any]]) -> None:
-    alive = [folder for folder, state in now.items() if states.is_alive(state["state"])]
+def _check_shares_with_none_alive(asked: RunFolder, now: dict[RunFolder, RunState]) -> None:
+    alive = [folder for folder, state in now.items() if states.is_alive(state.state)]
     if alive:
         raise UserError(
-            f"run {alive[0].run} is {now[alive[0]]['state']}, and all of group {asked.run} shares its resources and"
+            f"run {alive[0].run} is {now[alive[0]].state}, and all of group {asked.run} shares its resources and"
             " code: resume it with a change when all have ended, or without one now"
         )
 
 
 def _check_has_none_elsewhere(group: RunFolder) -> None:
     """Raise an error if the group has a job on another cluster: it may use only one at a time."""
-    cluster = records.read_state(group)["slurm_cluster"]
+    cluster = records.read_state(group).slurm_cluster
     if cluster is None or cluster == site.cluster_name():
         return
     found = [state for _, state in records.read_states(group)]
-    current_state.check_are_of_this_cluster(state for state in found if states.is_alive(state["state"]))
+    current_state.check_are_of_this_cluster(state for state in found if states.is_alive(state.state))
 
 
 def _start_again(
@@ -170,10 +171,10 @@ def _start_again(
         starts.append(start)
         job_id = start.claim(asked)
         # a group's runs belong to the coordinator until they have their own supervisors
-        now_with = {name: records.read_state(asked).get(name) for name in ("supervisor", "host")}
-        now_with["slurm_cluster"] = _slurm_cluster(spec)
+        own, cluster = records.read_state(asked), _slurm_cluster(spec)
+        now_with = {"supervisor": own.supervisor, "host": own.host, "slurm_cluster": cluster}
         if asked.group not in folders:
-            records.update_state(asked.group, slurm_cluster=now_with["slurm_cluster"])
+            records.update_state(asked.group, slurm_cluster=cluster)
         for folder in {asked, *folders}:
             # it was meant for the previous attempt
             folder.cancel_wish.unlink(missing_ok=True)
@@ -181,7 +182,7 @@ def _start_again(
             folder.create_task()
             records.note_unseen_end(folder)
             before = records.read_state(folder)
-            records.record_event(folder, "resumed", state=before["state"], reason=before["reason"])
+            records.record_event(folder, "resumed", state=before.state, reason=before.reason)
             _reset_state(folder, job_id if folder == asked else None, now_with)
         tasks = [folder.task for folder in folders if folder.task is not None]
         dependency = dependencies.sbatch_option(dependencies.left(asked, spec.after)) if spec.is_queued else ""

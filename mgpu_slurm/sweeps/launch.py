@@ -196,7 +196,7 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         trials = summary.own_trials(study)
         _late_points(sweep, study)
         found = settled(folder, note)
-        is_alive = any(states.is_alive(state["state"]) for _, state in found)
+        is_alive = any(states.is_alive(state.state) for _, state in found)
         spec = read_spec(folder)
         change = _probed(replace(change_of(spec, old, sweep, values), new_code=options.new_code), sweep)
         check_budget(sweep, change.given.get("gpus-per-node", spec.resources.gpus_per_node))
@@ -239,7 +239,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         study = studies.load(sweep, folder.journal)
         recovery.recover(study, folder, sweep, note)
         found = settled(folder, note)
-        alive = sum(states.is_alive(state["state"]) for _, state in found)
+        alive = sum(states.is_alive(state.state) for _, state in found)
         if alive >= sweep.workers or (alive and not read_spec(folder).is_queued):
             raise UserError(
                 f"study {sweep.study} is at work with {counted(alive, 'worker')}: only what has ended can be resumed"
@@ -263,7 +263,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
 
 
 def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
-    at_work = sum(states.is_alive(state["state"]) for _, state in found)
+    at_work = sum(states.is_alive(state.state) for _, state in found)
     lines = [f"study     {new.study}: {counted(trials, 'trial')} so far, {counted(at_work, 'worker')} at work"]
     if old.trials != new.trials:
         known = "as many as the budget holds" if new.trials is None else new.trials

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import optuna
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.request.spec import read_spec
@@ -20,7 +21,7 @@ from mgpu_slurm.sweeps.study import summary
 LEAVING_SECONDS = 60.0
 """Seconds to wait for workers that have announced that they leave."""
 
-Found: TypeAlias = Sequence[tuple[RunFolder, dict[str, Any]]]
+Found: TypeAlias = Sequence[tuple[RunFolder, RunState]]
 """Workers and their states."""
 
 
@@ -29,9 +30,7 @@ def settled(folder: RunFolder, note: Note) -> Found:
     give_up = time.monotonic() + LEAVING_SECONDS
     while True:
         found = current_state.current([folder], note)
-        leaving = [
-            state for _, state in found if state.get("leaving") == state["attempts"] and states.is_alive(state["state"])
-        ]
+        leaving = [state for _, state in found if state.leaving == state.attempts and states.is_alive(state.state)]
         if not leaving or time.monotonic() > give_up:
             return found
         time.sleep(0.2)
@@ -48,11 +47,11 @@ def workers_to_start(folder: RunFolder, sweep: Sweep, found: Found, left: int | 
     Args:
         left: number of waiting trials; None for as many as the budget allows.
     """
-    alive = sum(states.is_alive(state["state"]) for _, state in found)
+    alive = sum(states.is_alive(state.state) for _, state in found)
     wanted = max(0, sweep.workers - alive)
     if left is not None:
         wanted = min(wanted, left)
-    ended = [(member, state["state"]) for member, state in found if not states.is_alive(state["state"])]
+    ended = [(member, state.state) for member, state in found if not states.is_alive(state.state)]
     # the sort is stable
     ended.sort(key=lambda each: each[1] == states.COMPLETED)
     new = [folder.of_task(number) for number in range(len(found), len(found) + max(0, wanted - len(ended)))]

@@ -121,7 +121,7 @@ def it_is_cancelled(training: Training, at: int, draw: random.Random) -> bool:
 
 
 def its_time_is_up(training: Training, at: int, draw: random.Random) -> bool:
-    training.until(lambda: any(event["event"] == "requeued" for event in records.events(training.worker)))
+    training.until(lambda: any(event.event == "requeued" for event in records.events(training.worker)))
     return True
 
 

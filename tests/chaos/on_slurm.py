@@ -146,5 +146,5 @@ class Slurm:
 
     def _nodes(self, training: Training) -> list[str]:
         """Of the newest attempt."""
-        started = [event for event in records.events(training.worker) if event["event"] == "started"]
-        return list(started[-1]["nodes"])
+        started = [event for event in records.events(training.worker) if event.event == "started"]
+        return list(started[-1].nodes)

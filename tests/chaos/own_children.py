@@ -60,7 +60,7 @@ def _done(folder: Path, name: str, count: int, words: list[str]) -> Way:
 def _watched(project: Project, run: Path) -> str:
     """Wait for the end of the run; what is wrong with it."""
     at, since = "", time.monotonic()
-    while states.is_alive(records.read_state(RunFolder(run))["state"]):
+    while states.is_alive(records.read_state(RunFolder(run)).state):
         record = run / "children-0"
         now = record.read_text() if record.exists() else ""
         if now != at:

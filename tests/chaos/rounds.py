@@ -227,7 +227,7 @@ class Strikes(threading.Thread):
         return not self._is_told(fault)
 
     def _ended(self) -> int:
-        return sum(event["event"] == "ended" for event in records.events(self._training.worker))
+        return sum(event.event == "ended" for event in records.events(self._training.worker))
 
     def _strike(self, fault: Fault, at: int, turn: int) -> None:
         try:

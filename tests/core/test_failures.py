@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from typing import Any
+from dataclasses import replace
 
 import click
 import pytest
@@ -13,20 +13,23 @@ import pytest
 from mgpu_slurm.cli import main
 from mgpu_slurm.core import failures
 from mgpu_slurm.core.failures import cause_of, cause_of_reason, first_stuck, node_of
+from mgpu_slurm.core.record_types import Failure
+
+NO_LAUNCH = "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"
 
 
-def of_rank(error: str, message: str, consequence: bool = False) -> dict[str, Any]:
-    return {"rank": 1, "node": "n2", "error": error, "message": message, "consequence": consequence}
+def of_rank(error: str, message: str, consequence: bool = False) -> Failure:
+    return Failure(rank=1, node="n2", error=error, message=message, consequence=consequence)
 
 
 @pytest.mark.parametrize(
     ("failure", "name"),
     [
-        ({"message": "rank 1 was ended by SIGKILL"}, "killed"),
-        ({"message": "rank 1 on n2: Killed"}, "killed"),
-        ({"message": "srun was ended by SIGKILL"}, "killed"),
-        ({"message": "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"}, "launch"),
-        ({"message": "srun waited for 60 s, and SLURM did not start the ranks' step"}, "held-up"),
+        (Failure(message="rank 1 was ended by SIGKILL"), "killed"),
+        (Failure(message="rank 1 on n2: Killed"), "killed"),
+        (Failure(message="srun was ended by SIGKILL"), "killed"),
+        (Failure(message=NO_LAUNCH), "launch"),
+        (Failure(message="srun waited for 60 s, and SLURM did not start the ranks' step"), "held-up"),
         (of_rank("RuntimeError", "Connection closed by peer [127.0.0.1]:4711", consequence=True), "connection"),
         (of_rank("DistNetworkError", "Broken pipe"), "connection"),
         (of_rank("DistNetworkError", "failed to recv, got 0 bytes. Connection was likely closed."), "connection"),
@@ -36,7 +39,7 @@ def of_rank(error: str, message: str, consequence: bool = False) -> dict[str, An
         (of_rank("RuntimeError", "No CUDA GPUs are available"), "gpu"),
     ],
 )
-def test_what_the_cluster_did(failure: dict[str, Any], name: str) -> None:
+def test_what_the_cluster_did(failure: Failure, name: str) -> None:
     cause = cause_of(failure)
     assert (cause.name, cause.is_clusters, cause.spoils_node) == (name, True, name in ("gpu", "launch"))
 
@@ -93,16 +96,16 @@ def test_commands_and_flags_that_are_advised_are_there(advice: str) -> None:
 
 @pytest.mark.parametrize("message", ["rank 0 on n1 was ended by SIGTERM", "rank 1 on n2: Terminated"])
 def test_one_that_was_told_to_end_did_not_fail_of_its_program(message: str) -> None:
-    cause = cause_of({"message": message})
+    cause = cause_of(Failure(message=message))
     assert (cause.name, cause.is_clusters) == ("terminated", False)
 
 
 def test_of_a_script_the_end_of_its_log_tells() -> None:
     said = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'nowhere'\n"
-    failure = {"message": "rank 0 ended with exit code 1: ModuleNotFoundError: No module named 'nowhere'"}
+    failure = Failure(message="rank 0 ended with exit code 1: ModuleNotFoundError: No module named 'nowhere'")
     assert cause_of(failure, said).name == "import"
     assert cause_of(failure).name == "program"
-    assert cause_of({}).name == "unknown"
+    assert cause_of(Failure()).name == "unknown"
     # the last error, not one that was seen to
     handled = "[rank0]: ConnectionResetError: Connection reset by peer\n[rank0]: ValueError: no data\nbye\n"
     assert cause_of(failure, handled).name == "program"
@@ -115,25 +118,26 @@ def test_of_a_script_the_end_of_its_log_tells() -> None:
         of_rank("FileNotFoundError", "[Errno 2] No such file or directory: 'data.bin'"),
         of_rank("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB."),
         of_rank("AcceleratorError", "CUDA error: device-side assert triggered"),
-        {"message": "rank 1 on n2 ended with exit code 1: ValueError: Killed"},
-        {"message": "rank 1 was ended by SIGSEGV"},
-        {"message": "rank 1 on n2: Out Of Memory"},
+        Failure(message="rank 1 on n2 ended with exit code 1: ValueError: Killed"),
+        Failure(message="rank 1 was ended by SIGSEGV"),
+        Failure(message="rank 1 on n2: Out Of Memory"),
         of_rank("DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:77, invalid usage. Duplicate GPU detected"),
-        {},
+        Failure(),
     ],
 )
-def test_what_the_program_did(failure: dict[str, Any]) -> None:
+def test_what_the_program_did(failure: Failure) -> None:
     assert not cause_of(failure).is_clusters
 
 
-def stuck(rank: int, waits: bool, collectives: int = 0, place: int = 0) -> dict[str, Any]:
+def stuck(rank: int, waits: bool, collectives: int = 0, place: int = 0) -> Failure:
     record = of_rank("Stuck", "no progress for 30 min since step 8: it waits for other ranks", waits)
-    return record | {
-        "rank": rank,
-        "collectives": collectives,
-        "doing": f"is in place {place}",
-        "time": f"2026-01-01T00:00:0{rank}",
-    }
+    return replace(
+        record,
+        rank=rank,
+        collectives=collectives,
+        doing=f"is in place {place}",
+        time=f"2026-01-01T00:00:0{rank}",
+    )
 
 
 class TestStuckRanks:
@@ -148,12 +152,12 @@ class TestStuckRanks:
     def test_where_they_wait_in_different_places_both_are_told(self) -> None:
         found = first_stuck([stuck(0, True, place=1), stuck(1, True, place=2)], 2)
         assert found is not None
-        assert found["message"].endswith("it waits for other ranks, and rank 1 is in place 2")
+        assert found.message.endswith("it waits for other ranks, and rank 1 is in place 2")
 
     def test_the_one_that_says_nothing(self) -> None:
         found = first_stuck([stuck(0, True), stuck(2, True)], 4)
         assert found is not None
-        assert found["message"] == (
+        assert found.message == (
             "ranks 1, 3 did not answer any more, and rank 0 had no progress for 30 min since step 8:"
             " it waits for other ranks"
         )
@@ -163,7 +167,7 @@ class TestStuckRanks:
         assert first_stuck([stuck(0, True), stuck(2, False)], 4) == stuck(2, False)
 
     def test_what_others_saw_of_their_end_does_not_matter(self) -> None:
-        lost = of_rank("RuntimeError", "Connection closed by peer", consequence=True) | {"rank": 2}
+        lost = replace(of_rank("RuntimeError", "Connection closed by peer", consequence=True), rank=2)
         assert first_stuck([stuck(0, True), stuck(1, False), lost], 3) == stuck(1, False)
 
     def test_an_error_comes_before_it(self) -> None:
@@ -172,18 +176,16 @@ class TestStuckRanks:
 
 
 def test_where() -> None:
-    def place(failure: dict[str, Any]) -> str | None:
+    def place(failure: Failure) -> str | None:
         return node_of(failure, cause_of(failure))
 
     assert place(of_rank("ValueError", "broken")) == "n2"
-    assert place({"message": "rank 1 on n2: Killed"}) == "n2"
-    assert place({"message": "rank 1 on gpu-07.cluster ended with exit code 1"}) == "gpu-07.cluster"
-    assert (
-        place({"message": "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"}) == "n2"
-    )
+    assert place(Failure(message="rank 1 on n2: Killed")) == "n2"
+    assert place(Failure(message="rank 1 on gpu-07.cluster ended with exit code 1")) == "gpu-07.cluster"
+    assert place(Failure(message=NO_LAUNCH)) == "n2"
     # of several nobody knows which, and a machine has no other node
-    assert place({"message": "ranks 1-2 on n[1-2]: Killed"}) is None
-    assert place({"message": "rank 1 was ended by SIGKILL"}) is None
+    assert place(Failure(message="ranks 1-2 on n[1-2]: Killed")) is None
+    assert place(Failure(message="rank 1 was ended by SIGKILL")) is None
     # who waited was not the one
     assert place(of_rank("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete")) is None
     assert place(of_rank("RuntimeError", "Connection closed by peer", consequence=True)) is None
@@ -192,5 +194,5 @@ def test_where() -> None:
 def test_what_this_package_warned_of_is_no_cause() -> None:
     """A full disk that has passed, and then somebody kills the rank."""
     said = "mgpu_slurm: WARNING: metrics have to wait in memory: [Errno 28] No space left on device; training goes on\n"
-    killed = {"message": "rank 0 was ended by SIGKILL", "who": "rank 0"}
+    killed = Failure(message="rank 0 was ended by SIGKILL", who="rank 0")
     assert cause_of(killed, f"{said}[  1]  step 7      loss 0.1\n") is failures.KILLED

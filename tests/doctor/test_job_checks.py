@@ -12,9 +12,10 @@ import pytest
 from mgpu_slurm.api import Handle
 from mgpu_slurm.core import records
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.doctor.job_checks import ended_badly, tidy
 
-LOST = {"state": "FAILED", "reason": "lost"}
+LOST = RunState(state="FAILED", reason="lost")
 
 
 def made(path: Path) -> RunFolder:
@@ -38,7 +39,7 @@ def test_ranks_that_left_a_word_are_to_be_read(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_checkup_is_no_fault_of_the_cluster(tmp_path: Path) -> None:
-    found = ended_badly(made(tmp_path), {"state": "CANCELLED", "reason": ""}, shown=3)
+    found = ended_badly(made(tmp_path), RunState(state="CANCELLED"), shown=3)
     assert (found.text, found.fix) == ("the checkup ended as CANCELLED: nobody said why", "try again")
 
 

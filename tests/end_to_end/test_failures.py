@@ -161,9 +161,9 @@ def test_a_rank_whose_connection_to_the_rendezvous_breaks_ends_and_the_run_start
     assert facts["state"] == "COMPLETED"
     assert facts["attempts"] == 2
     assert "thread 'boundaries' of this process failed" in log(folder, 1)
-    (retried,) = [event for event in records.events(RunFolder(folder)) if event["event"] == "retried"]
+    (retried,) = [event for event in records.events(RunFolder(folder)) if event.event == "retried"]
     # by whether the thread waited already as it broke
-    assert re.search("DistNetworkError: .*(Connection was likely closed|Broken pipe)", retried["why"])
+    assert re.search("DistNetworkError: .*(Connection was likely closed|Broken pipe)", retried.why)
 
 
 def test_a_rank_that_succeeds_waits_for_its_threads_and_exit_handlers(project: Project) -> None:

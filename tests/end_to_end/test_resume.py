@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mgpu_slurm.core import records
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import Event
 from tests.support import Project, log, make_project, wait_until
 
 JOB = '''
@@ -80,7 +80,7 @@ LIMIT = ("--time", "0:50", "--signal", "USR2@12")
 """What ranks are stopped by that are blocked; on a busy machine they take long to come so far."""
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
+def events(folder: Path) -> list[Event]:
     return records.events(RunFolder(folder))
 
 
@@ -115,8 +115,8 @@ def test_ranks_that_are_killed_cost_attempts_and_nothing_else(trained: tuple[Pro
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 21, 3)
     folder = project.runs / facts["run"]
     assert (folder / "final.pt").read_bytes() == expected
-    (event, _) = [each for each in events(folder) if each["event"] == "retried"]
-    assert (event["why"], event["checkpoint"]) == ("rank 1 was ended by SIGKILL", 7)
+    (event, _) = [each for each in events(folder) if each.event == "retried"]
+    assert (event.why, event.checkpoint) == ("rank 1 was ended by SIGKILL", 7)
 
 
 @pytest.mark.parametrize(("words", "attempts"), [((), 1), (("--retries", "1"), 2)])
@@ -153,7 +153,7 @@ def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trai
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     assert (folder / "final.pt").read_bytes() == expected
-    assert [each["event"] for each in events(folder)] == ["started", "ended", "requeued", "started", "ended"]
+    assert [each.event for each in events(folder)] == ["started", "ended", "requeued", "started", "ended"]
 
 
 def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple[Project, bytes]) -> None:

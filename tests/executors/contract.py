@@ -35,7 +35,7 @@ class ExecutorContract:
 
     def started(self, place: Project, *words: str) -> Path:
         folder = self.submit(place, *words, "--", "sh", "-c", WAITS)
-        wait_until(lambda: records.read_state(RunFolder(folder))["state"] == "RUNNING")
+        wait_until(lambda: records.read_state(RunFolder(folder)).state == "RUNNING")
         wait_until(lambda: (folder / "code" / "started").exists())
         return folder
 
@@ -48,7 +48,7 @@ class ExecutorContract:
 
     def test_its_name_is_that_of_its_runs(self, place: Project) -> None:
         folder = self.submit(place, "--", "true")
-        assert records.read_state(RunFolder(folder))["executor"] == self.executor.name == self.name
+        assert records.read_state(RunFolder(folder)).executor == self.executor.name == self.name
         assert place.finish(folder)["state"] == "COMPLETED"
 
     def test_ranks_run_on_as_many_nodes_as_were_asked_for(self, place: Project) -> None:

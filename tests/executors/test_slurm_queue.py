@@ -77,7 +77,7 @@ def only_run(here: Path) -> RunFolder:
 
 
 def events(folder: RunFolder) -> list[str]:
-    return [event["event"] for event in records.events(folder)]
+    return [event.event for event in records.events(folder)]
 
 
 # -- lost answers
@@ -96,7 +96,7 @@ def test_a_job_that_was_taken_without_an_answer_is_found_and_not_submitted_again
     assert submission.job_id == "42"
     (queued,) = slurm.queue
     assert events(only_run(here)) == ["submitting", "submitted"]
-    assert queued == f"42|{records.events(only_run(here))[0]['token']}"
+    assert queued == f"42|{records.events(only_run(here))[0].token}"
     assert notes[0].startswith("SLURM's controller does not answer; trying again until ")
 
 
@@ -150,7 +150,7 @@ def test_a_controller_that_goes_away_with_the_question_leaves_the_run_and_says_h
         submit(notes)
     folder = only_run(here)
     assert events(folder) == ["submitting"]
-    assert f"look for {records.events(folder)[0]['token']} in squeue" in str(caught.value)
+    assert f"look for {records.events(folder)[0].token} in squeue" in str(caught.value)
 
 
 def test_questions_of_the_plan_wait_too(
@@ -182,7 +182,7 @@ def test_runs_that_were_not_asked_for_can_be_resumed(slurm: StandIn, here: Path,
     with pytest.raises(ClusterError, match=r"/2 are queued as job 42, and `resume` submits the others$"):
         submit(notes, seeds="5")
     folder = only_run(here)
-    assert [state["state"] for _, state in current_state.current([folder])] == [*["PENDING"] * 2, *["FAILED"] * 3]
+    assert [state.state for _, state in current_state.current([folder])] == [*["PENDING"] * 2, *["FAILED"] * 3]
     found = api.find(folder.run)
     found.resume()
     assert [line.partition("|")[0] for line in slurm.queue] == ["42", "43", "44"]
@@ -202,7 +202,7 @@ def test_what_somebody_else_is_submitting_is_left_alone(
     folder = only_run(here)
     later(folder)
     os.chown(folder.path, 12345, -1)
-    assert [state["state"] for _, state in lookup.all_states()] == ["PENDING"]
+    assert [state.state for _, state in lookup.all_states()] == ["PENDING"]
     os.chown(folder.path, os.geteuid(), -1)
     assert lookup.all_states() == []
 
@@ -238,7 +238,7 @@ def test_a_resume_of_which_nobody_can_tell_pends_and_is_found_later(
     with pytest.raises(MayBeQueued):
         api.Handle(folder).resume(Change({"time": "5"}))
     assert read_spec(folder).resources.time == "5"
-    assert records.read_state(folder)["state"] == "PENDING"
+    assert records.read_state(folder).state == "PENDING"
     (slurm.state / "bin" / "squeue").write_text(answering)
     monkeypatch.setattr(records, "SUBMISSION_TAKES", timedelta(0))
     assert api.Handle(folder).facts["job_id"] == "43"
@@ -255,7 +255,7 @@ def test_runs_of_a_group_that_slurm_never_got_stay_so_where_their_resume_is_refu
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match="Invalid partition"):
         api.Group(folder).resume()
-    found = [(state["state"], state["reason"][:16]) for _, state in current_state.current([folder])]
+    found = [(state.state, state.reason[:16]) for _, state in current_state.current([folder])]
     assert found == [("PENDING", "Priority")] * 3 + [("FAILED", "was never queued")] * 2
     assert api.Group(folder).resume() == "43"
 
@@ -376,7 +376,7 @@ def test_killed_between_being_seen_and_asking(project: Project, slurm: StandIn, 
     with killed(project, slurm, "--", "true"):
         wait_until(lambda: slurm.calls == ["hang"])
     folder = only_run(here)
-    assert [(run.run, state["state"]) for run, state in lookup.all_states()] == [(folder.run, "PENDING")]
+    assert [(run.run, state.state) for run, state in lookup.all_states()] == [(folder.run, "PENDING")]
     later(folder)
     assert api.Handle(folder).state == "FAILED"
     assert api.Handle(folder).facts["reason"].startswith("was never queued")
@@ -392,7 +392,7 @@ def test_a_submission_that_still_waits_is_not_removed(
     monkeypatch.setattr(records, "SUBMISSION_TAKES", timedelta(0))
     with killed(project, slurm, "--", "true"):
         wait_until(lambda: slurm.calls == ["hang"])
-        assert [state["state"] for _, state in lookup.all_states()] == ["PENDING"]
+        assert [state.state for _, state in lookup.all_states()] == ["PENDING"]
         assert only_run(here).state.exists()
 
 
@@ -406,7 +406,7 @@ def test_killed_during_sbatch_which_lives_on(project: Project, slurm: StandIn, h
     folder = only_run(here)
     later(folder)
     ((run, state),) = lookup.all_states()
-    assert (run, state["state"], state["job_id"]) == (folder, "PENDING", "42")
+    assert (run, state.state, state.job_id) == (folder, "PENDING", "42")
     assert events(folder) == ["submitting", "submitted"]
 
 

@@ -68,7 +68,7 @@ def job(name: str, after: timedelta = timedelta(0), state: str = "RUNNING", rest
 
 def state_of(folder: RunFolder) -> tuple[str, str]:
     state = current_state.state(folder)
-    return state["state"], state["reason"]
+    return state.state, state.reason
 
 
 SILENT = "echo 'scontrol: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -87,9 +87,9 @@ def test_what_squeue_does_not_list_lives_if_the_controller_shows_it(run: RunFold
 
 
 def test_and_is_lost_if_nobody_knows_it(run: RunFolder, answers: Answers) -> None:
-    assert state_of(run) == ("FAILED", slurm_states.LOST["reason"])
+    assert state_of(run) == ("FAILED", slurm_states.LOST.reason)
     answers("sacct", "echo 'sacct: error: Connection refused' >&2; exit 1")
-    assert state_of(run) == ("FAILED", slurm_states.LOST_SO_FAR["reason"])
+    assert state_of(run) == ("FAILED", slurm_states.LOST_SO_FAR.reason)
     # nothing of that is for good
     answers("squeue", shows(job("digits")))
     assert state_of(run) == ("RUNNING", "")
@@ -98,10 +98,10 @@ def test_and_is_lost_if_nobody_knows_it(run: RunFolder, answers: Answers) -> Non
 def test_a_job_that_writes_while_slurm_is_asked_is_there(run: RunFolder, answers: Answers) -> None:
     # file times are coarse: without the second it may be one before the question
     answers("scontrol", f"touch -d '+1 second' {run.rank_log(1, 0)}; {UNKNOWN_JOB}")
-    assert state_of(run) == ("RUNNING", slurm_states.UNLISTED["reason"])
+    assert state_of(run) == ("RUNNING", slurm_states.UNLISTED.reason)
     answers("scontrol", UNKNOWN_JOB)
     os.utime(run.rank_log(1, 0), (0, 0))
-    assert state_of(run) == ("FAILED", slurm_states.LOST["reason"])
+    assert state_of(run) == ("FAILED", slurm_states.LOST.reason)
 
 
 @pytest.mark.parametrize("scontrol", [SILENT, "true"], ids=["silent", "empty"])
@@ -109,7 +109,7 @@ def test_if_nobody_else_answers_the_last_state_counts_until_squeue_has_left_it_o
     run: RunFolder, answers: Answers, monkeypatch: pytest.MonkeyPatch, scontrol: str
 ) -> None:
     answers("scontrol", scontrol)
-    unlisted = ("RUNNING", slurm_states.UNLISTED["reason"])
+    unlisted = ("RUNNING", slurm_states.UNLISTED.reason)
     assert unlisted[1].startswith("not listed by squeue")
     # often, but not for long
     assert [state_of(run) for _ in range(4)] == [unlisted] * 4
@@ -123,7 +123,7 @@ def test_if_nobody_else_answers_the_last_state_counts_until_squeue_has_left_it_o
     answers("squeue", "true")
     assert [state_of(run) for _ in range(2)] == [unlisted] * 2
     run.rank_log(1, 0).write_text("step 1\n")
-    assert [state_of(run) for _ in range(3)] == [unlisted, unlisted, ("FAILED", slurm_states.LOST["reason"])]
+    assert [state_of(run) for _ in range(3)] == [unlisted, unlisted, ("FAILED", slurm_states.LOST.reason)]
 
 
 def test_a_controller_that_takes_long_is_not_asked_for_many_jobs(
@@ -167,7 +167,7 @@ def test_an_end_before_the_newest_attempt_is_not_its_end(run: RunFolder, answers
     """Accounting is some seconds behind: of a requeued job it knows the start before."""
     answers("scontrol", SILENT)
     answers("sacct", shows("42|PREEMPTED|2026-05-01T11:58:00|2026-05-01T11:58:01|2026-05-01T11:59:00|digits\n"))
-    assert state_of(run) == ("RUNNING", slurm_states.UNLISTED["reason"])
+    assert state_of(run) == ("RUNNING", slurm_states.UNLISTED.reason)
     answers("sacct", shows("42|PREEMPTED|2026-05-01T11:58:00|2026-05-01T11:58:01|2026-05-01T12:01:00|digits\n"))
     assert state_of(run)[0] == "PREEMPTED"
 
@@ -180,7 +180,7 @@ def test_an_end_before_a_requeue_is_not_its_end(run: RunFolder, answers: Answers
     answers("scontrol", SILENT)
     preempted = "42|PREEMPTED|2026-05-01T12:00:00|2026-05-01T12:00:01|2026-05-01T12:31:01|digits"
     answers("sacct", shows(f"{preempted}\n"))
-    assert state_of(run) == ("REQUEUED", slurm_states.UNLISTED["reason"])
+    assert state_of(run) == ("REQUEUED", slurm_states.UNLISTED.reason)
     # cancelled while it waited again
     answers("sacct", shows(f"{preempted}\n42|CANCELLED|2026-05-01T12:31:02|None|2026-05-01T12:40:00|digits\n"))
     assert state_of(run)[0] == "CANCELLED"
@@ -192,17 +192,17 @@ def test_what_accounting_knows_as_alive_is_not_counted_as_missing(
     monkeypatch.setattr(slurm_states, "GONE_AFTER", 0.0)
     answers("scontrol", SILENT)
     answers("sacct", shows("42|RUNNING|2026-05-01T12:00:00|2026-05-01T12:00:01|Unknown|digits\n"))
-    assert [state_of(run) for _ in range(4)] == [("RUNNING", slurm_states.UNLISTED["reason"])] * 4
+    assert [state_of(run) for _ in range(4)] == [("RUNNING", slurm_states.UNLISTED.reason)] * 4
     # the controller knows better
     answers("scontrol", UNKNOWN_JOB)
-    assert state_of(run) == ("FAILED", slurm_states.LOST["reason"])
+    assert state_of(run) == ("FAILED", slurm_states.LOST.reason)
 
 
 def test_an_end_before_a_start_that_accounting_knows_is_not_its_end(run: RunFolder, answers: Answers) -> None:
     answers("scontrol", SILENT)
     preempted = "42|PREEMPTED|2026-05-01T12:00:00|2026-05-01T12:00:01|2026-05-01T12:30:00|digits"
     answers("sacct", shows(f"{preempted}\n42|RUNNING|2026-05-01T12:30:00|2026-05-01T12:31:00|Unknown|digits\n"))
-    assert state_of(run) == ("RUNNING", slurm_states.UNLISTED["reason"])
+    assert state_of(run) == ("RUNNING", slurm_states.UNLISTED.reason)
 
 
 def test_a_task_that_has_not_started_is_counted_too(
@@ -224,7 +224,7 @@ def test_a_run_that_has_moved_on_while_slurm_was_asked_counts_as_it_is_now(
     newer = tmp_path / "newer.json"
     newer.write_text(run.state.read_text().replace('"42"', '"43"'))
     answers("scontrol", f"cp {newer} {run.state}; {UNKNOWN_JOB}")
-    assert current_state.state(run)["job_id"] == "43"
+    assert current_state.state(run).job_id == "43"
     answers("scontrol", UNKNOWN_JOB)
     assert state_of(run)[0] != "RUNNING"
 
@@ -248,7 +248,7 @@ def test_a_job_is_known_by_its_name_or_the_time_of_its_submission(
     run: RunFolder, answers: Answers, line: str, is_own: bool
 ) -> None:
     answers("squeue", shows(line))
-    assert state_of(run) == (("RUNNING", "") if is_own else ("FAILED", slurm_states.LOST["reason"]))
+    assert state_of(run) == (("RUNNING", "") if is_own else ("FAILED", slurm_states.LOST.reason))
     if is_own:
         job_identity.check(run, ["42"])
     else:
@@ -266,7 +266,7 @@ def test_of_two_runs_with_one_id_each_has_its_own_end(runs: Path, run: RunFolder
     new = make_run(runs, "new", BEGUN + HOUR)
     answers("squeue", shows(job("new", after=HOUR)))
     answers("sacct", shows("42|COMPLETED|2026-05-01T12:00:00|2026-05-01T12:00:00|2026-05-01T12:30:00|digits\n"))
-    found = {folder.run: state["state"] for folder, state in current_state.current([run, new])}
+    found = {folder.run: state.state for folder, state in current_state.current([run, new])}
     assert found == {"digits": "COMPLETED", "new": "RUNNING"}
 
 

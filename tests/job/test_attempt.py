@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -46,11 +45,13 @@ def test_a_rendezvous_that_cannot_be_served_ends_the_attempt_with_the_traceback(
     # collected by the attempt
     ranks[0].wait()
     assert ending.code == 128 + signal.SIGKILL
-    failure = json.loads(folder.failure.read_text())
+    failure = records.read_failure(folder)
+    assert failure is not None
     message = "the batch step could not serve the rendezvous: TypeError: this torch takes no listening socket"
-    assert (failure["who"], failure["message"]) == ("the batch step", message)
-    assert failure["traceback"] in capfd.readouterr().err
-    assert failure["traceback"].startswith("Traceback")
+    assert (failure.who, failure.message) == ("the batch step", message)
+    assert failure.traceback is not None
+    assert failure.traceback in capfd.readouterr().err
+    assert failure.traceback.startswith("Traceback")
     assert failures.cause_of(failure) is failures.RENDEZVOUS
     assert records.line_of(failure) == message
     assert folder.secrets() == []

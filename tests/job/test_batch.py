@@ -101,8 +101,8 @@ def test_a_rank_that_asks_to_be_started_again_lets_the_others_finish(
     assert start_batch(shell(saves)).wait() == 75
     assert folder.rank_log(1, 0).read_text() == "saved\n"
     assert Path(f"{scontrol}.calls").read_text() == "requeue 9\n"
-    assert records.read_state(folder)["state"] == "REQUEUED"
-    assert [event["event"] for event in records.events(folder)] == ["started", "ended", "requeued"]
+    assert records.read_state(folder).state == "REQUEUED"
+    assert [event.event for event in records.events(folder)] == ["started", "ended", "requeued"]
     assert not folder.failure.exists()
 
 
@@ -117,7 +117,7 @@ def test_what_goes_wrong_in_the_interpreters_end_is_no_end_of_the_job(
     )
     monkeypatch.setenv("PYTHONPATH", str(customized), prepend=":")
     assert start_batch(shell("echo here")).wait() == 0
-    assert records.read_state(folder)["state"] == "COMPLETED"
+    assert records.read_state(folder).state == "COMPLETED"
 
 
 def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
@@ -128,8 +128,8 @@ def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
         records.record_event(folder, "requeued", token=token)
     assert start_batch(shell("exit 75"), max_requeues=1).wait() == 75
     state = records.read_state(folder)
-    assert state["state"] == "TIMEOUT"
-    assert "--max-requeues 1" in state["reason"]
+    assert state.state == "TIMEOUT"
+    assert "--max-requeues 1" in state.reason
     assert not Path(f"{scontrol}.calls").exists()
 
 
@@ -143,7 +143,7 @@ def test_a_run_that_comes_to_its_time_limit_twice_without_a_newer_checkpoint_end
         squeue.write_text(f"#!/bin/sh\necho {left}\n")
         save = f"mkdir -p {folder.checkpoint(1)}; " if saves else ""
         assert start_batch(shell(f"{save}exit 75"), nodes=1, lead=60).wait() == 75
-        return str(records.read_state(folder)["state"])
+        return str(records.read_state(folder).state)
 
     # the first saves; the third leaves for another reason, such as a preemption
     assert [attempt(left) for left in ("0:45", "0:45", "5:00")] == ["REQUEUED"] * 3
@@ -151,7 +151,7 @@ def test_a_run_that_comes_to_its_time_limit_twice_without_a_newer_checkpoint_end
     assert attempt("0:45") == ("TIMEOUT" if saves else "REQUEUED")
     if saves:
         reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000001"
-        assert records.read_state(folder)["reason"] == reason
+        assert records.read_state(folder).reason == reason
 
 
 def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
@@ -163,10 +163,10 @@ def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
     sbatch.chmod(0o755)
     assert start_batch(shell("exit 75")).wait() == 75
     state = records.read_state(folder)
-    assert state["state"] == "TIMEOUT"
-    assert "Requested operation is presently disabled" in state["reason"]
-    assert "submissions from nodes are not allowed" in state["reason"]
-    assert state["reason"].endswith("continue with `resume`")
+    assert state.state == "TIMEOUT"
+    assert "Requested operation is presently disabled" in state.reason
+    assert "submissions from nodes are not allowed" in state.reason
+    assert state.reason.endswith("continue with `resume`")
 
 
 def test_a_cancel_while_the_job_is_requeued_ends_it(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_cancel_while_the_job_is_requeued_ends_it(folder: RunFolder, start_bat
     # it could not be cancelled, and starts once more
     assert start_batch(shell("echo here")).wait() == 143
     state = records.read_state(folder)
-    assert (state["state"], state["reason"], state["attempts"]) == ("CANCELLED", "cancelled", 1)
+    assert (state.state, state.reason, state.attempts) == ("CANCELLED", "cancelled", 1)
 
 
 def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFolder, start_batch: StartBatch) -> None:
@@ -207,7 +207,7 @@ def test_an_attempt_that_was_given_up_does_not_speak_for_the_next(
     gate.touch()
     assert batch.wait() == code
     state = records.read_state(folder)
-    assert (state["state"], state["reason"]) == ("RUNNING", "")
+    assert (state.state, state.reason) == ("RUNNING", "")
     assert not folder.failure.exists()
     assert not Path(f"{scontrol}.calls").exists()
 
@@ -226,9 +226,9 @@ def test_a_killed_rank_costs_an_attempt_and_not_the_job(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
     assert start_batch(rank_1_is_killed(folder, attempts=1)).wait() == 0
-    assert [event["event"] for event in records.events(folder)] == ["started", "ended", "retried", "started", "ended"]
+    assert [event.event for event in records.events(folder)] == ["started", "ended", "retried", "started", "ended"]
     state = records.read_state(folder)
-    assert (state["state"], state["reason"], state["attempts"], state["job_id"]) == ("COMPLETED", "", 2, "9")
+    assert (state.state, state.reason, state.attempts, state.job_id) == ("COMPLETED", "", 2, "9")
     assert folder.rank_log(2, 1).read_text() == "on\n"
     assert not folder.failure.exists()
     assert not Path(f"{scontrol}.calls").exists()
@@ -245,8 +245,8 @@ def test_a_node_that_kills_twice_is_left_for_others(folder: RunFolder, start_bat
     assert Path(f"{scontrol}.calls").read_text().splitlines() == ["requeue 9", "update JobId=9 ExcNodeList=n2"]
     assert "--test-only --exclude=n2" in Path(f"{sbatch}.calls").read_text()
     state = records.read_state(folder)
-    assert (state["state"], state["attempts"]) == ("REQUEUED", 2)
-    assert state["reason"].startswith("starts again (2 of 3): rank 1 on n2")
+    assert (state.state, state.attempts) == ("REQUEUED", 2)
+    assert state.reason.startswith("starts again (2 of 3): rank 1 on n2")
 
 
 def test_where_there_is_no_other_node_it_stays_and_fails_in_the_end(
@@ -260,23 +260,23 @@ def test_where_there_is_no_other_node_it_stays_and_fails_in_the_end(
     assert start_batch(rank_1_is_killed(folder, attempts=3), retries=2).wait() == 137
     assert not Path(f"{scontrol}.calls").exists()
     state = records.read_state(folder)
-    assert (state["state"], state["attempts"]) == ("FAILED", 3)
+    assert (state.state, state.attempts) == ("FAILED", 3)
 
 
 def test_a_cancel_is_heard_before_the_next_attempt(folder: RunFolder, start_batch: StartBatch) -> None:
     batch = start_batch(shell("kill -9 $$"), nodes=1)
     # the second failure in a row makes it wait
-    wait_until(lambda: sum(event["event"] == "retried" for event in records.events(folder)) == 2)
+    wait_until(lambda: sum(event.event == "retried" for event in records.events(folder)) == 2)
     batch.send_signal(signal.SIGTERM)
     assert batch.wait() == 143
-    assert records.read_state(folder)["attempts"] == 2
+    assert records.read_state(folder).attempts == 2
 
 
 def test_one_that_came_before_the_first_failure_too(folder: RunFolder, start_batch: StartBatch) -> None:
     batch = start_batch(shell(f"touch {folder.cancel_wish}; kill -9 $$"), nodes=1)
     assert batch.wait() == 143
     state = records.read_state(folder)
-    assert (state["state"], state["reason"], state["attempts"]) == ("CANCELLED", "cancelled", 1)
+    assert (state.state, state.reason, state.attempts) == ("CANCELLED", "cancelled", 1)
 
 
 @pytest.mark.parametrize(("left", "attempts"), [("0:45", 1), ("1:03", 2)])
@@ -290,7 +290,7 @@ def test_near_its_time_limit_a_retry_is_a_requeue(
     # the node that has killed twice is left for others
     calls = ["requeue 9", "update JobId=9 ExcNodeList=n2"]
     assert Path(f"{scontrol}.calls").read_text().splitlines() == calls[:attempts]
-    assert [event["event"] for event in records.events(folder)] == ["started", "ended", "retried"] * attempts
+    assert [event.event for event in records.events(folder)] == ["started", "ended", "retried"] * attempts
 
 
 def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
@@ -299,9 +299,9 @@ def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
     scontrol.with_name("squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Access denied' >&2; exit 1\n")
     assert start_batch(rank_1_is_killed(folder, attempts=1)).wait() == 137
     state = records.read_state(folder)
-    assert (state["state"], state["attempts"]) == ("FAILED", 1)
-    assert "rank 1 on n2" in state["reason"]
-    assert "it did not start again:" in state["reason"]
+    assert (state.state, state.attempts) == ("FAILED", 1)
+    assert "rank 1 on n2" in state.reason
+    assert "it did not start again:" in state.reason
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
     folder.failure.write_text('{"message": "of the attempt before"}')
     start_batch(shell(f"if [ $RANK = 1 ]; then echo last words; {end}; fi; sleep 600"), retries=0).wait()
     state = records.read_state(folder)
-    assert (state["state"], state["reason"]) == ("FAILED", f"rank 1 on n2 {how}")
+    assert (state.state, state.reason) == ("FAILED", f"rank 1 on n2 {how}")
 
 
 def test_a_rank_that_took_too_much_memory(
@@ -323,7 +323,7 @@ def test_a_rank_that_took_too_much_memory(
     monkeypatch.setenv("SRUN_SAYS", "Out Of Memory")
     start_batch(shell("kill -KILL $$"), nodes=1).wait()
     state = records.read_state(folder)
-    assert (state["state"], state["reason"]) == ("OUT_OF_MEMORY", "rank 0 on n1: Out Of Memory")
+    assert (state.state, state.reason) == ("OUT_OF_MEMORY", "rank 0 on n1: Out Of Memory")
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -340,12 +340,12 @@ def test_the_end_of_a_job_that_slurm_ends_is_left_to_slurm_to_tell(
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     assert batch.wait() == code
-    assert records.read_state(folder)["state"] == "RUNNING"
+    assert records.read_state(folder).state == "RUNNING"
 
 
 def test_ranks_that_somebody_else_ends_have_failed(folder: RunFolder, start_batch: StartBatch) -> None:
     assert start_batch(shell("kill -TERM $$")).wait() == 143
-    assert records.read_state(folder)["state"] == "FAILED"
+    assert records.read_state(folder).state == "FAILED"
 
 
 def test_a_lead_signal_at_the_very_end_does_not_undo_a_finished_job(folder: RunFolder, start_batch: StartBatch) -> None:
@@ -359,7 +359,7 @@ def test_a_lead_signal_at_the_very_end_does_not_undo_a_finished_job(folder: RunF
         "    return 1.0\n"
     )
     assert start_batch(Target(function="late:train"), nodes=1).wait() == 0
-    assert records.read_state(folder)["state"] == "COMPLETED"
+    assert records.read_state(folder).state == "COMPLETED"
     result = read_json(folder.result)
     assert result is not None
     assert result["result"] == {"value": 1.0}

@@ -10,8 +10,9 @@ import pytest
 from mgpu_slurm.core import records
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.job import retry_policy
-from mgpu_slurm.job.retry_policy import Event, Retry
+from mgpu_slurm.job.retry_policy import Retry
 from mgpu_slurm.request.spec import Resources, Spec, Target
 
 KILLED = {"message": "rank 1 on n2: Killed"}
@@ -115,16 +116,10 @@ def test_what_is_written_down(failing: Failing) -> None:
     failing.fails(NO_GPU)
     (event,) = records.events(failing.folder)
     why = "rank 0 on n1: RuntimeError: No CUDA GPUs are available"
-    assert {key: event[key] for key in event if key != "time"} == {
-        "event": "retried",
-        "why": why,
-        "node": "n1",
-        "checkpoint": 5,
-        "avoid": ["n1"],
-        "pause": 0.0,
-    }
+    told = {"why": why, "node": "n1", "checkpoint": 5, "avoid": ["n1"], "pause": 0.0}
+    assert event == Event.from_json({"event": "retried", "time": event.time, **told})
     state = records.read_state(failing.folder)
-    assert (state["state"], state["reason"]) == ("REQUEUED", f"starts again (1 of 3): {why}")
+    assert (state.state, state.reason) == ("REQUEUED", f"starts again (1 of 3): {why}")
 
 
 def test_later_ones_wait_longer(failing: Failing) -> None:
@@ -150,12 +145,12 @@ AT_LIMIT, NOT_AT_LIMIT = True, False
 def test_two_attempts_in_vain_are_enough(failing: Failing, ends: list[tuple[int | None, bool]], expected: str) -> None:
     reasons, requeued = [], []
     for step, is_at_limit in ends:
-        records.record_event(failing.folder, "started", **retry_policy.beginning_facts(failing.folder))
+        records.record_event(failing.folder, "started", newest=retry_policy.newest_checkpoint(failing.folder))
         if step is not None and not failing.folder.checkpoint(step).exists():
             failing.saves(step)
-        facts = retry_policy.limit_facts(failing.folder, failing.spec, lambda is_at_limit=is_at_limit: is_at_limit)
-        reasons.append(retry_policy.why_no_requeue(failing.spec, requeued, facts))
-        requeued.append(facts)
+        asked = retry_policy.requeue_event(failing.folder, failing.spec, lambda is_at_limit=is_at_limit: is_at_limit)
+        reasons.append(retry_policy.why_no_requeue(failing.spec, requeued, asked))
+        requeued.append(asked)
     assert reasons[:-1] == [""] * (len(ends) - 1)
     assert (expected in reasons[-1]) if expected else (reasons[-1] == "")
 
@@ -164,12 +159,12 @@ def test_where_attempts_of_version_0_1_began_nobody_knows(failing: Failing) -> N
     failing.saves(5)
     for _ in range(3):
         records.record_event(failing.folder, "started")
-        assert retry_policy.limit_facts(failing.folder, failing.spec, lambda: True)["in_vain"] is False
+        assert retry_policy.requeue_event(failing.folder, failing.spec, lambda: True).in_vain is False
 
 
 def test_a_command_without_checkpoints_and_a_worker_of_a_sweep_may_save_elsewhere(tmp_path: Path) -> None:
     worker = Failing(tmp_path, kind="sweep")
     command = Spec("run", Target(command=("true",)), "slurm", Resources())
     for spec in (worker.spec, command):
-        records.record_event(worker.folder, "started", **retry_policy.beginning_facts(worker.folder))
-        assert retry_policy.limit_facts(worker.folder, spec, lambda: True)["in_vain"] is False
+        records.record_event(worker.folder, "started", newest=retry_policy.newest_checkpoint(worker.folder))
+        assert retry_policy.requeue_event(worker.folder, spec, lambda: True).in_vain is False

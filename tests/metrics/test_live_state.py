@@ -56,8 +56,8 @@ def test_a_report_does_not_wait_for_it(folder: RunFolder, monkeypatch: pytest.Mo
     os.write(passed, b"...")
     reporter.close(31)
     state = records.read_state(folder)
-    assert (state["step"], state["progress"], state["metrics"]) == (31, 3, {"loss": 0.5})
-    assert state["state"] == "RUNNING"
+    assert (state.step, state.progress, state.metrics) == (31, 3, {"loss": 0.5})
+    assert state.state == "RUNNING"
 
 
 def test_an_attempt_does_not_speak_for_a_later_one(folder: RunFolder) -> None:
@@ -65,7 +65,7 @@ def test_an_attempt_does_not_speak_for_a_later_one(folder: RunFolder) -> None:
     live = LiveState(folder, 1, nullcontext)
     live.show(step=3)
     live.close()
-    assert records.read_state(folder)["step"] == 7
+    assert records.read_state(folder).step == 7
 
 
 def test_what_was_not_submitted_has_no_state(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_killed_task_starts_again_alone_and_a_node_that_kills_is_left(
     cluster.start_now(facts["job_id"])
     assert slurm_project.call("wait", folder.name).returncode == 0
     assert [facts["attempts"] for facts in slurm_project.json("status", folder.name)] == [2, 3]
-    nodes = [event["nodes"] for event in records.events(RunFolder(folder).of_task(1)) if event["event"] == "started"]
+    nodes = [event.nodes for event in records.events(RunFolder(folder).of_task(1)) if event.event == "started"]
     assert nodes[0] == nodes[1] != nodes[2]
 
 

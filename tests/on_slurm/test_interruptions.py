@@ -159,17 +159,17 @@ def kept(run: Path) -> int:
 
 def attempts(run: Path) -> list[list[str]]:
     """The nodes of each attempt."""
-    return [event["nodes"] for event in records.events(RunFolder(run)) if event["event"] == "started"]
+    return [event.nodes for event in records.events(RunFolder(run)) if event.event == "started"]
 
 
 def ended(run: Path) -> list[int]:
     """The attempts that have ended, in this order."""
-    return [event["attempt"] for event in records.events(RunFolder(run)) if event["event"] == "ended"]
+    return [event.attempt for event in records.events(RunFolder(run)) if event.event == "ended"]
 
 
 def cause_of(run: Path) -> failures.Cause | None:
     """As `why` tells it."""
-    found = why(RunFolder(run), facts_of(run))
+    found = why(RunFolder(run), Handle(RunFolder(run)).current)
     return None if found is None else found.cause
 
 
@@ -332,7 +332,7 @@ def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_i
     assert (blocked / "final.pt").read_bytes() == undisturbed
     assert f"restored step {step} from " in log(run, 0, attempt=2)
     assert (run / "final.pt").read_bytes() == undisturbed
-    assert [event["event"] for event in records.events(RunFolder(run))][2:] == [
+    assert [event.event for event in records.events(RunFolder(run))][2:] == [
         *("started", "ended", "requeued"),
         *("started", "ended"),
     ]
@@ -342,7 +342,7 @@ def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_i
     # what there is to go by where SLURM has forgotten the job
     last = termination.ending(RunFolder(deaf), facts_of_deaf["job_id"])
     assert last is not None
-    assert last["state"] == "TIMEOUT"
+    assert last.state == "TIMEOUT"
     # a shell tells of a child that is killed before it
     assert log(deaf, 0) in ("ready\n", "ready\nKilled\n")
     assert cause_of(deaf) is failures.TIME_LIMIT
@@ -387,8 +387,8 @@ def test_a_killed_rank_costs_an_attempt_on_the_same_nodes(
         facts = finish(run)
     assert (facts["state"], facts["step"], facts["attempts"], facts["job_id"]) == ("COMPLETED", STEPS, 2, job)
     assert attempts(run)[0] == attempts(run)[1]
-    (event,) = [each for each in records.events(RunFolder(run)) if each["event"] == "retried"]
-    assert (event["why"], event["node"], event["checkpoint"]) == ("rank 1 on n2: Killed", "n2", 7)
+    (event,) = [each for each in records.events(RunFolder(run)) if each.event == "retried"]
+    assert (event.why, event.node, event.checkpoint) == ("rank 1 on n2: Killed", "n2", 7)
     assert (run / "final.pt").read_bytes() == undisturbed
     assert ends(states_seen) == ["COMPLETED"]
 

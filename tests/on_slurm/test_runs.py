@@ -186,12 +186,12 @@ def test_ranks_that_hang_do_not_keep_the_others_from_being_started_again(
     # half of the lead is for them
     words = (*TWO_NODES, "--ntasks-per-node", "1", "--time", "10", "--signal", "USR2@20")
     run = slurm_project.submit(*words, "--", "sh", "-c", script)
-    wait_until(lambda: records.read_state(RunFolder(run))["state"] == "REQUEUED")
+    wait_until(lambda: records.read_state(RunFolder(run)).state == "REQUEUED")
     # nothing of the first attempt is there beside the second
-    ended = [event for event in records.events(RunFolder(run)) if event["event"] == "ended"]
-    assert [event["exit_code"] for event in ended] == [75]
+    ended = [event for event in records.events(RunFolder(run)) if event.event == "ended"]
+    assert [event.others["exit_code"] for event in ended] == [75]
     wait_until(lambda: processes_of(run) == [], seconds=10)
-    cluster.start_now(records.read_state(RunFolder(run))["job_id"])
+    cluster.start_now(records.read_state(RunFolder(run)).job_id)
     facts = slurm_project.finish(run)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
 

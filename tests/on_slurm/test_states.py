@@ -6,10 +6,11 @@ import json
 import re
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from mgpu_slurm.core import records
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from tests.on_slurm.cluster import Cluster
 from tests.support import Project, log, wait_until
 
@@ -24,11 +25,11 @@ def submit(project: Project, *words: str) -> Path:
 def start(project: Project, *words: str) -> Path:
     """Submits a run; it runs."""
     run = submit(project, *words)
-    wait_until(lambda: recorded(run)["state"] == "RUNNING")
+    wait_until(lambda: recorded(run).state == "RUNNING")
     return run
 
 
-def recorded(run: Path) -> dict[str, Any]:
+def recorded(run: Path) -> RunState:
     """What the run itself has written down, without a question to anybody."""
     return records.read_state(RunFolder(run))
 
@@ -70,7 +71,7 @@ def test_one_question_serves_all_runs_and_none_those_that_have_ended(
 ) -> None:
     done, held = submit(slurm_project, "--", "true"), submit(slurm_project, "--sbatch", "hold", *SLEEP)
     running = start(slurm_project, *SLEEP)
-    wait_until(lambda: recorded(done)["state"] == "COMPLETED")
+    wait_until(lambda: recorded(done).state == "COMPLETED")
     commands(asked)
     assert states(slurm_project, done, held, running) == ["COMPLETED", "PENDING", "RUNNING"]
     assert len(slurm_project.json("status")) == 3
@@ -272,7 +273,7 @@ class TestAlive:
         cluster.until_job(job_of(run), "CONFIGURING")
         assert state_of(slurm_project, run) == ("PENDING", "CONFIGURING")
         (tmp_path / "Prolog.go").touch()
-        wait_until(lambda: recorded(run)["state"] == "RUNNING")
+        wait_until(lambda: recorded(run).state == "RUNNING")
         assert state_of(slurm_project, run) == ("RUNNING", "")
         cluster.run("scancel", job_of(run))
         cluster.until_job(job_of(run), "COMPLETING", "CANCELLED")

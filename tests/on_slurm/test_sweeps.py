@@ -21,6 +21,7 @@ from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints.reader import StoredTensors
 from mgpu_slurm.core import checkpoint_names, interpreter, records
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.search import sweep_file
@@ -31,8 +32,6 @@ from tests.sweep_job import JOB, epochs, pids, seen
 
 LOOK_EVERY = 0.5
 """Seconds; each time SLURM is asked."""
-
-State = dict[str, Any]
 
 
 @pytest.fixture
@@ -61,14 +60,14 @@ def states(folder: RunFolder) -> list[str]:
     return [trial.state.name for trial in trials_of(folder)]
 
 
-def workers(folder: RunFolder) -> list[State]:
+def workers(folder: RunFolder) -> list[RunState]:
     """As `status` shows them."""
     return [state for _, state in current_state.current([folder])]
 
 
 def trial_of(folder: RunFolder, worker: int) -> int | None:
     """The trial that a worker has."""
-    number: int | None = records.read_state(folder.of_task(worker)).get("trial")
+    number: int | None = records.read_state(folder.of_task(worker)).trial
     return number
 
 
@@ -87,15 +86,15 @@ def check_ended_once(folder: RunFolder, count: int) -> None:
         own = folder.of_trial(trial.number)
         assert not own.failure.exists()
         assert json.loads(own.result.read_text())["value"] == trial.value
-        ends = [event["how"] for event in records.events(own) if event["event"] == "ended"]
+        ends = [event.others["how"] for event in records.events(own) if event.event == "ended"]
         assert [how.startswith("score ") for how in ends].count(True) == 1
 
 
 def test_workers_share_the_trials_of_one_array_and_more_come_to_them(project: Project) -> None:
     gate = project.folder / "gate"
     folder = start(project, trials=8, workers=3, fixed={"does": "waits", "place": str(project.folder)})
-    (job,) = {state["job_id"].partition("_")[0] for state in workers(folder)}
-    assert [state["job_id"] for state in workers(folder)] == [f"{job}_{number}" for number in range(3)]
+    (job,) = {state.job_id.partition("_")[0] for state in workers(folder)}
+    assert [state.job_id for state in workers(folder)] == [f"{job}_{number}" for number in range(3)]
     wait_until(lambda: states(folder).count("RUNNING") == 3, pause=LOOK_EVERY)
     done = project.call("sweep", "sweep.yaml", "trials=12", "workers=4")
     told = "3 workers at work\ntrials    12; it was 8\nworkers   4; it was 3\nstarts    1 worker\n"
@@ -121,14 +120,14 @@ def test_a_worker_of_two_nodes_goes_on_at_its_time_limit_and_after_preemption(
     trial = folder.of_trial(0).path
     wait_until(lambda: len(epochs(trial).get(1, [])) > 2)
     (state,) = workers(folder)
-    job = state["job_id"]
+    job = state.job_id
     # its lead signal, as SLURM sends it some time before the limit
     cluster.run("scancel", "--signal=USR2", job)
     cluster.until_job(job, "PENDING")
     cluster.start_now(job)
     wait_until(lambda: len(epochs(trial).get(2, [])) > 2)
     taker = cluster.preempt(["n1", "n2", "n3", "n4"])
-    wait_until(lambda: workers(folder)[0]["state"] == "PENDING", pause=LOOK_EVERY)
+    wait_until(lambda: workers(folder)[0].state == "PENDING", pause=LOOK_EVERY)
     assert states(folder) == ["WAITING"]
     (project.folder / "gate").touch()
     cluster.start_now(job)
@@ -142,7 +141,7 @@ def test_a_worker_of_two_nodes_goes_on_at_its_time_limit_and_after_preemption(
         assert len(pids(trial, rank)) == 3
         # the trial after it has the processes of its last attempt
         assert pids(folder.of_trial(1).path, rank) == pids(trial, rank)[2:]
-    assert [worker["attempts"] for worker in workers(folder)] == [3]
+    assert [worker.attempts for worker in workers(folder)] == [3]
     assert not [trial for trial in trials_of(folder) if studies.LOSSES in trial.system_attrs]
 
 
@@ -154,8 +153,8 @@ def test_a_worker_on_a_broken_node_leaves_the_trials_to_the_others(project: Proj
     wait_until(lambda: any(samplers.DOUBT in trial.system_attrs for trial in trials_of(folder)), pause=LOOK_EVERY)
     (project.folder / "gate").touch()
     assert finish(project) == 0
-    (broken,) = [state for state in workers(folder) if state["state"] == "FAILED"]
-    assert re.search(r"trial \d+ failed here, and does well elsewhere: ValueError: broken on 0", broken["reason"])
+    (broken,) = [state for state in workers(folder) if state.state == "FAILED"]
+    assert re.search(r"trial \d+ failed here, and does well elsewhere: ValueError: broken on 0", broken.reason)
     found = states(folder)
     assert 2 <= found.count("FAIL") <= 4
     assert found.count("COMPLETE") == 12 - found.count("FAIL")
@@ -207,7 +206,7 @@ class Chaos:
 
         def there() -> bool:
             self._start_what_waits()
-            at_work = [number for number, state in enumerate(workers(self._folder)) if state["state"] == "RUNNING"]
+            at_work = [number for number, state in enumerate(workers(self._folder)) if state.state == "RUNNING"]
             having = [(number, trial_of(self._folder, number)) for number in at_work]
             found[:] = [(number, trial) for number, trial in having if trial is not None and self._waits(trial)]
             return bool(found)
@@ -226,11 +225,11 @@ class Chaos:
     def _start_what_waits(self) -> None:
         """SLURM holds back what it has requeued."""
         for state in workers(self._folder):
-            if state["state"] == "PENDING" and self._cluster.job(state["job_id"]).get("Reason") == "BeginTime":
-                self._cluster.start_now(state["job_id"])
+            if state.state == "PENDING" and self._cluster.job(state.job_id).get("Reason") == "BeginTime":
+                self._cluster.start_now(state.job_id)
 
     def _until(self, worker: int, *wanted: str) -> None:
-        wait_until(lambda: workers(self._folder)[worker]["state"] in wanted, pause=LOOK_EVERY)
+        wait_until(lambda: workers(self._folder)[worker].state in wanted, pause=LOOK_EVERY)
 
     def _start_again(self) -> None:
         done = self._project.call("sweep", "sweep.yaml")
@@ -238,7 +237,7 @@ class Chaos:
         assert re.search(r"^starts    (1 worker|2 workers)$", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
     def _job(self, worker: int) -> str:
-        return str(workers(self._folder)[worker]["job_id"])
+        return str(workers(self._folder)[worker].job_id)
 
     def cancel(self, worker: int) -> None:
         self._cluster.run("scancel", self._job(worker))

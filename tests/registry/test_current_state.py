@@ -59,11 +59,11 @@ def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
     answers("squeue", "42|PENDING|N/A|0|N/A|N/A||Priority|\n")
     answers("sacct", "41|TIMEOUT|2024-05-01T12:00:00|2024-05-01T12:05:00|2024-05-01T13:00:00|\n")
     states = {folder.run: state for folder, state in current_state.current([running, ended])}
-    assert (states["running"]["state"], states["running"]["reason"]) == ("PENDING", "Priority")
-    assert states["ended"]["state"] == "TIMEOUT"
+    assert (states["running"].state, states["running"].reason) == ("PENDING", "Priority")
+    assert states["ended"].state == "TIMEOUT"
     # SLURM forgets, the run does not
     answers("sacct", "")
-    assert current_state.state(ended)["state"] == "TIMEOUT"
+    assert current_state.state(ended).state == "TIMEOUT"
 
 
 def test_the_end_of_a_job_is_slurms_and_not_when_somebody_looked(
@@ -72,9 +72,9 @@ def test_the_end_of_a_job_is_slurms_and_not_when_somebody_looked(
     folder = make_run("cancelled", "42")
     answers("squeue", "42|CANCELLED|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||BeginTime|\n")
     state = current_state.state(folder)
-    assert state["ended"].startswith("2024-05-01T12:05:00")
+    assert state.ended.startswith("2024-05-01T12:05:00")
     # BeginTime is why it had pended
-    assert (state["state"], state["reason"]) == ("CANCELLED", "cancelled")
+    assert (state.state, state.reason) == ("CANCELLED", "cancelled")
 
 
 def test_a_submission_without_an_answer_is_looked_for_by_its_token(
@@ -86,9 +86,9 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_token(
     answers("sacct", "")
     answers("squeue", "42|mgpu-1\n42|PENDING|N/A|0|N/A|N/A||Priority|\n")
     states = {folder.run: state for folder, state in current_state.current([there, not_there])}
-    assert (states["there"]["state"], states["there"]["job_id"]) == ("PENDING", "42")
-    assert states["not-there"]["state"] == "FAILED"
-    assert states["not-there"]["reason"].startswith("was never queued")
+    assert (states["there"].state, states["there"].job_id) == ("PENDING", "42")
+    assert states["not-there"].state == "FAILED"
+    assert states["not-there"].reason.startswith("was never queued")
     assert [submission.job_id for submission in records.submissions(there)] == ["42"]
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_is_being_submitted_pends(
     answers("squeue", "")
     folder = make_run("new", None, "PENDING")
     records.record_event(folder, "submitting", token="mgpu-1")
-    assert current_state.state(folder)["state"] == "PENDING"
+    assert current_state.state(folder).state == "PENDING"
 
 
 def test_a_job_that_nobody_knows_is_lost(
@@ -108,7 +108,7 @@ def test_a_job_that_nobody_knows_is_lost(
     answers("squeue", "")
     answers("sacct", "")
     state = current_state.state(folder)
-    assert (state["state"], state["reason"].partition(":")[0]) == ("FAILED", "lost")
+    assert (state.state, state.reason.partition(":")[0]) == ("FAILED", "lost")
 
 
 def test_a_controller_that_does_not_answer_makes_no_job_lost(make_run: Callable[..., RunFolder], runs: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_controller_that_does_not_answer_makes_no_job_lost(make_run: Callable[
     squeue = runs.parent / "bin" / "squeue"
     squeue.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n")
     squeue.chmod(0o755)
-    assert current_state.state(folder)["state"] == "RUNNING"
+    assert current_state.state(folder).state == "RUNNING"
 
 
 def test_the_job_id_is_known_before_the_job_has_started(
@@ -127,10 +127,10 @@ def test_the_job_id_is_known_before_the_job_has_started(
     records.record_event(folder, "submitted", job_id="77", token="mgpu-1")
     start = (datetime.now() + timedelta(days=1)).isoformat(timespec="seconds")
     answers("squeue", f"77|PENDING|N/A|0|{start}|N/A||Resources|\n")
-    assert current_state.state(folder)["reason"] == f"Resources, expected to start at {start.replace('T', ' ')}"
+    assert current_state.state(folder).reason == f"Resources, expected to start at {start.replace('T', ' ')}"
     # a limit of a year is none
     answers("squeue", "77|PENDING|N/A|0|2999-05-01T12:00:00|N/A||Resources|\n")
-    assert current_state.state(folder)["reason"] == "Resources, after jobs that have no time limit"
+    assert current_state.state(folder).reason == "Resources, after jobs that have no time limit"
     assert lookup.find("77").run == "queued"
 
 
@@ -156,7 +156,7 @@ def test_a_state_that_cannot_be_read_hides_no_other_run(make_run: Callable[..., 
     make_run("good", state="COMPLETED")
     bad = make_run("bad", state="COMPLETED")
     bad.state.write_text("{")
-    states = {folder.run: state["state"] for folder, state in lookup.all_states()}
+    states = {folder.run: state.state for folder, state in lookup.all_states()}
     assert states == {"good": "COMPLETED", "bad": "UNKNOWN"}
 
 
@@ -181,10 +181,10 @@ def test_a_run_inside_an_allocation_ends_with_it_wherever_its_supervisor_is(
     records.update_state(folder, executor="allocation", host="elsewhere", supervisor=[1, 1])
     answers("squeue", f"42|{job}|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||None|\n")
     found = current_state.state(folder)
-    assert (found["state"], found["reason"]) == (state, reason)
-    assert records.read_state(folder)["state"] == state
+    assert (found.state, found.reason) == (state, reason)
+    assert records.read_state(folder).state == state
     if state != "RUNNING":
-        assert found["ended"].startswith("2024-05-01T12:05:00")
+        assert found.ended.startswith("2024-05-01T12:05:00")
 
 
 def test_a_run_whose_allocation_everybody_has_forgotten_has_ended(
@@ -194,7 +194,7 @@ def test_a_run_whose_allocation_everybody_has_forgotten_has_ended(
     records.update_state(folder, executor="allocation", host="elsewhere", supervisor=[1, 1])
     answers("squeue", "")
     answers("sacct", "")
-    assert current_state.state(folder)["state"] == "CANCELLED"
+    assert current_state.state(folder).state == "CANCELLED"
 
 
 def test_a_run_without_a_supervisor_is_lost_also_where_its_allocation_lives(
@@ -204,8 +204,8 @@ def test_a_run_without_a_supervisor_is_lost_also_where_its_allocation_lives(
     records.update_state(folder, executor="allocation", host=HERE, supervisor=GONE)
     answers("squeue", "42|RUNNING|N/A|0|2024-05-01T12:00:00|2024-05-01T12:05:00||None|\n")
     found = current_state.state(folder)
-    assert found["state"] == "FAILED"
-    assert found["reason"].startswith("lost: its supervisor process is gone")
+    assert found.state == "FAILED"
+    assert found.reason.startswith("lost: its supervisor process is gone")
 
 
 def test_a_supervisor_that_lives_is_believed_without_a_question(make_run: Callable[..., RunFolder], runs: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_supervisor_that_lives_is_believed_without_a_question(make_run: Callab
     squeue = runs.parent / "bin" / "squeue"
     squeue.write_text(f"#!/bin/sh\ntouch {runs.parent}/asked\n")
     squeue.chmod(0o755)
-    assert current_state.state(folder)["state"] == "RUNNING"
+    assert current_state.state(folder).state == "RUNNING"
     assert not (runs.parent / "asked").exists()
 
 
@@ -248,7 +248,7 @@ def test_of_an_array_that_is_still_there_slurm_keeps_nothing_of_a_task_that_was_
     start(group.of_task(2), "42_2")
     answers("squeue", REST_OF_42)
     answers("sacct", "")
-    found = [(state["state"], state["reason"].partition(":")[0]) for _, state in current_state.current([group])]
+    found = [(state.state, state.reason.partition(":")[0]) for _, state in current_state.current([group])]
     # one that has run did not wait
     assert found == [("CANCELLED", "cancelled before it started"), ("FAILED", "lost"), ("RUNNING", "")]
 
@@ -263,7 +263,7 @@ def test_an_accounting_that_does_not_answer_lets_nothing_be_cancelled(
     sacct.write_text("#!/bin/sh\necho 'sacct: error: slurm_persist_conn_open: failed' >&2; exit 1\n")
     sacct.chmod(0o755)
     state = current_state.current([group])[0][1]
-    assert state["reason"].startswith("lost: SLURM has forgotten it, and its accounting")
+    assert state.reason.startswith("lost: SLURM has forgotten it, and its accounting")
     assert not group.of_task(0).state.exists()
 
 
@@ -276,7 +276,7 @@ def test_a_group_stays_together_also_where_a_part_of_it_was_submitted_again(
     make_run("other", "43")
     start(group.of_task(1), "44_1")
     records.update_state(group.of_task(1), submitted="2999-01-01T00:00:00+00:00")
-    names = [state["run"] for _, state in lookup.all_states()]
+    names = [state.run for _, state in lookup.all_states()]
     assert names == ["group/0", "group/1", "group/2", "other"]
 
 

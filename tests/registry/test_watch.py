@@ -50,13 +50,13 @@ def test_a_silent_slurm_is_not_waited_for_and_asked_once(
     gate = squeue(f"echo '{RUNS}'")
     watch = Watch(run)
     for _ in range(10):
-        assert watch.state()["state"] == "RUNNING"
+        assert watch.state().state == "RUNNING"
     wait_until(lambda: (tmp_path / "calls").exists() and (tmp_path / "calls").read_text() != "")
     (asked,) = (tmp_path / "calls").read_text().split()
     # nobody has lost patience with it: it waits to this moment
     os.kill(int(asked), 0)
     records.update_state(run, state="COMPLETED")
-    assert watch.state()["state"] == "COMPLETED"
+    assert watch.state().state == "COMPLETED"
     gate.touch()
 
 
@@ -71,7 +71,7 @@ def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[st
 
     def ask_again() -> None:
         before = calls()
-        wait_until(lambda: watch.state()["state"] == "RUNNING" and calls() > before + 1)
+        wait_until(lambda: watch.state().state == "RUNNING" and calls() > before + 1)
 
     ask_again()
     assert notes == ["SLURM's controller does not answer: showing the last known states; asking again"]
@@ -87,7 +87,7 @@ def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[st
 def test_a_run_that_is_deleted_meanwhile_is_not_waited_for(run: RunFolder) -> None:
     records.update_state(run, executor="local")
     watch = Watch(run)
-    assert watch.state()["state"] == "RUNNING"
+    assert watch.state().state == "RUNNING"
     shutil.rmtree(run.path)
     with pytest.raises(UserError, match="run run was deleted meanwhile"):
         watch.state()

@@ -14,6 +14,7 @@ import pytest
 
 from mgpu_slurm.core import failures
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.reports.diagnosis import why
 from tests.support import Project, wait_until
 
@@ -108,7 +109,7 @@ def test_a_script_that_really_fails_of_it(name: str, tmp_path: Path, project: Pr
     project.write("train.py", SCRIPTS[name])
     folder, facts = project.run("--retries", "0", "--", "python", "train.py")
     assert facts["state"] == "FAILED"
-    found = why(RunFolder(folder), facts)
+    found = why(RunFolder(folder), RunState.from_json(facts))
     assert found is not None
     assert found.cause.name == name.partition(",")[0], found
     assert found.who == "rank 0"
@@ -145,7 +146,7 @@ def test_one_that_the_kernel_has_killed_for_want_of_memory(project: Project, lit
     (folder,) = project.runs.iterdir()
     (facts,) = project.json("status", folder.name)
     assert (facts["state"], facts["attempts"]) == ("FAILED", 1)
-    found = why(RunFolder(folder), facts)
+    found = why(RunFolder(folder), RunState.from_json(facts))
     assert found is not None
     assert found.cause is failures.HOST_MEMORY
     assert found.error == "rank 0 was ended by SIGKILL"
@@ -181,7 +182,7 @@ def test_an_error_of_the_program_with_its_line(project: Project) -> None:
 def test_one_that_has_failed_after_its_end(project: Project) -> None:
     project.write("train.py", "import os\nimport atexit\n\ndef train(run, config):\n    atexit.register(os.abort)\n")
     folder, facts = project.run("train.py")
-    found = why(RunFolder(folder), facts)
+    found = why(RunFolder(folder), RunState.from_json(facts))
     assert found is not None
     assert found.cause.name == "after-the-end"
 
@@ -228,7 +229,7 @@ MISMATCH = """
 def test_ranks_that_make_different_calls_are_told_with_the_line_of_each(project: Project) -> None:
     project.write("train.py", MISMATCH)
     folder, facts = project.run("train.py", "--nodes", "3")
-    found = why(RunFolder(folder), facts)
+    found = why(RunFolder(folder), RunState.from_json(facts))
     assert found is not None
     assert found.line == "train.py:5 in train (rank 0); train.py:6 in train (rank 1-2)"
 
@@ -296,7 +297,7 @@ def test_checkpoints_that_are_all_damaged(project: Project) -> None:
         tensors.write_bytes(b"something else")
     project.call("resume", folder.name, "--follow")
     (facts,) = project.json("status", folder.name)
-    found = why(RunFolder(folder), facts)
+    found = why(RunFolder(folder), RunState.from_json(facts))
     assert found is not None
     assert found.cause is failures.DAMAGED
 

@@ -9,6 +9,7 @@ import pytest
 
 from mgpu_slurm.core.files import append_jsonl, write_json
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.reports.run_summary import RankWarning, ending_lines, rank_warnings, warning_lines
 
 ATTEMPT = {"attempt": 1, "exit_code": 1, "message": "it failed"}
@@ -38,7 +39,7 @@ def test_what_failed_first_is_shown_once(
     write_json(folder.failure, ATTEMPT | failure)
     folder.rank_log(1, 1).write_text("said last\n")
     folder.rank_log(1, 2).touch()
-    lines = ending_lines(folder.path, {"state": "FAILED", "run": "x", "reason": "", "attempts": 1}, shown_rank)
+    lines = ending_lines(folder.path, RunState(state="FAILED", run="x", attempts=1), shown_rank)
     assert lines[0].startswith(first)
     assert sum("failed first" in line for line in lines) == (first != "FAILED")
 

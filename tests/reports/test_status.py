@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mgpu_slurm.core import records
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.reports import status
 
 
@@ -23,20 +23,15 @@ from mgpu_slurm.reports import status
 )
 def test_a_groups_metrics_are_mean_and_spread(losses: list[float], told: str) -> None:
     runs = [
-        records.FIRST_STATE | {"run": f"group/{place}", "state": "COMPLETED", "metrics": {"loss": loss}}
-        for place, loss in enumerate(losses)
+        RunState(run=f"group/{place}", state="COMPLETED", metrics={"loss": loss}) for place, loss in enumerate(losses)
     ]
     line = status.overview(runs).splitlines()[1]
     assert line.split()[0] == "group"
     assert line.endswith(f" COMPLETED  loss={told}")
 
 
-def facts(run: str, state: str, **more: object) -> dict[str, object]:
-    return records.FIRST_STATE | {"run": run, "state": state} | more
-
-
 def test_a_small_terminal_shows_what_is_alive_and_the_newest_of_the_rest() -> None:
-    runs = [facts(f"run-{place}", "RUNNING" if place in (3, 18) else "COMPLETED") for place in range(20)]
+    runs = [RunState(run=f"run-{place}", state="RUNNING" if place in (3, 18) else "COMPLETED") for place in range(20)]
     lines = status.overview(runs, os.terminal_size((40, 10))).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-18"]
     assert lines[-1].startswith("and 13 older ones, which have ended")
@@ -45,13 +40,13 @@ def test_a_small_terminal_shows_what_is_alive_and_the_newest_of_the_rest() -> No
 
 
 def test_a_reason_comes_before_the_metrics_and_zeros_are_not_shown() -> None:
-    run = facts("run", "FAILED", reason="rank 1 on n2: ValueError", metrics={"loss": 0.5}, step=3)
+    run = RunState(run="run", state="FAILED", reason="rank 1 on n2: ValueError", metrics={"loss": 0.5}, step=3)
     _, line = status.table([run]).splitlines()
     assert line.split(maxsplit=5) == ["run", "FAILED", "0", "1x1", "3", "rank 1 on n2: ValueError  loss=0.5"]
 
 
 def test_a_part_of_a_group_is_not_summed_up() -> None:
-    runs = [facts(f"group/{place}", "RUNNING") for place in range(2)]
+    runs = [RunState(run=f"group/{place}", state="RUNNING") for place in range(2)]
     assert [line.split()[0] for line in status.table(runs[:1]).splitlines()] == ["RUN", "group/0"]
     assert [line.split()[0] for line in status.table(runs, {"group"}).splitlines()[1:]] == [
         "group/0",
@@ -62,19 +57,23 @@ def test_a_part_of_a_group_is_not_summed_up() -> None:
 
 LONG = "train-imagenet-resnet50-long-schedule-20261121-115015-eb8f"
 RUNS = [
-    facts(
-        "digits-20261121-115015-eb8f",
-        "RUNNING",
+    RunState(
+        run="digits-20261121-115015-eb8f",
+        state="RUNNING",
         **{"nodes": 2, "ranks": 8, "step": 12345, "progress": 17, "attempts": 1, "metrics": {"accuracy": 0.98123}},
         **{"submitted": "2026-11-21T11:50:15+00:00", "started": "2026-11-21T11:51:15+00:00"},
     ),
-    facts(
-        LONG,
-        "COMPLETED",
+    RunState(
+        run=LONG,
+        state="COMPLETED",
         **{"nodes": 16, "ranks": 128, "step": 1234567, "progress": 90, "attempts": 3, "metrics": {"accuracy": 0.7}},
         **{"submitted": "2026-11-21T11:50:15+00:00", "started": "2026-11-21T11:51:15+00:00"},
     ),
-    facts("digits-20261120-115015-abcd", "OUT_OF_MEMORY", reason="rank 0 on gpu-17: OutOfMemoryError: " + 60 * "x"),
+    RunState(
+        run="digits-20261120-115015-abcd",
+        state="OUT_OF_MEMORY",
+        reason="rank 0 on gpu-17: OutOfMemoryError: " + 60 * "x",
+    ),
 ]
 
 

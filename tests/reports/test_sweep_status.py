@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from mgpu_slurm.core import states
@@ -18,7 +19,7 @@ def test_workers_at_work_come_first_and_then_those_that_wait(tmp_path: Path) -> 
     write_json(made.folder.summary, summary.summarize(made.study, made.sweep))
     some = [states.COMPLETED, states.PENDING, states.RUNNING, states.FAILED, states.RUNNING]
     state = read_state(made.folder)
-    workers = [state | {"run": f"digits/{number}", "state": each} for number, each in enumerate(some)]
+    workers = [replace(state, run=f"digits/{number}", state=each) for number, each in enumerate(some)]
     told = sweep_status.lines(made.folder, workers)
     assert [line.split()[0] for line in told[told.index("") + 2 :]] == ["2", "4", "1", "0", "3"]
 

@@ -47,8 +47,8 @@ def test_slurm_says_why_a_job_has_ended(run: RunFolder, why: str, expected: tupl
     run.launch_log("7").write_text(f"srun: got SIGCONT\n{notice(why)}{STEP}")
     found = termination.ending(run, "7")
     assert found is not None
-    assert (found["state"], found["reason"]) == expected
-    assert found["ended"].startswith("2024-05-01T12:30:00")
+    assert (found.state, found.reason) == expected
+    assert found.ended.startswith("2024-05-01T12:30:00")
 
 
 @pytest.mark.parametrize(

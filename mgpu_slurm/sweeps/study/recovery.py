@@ -16,6 +16,7 @@ from mgpu_slurm.core import records, retry, states
 from mgpu_slurm.core.files import write_json, write_whole
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.sweeps import hparams, optuna_adapter
@@ -93,12 +94,12 @@ def recover(study: Study, folder: RunFolder, sweep: Sweep, note: Note = quiet) -
     return [trial.number for trial in left]
 
 
-def _may_live(found: dict[int | None, dict[str, Any]], worker: int, attempt: int) -> bool:
+def _may_live(found: dict[int | None, RunState], worker: int, attempt: int) -> bool:
     """Return whether an attempt of a worker may be running; the worker's state may be slightly outdated."""
     state = found.get(worker)
-    if state is None or attempt > state["attempts"]:
+    if state is None or attempt > state.attempts:
         return True
-    return bool(attempt == state["attempts"] and state["state"] in states.MAY_RUN)
+    return bool(attempt == state.attempts and state.state in states.MAY_RUN)
 
 
 def release(study: Study, folder: RunFolder, trial: FrozenTrial, death: Death, sweep: Sweep) -> bool:
@@ -149,26 +150,26 @@ def _made(trial: RunFolder) -> RunFolder:
     return trial
 
 
-def _death(folder: RunFolder, found: dict[int | None, dict[str, Any]], claims: dict[int, int]) -> Death:
+def _death(folder: RunFolder, found: dict[int | None, RunState], claims: dict[int, int]) -> Death:
     for worker, attempt in claims.items():
         known = of_attempt(folder.of_task(worker), attempt)
         if known is not None:
             return known
     worker, attempt = next(iter(claims.items()))
     state = found[worker]
-    if states.is_alive(state["state"]) or state["attempts"] > attempt:
+    if states.is_alive(state.state) or state.attempts > attempt:
         # the worker's current state is not how that attempt ended
         return Death(f"worker {worker} was ended, and starts again")
-    how = f": {state['reason']}" if state["reason"] else ""
-    return Death(f"worker {worker} is {state['state']}{how}")
+    how = f": {state.reason}" if state.reason else ""
+    return Death(f"worker {worker} is {state.state}{how}")
 
 
 def of_attempt(worker: RunFolder, attempt: int) -> Death | None:
     """Return how an attempt of a worker ended, if that was recorded where it ran."""
     for event in records.events(worker):
-        if event["event"] == "ended" and event["attempt"] == attempt and "message" in event:
-            message = first_line(event["message"])
-            if event["trial"] is not None:
-                return Death(f"{event['error']}: {message}", is_trials_fault=True)
+        if event.event == "ended" and event.attempt == attempt and event.message is not None:
+            message = first_line(event.message)
+            if event.trial is not None:
+                return Death(f"{event.error}: {message}", is_trials_fault=True)
             return Death(f"its ranks died: {message}")
     return None

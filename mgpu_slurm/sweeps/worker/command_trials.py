@@ -19,6 +19,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import end_of, read_jsonl
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import TRIAL_VARIABLE
+from mgpu_slurm.core.record_types import Failure
 from mgpu_slurm.job import store_server
 from mgpu_slurm.metrics import report_socket
 from mgpu_slurm.metrics.report_socket import ReportServer
@@ -196,7 +197,7 @@ def _tell(own: StudyClient, folder: RunFolder, heard: _Heard, exited: _Exit) -> 
     elif exited.code:
         lines = _lines(folder, exited.rank)
         reason = f"its command ended with exit code {exited.code}" + "".join(f": {line[:200]}" for line in lines[-1:])
-        if failures.cause_of({"message": reason}, "\n".join(lines)) is failures.FORGERY:
+        if failures.cause_of(Failure(message=reason), "\n".join(lines)) is failures.FORGERY:
             own.lose(reason)
         else:
             own.fail(reason)

@@ -134,7 +134,7 @@ class StudyClient:
         own = self._trial = WorkerTrial(self._shared, self._scheduler, trial)
         self._begun += 1
         self._health.trial_began()
-        own.record("started", worker=self._worker.number, job_id=records.read_state(self._folder)["job_id"])
+        own.record("started", worker=self._worker.number, job_id=records.read_state(self._folder).job_id)
         with studies.synced_once(self._study):
             values = self._chosen(trial)
         if values is None:

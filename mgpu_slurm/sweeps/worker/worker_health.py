@@ -6,12 +6,12 @@ import itertools
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 from optuna.trial import FrozenTrial
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.study import health, summary
@@ -112,16 +112,16 @@ class WorkerHealth:
         """Return whether any worker other than these is running, according to the state files."""
         others = [member for member in lookup.members(self._shared.sweep_folder) if member.task not in but]
         found = map(records.read_state, others)
-        return any(state["state"] == states.RUNNING and state.get("leaving") != state["attempts"] for state in found)
+        return any(state.state == states.RUNNING and state.leaving != state.attempts for state in found)
 
 
 def _since(folder: RunFolder) -> datetime:
     """Return since when this worker has its nodes; ranks that restart in place keep them."""
-    starts = [event for event in records.events(folder) if event["event"] == "started"]
+    starts = [event for event in records.events(folder) if event.event == "started"]
     place = _place_of(starts[-1])
     here = itertools.takewhile(lambda event: _place_of(event) == place, reversed(starts))
-    return datetime.fromisoformat([event["time"] for event in here][-1])
+    return datetime.fromisoformat([event.time for event in here][-1])
 
 
-def _place_of(start: dict[str, Any]) -> tuple[str, list[str]]:
-    return start["job_id"], start["nodes"]
+def _place_of(start: Event) -> tuple[str | None, Sequence[str]]:
+    return start.job_id, start.nodes

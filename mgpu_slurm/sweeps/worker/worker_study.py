@@ -80,7 +80,7 @@ class WorkerStudy:
         # only for people: a full disk must not end a trial
         with suppress(OSError):
             # an attempt that SLURM gave up with its node must not change the state of a later attempt
-            if records.read_state(self.folder)["attempts"] <= self.worker.attempt:
+            if records.read_state(self.folder).attempts <= self.worker.attempt:
                 records.update_state(self.folder, sync=False, **changes)
 
     def write_summary(self, at_once: bool = True) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mgpu_slurm.core import files, records
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
@@ -164,11 +165,11 @@ class TestWaitingForNews:
         fail(broken, 2)
         assert [broken.next(Stop.NO) for _ in range(3)] == [None] * 3
         state = records.read_state(folder.of_task(1))
-        assert ("waits for news of other workers" in state["reason"], state["trial"]) == (True, None)
+        assert ("waits for news of other workers" in state.reason, state.trial) == (True, None)
         assert broken.next(Stop.END) == Leave(TERMINATED_EXIT_CODE, "asked to end")
         silent.report(1, {"score": 0.5})
         assert begin(broken).number == 3
-        assert records.read_state(folder.of_task(1))["reason"] == ""
+        assert records.read_state(folder.of_task(1)).reason == ""
 
     def test_of_one_that_has_its_nodes_and_no_trial_yet(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=3)
@@ -412,7 +413,7 @@ class TestGivingUp:
         begin(part)
         part.prune("score is nan", 1)
         leave(part)
-        told, workers = sweep_state.summary_of(folder), [{"state": "COMPLETED"}]
+        told, workers = sweep_state.summary_of(folder), [RunState(state="COMPLETED")]
         assert sweep_state.overall(workers, told) == "FAILED"
         assert sweep_state.reason(workers, told, "FAILED") == "1 of 1 trial, and all of them were pruned: score is nan"
 

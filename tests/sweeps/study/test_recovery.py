@@ -27,7 +27,7 @@ def recovered_by_another(folder: RunFolder) -> list[int]:
 
 
 def lost(folder: RunFolder, number: int) -> list[str]:
-    return [event["reason"] for event in records.events(folder.of_trial(number)) if event["event"] == "lost"]
+    return [event.reason for event in records.events(folder.of_trial(number)) if event.event == "lost"]
 
 
 def losses(folder: RunFolder, number: int) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from mgpu_slurm.core import files, records
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import quiet
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
@@ -130,7 +131,7 @@ class TestTheLastOne:
             files.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 1", "trials: 2"))
         order = answer.recv()
         child.join()
-        assert (order.number, "leaving" in records.read_state(folder.of_task(0))) == (1, False)
+        assert (order.number, records.read_state(folder.of_task(0)).leaving is not None) == (1, False)
 
     def test_one_that_has_said_so_is_not_counted_on(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=1)
@@ -138,7 +139,7 @@ class TestTheLastOne:
         begin(part)
         finish(part, 0.5)
         leave(part)
-        assert records.read_state(folder.of_task(0))["leaving"] == 2
+        assert records.read_state(folder.of_task(0)).leaving == 2
 
 
 class TestMetrics:
@@ -167,7 +168,7 @@ class TestMetrics:
         begin(other)
         assert first.report(1, {"scores": 0.5}) is None
         said = "the job has not reported 'score' (did you mean 'scores'?) yet"
-        assert records.read_state(folder.of_task(0))["reason"] == said
+        assert records.read_state(folder.of_task(0)).reason == said
         first.complete({"scores": 0.5}, {"scores": 0.5}, step=1, progress=1)
         assert files.read_json(folder.of_trial(0).failure)["message"].startswith("the job never reported")
         finish(other, 0.5)
@@ -180,7 +181,7 @@ class TestMetrics:
         begin(part)
         part.report(1, {"loss": 0.5})
         part.report(2, {"loss": 0.5, "score": 0.5})
-        assert records.read_state(folder.of_task(0))["reason"] == ""
+        assert records.read_state(folder.of_task(0)).reason == ""
 
     def test_a_report_without_it_is_none_to_the_pruner(self, tmp_path: Path) -> None:
         folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1})
@@ -258,7 +259,7 @@ class TestAskedToLeave:
         part.next(Stop.REQUEUE)
         begin(other)
         other.give_back(is_late=False, has_saved=False)
-        assert [records.read_state(folder.of_task(task))["trial"] for task in (0, 1)] == [None, None]
+        assert [records.read_state(folder.of_task(task)).trial for task in (0, 1)] == [None, None]
 
     def test_the_trial_goes_on_first_with_its_number_values_and_curve(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
@@ -328,12 +329,12 @@ class TestBudgets:
         finish(parts[0], 0.95)
         parts[1].give_back(is_late=True, has_saved=True)
         told = sweep_state.summary_of(folder)
-        assert (told["given_back"], sweep_state.overall([{"state": "COMPLETED"}], told)) == (1, "FAILED")
+        assert (told["given_back"], sweep_state.overall([RunState(state="COMPLETED")], told)) == (1, "FAILED")
         late = worker(folder, 1, attempt=2)
         assert begin(late).number == 1
         finish(late, 0.99)
         assert leave(late).reason == "a trial has reached score 0.9"
-        assert sweep_state.overall([{"state": "COMPLETED"}], sweep_state.summary_of(folder)) == "COMPLETED"
+        assert sweep_state.overall([RunState(state="COMPLETED")], sweep_state.summary_of(folder)) == "COMPLETED"
 
     def test_one_that_is_raised_meanwhile_is_seen_before_the_next_trial(self, tmp_path: Path) -> None:
         folder = make(tmp_path, budget={"patience": 2})

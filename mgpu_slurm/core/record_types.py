@@ -1,0 +1,187 @@
+"""The contents of a run's files as typed records: `state.json`, the lines of `attempts.jsonl`, and `failure.json`.
+
+A record keeps values under names that this version does not know, so that a newer version's are still there when an
+older one has written the file again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+R = TypeVar("R", bound="Record")
+
+UNRECORDED = "unrecorded"
+"""Stands for a checkpoint's name that version 0.1 did not record."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A JSON object whose names are the fields of a subclass."""
+
+    others: Mapping[str, object] = field(default_factory=dict, kw_only=True)
+    """Values under names that are not fields."""
+
+    @classmethod
+    def from_json(cls: type[R], values: Mapping[str, Any]) -> R:
+        """Return the record of a JSON object; fields that it lacks have their defaults."""
+        names = _names(cls)
+        others = {name: value for name, value in values.items() if name not in names}
+        return cls(**{name: value for name, value in values.items() if name in names}, others=others)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, without optional fields that have their default."""
+        known = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "others" and not (each.metadata.get("optional") and value == each.default):
+                known[each.name] = value
+        return {**known, **self.others}
+
+
+def _names(cls: type[Record]) -> list[str]:
+    return [name for name in cls.__dataclass_fields__ if name != "others"]
+
+
+def _optional(default: Any = None) -> Any:
+    """Return a field that is left out of the JSON object if it has its default."""
+    return field(default=default, metadata={"optional": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState(Record):
+    """The live state of a run, of a group, or of a sweep's worker."""
+
+    run: str = ""
+    kind: str = "run"
+    """`run`, `sweep`, or `worker` for a run of a sweep."""
+    state: str = "PENDING"
+    job_id: str | None = None
+    attempts: int = 0
+    """The number of attempts that have started."""
+    nodes: int = 1
+    ranks: int = 1
+    step: int = 0
+    """Optimizer steps."""
+    progress: int = 0
+    """The progress that the training last reported, such as its epoch."""
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
+    """The last value of each metric; text for those of a group, with mean and spread."""
+    submitted: str | None = None
+    """ISO 8601 with the time zone, as all times here."""
+    started: str | None = None
+    """When the first attempt began."""
+    ended: str | None = None
+    reason: str = ""
+    """Why it is in this state, in one line."""
+    executor: str = ""
+    slurm_cluster: str | None = None
+    """The cluster whose SLURM has the job, if known."""
+    tasks: int | None = None
+    """The number of runs in a group; None for a single run."""
+    supervisor: Sequence[int] | None = _optional()
+    """The supervisor's process id, and its start time in clock ticks; only of a run without a queue."""
+    host: str | None = _optional()
+    """The supervisor's machine."""
+    trial: int | None = _optional()
+    """The trial that a worker runs."""
+    leaving: int | None = _optional()
+    """The attempt in which a worker has found nothing left to do."""
+
+    def updated(self, change: StateChange) -> RunState:
+        """Return the state with the values that a change knows."""
+        return RunState.from_json({**self.to_json(), **change.known()})
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """Newly known values of a run's state; None where nothing is known."""
+
+    state: str | None = None
+    reason: str | None = None
+    ended: str | None = None
+    job_id: str | None = None
+
+    def known(self) -> dict[str, str]:
+        """Return the known values by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(Record):
+    """A line of a run's history. Which fields have a value depends on the event."""
+
+    event: str = ""
+    """`submitting`, `submitted`, `refused`, `started`, `ended`, `requeued`, `retried`, `resumed`, `changed` or
+    `lost`."""
+    time: str = ""
+    """ISO 8601 with the time zone."""
+    token: str = ""
+    """The submission's token."""
+    job_id: str | None = None
+    first: int = 0
+    """The index in the group of task 0 of a submitted array."""
+    tasks: str | None = None
+    """The indices in the group of a submitted array's tasks, as ranges; None for a single run."""
+    continues: str | None = None
+    """The token of the submission that a new job continues."""
+    attempt: int = 0
+    nodes: Sequence[str] = ()
+    restarts: int = 0
+    """How often SLURM had restarted the job when the attempt started."""
+    newest: str | None = UNRECORDED
+    """The name of the newest checkpoint; None if there was none."""
+    in_vain: bool | None = None
+    """Whether the attempt reached its time limit without a new checkpoint; None if it did not reach it."""
+    trial: int | None = None
+    """The trial in which a worker's attempt failed."""
+    error: str | None = None
+    """The name of the type of the exception that ended the attempt."""
+    message: str | None = None
+    """The message of the failure that ended the attempt."""
+    why: str = ""
+    """The failure that is retried, in one line."""
+    node: str | None = None
+    """The node of that failure."""
+    checkpoint: int | None = None
+    """The step of the checkpoint from which it is retried."""
+    avoid: Sequence[str] = ()
+    """Nodes to avoid."""
+    pause: float = 0.0
+    """Seconds until the retry."""
+    state: str = ""
+    """The state before a run was resumed."""
+    reason: str = ""
+    """The reason of that state, or of a refusal or loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Record):
+    """Why an attempt failed: the record of one rank, or the first cause of all."""
+
+    attempt: int = _optional(0)
+    who: str = _optional("")
+    """The process that ended first: `rank 3`, or what else failed."""
+    exit_code: int = _optional(0)
+    rank: int | None = _optional()
+    """The rank that recorded an error; None if none did."""
+    node: str | None = _optional()
+    time: str | None = _optional()
+    """ISO 8601 with the time zone."""
+    error: str | None = _optional()
+    """The name of the exception's type."""
+    message: str = ""
+    traceback: str | None = _optional()
+    consequence: bool = False
+    """Whether the rank failed because another one had."""
+    is_silent: bool = _optional(False)
+    """Whether the rank left no record, and others waited for it."""
+    doing: str = _optional("")
+    """What a stuck rank did."""
+    collectives: int = _optional(0)
+    """How many collectives a stuck rank had made."""
+    oom_kills: int = _optional(0)
+    """How many processes the kernel had killed for memory on the node."""
+    trial: int | None = _optional()
+    """The sweep's trial in which it failed."""
