@@ -321,9 +321,9 @@ def sweep(
     )
     function = None
     for given in (values, changes):
-        if callable(given.get("job")):
-            function = given["job"]
-            given["job"] = plan.function_target(function).label
+        job = given.get("job")
+        if callable(job):
+            function, given["job"] = job, plan.function_target(job).label
     options = launch.Options(executor, cluster, around=around, function=function)
     plain, laid_over = sweep_file.plain(values, source), sweep_file.plain(changes, source)
     return Study(launch.start(plain, laid_over, source, options).folder)

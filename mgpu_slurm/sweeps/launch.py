@@ -16,6 +16,7 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.restart_policy import RestartPolicy
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.slurm.sbatch import MayBeQueued
@@ -35,7 +36,6 @@ from mgpu_slurm.sweeps.sweep_checks import (
     check_budget,
     check_classes,
     check_resource,
-    flags_of,
     refuse_changes,
     refuse_differences,
     refuse_other_places,
@@ -79,9 +79,7 @@ class Started:
     """Trials that had ended before the call."""
 
 
-def start(
-    values: dict[str, Any], changes: dict[str, Any], source: str, options: Options = DEFAULT, note: Note = quiet
-) -> Started:
+def start(values: Config, changes: Config, source: str, options: Options = DEFAULT, note: Note = quiet) -> Started:
     """Start the sweep that a file describes, or extend an existing one: more trials, more workers, another budget.
 
     Args:
@@ -107,8 +105,8 @@ def start(
 # -- a new one
 
 
-def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) -> Started:
-    request = _request(sweep, values, options)
+def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Started:
+    request = _request(sweep, options)
     made_there: list[optuna.Study] = []
 
     def add(made: Plan, staging: RunFolder) -> None:
@@ -142,13 +140,13 @@ def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) 
     return Started(made.folder, made.spec.executor, submission.job_id, _planned(made, sweep))
 
 
-def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
+def _request(sweep: Sweep, options: Options) -> Request:
     is_command = bool(sweep.command)
     return Request(
         target=options.function or sweep.job,
         command=sweep.command,
         values={} if is_command else spaces.nested(sweep.fixed),
-        flags=flags_of(values),
+        flags=sweep.flags,
         executor=options.executor,
         cluster=options.cluster,
         name=sweep.study,
@@ -159,7 +157,7 @@ def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
     )
 
 
-def _probes(sweep: Sweep) -> tuple[dict[str, Any], ...]:
+def _probes(sweep: Sweep) -> tuple[Config, ...]:
     """Return values of trials that the job's config must accept; those of a space function are tried elsewhere."""
     if sweep.command or isinstance(sweep.space, str):
         return ()
@@ -183,7 +181,7 @@ def _rehearsed(made: Plan) -> list[str]:
 # -- an existing one
 
 
-def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Options, note: Note) -> Started:
+def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, note: Note) -> Started:
     if not folder.sweep.exists():
         raise UserError(f"study {sweep.study!r}: {str(folder.path)!r} is a run, and no sweep: call the study otherwise")
     with locked(folder.sweep_lock):
@@ -198,8 +196,9 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         found = settled(folder, note)
         is_alive = any(states.is_alive(state["state"]) for _, state in found)
         spec = read_spec(folder)
-        change = _probed(replace(change_of(spec, old, sweep, values), new_code=options.new_code), sweep)
-        check_budget(sweep, change.given.get("gpus-per-node", spec.resources.gpus_per_node))
+        change = _probed(replace(change_of(spec, old, sweep), new_code=options.new_code), sweep)
+        gpus = sweep.resources.gpus_per_node
+        check_budget(sweep, spec.resources.gpus_per_node if gpus is None else gpus)
         refuse_other_places(spec, options.executor, options.cluster)
         if is_alive:
             refuse_changes(old, sweep, change)
@@ -290,7 +289,7 @@ def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> li
 
 
 @contextmanager
-def _written(folder: RunFolder, values: dict[str, Any], undo: Callable[[], None]) -> Iterator[None]:
+def _written(folder: RunFolder, values: Config, undo: Callable[[], None]) -> Iterator[None]:
     """Write these values to the sweep file, which workers read when they start; restore it after an error.
 
     Args:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, Resources, Spec, resources_from
+from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.spec import RESOURCE_FLAGS, Resources, Spec
 from mgpu_slurm.submission.resume_overrides import Change
 from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.search import space as spaces
@@ -26,7 +25,7 @@ def check_classes(sweep: Sweep) -> None:
         construction.pruner_of(sweep.pruner)
 
 
-def check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
+def check_resource(sweep: Sweep, config: Config) -> None:
     """Check that a trial can reach the pruner's max_resource, if the job's config sets its length."""
     if not isinstance(sweep.space, Space):
         # a space function may set the epochs too
@@ -97,7 +96,7 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
         )
 
 
-def change_of(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Change:
+def change_of(spec: Spec, old: Sweep, new: Sweep) -> Change:
     """Return the resources that change for new workers.
 
     Raises:
@@ -112,19 +111,12 @@ def change_of(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Cha
             raise UserError(
                 f"resources: {flag} was {value}, and now nothing is said of it: say resources.{flag}={value}"
             )
-    given = flags_of(values)
-    asked = resources_from(given, "resources")
-    changed = [name for name in given if _of(asked, name) != _of(spec.resources, name)]
-    if "sbatch" in changed and not set(asked.sbatch.items()) - set(spec.resources.sbatch.items()):
+    changed = [name for name in new.flags if _of(new.resources, name) != _of(spec.resources, name)]
+    if "sbatch" in changed and not set(new.resources.sbatch.items()) - set(spec.resources.sbatch.items()):
         # the additional options are from the cluster's file
         changed.remove("sbatch")
-    return Change(flags={name: given[name] for name in changed})
+    return Change(flags={name: new.flags[name] for name in changed})
 
 
-def _of(resources: Resources, flag: str) -> Any:
+def _of(resources: Resources, flag: str) -> object:
     return getattr(resources, flag.replace("-", "_"))
-
-
-def flags_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a file's resources by sbatch's long option names."""
-    return {str(name).replace("_", "-"): value for name, value in (values.get("resources") or {}).items()}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Resources, Spec, check_run_name, resources_from
+from mgpu_slurm.request.spec import Flags, Resources, Spec, check_run_name, resources_from
 from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
@@ -45,6 +45,8 @@ class Sweep:
     budget: Budget
     resources: Resources
     """Resources of one worker."""
+    flags: Flags
+    """The resources that the file names."""
     fixed: dict[str, Any]
     """Values of the job's config shared by all trials, by name."""
     space: Space | str
@@ -96,7 +98,7 @@ class _Keys:
     trials: int | None = None
     workers: int = 1
     budget: Budget = field(default_factory=Budget)
-    resources: dict[str, Any] = field(default_factory=dict)
+    resources: Flags = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
     storage: str | None = None
     max_retries: int = 2
@@ -172,6 +174,7 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         workers=keys.workers,
         budget=keys.budget,
         resources=resources_from(keys.resources, "resources"),
+        flags={name.replace("_", "-"): value for name, value in keys.resources.items()},
         fixed=keys.fixed,
         space=space,
         storage=keys.storage,
