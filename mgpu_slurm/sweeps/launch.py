@@ -210,11 +210,11 @@ def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, n
         if options.dry_run:
             return Started(folder, spec.executor, None, [*lines, _NOTHING], is_alive, before)
         job_id = None
-        over = studies.notes(study).get(studies.OVER)
+        over = studies.why_over(study)
 
         def undo() -> None:
             if over is not None:
-                studies.note(study, studies.OVER, over)
+                studies.set_over(study, over)
             summary.write(folder, study, old)
 
         with _written(folder, values, undo):
@@ -243,13 +243,13 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
             raise UserError(
                 f"study {sweep.study} is at work with {counted(alive, 'worker')}: only what has ended can be resumed"
             )
-        over = studies.notes(study).get(studies.OVER)
+        over = studies.why_over(study)
         left, why = waiting_trials(study, sweep), ""
-        if over is not None and over["failed"]:
+        if over is not None and over.failed:
             # the problem may be fixed
-            studies.note(study, studies.OVER, None)
+            studies.set_over(study, None)
         elif over is not None:
-            left, why = sum(map(studies.was_given_back, summary.own_trials(study))), f" ({over['reason']})"
+            left, why = sum(map(studies.was_given_back, summary.own_trials(study))), f" ({over.reason})"
         # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
         starting = workers_to_start(folder, sweep, found, left)
@@ -311,9 +311,9 @@ def _add(folder: RunFolder, study: optuna.Study, sweep: Sweep) -> None:
     with locked(folder.trials_lock):
         # no trial starts meanwhile
         studies.queue(study, _late_points(sweep, study))
-    if studies.notes(study).get(studies.OVER) is not None:
+    if studies.why_over(study) is not None:
         # the first worker checks whether it still is over
-        studies.note(study, studies.OVER, None)
+        studies.set_over(study, None)
     summary.write(folder, study, sweep)
 
 

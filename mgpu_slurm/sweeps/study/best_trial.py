@@ -12,6 +12,7 @@ from typing import Any
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program, short_path
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.sweep_summary import SweepSummary
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
@@ -57,20 +58,19 @@ def best(folder: RunFolder) -> Best:
     """
     if not sweep_state.is_sweep(folder):
         raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
-    summary = sweep_state.summary_of(folder)
-    found = summary["best"]
-    if found is None:
+    found = SweepSummary.from_json(sweep_state.summary_of(folder)).best
+    if found is None or found.value is None:
         raise UserError(f"study {folder.run}: no trial is complete yet: see `{program()} status {folder.run}`")
     sweep = sweep_file.load(folder.sweep)
-    trial = folder.of_trial(found["number"])
-    config = configs.read_yaml(trial.config) if trial.config.exists() else sweep.fixed | found["params"]
+    trial = folder.of_trial(found.number)
+    config = configs.read_yaml(trial.config) if trial.config.exists() else sweep.fixed | found.params
     return Best(
         study=folder.run,
         metric=sweep.metric,
         direction=sweep.direction,
-        number=found["number"],
-        value=found["value"],
-        params=found["params"],
+        number=found.number,
+        value=found.value,
+        params=found.params,
         config=config,
         folder=str(trial.path),
         command=_command(folder, sweep, trial, config),

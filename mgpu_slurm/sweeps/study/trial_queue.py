@@ -20,6 +20,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.sweep_summary import SweepOver
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
@@ -43,7 +44,7 @@ SECONDS = "mgpu:seconds"
 """Attribute of a trial that was given back: how long workers had it before, in seconds."""
 
 OVER = "mgpu:over"
-"""Attribute of a study: why no trial starts any more."""
+"""Attribute of a study: a `SweepOver`."""
 
 ORIGIN = "mgpu:origin"
 """Attribute of a trial copied from an earlier study at the start: the name of that study."""
@@ -262,6 +263,15 @@ def _disclaim(study: Study, trial: FrozenTrial) -> None:
 def note(study: Study, key: str, value: Any) -> None:
     """Set an attribute of the study, which every worker sees before its next trial."""
     optuna_adapter.set_study_attribute(study, key, value)
+
+
+def why_over(study: Study) -> SweepOver | None:
+    """Return why no more trials start; None if they do."""
+    return SweepOver.from_json(notes(study).get(OVER))
+
+
+def set_over(study: Study, over: SweepOver | None) -> None:
+    note(study, OVER, None if over is None else over.to_json())
 
 
 def notes(study: Study) -> dict[str, Any]:

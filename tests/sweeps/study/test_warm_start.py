@@ -109,8 +109,8 @@ def test_trials_of_before_are_known_and_count_as_nobody_s(make: Make) -> None:
     assert [trial.params for trial in known] == [trial.params for trial in before.trials]
     assert [trial.value for trial in known] == [trial.value for trial in before.trials]
     told = summary.summarize(study, second)
-    assert told["trials"]["COMPLETE"] == 2
-    assert told["best"]["value"] == 1.0
+    assert told.best is not None
+    assert (told.trials["COMPLETE"], told.best.value) == (2, 1.0)
 
 
 def test_trials_of_before_neither_use_up_the_number_nor_take_the_places_of_known_points(make: Make) -> None:

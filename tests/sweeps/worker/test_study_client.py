@@ -220,8 +220,8 @@ class TestMetrics:
         finish(part, 1.0)
         begin(part)
         assert states(folder) == ["PRUNED", "PRUNED", "COMPLETE", "RUNNING"]
-        told = summary.summarize(study_of(folder), sweep_of(folder))["recent"]
-        assert [trial["reason"] for trial in told[:2]] == [f"score is {value}"] * 2
+        told = summary.summarize(study_of(folder), sweep_of(folder)).recent
+        assert [trial.reason for trial in told[:2]] == [f"score is {value}"] * 2
 
 
 def test_the_pruner_hears_each_progress_once_and_its_word_is_the_end(tmp_path: Path) -> None:
