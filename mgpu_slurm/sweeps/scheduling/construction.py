@@ -13,6 +13,7 @@ from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 
@@ -43,7 +44,7 @@ def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
     return made
 
 
-def _made(what: str, cls: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _made(what: str, cls: Callable[..., Any], options: Config) -> Any:
     try:
         with warnings.catch_warnings():
             # the user chose an experimental class or option on purpose

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, is_number, label, number_at, step_count
 from mgpu_slurm.sweeps.search.space import Space
 
@@ -14,7 +15,7 @@ LARGEST_INT = 2**53
 """Largest integer up to which a float is exact; Optuna stores integers as floats."""
 
 
-def parse(given: Mapping[str, Any], source: str) -> Space:
+def parse(given: object, source: str) -> Space:
     """Return the space that a sweep file describes.
 
     Args:
@@ -32,10 +33,11 @@ def parse(given: Mapping[str, Any], source: str) -> Space:
     return Space(tuple(_in_order(found, source)))
 
 
+_NUMBERS = {"float": (int, float), "int": (int,)}
 _OPTIONS = {"float": ("log", "step"), "int": ("log", "step"), "choice": ()}
 
 
-def _parameter(name: str, options: Any, what: str) -> Parameter:
+def _parameter(name: str, options: object, what: str) -> Parameter:
     if not isinstance(options, dict):
         raise UserError(f"{what}: expected a mapping such as {{float: [0.001, 0.1]}}; a constant belongs into `fixed:`")
     kinds = [kind for kind in _OPTIONS if kind in options]
@@ -56,13 +58,13 @@ def _parameter(name: str, options: Any, what: str) -> Parameter:
     return _range(kind, name, when, options, what)
 
 
-def _when(given: Any, what: str) -> dict[str, tuple[Any, ...]]:
+def _when(given: object, what: str) -> dict[str, tuple[Any, ...]]:
     if not isinstance(given, dict):
         raise UserError(f"{what}: when {given!r}: expected a mapping such as {{optimizer: sgd}}")
     return {str(name): tuple(value) if isinstance(value, list) else (value,) for name, value in given.items()}
 
 
-def _choices(given: Any, what: str) -> tuple[Any, ...]:
+def _choices(given: object, what: str) -> tuple[Any, ...]:
     if not isinstance(given, list) or not given:
         raise UserError(f"{what}: choice {given!r}: expected a list of at least one value")
     for place, value in enumerate(given):
@@ -72,10 +74,9 @@ def _choices(given: Any, what: str) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def _range(kind: str, name: str, when: Mapping[str, tuple[Any, ...]], options: dict[str, Any], what: str) -> Parameter:
-    of_kind = int if kind == "int" else (int, float)
-    ends, log, step = options[kind], options.get("log", False), options.get("step")
-    if not isinstance(ends, list) or len(ends) != 2 or not all(is_number(end, of_kind) for end in ends):
+def _range(kind: str, name: str, when: Mapping[str, tuple[Any, ...]], options: Config, what: str) -> Parameter:
+    ends, log = options[kind], options.get("log", False)
+    if not isinstance(ends, list) or len(ends) != 2 or not all(is_number(end, _NUMBERS[kind]) for end in ends):
         numbers = "whole numbers" if kind == "int" else "numbers"
         raise UserError(f"{what}: {kind} {ends!r}: expected the two {numbers} that it lies between: [LOW, HIGH]")
     low, high = ends
@@ -87,16 +88,23 @@ def _range(kind: str, name: str, when: Mapping[str, tuple[Any, ...]], options: d
         raise UserError(f"{what}: log {log!r}: expected true or false")
     if log and low <= 0:
         raise UserError(f"{what}: {kind} [{low:g}, {high:g}]: with log both have to be above 0")
-    if step is not None and (not is_number(step, of_kind) or step <= 0):
-        raise UserError(f"{what}: step {step!r}: expected {'a whole' if kind == 'int' else 'a'} number above 0")
+    step = _step(kind, options.get("step"), what)
     if step is not None and log:
         raise UserError(f"{what}: log and step do not go together: leave one out")
     if kind == "int":
-        step = step or 1
+        whole = int(step or 1)
         # Optuna would lower the upper end itself
-        return Int(name, when, low, low + (high - low) // step * step, log, step)
+        return Int(name, when, low, low + (high - low) // whole * whole, log, whole)
     high = high if step is None else number_at(low, step_count(low, high, step), step)
     return Float(name, when, float(low), float(high), log, None if step is None else float(step))
+
+
+def _step(kind: str, given: object, what: str) -> float | None:
+    if given is None:
+        return None
+    if not is_number(given, _NUMBERS[kind]) or given <= 0:
+        raise UserError(f"{what}: step {given!r}: expected {'a whole' if kind == 'int' else 'a'} number above 0")
+    return given
 
 
 def _check_condition(parameter: Parameter, known: Mapping[str, Parameter], what: str) -> None:

@@ -9,12 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.spec import Flags, Resources, Spec, check_run_name, resources_from
 from mgpu_slurm.sweeps.search import space_parser
+from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
 from mgpu_slurm.sweeps.search.trial_command import check_takes, parse_command, places_in
@@ -47,7 +49,7 @@ class Sweep:
     """Resources of one worker."""
     flags: Flags
     """The resources that the file names."""
-    fixed: dict[str, Any]
+    fixed: Values
     """Values of the job's config shared by all trials, by name."""
     space: Space | str
     """The space, or the function that chooses the values: `module:function`, called with the trial."""
@@ -57,7 +59,7 @@ class Sweep:
     """How often a trial is resumed after its worker has died."""
     stuck_after: float = Spec.stuck_after
     """Minutes without progress after which a worker's ranks and its trial are stopped."""
-    enqueue: tuple[dict[str, Any], ...] = ()
+    enqueue: tuple[Values, ...] = ()
     """Points known to be good: the values of the first trials."""
     warm_start: str | None = None
     """An earlier study whose trials the sampler knows from the start."""
@@ -89,9 +91,9 @@ class _Keys:
     """The keys of the file; values that other modules parse are still plain."""
 
     study: str
-    job: str | dict[str, Any]
+    job: str | Config
     metric: str
-    space: str | dict[str, Any]
+    space: str | Config
     direction: Literal["maximize", "minimize"] | None = None
     sampler: Sampler = field(default_factory=Sampler)
     pruner: Pruner = field(default_factory=Pruner)
@@ -99,15 +101,15 @@ class _Keys:
     workers: int = 1
     budget: Budget = field(default_factory=Budget)
     resources: Flags = field(default_factory=dict)
-    fixed: dict[str, Any] = field(default_factory=dict)
+    fixed: Values = field(default_factory=dict)
     storage: str | None = None
     max_retries: int = 2
     stuck_after: float = Spec.stuck_after
-    enqueue: list[dict[str, Any]] = field(default_factory=list)
+    enqueue: list[Values] = field(default_factory=list)
     warm_start: str | None = None
 
 
-def plain(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def plain(values: Mapping[str, object], source: str) -> Config:
     """Return values given by a program in the form of a file's values.
 
     Raises:
@@ -118,12 +120,12 @@ def plain(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {str(key): configs.to_plain(value, f"{source}: {key}") for key, value in values.items()}
 
 
-def laid_over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def laid_over(values: Config, changes: Config) -> Config:
     """Return a file's values overridden by others; mappings are merged key by key."""
-    return configs.merge(_with_names(values), dict(changes))
+    return configs.merge(_with_names(values), changes)
 
 
-def parse(values: Mapping[str, Any], source: str) -> Sweep:
+def parse(values: Config, source: str) -> Sweep:
     """Return the sweep that these values describe.
 
     Args:
@@ -145,10 +147,10 @@ def load(path: Path) -> Sweep:
     return parse(configs.read_yaml(path), str(path))
 
 
-def _with_names(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_names(values: Config) -> Config:
     """Expand the short form `sampler: tpe` to a mapping with a name."""
-    short = {key: {"name": values[key]} for key in ("sampler", "pruner") if isinstance(values.get(key), str)}
-    return dict(values) | short
+    short: Config = {key: {"name": values[key]} for key in ("sampler", "pruner") if isinstance(values.get(key), str)}
+    return values | short
 
 
 def _checked(keys: _Keys, source: str) -> Sweep:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.request.config import Config
 
 SAMPLERS = ["tpe", "random", "grid", "gp", "cmaes"]
 PRUNERS = ["none", "median", "hyperband"]
@@ -27,7 +27,7 @@ class Sampler:
     """One of `SAMPLERS`, or the import path of an Optuna sampler class."""
     seed: int | None = None
     """Each worker derives a separate seed from it; None for a random seed each time."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Config = field(default_factory=dict)
     """Further arguments of the class."""
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class Sampler:
 
     @property
     def words(self) -> str:
-        options = {"seed": self.seed} if self.seed is not None else {}
+        options: Config = {"seed": self.seed} if self.seed is not None else {}
         told = ", ".join(f"{key} {value}" for key, value in (options | self.options).items())
         return f"{self.name} ({told})" if told else self.name
 
@@ -54,7 +54,7 @@ class Pruner:
     """For hyperband: one of this many trials is promoted at each rung."""
     startup_trials: int = 5
     """For median: number of complete trials before pruning starts."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Config = field(default_factory=dict)
     """Arguments of a class given by its import path."""
 
     def __post_init__(self) -> None:

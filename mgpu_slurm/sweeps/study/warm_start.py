@@ -12,6 +12,7 @@ from optuna.trial import FixedTrial, FrozenTrial, TrialState, create_trial
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import lookup, sweep_state
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, label
 from mgpu_slurm.sweeps.search.space import Space
@@ -91,7 +92,7 @@ def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | Non
 # -- grid around the best trials
 
 
-def around(values: dict[str, Any], name: str) -> dict[str, Any]:
+def around(values: Config, name: str) -> Config:
     """Return the values of a sweep file, with the space replaced by a grid around an earlier study's best trials.
 
     Each range becomes some points between the extremes of the best tenth of its trials, each choice those that occur
@@ -117,21 +118,21 @@ def _share(trials: int) -> int:
     return math.ceil(trials * BEST_SHARE)
 
 
-def _grid(space: Space, best: Sequence[Values]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _grid(space: Space, best: Sequence[Values]) -> Config:
+    """Return the `space:` of a sweep file."""
+    grid: Config = {}
+    choices: dict[str, list[Any]] = {}
     for parameter in space.parameters:
         # a parameter that is active in none of the best trials is left out
         there = [values[parameter.name] for values in best if parameter.name in values]
         if not there:
             continue
-        found[parameter.name] = {"choice": _points(parameter, there)}
+        choices[parameter.name] = _points(parameter, there)
         when = {
-            name: [value for value in allowed if value in found[name]["choice"]]
-            for name, allowed in parameter.when.items()
+            name: [value for value in allowed if value in choices[name]] for name, allowed in parameter.when.items()
         }
-        if when:
-            found[parameter.name]["when"] = when
-    return found
+        grid[parameter.name] = {"choice": choices[parameter.name]} | ({"when": when} if when else {})
+    return grid
 
 
 def _points(parameter: Parameter, there: list[Any]) -> list[Any]:
