@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ def _point(sweep: Sweep, number: int) -> Values:
 
 def _begin(study: Study, worker: Worker, known: Values) -> int:
     """Create a trial that the worker owns from the start, and return its id."""
-    attributes: dict[str, Any] = {worker.claim: worker.attempt}
+    attributes: dict[str, object] = {worker.claim: worker.attempt}
     if known:
         # as for a queued trial
         attributes[FIXED_PARAMS] = kept(known)
@@ -228,13 +228,8 @@ def give_back(study: Study, trial: FrozenTrial) -> None:
 def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None:
     """Give back a trial that failed, so that another worker shows whether it fails there too."""
     time = datetime.now().astimezone().isoformat()
-    facts: dict[str, Any] = {
-        "worker": worker.number,
-        "time": time,
-        "reason": reason,
-        "reports": len(trial.intermediate_values),
-    }
-    optuna_adapter.set_trial_attribute(study, trial, samplers.DOUBT, facts)
+    doubt = samplers.Doubt(worker.number, time, reason, reports=len(trial.intermediate_values))
+    optuna_adapter.set_trial_attribute(study, trial, samplers.DOUBT, asdict(doubt))
     give_back(study, trial)
 
 
