@@ -183,7 +183,7 @@ def _rehearsed(made: Plan) -> list[str]:
 
 def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, note: Note) -> Started:
     if not folder.sweep.exists():
-        raise UserError(f"study {sweep.study!r}: {str(folder.path)!r} is a run, and no sweep: call the study otherwise")
+        raise UserError(f"study {sweep.study!r}: {str(folder.path)!r} is a run, not a sweep: choose another name")
     with locked(folder.sweep_lock):
         old = sweep_file.load(folder.sweep)
         refuse_differences(old, sweep)
@@ -232,7 +232,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         UserError: nothing is left to do, or running workers leave no room for others.
     """
     for name in change.restart.given:
-        raise UserError(f"--{name.replace('_', '-')}: of a sweep its file says it: change that, and call `sweep FILE`")
+        raise UserError(f"--{name.replace('_', '-')}: a sweep's file sets it: change the file and run `sweep FILE`")
     with locked(folder.sweep_lock):
         sweep = sweep_file.load(folder.sweep)
         study = studies.load(sweep, folder.journal)
@@ -241,7 +241,8 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         alive = sum(states.is_alive(state["state"]) for _, state in found)
         if alive >= sweep.workers or (alive and not read_spec(folder).is_queued):
             raise UserError(
-                f"study {sweep.study} is at work with {counted(alive, 'worker')}: only what has ended can be resumed"
+                f"study {sweep.study} is running with {counted(alive, 'worker')}: only workers that have ended can be"
+                " resumed"
             )
         over = studies.why_over(study)
         left, why = waiting_trials(study, sweep), ""
@@ -255,7 +256,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         starting = workers_to_start(folder, sweep, found, left)
         if not starting:
             raise UserError(
-                f"study {sweep.study}: no trial is left{why}: raise trials or budget in its file, and call sweep again"
+                f"study {sweep.study}: no trial is left{why}: raise trials or budget in its file and run sweep again"
             )
         make_room(folder, starting)
         return submitting.restart(folder, starting, _probed(change, sweep), note)
@@ -263,14 +264,14 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
 
 def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
     at_work = sum(states.is_alive(state["state"]) for _, state in found)
-    lines = [f"study     {new.study}: {counted(trials, 'trial')} so far, {counted(at_work, 'worker')} at work"]
+    lines = [f"study     {new.study}: {counted(trials, 'trial')} so far, {counted(at_work, 'worker')} running"]
     if old.trials != new.trials:
-        known = "as many as the budget holds" if new.trials is None else new.trials
-        lines.append(f"trials    {known}; it was {old.trials}")
+        known = "as many as the budget allows" if new.trials is None else new.trials
+        lines.append(f"trials    {known} (was {old.trials})")
     for name in ("workers", "sampler", "pruner"):
         before, now = getattr(old, name), getattr(new, name)
         if before != now:
-            lines.append(f"{name:<9} {getattr(now, 'words', now)}; it was {getattr(before, 'words', before)}")
+            lines.append(f"{name:<9} {getattr(now, 'words', now)} (was {getattr(before, 'words', before)})")
     return lines
 
 
@@ -283,8 +284,8 @@ def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> li
     if not workers:
         return [] if is_alive else ["workers   none started: all trials are done"]
     if is_full:
-        return ["starts    no more workers before those at work have ended: they share what there is"]
-    code = "as it is now" if options.new_code else "that of the study (--code new: as it is now)"
+        return ["starts    no more workers until the running ones have ended: they share the same resources"]
+    code = "the project's, as it is now" if options.new_code else "the study's (--code new: the project's)"
     return [f"starts    {counted(workers, 'worker')}", f"code      {code}"]
 
 
@@ -327,13 +328,11 @@ def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
         return []
     there = studies.queued(study)
     if [studies.kept(point) for point in sweep.enqueue[: len(there)]] != there:
-        raise UserError(
-            f"enqueue: the points of before have to stay as they are, {json.dumps(there)}: add others behind them"
-        )
+        raise UserError(f"enqueue: the study's points {json.dumps(there)} must stay first: add new ones after them")
     late = list(sweep.enqueue[len(there) :])
     begun = studies.begun(study)
     if late and sweep.trials is not None and begun + len(late) > sweep.trials:
-        raise UserError(f"enqueue: {counted(len(late), 'point')} more: raise trials to {begun + len(late)}")
+        raise UserError(f"enqueue: {counted(len(late), 'more point')}: raise trials to {begun + len(late)}")
     return late
 
 
@@ -352,4 +351,4 @@ def forget(folder: RunFolder) -> None:
         # another process was faster, or was killed after deleting the study and before deleting the folder
         return
     except ClusterError as error:
-        raise ClusterError(f"{error}; deleting {str(folder.path)!r} by hand leaves the study there") from None
+        raise ClusterError(f"{error}; deleting {str(folder.path)!r} by hand leaves the study in the database") from None

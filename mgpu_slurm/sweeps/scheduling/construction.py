@@ -40,7 +40,7 @@ def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
         options["seed"] = int(np.random.SeedSequence((asked.seed, worker, attempt)).generate_state(1)[0])
     made = _made(f"sampler {asked.name}", cls, options)
     if not isinstance(made, BaseSampler):
-        raise UserError(f"sampler {asked.name}: it is no optuna.samplers.BaseSampler")
+        raise UserError(f"sampler {asked.name}: it is not an optuna.samplers.BaseSampler")
     return made
 
 
@@ -79,5 +79,5 @@ def pruner_of(asked: Pruner) -> BasePruner:
         return NopPruner()
     made = _made(f"pruner {asked.name}", _class("pruner", asked.name), asked.options)
     if not isinstance(made, BasePruner):
-        raise UserError(f"pruner {asked.name}: it is no optuna.pruners.BasePruner")
+        raise UserError(f"pruner {asked.name}: it is not an optuna.pruners.BasePruner")
     return made

@@ -39,7 +39,7 @@ _OPTIONS = {"float": ("log", "step"), "int": ("log", "step"), "choice": ()}
 
 def _parameter(name: str, options: object, what: str) -> Parameter:
     if not isinstance(options, dict):
-        raise UserError(f"{what}: expected a mapping such as {{float: [0.001, 0.1]}}; a constant belongs into `fixed:`")
+        raise UserError(f"{what}: expected a mapping such as {{float: [0.001, 0.1]}}; put a constant into `fixed:`")
     kinds = [kind for kind in _OPTIONS if kind in options]
     if not kinds and options:
         unknown = str(next(iter(options)))
@@ -70,7 +70,7 @@ def _choices(given: object, what: str) -> tuple[Any, ...]:
     for place, value in enumerate(given):
         # 1, 1.0 and true are equal in Python, and a list is stored as text
         if label(value) in map(label, given[:place]):
-            raise UserError(f"{what}: choice {json.dumps(value)} is there twice: leave one out")
+            raise UserError(f"{what}: choice {json.dumps(value)} is listed twice: remove one")
     return tuple(given)
 
 
@@ -78,19 +78,19 @@ def _range(kind: str, name: str, when: Mapping[str, tuple[Any, ...]], options: C
     ends, log = options[kind], options.get("log", False)
     if not isinstance(ends, list) or len(ends) != 2 or not all(is_number(end, _NUMBERS[kind]) for end in ends):
         numbers = "whole numbers" if kind == "int" else "numbers"
-        raise UserError(f"{what}: {kind} {ends!r}: expected the two {numbers} that it lies between: [LOW, HIGH]")
+        raise UserError(f"{what}: {kind} {ends!r}: expected two {numbers}: [LOW, HIGH]")
     low, high = ends
     if low > high:
-        raise UserError(f"{what}: {kind} [{low:g}, {high:g}]: nothing lies between them: swap them")
+        raise UserError(f"{what}: {kind} [{low:g}, {high:g}]: the lower end comes first: swap them")
     if kind == "int" and max(-low, high) > LARGEST_INT:
-        raise UserError(f"{what}: int [{low}, {high}]: Optuna keeps whole numbers up to 2^53 exactly: use a choice")
+        raise UserError(f"{what}: int [{low}, {high}]: Optuna stores whole numbers up to 2^53 exactly: use a choice")
     if not isinstance(log, bool):
         raise UserError(f"{what}: log {log!r}: expected true or false")
     if log and low <= 0:
-        raise UserError(f"{what}: {kind} [{low:g}, {high:g}]: with log both have to be above 0")
+        raise UserError(f"{what}: {kind} [{low:g}, {high:g}]: log needs both ends above 0")
     step = _step(kind, options.get("step"), what)
     if step is not None and log:
-        raise UserError(f"{what}: log and step do not go together: leave one out")
+        raise UserError(f"{what}: log and step cannot be combined: remove one")
     if kind == "int":
         whole = int(step or 1)
         # Optuna would lower the upper end itself
@@ -113,11 +113,11 @@ def _check_condition(parameter: Parameter, known: Mapping[str, Parameter], what:
         if other is None:
             raise UserError(f"{what}: when {name}: there is no such parameter{nearest(name, list(known))}")
         if not isinstance(other, (Choice, Int)):
-            raise UserError(f"{what}: when {name}: it is a range of floats, and no float is ever met: name a choice")
+            raise UserError(f"{what}: when {name}: a condition on a range of floats is never met: name a choice")
         possible = other.points()
         for value in allowed:
             if value not in possible:
-                raise UserError(f"{what}: when {name} is {value!r}: it never is, it is {other.words}")
+                raise UserError(f"{what}: when {name} is {value!r}: it never has this value, it is {other.words}")
 
 
 def _in_order(found: Mapping[str, Parameter], source: str) -> Iterator[Parameter]:
@@ -126,5 +126,5 @@ def _in_order(found: Mapping[str, Parameter], source: str) -> Iterator[Parameter
     while left:
         free = next((parameter for parameter in left.values() if not parameter.when.keys() & left.keys()), None)
         if free is None:
-            raise UserError(f"{source}: space: {', '.join(left)} wait for each other: take a `when` away")
+            raise UserError(f"{source}: space: {', '.join(left)} depend on each other: remove a `when`")
         yield left.pop(free.name)

@@ -67,7 +67,7 @@ class Sweep:
     def lines(self) -> list[str]:
         """Return a summary of the sweep for people."""
         space = self.space.lines() if isinstance(self.space, Space) else [f"by {self.space}"]
-        trials = "as many as the budget holds" if self.trials is None else str(self.trials)
+        trials = "as many as the budget allows" if self.trials is None else str(self.trials)
         if self.sampler.name == "grid" and isinstance(self.space, Space) and len(self.space.grid()) != self.trials:
             trials += f" of the grid's {len(self.space.grid())} points"
         return [
@@ -116,7 +116,7 @@ def plain(values: Mapping[str, object], source: str) -> Config:
         UserError: a value cannot be written in a file.
     """
     if callable(values.get("space")):
-        raise UserError(f"{source}: space: a function has to be named: 'module:function' or 'file.py:function'")
+        raise UserError(f"{source}: space: name the function: 'module:function' or 'file.py:function'")
     return {str(key): configs.to_plain(value, f"{source}: {key}") for key, value in values.items()}
 
 
@@ -201,16 +201,16 @@ def _check_storage(url: str) -> None:
     if not _DATABASE.match(url):
         scheme = url.partition(":")[0]
         raise UserError(
-            f"storage {scheme!r}: expected the URL of a PostgreSQL or MySQL; without one the study keeps a journal of"
-            " its own, which bears what SQLite does not: several workers"
+            f"storage {scheme!r}: expected the URL of a PostgreSQL or MySQL; without one the study keeps a journal"
+            " file, which several workers can write to, unlike SQLite"
         )
     scheme, _, rest = url.partition("://")
     password = rest.rpartition("@")[0].partition(":")[2]
     for word in (password, *_PASSWORD_OPTION.findall(url)):
         if word and not _VARIABLE.fullmatch(word):
             raise UserError(
-                f"storage {scheme}://...: there is a password in it, which everybody could read who reads the file:"
-                " write ${VARIABLE} in its place, and export that"
+                f"storage {scheme}://...: it contains a password, which everyone who reads the file would see:"
+                " write ${VARIABLE} instead, and export the variable"
             )
 
 
@@ -218,7 +218,7 @@ def _trials(keys: _Keys, space: Space | str) -> int | None:
     """Return the maximum number of trials; for a grid, at most its number of points."""
     if keys.sampler.name == "grid":
         if isinstance(space, str):
-            raise UserError(f"sampler grid: space: {space} is a function, and nobody knows its points: list them")
+            raise UserError(f"sampler grid: space: {space} is a function, whose points are unknown: list them")
         points = len(space.grid())
         return points if keys.trials is None else min(points, keys.trials)
     if keys.trials is None and keys.budget == Budget():
@@ -231,25 +231,25 @@ def _check_names(made: Sweep) -> None:
     known = [parameter.name for parameter in made.space.parameters] if isinstance(made.space, Space) else None
     for name in known or ():
         if name in made.fixed:
-            raise UserError(f"fixed {name}: it is a parameter of the space too: leave it out of one of them")
+            raise UserError(f"fixed {name}: it is also a parameter of the space: remove one of them")
     if not made.command:
         return
     for name in places_in(made.command):
         if name not in made.fixed and known is not None and name not in known:
-            raise UserError(f"job: command: {{{name}}} is no parameter{nearest(name, [*known, *made.fixed])}")
+            raise UserError(f"job: command: {{{name}}} is not a parameter{nearest(name, [*known, *made.fixed])}")
     check_takes(made.command, [*(known or ()), *made.fixed])
 
 
 def _check_points(made: Sweep) -> None:
     """Check that enqueued points are in the space."""
     if made.enqueue and made.sampler.name == "grid":
-        raise UserError("enqueue: a grid has all of its points already: leave it out")
+        raise UserError("enqueue: a grid already has all of its points: remove it")
     if made.trials is not None and len(made.enqueue) > made.trials:
         raise UserError(f"trials {made.trials}: enqueue has {len(made.enqueue)} points: raise trials")
     known = {each.name: each for each in made.space.parameters} if isinstance(made.space, Space) else {}
     for point in made.enqueue if known else ():
         for name, value in point.items():
             if name not in known:
-                raise UserError(f"enqueue {point}: {name!r} is no parameter{nearest(name, list(known))}")
+                raise UserError(f"enqueue {point}: {name!r} is not a parameter{nearest(name, list(known))}")
             if not known[name].takes(value):
-                raise UserError(f"enqueue {point}: {name} is {known[name].words}, and never {value!r}")
+                raise UserError(f"enqueue {point}: {name} is {known[name].words}, not {value!r}")

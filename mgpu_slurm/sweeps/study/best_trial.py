@@ -57,7 +57,7 @@ def best(folder: RunFolder) -> Best:
         UserError: the run is not a sweep, or no trial is complete.
     """
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
+        raise UserError(f"{folder.run} is not a sweep: name a study, see `{program()} status`")
     found = SweepSummary.from_json(sweep_state.summary_of(folder)).best
     if found is None or found.value is None:
         raise UserError(f"study {folder.run}: no trial is complete yet: see `{program()} status {folder.run}`")

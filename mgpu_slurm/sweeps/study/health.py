@@ -102,7 +102,7 @@ def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:
     for trial in trials:
         doubt = _doubt_of(trial, place)
         if doubt is not None and _verdict(trial, place):
-            return f"trial {trial.number} failed here, and does well elsewhere: {doubt.reason}"
+            return f"trial {trial.number} failed here, but runs well elsewhere: {doubt.reason}"
     return None
 
 

@@ -127,8 +127,8 @@ class JournalFile(BaseJournalBackend):
 
     def _damaged(self, line: bytes, place: int, why: str) -> MgpuError:
         return MgpuError(
-            f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is no record ({why}): leave the file as it"
-            f" is, `{program()} repair {self._path.parent.name}` writes a new one of what can be kept"
+            f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is not a record ({why}): do not edit"
+            f" the file, `{program()} repair {self._path.parent.name}` writes a new one with what can be kept"
         )
 
     def append_logs(self, logs: list[Content]) -> None:

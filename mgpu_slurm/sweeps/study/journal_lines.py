@@ -46,7 +46,7 @@ def _joined(pairs: list[tuple[str, object]]) -> Content:
     made = dict(pairs)
     # a duplicate key means two joined records; only an attribute may have keys 1 and "1", which are the same in JSON
     if len(made) < len(pairs) and "op_code" in made:
-        raise ValueError("a name is in it twice")
+        raise ValueError("it has a key twice")
     return made
 
 
@@ -80,7 +80,7 @@ def records_of(line: bytes) -> list[Record]:
 
 def _object(found: object) -> Content:
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return found
 
 
@@ -91,7 +91,7 @@ def _check(record: Content) -> None:
     ids = record.keys() & {"study_id", "trial_id"}
     for name in ids:
         if not isinstance(record[name], int):
-            raise ValueError(f"its {name!r} is no number")
+            raise ValueError(f"its {name!r} is not a number")
     try:
         JournalStorage(_Records([*_BEFORE, record | dict.fromkeys(ids, 0)]))
     except Exception as error:

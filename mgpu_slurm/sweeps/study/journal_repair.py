@@ -51,9 +51,9 @@ def repair(folder: RunFolder) -> list[str]:
         UserError: the run is not a sweep, or has no journal.
     """
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
+        raise UserError(f"{folder.run} is not a sweep: name a study, see `{program()} status`")
     if not folder.journal.exists():
-        raise UserError(f"study {folder.run} has no journal: it is kept in a database")
+        raise UserError(f"study {folder.run} has no journal: it is stored in a database")
     places = _places(folder.journal.read_bytes())
     damaged = [place for place in places if place.damage or len(place.records) > 1]
     if not damaged:
@@ -66,9 +66,9 @@ def repair(folder: RunFolder) -> list[str]:
     where = ", ".join(str(place.byte) for place in damaged)
     kept = [counted(len(records), "record")]
     if restored:
-        kept.append(f"{counted(restored, 'trial')} begun again whose beginning was lost")
+        kept.append(f"{counted(restored, 'trial')} created again whose creation was lost")
     if left_out:
-        kept.append(f"{counted(left_out, 'record')} left out, as nobody can tell to which trials they belong")
+        kept.append(f"{counted(left_out, 'record')} left out, because it is unknown to which trials they belong")
     return [
         f"damaged   {counted(len(damaged), 'place')} in {journal}, at byte {where}",
         f"written   {copy}: {', '.join(kept)}",

@@ -81,7 +81,7 @@ def create(sweep: Sweep, journal: Path) -> Study:
             storage=storage_of(sweep, journal, is_new=True), study_name=sweep.study, direction=sweep.direction
         )
     except optuna.exceptions.DuplicatedStudyError:
-        raise UserError(f"study {sweep.study!r}: the database has one of that name: give this one another") from None
+        raise UserError(f"study {sweep.study!r}: the database already has one of that name: choose another") from None
     queue(study, list(sweep.enqueue))
     return study
 

@@ -36,7 +36,7 @@ def find(name: str) -> tuple[RunFolder, Sweep, Study]:
     """
     folder = lookup.find(name)
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{name!r} is no sweep: name a study")
+        raise UserError(f"{name!r} is not a sweep: name a study")
     sweep = sweep_file.load(folder.sweep)
     return folder, sweep, studies.load(sweep, folder.journal)
 
@@ -54,12 +54,12 @@ def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
     if (other.metric, other.direction) != (sweep.metric, sweep.direction):
         raise UserError(
             f"warm_start {name}: it is to {other.direction} {other.metric}, and this study to {sweep.direction}"
-            f" {sweep.metric}: its trials say nothing here"
+            f" {sweep.metric}: their trials cannot be compared"
         )
     found = known.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
     copies = [copy for copy in (_copied(trial, other, sweep) for trial in found) if copy is not None]
     if not copies:
-        raise UserError(f"warm_start {name}: none of its {len(found)} trials lies in this space: leave it out")
+        raise UserError(f"warm_start {name}: none of its {len(found)} trials is in this space: remove it")
     return copies
 
 
@@ -103,10 +103,10 @@ def around(values: Config, name: str) -> Config:
     """
     folder, sweep, study = find(name)
     if not isinstance(sweep.space, Space):
-        raise UserError(f"--around {name}: its space is a function, of which nobody knows the ranges")
+        raise UserError(f"--around {name}: its space is a function, whose ranges are unknown")
     complete = summary.ranked(summary.own_trials(study), sweep.direction)
     if len(complete) < LEAST_BEST:
-        raise UserError(f"--around {name}: {len(complete)} of its trials are complete: it takes {LEAST_BEST}")
+        raise UserError(f"--around {name}: {len(complete)} of its trials are complete: it needs {LEAST_BEST}")
     best = [summary.parameters(trial, sweep) for trial in complete[: max(LEAST_BEST, _share(len(complete)))]]
     changed = {key: value for key, value in values.items() if key not in ("enqueue", "warm_start")}
     if changed.get("study") == folder.run:

@@ -155,7 +155,7 @@ class StudyClient:
             return self._choose(trial)
         except TrialPruned:
             # a space function raises it for an invalid combination
-            self.prune("its space will have none of it", 0)
+            self.prune("rejected by the space function", 0)
         except Exception as error:
             self.fail(f"space: {type(error).__name__}: {first_line(str(error))}")
         return None
@@ -257,7 +257,7 @@ class StudyClient:
         own = self._running()
         if is_late and self._begun == 1 and not self._health.has_waited and not has_saved:
             # it had the whole time of a worker, and would get no further next time
-            has_failed = own.lose("a worker's whole time limit brought it to no checkpoint (run.restore)")
+            has_failed = own.lose("no checkpoint within a worker's whole time limit (run.restore)")
         else:
             has_failed = False
             own.give_back()

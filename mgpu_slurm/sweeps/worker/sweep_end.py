@@ -82,7 +82,7 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
             commands.run(commands.scancel_waiting_command(own))
     except ClusterError as error:
         # they will start, and leave at once
-        note(f"workers that wait in the queue stay there: {error}")
+        note(f"cannot remove waiting workers from the queue: {error}")
         return
     for member in unstarted:
         records.cancel_unstarted(member, "nothing was left to do")

@@ -276,14 +276,14 @@ class TestAskedToLeave:
         assert study_of(folder).trials[0].intermediate_values == {1: 0.5, 2: 0.7}
         assert studies.LOSSES not in study_of(folder).trials[0].system_attrs
 
-    def test_one_that_never_fits_into_the_time_is_given_up(self, tmp_path: Path) -> None:
+    def test_one_that_never_fits_into_the_time_fails(self, tmp_path: Path) -> None:
         folder = make(tmp_path, max_retries=1, trials=1)
         for attempt in (1, 2):
             part = worker(folder, 0, attempt)
             begin(part)
             part.give_back(is_late=True, has_saved=False)
         assert states(folder) == ["FAIL"]
-        assert "brought it to no checkpoint (run.restore)" in files.read_json(folder.of_trial(0).failure)["message"]
+        assert "no checkpoint within a worker's whole time" in files.read_json(folder.of_trial(0).failure)["message"]
 
     @pytest.mark.parametrize(("is_late", "has_saved"), [(False, False), (True, True)])
     def test_one_that_was_cut_short_or_has_come_further_is_not(
