@@ -224,14 +224,13 @@ class Study(Group):
     @property
     def trials(self) -> dict[str, int]:
         """The number of trials in each of Optuna's states. Asks SLURM which workers are alive."""
-        found: dict[str, int] = sweep_state.summary_of(self.files, self.all_current)["trials"]
-        return found
+        return sweep_state.summary_of(self.files, self.all_current).trials
 
     @property
     def best(self) -> dict[str, Any] | None:
         """The best trial so far, with `number`, `value`, `params` and more; None until a trial completes."""
-        found: dict[str, Any] | None = sweep_state.summary_of(self.files)["best"]
-        return found
+        best = sweep_state.summary_of(self.files).best
+        return None if best is None else best.to_json()
 
 
 Target: TypeAlias = str | Callable[..., Any] | Sequence[str] | None
@@ -332,9 +331,9 @@ def sweep(
     )
     function = None
     for given in (values, changes):
-        if callable(given.get("job")):
-            function = given["job"]
-            given["job"] = plan.function_target(function).label
+        job = given.get("job")
+        if callable(job):
+            function, given["job"] = job, plan.function_target(job).label
     options = launch.Options(executor, cluster, around=around, function=function)
     plain, laid_over = sweep_file.plain(values, source), sweep_file.plain(changes, source)
     return Study(launch.start(plain, laid_over, source, options).folder)

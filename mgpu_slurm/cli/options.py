@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from mgpu_slurm.request.spec import Flags
 
 _RESOURCE_FLAGS = [
     click.option("--nodes", type=int, metavar="N", help="Nodes."),
@@ -79,7 +82,7 @@ code_flag = click.option(
 )
 
 
-def resource_values(flags: dict[str, Any], extra: tuple[str, ...]) -> dict[str, Any]:
+def resource_values(flags: Flags, extra: tuple[str, ...]) -> Flags:
     """Return the values of `resource_flags` by sbatch's long names."""
     from mgpu_slurm.request.spec import sbatch_pairs
 

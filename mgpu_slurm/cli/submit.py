@@ -69,7 +69,7 @@ def submit(
 
     if check and not dry_run:
         raise UserError("--check: it goes with --dry-run, and asks when the run would start")
-    request = _request(command, words, config_file, extra, dry_run, options | {"check": check})
+    request = _request(command, words, config_file, extra, dry_run, check=check, **options)
     if dry_run:
         _show_rehearsal(submitting.rehearse(request, print_note), check, as_json)
         return
@@ -99,7 +99,7 @@ def _request(
     config_file: Path | None,
     extra: tuple[str, ...],
     dry_run: bool,
-    options: dict[str, Any],
+    **options: Any,
 ) -> Any:
     from mgpu_slurm.request import config as configs
     from mgpu_slurm.request.restart_policy import RestartPolicy

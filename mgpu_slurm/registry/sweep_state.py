@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from mgpu_slurm.core import files, states
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.record_types import RunState
-
-NO_TRIALS = {"COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "RUNNING": 0, "WAITING": 0}
-"""Optuna's states of a trial."""
+from mgpu_slurm.core.sweep_summary import SweepSummary, TrialSummary
 
 
-def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> dict[str, Any]:
+def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> SweepSummary:
     """Return the summary that the workers write; empty if none has written it yet.
 
     Args:
@@ -25,30 +22,20 @@ def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> 
     return summary if workers is None else _without_orphans(summary, workers)
 
 
-def _without_orphans(summary: dict[str, Any], workers: Sequence[RunState]) -> dict[str, Any]:
+def _without_orphans(summary: SweepSummary, workers: Sequence[RunState]) -> SweepSummary:
     """Count trials that no worker runs as waiting to be restarted."""
-    counts = summary["trials"]
-    at_work = sum(worker.state in states.MAY_RUN and worker.trial is not None for worker in workers)
-    orphans = max(0, counts["RUNNING"] - at_work)
+    counts = summary.trials
+    running = sum(worker.state in states.MAY_RUN and worker.trial is not None for worker in workers)
+    orphans = max(0, counts["RUNNING"] - running)
     moved = {"RUNNING": counts["RUNNING"] - orphans, "WAITING": counts["WAITING"] + orphans}
-    return summary | {"trials": counts | moved, "given_back": summary["given_back"] + orphans}
+    return replace(summary, trials=counts | moved, given_back=summary.given_back + orphans)
 
 
-def _written(folder: RunFolder) -> dict[str, Any]:
-    empty: dict[str, Any] = {
-        "trials": NO_TRIALS,
-        "best": None,
-        "known": [],
-        "given_back": 0,
-        "over": None,
-        "recent": [],
-        "metric": "",
-        "seconds": {},
-    }
+def _written(folder: RunFolder) -> SweepSummary:
     try:
-        return empty | (files.read_json(folder.summary) or {})
+        return SweepSummary.from_json(files.read_json(folder.summary) or {})
     except ValueError:
-        return empty
+        return SweepSummary()
 
 
 def is_sweep(folder: RunFolder) -> bool:
@@ -60,7 +47,7 @@ def trials(folder: RunFolder) -> list[RunFolder]:
     return [RunFolder(path) for path in folder.trials.iterdir()] if folder.trials.is_dir() else []
 
 
-def overall(workers: Sequence[RunState], summary: dict[str, Any]) -> str:
+def overall(workers: Sequence[RunState], summary: SweepSummary) -> str:
     """Return one state for a sweep: that of its workers while one is alive, else by the results of its trials."""
     found = states.overall([worker.state for worker in workers])
     if states.is_alive(found):
@@ -68,28 +55,23 @@ def overall(workers: Sequence[RunState], summary: dict[str, Any]) -> str:
     if _is_done(summary):
         return states.COMPLETED
     # a worker that exited because no trial was left has completed, whatever happened to the others
-    has_failed = found == states.COMPLETED or (summary["over"] or {}).get("failed")
+    has_failed = found == states.COMPLETED or (summary.over is not None and summary.over.failed)
     return states.FAILED if has_failed else found
 
 
-def _is_done(summary: dict[str, Any]) -> bool:
+def _is_done(summary: SweepSummary) -> bool:
     """Return whether nothing is left to do: all trials have ended, one of them with a value, or the budget is spent."""
-    over, trials = summary["over"], summary["trials"]
+    over, trials = summary.over, summary.trials
     if _is_in_vain(summary):
         return False
     if over is not None:
-        return not over["failed"] and not trials["RUNNING"] and not summary["given_back"]
+        return not over.failed and not trials["RUNNING"] and not summary.given_back
     return not trials["RUNNING"] and not trials["WAITING"] and sum(trials.values()) > 0
 
 
-def _is_in_vain(summary: dict[str, Any]) -> bool:
+def _is_in_vain(summary: SweepSummary) -> bool:
     """Return whether all trials have ended, none of them with a value."""
-    return not summary["trials"]["COMPLETE"] and 0 < ended(summary) == sum(summary["trials"].values())
-
-
-def ended(summary: dict[str, Any]) -> int:
-    """Return the number of trials that have ended."""
-    return int(sum(summary["trials"][state] for state in ("COMPLETE", "PRUNED", "FAIL")))
+    return not summary.trials["COMPLETE"] and 0 < summary.ended == sum(summary.trials.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +80,14 @@ class SweepState(RunState):
 
     trials: Mapping[str, int] = field(default_factory=dict)
     """The number of trials in each of Optuna's states."""
-    best: Mapping[str, Any] | None = None
+    best: TrialSummary | None = None
     workers: Sequence[RunState] = ()
 
 
 def state_of(folder: RunFolder, workers: Sequence[RunState]) -> SweepState:
     """Return the state of a sweep."""
     summary = summary_of(folder, workers)
-    state, best = overall(workers, summary), summary["best"]
+    state, best = overall(workers, summary), summary.best
     ends = [worker.ended for worker in workers if worker.ended]
     return SweepState(
         run=folder.run,
@@ -115,39 +97,39 @@ def state_of(folder: RunFolder, workers: Sequence[RunState]) -> SweepState:
         attempts=max(worker.attempts for worker in workers),
         nodes=workers[0].nodes,
         ranks=workers[0].ranks,
-        progress=ended(summary),
-        metrics={summary["metric"]: best["value"]} if best else {},
+        progress=summary.ended,
+        metrics={} if best is None or best.value is None else {summary.metric: best.value},
         submitted=workers[0].submitted,
         started=min((worker.started for worker in workers if worker.started), default=None),
         ended=None if states.is_alive(state) else max(ends, default=None),
         reason=reason(workers, summary, state),
-        trials=summary["trials"],
+        trials=summary.trials,
         best=best,
         workers=workers,
     )
 
 
-def reason(workers: Sequence[RunState], summary: dict[str, Any], state: str) -> str:
+def reason(workers: Sequence[RunState], summary: SweepSummary, state: str) -> str:
     """Return a line: how many trials have ended and how many workers run, or why the sweep ended early."""
-    told = f"{ended(summary)} of {counted(sum(summary['trials'].values()), 'trial')}"
+    told = f"{summary.ended} of {counted(sum(summary.trials.values()), 'trial')}"
     if states.is_alive(state):
         running = sum(worker.state == states.RUNNING for worker in workers)
         return f"{told}, {running} of {counted(len(workers), 'worker')} running"
-    if summary["over"] is not None:
-        return f"{told}: {summary['over']['reason']}"
+    if summary.over is not None:
+        return f"{told}: {summary.over.reason}"
     if state == states.COMPLETED:
         return told
-    if summary["trials"]["FAIL"] == sum(summary["trials"].values()):
+    if summary.trials["FAIL"] == sum(summary.trials.values()):
         return f"{told}, and all of them failed"
     if _is_in_vain(summary):
         return f"{told}, and all of them were pruned{_why_pruned(summary)}"
-    left = summary["trials"]["RUNNING"] + summary["trials"]["WAITING"]
+    left = summary.trials["RUNNING"] + summary.trials["WAITING"]
     how = next((worker.reason for worker in workers if worker.state != states.COMPLETED), "")
     return f"{told}, {left} unfinished{f': {how}' if how else ''}"
 
 
-def _why_pruned(summary: dict[str, Any]) -> str:
-    return next((f": {trial['reason']}" for trial in summary["recent"] if trial["reason"]), "")
+def _why_pruned(summary: SweepSummary) -> str:
+    return next((f": {trial.reason}" for trial in summary.recent if trial.reason), "")
 
 
 def as_one(found: Sequence[tuple[RunFolder, RunState]], without: Sequence[RunFolder] = ()) -> list[RunState]:

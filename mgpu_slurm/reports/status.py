@@ -64,7 +64,11 @@ def facts(state: RunState) -> dict[str, Any]:
     """Return the machine-readable state; for a sweep also its trials, its best trial and its workers."""
     found = {name: getattr(state, name) for name in FACTS} | {"group": _group(state.run)}
     if isinstance(state, sweep_state.SweepState):
-        found |= {"trials": state.trials, "best": state.best, "workers": list(map(facts, state.workers))}
+        found |= {
+            "trials": state.trials,
+            "best": state.best and state.best.to_json(),
+            "workers": list(map(facts, state.workers)),
+        }
     return found
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.formatting import duration, program, short_path, time_of
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.record_types import RunState
+from mgpu_slurm.core.sweep_summary import SweepSummary, TrialSummary
 from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
 
@@ -29,8 +29,8 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
     told = [
         f"study     {folder.run}  {state}{_why(folder.run, workers, summary, state)}",
         f"trials    {_trials(summary)}",
-        f"best      {_trial(summary, summary['best'])}",
-        *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary["known"])),
+        f"best      {_trial(summary, summary.best)}",
+        *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary.known)),
         *_last_failure(folder, summary),
         f"spent     {_spent(folder, len(workers), summary)}",
         *_left(workers, summary),
@@ -40,55 +40,56 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
     return [line[:room] for line in told]
 
 
-def _why(study: str, workers: Sequence[RunState], summary: dict[str, Any], state: str) -> str:
-    over = summary["over"]
+def _why(study: str, workers: Sequence[RunState], summary: SweepSummary, state: str) -> str:
+    over = summary.over
     if over is not None:
-        return f": {over['reason']}"
+        return f": {over.reason}"
     if states.is_alive(state) or state == states.COMPLETED:
         return ""
-    goes_on = (
-        f"; `{program()} resume {study}` goes on" if summary["trials"]["RUNNING"] + summary["trials"]["WAITING"] else ""
+    advice = (
+        f"; continue with `{program()} resume {study}`" if summary.trials["RUNNING"] + summary.trials["WAITING"] else ""
     )
     told = reason(workers, summary, state)
-    return f": {told}{'' if 'resume' in told else goes_on}"
+    return f": {told}{'' if 'resume' in told else advice}"
 
 
-def _trials(summary: dict[str, Any]) -> str:
-    counts = summary["trials"]
+def _trials(summary: SweepSummary) -> str:
+    counts = summary.trials
     told = ", ".join(f"{counts[state]} {words}" for state, words in WORDS.items() if counts[state])
     return f"{sum(counts.values())}: {told}" if told else "none yet"
 
 
-def _last_failure(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
-    failed = [trial for trial in summary["recent"] if trial["state"] == "FAIL"]
+def _last_failure(folder: RunFolder, summary: SweepSummary) -> list[str]:
+    failed = [trial for trial in summary.recent if trial.state == "FAIL"]
     return [
-        f"failed    trial {trial['number']}: {trial['reason']}  ({short_path(folder.of_trial(trial['number']).logs)})"
+        f"failed    trial {trial.number}: {trial.reason}  ({short_path(folder.of_trial(trial.number).logs)})"
         for trial in failed[-1:]
     ]
 
 
-def _trial(summary: dict[str, Any], trial: dict[str, Any] | None) -> str:
+def _trial(summary: SweepSummary, trial: TrialSummary | None) -> str:
     if trial is None:
         return "none yet"
-    how = "" if trial["state"] == "COMPLETE" else f", {WORDS[trial['state']]}"
-    return f"{summary['metric']} {trial['value']:.6g}  (trial {trial['number']}{how})  {parameters(trial['params'])}"
+    how = "" if trial.state == "COMPLETE" else f", {WORDS[trial.state]}"
+    value = "NaN" if trial.value is None else f"{trial.value:.6g}"
+    return f"{summary.metric} {value}  (trial {trial.number}{how})  {parameters(trial.params)}"
 
 
-def parameters(values: dict[str, Any]) -> str:
+def parameters(values: Mapping[str, object]) -> str:
     return "  ".join(f"{name}={_short(value)}" for name, value in values.items())
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _spent(folder: RunFolder, workers: int, summary: dict[str, Any]) -> str:
+def _spent(folder: RunFolder, workers: int, summary: SweepSummary) -> str:
     """Return how long the workers have used their nodes, and about how much time pruning saved."""
     gpus = read_spec(folder).resources.gpus
     hours = sum(records.hours(folder.of_task(number)) for number in range(workers))
     told = _hours(hours, gpus)
-    complete, complete_seconds = summary["seconds"].get("complete", (0, 0.0))
-    pruned, pruned_seconds = summary["seconds"].get("pruned", (0, 0.0))
+    complete, complete_seconds = summary.seconds.get("complete", (0, 0.0))
+    pruned, pruned_seconds = summary.seconds.get("pruned", (0, 0.0))
     if complete and pruned:
         saved = max(0.0, pruned * complete_seconds / complete - pruned_seconds) / 3600
         told += f"; pruning saved about {_hours(saved, gpus)}"
@@ -104,14 +105,14 @@ def _seconds(worker: RunState, now: datetime) -> float:
     return 0.0 if begun is None else ((time_of(worker.ended) or now) - begun).total_seconds()
 
 
-def _left(workers: Sequence[RunState], summary: dict[str, Any]) -> list[str]:
+def _left(workers: Sequence[RunState], summary: SweepSummary) -> list[str]:
     """Return the estimated time for the remaining trials, from those that have ended."""
     running = sum(worker.state == states.RUNNING for worker in workers)
-    lengths = [trial["seconds"] for trial in summary["recent"] if trial["seconds"] is not None]
-    left = summary["trials"]["WAITING"]
-    if not running or not lengths or summary["over"] is not None:
+    lengths = [trial.seconds for trial in summary.recent if trial.seconds is not None]
+    left = summary.trials["WAITING"]
+    if not running or not lengths or summary.over is not None:
         return []
-    rounds = math.ceil(left / running) + (1 if summary["trials"]["RUNNING"] else 0) / 2
+    rounds = math.ceil(left / running) + (1 if summary.trials["RUNNING"] else 0) / 2
     return [f"ETA       about {duration(rounds * sum(lengths) / len(lengths))}"]
 
 
@@ -144,16 +145,16 @@ def _by_life(worker: RunState) -> tuple[bool, bool]:
     return worker.state != states.RUNNING, not states.is_alive(worker.state)
 
 
-def trial_line(trial: dict[str, Any], summary: dict[str, Any]) -> str:
+def trial_line(trial: TrialSummary, summary: SweepSummary) -> str:
     """Return a line on the outcome of a trial."""
-    words = WORDS[trial["state"]]
-    value = f"  {summary['metric']} {trial['value']:.6g}" if trial["value"] is not None else ""
-    at = f" at {trial['progress']}" if trial["state"] == "PRUNED" and trial["progress"] is not None else ""
-    seconds = f"  ({duration(trial['seconds'])})" if trial["seconds"] is not None else ""
-    why = f": {trial['reason']}" if trial["reason"] else ""
-    is_best = summary["best"] is not None and summary["best"]["number"] == trial["number"]
+    words = WORDS[trial.state]
+    value = f"  {summary.metric} {trial.value:.6g}" if trial.value is not None else ""
+    at = f" at {trial.progress}" if trial.state == "PRUNED" and trial.progress is not None else ""
+    seconds = f"  ({duration(trial.seconds)})" if trial.seconds is not None else ""
+    why = f": {trial.reason}" if trial.reason else ""
+    is_best = summary.best is not None and summary.best.number == trial.number
     mark = "  best so far" if is_best else ""
-    return f"-- trial {trial['number']:>3}  {words}{at}{why}{value}  {parameters(trial['params'])}{seconds}{mark}"
+    return f"-- trial {trial.number:>3}  {words}{at}{why}{value}  {parameters(trial.params)}{seconds}{mark}"
 
 
 def ending_lines(folder: RunFolder, workers: Sequence[RunState]) -> list[str]:
@@ -161,17 +162,17 @@ def ending_lines(folder: RunFolder, workers: Sequence[RunState]) -> list[str]:
     summary = summary_of(folder)
     told = lines(folder, workers)
     told = told[: told.index("")]
-    if summary["best"] is not None:
+    if summary.best is not None:
         told.append(f"more      {program()} best {folder.run}   (all values, and the command that trains it again)")
     return told
 
 
-def new_lines(summary: dict[str, Any], shown: set[int]) -> list[str]:
+def new_lines(summary: SweepSummary, shown: set[int]) -> list[str]:
     """Return lines on trials that have ended since the last call.
 
     Args:
         shown: numbers of trials that were shown already; the new ones are added.
     """
-    new = [trial for trial in summary["recent"] if trial["number"] not in shown]
-    shown |= {trial["number"] for trial in new}
+    new = [trial for trial in summary.recent if trial.number not in shown]
+    shown |= {trial.number for trial in new}
     return [trial_line(trial, summary) for trial in new]

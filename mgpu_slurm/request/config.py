@@ -11,11 +11,20 @@ import re
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from mgpu_slurm.core.errors import UserError, nearest
 
 T = TypeVar("T")
+
+Config: TypeAlias = dict[str, object]
+"""Values of a job's config by key, or of another YAML file before `fill` checks them.
+
+A value is what YAML can hold: a text, a number, true, false, null, a list, or a mapping with values of its own.
+"""
+
+Annotations: TypeAlias = dict[str, object]
+"""The types of a class's fields, or of a function's parameters, by name."""
 
 # YAML 1.1 reads 1e-3 as a string; users mean a number.
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -67,7 +76,7 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{source}: {first_line}: fix the YAML there") from None
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Config:
     """Return the mapping in a YAML file; an empty one for an empty file."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -91,9 +100,9 @@ def dump_yaml(value: Any) -> str:
     return text
 
 
-def parse_overrides(items: typing.Sequence[str]) -> dict[str, Any]:
+def parse_overrides(items: typing.Sequence[str]) -> Config:
     """Return `["lr=0.1", "model.width=32"]` as a nested mapping; values are read as YAML."""
-    values: dict[str, Any] = {}
+    values: Config = {}
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
@@ -102,7 +111,7 @@ def parse_overrides(items: typing.Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def put(values: dict[str, Any], key: str, value: Any, what: str) -> None:
+def put(values: Config, key: str, value: object, what: str) -> None:
     """Set a value by its dotted name: `model.width` inside `model`.
 
     Args:
@@ -114,9 +123,10 @@ def put(values: dict[str, Any], key: str, value: Any, what: str) -> None:
     *parents, last = key.split(".")
     place = values
     for parent in parents:
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
+        inner = place.setdefault(parent, {})
+        if not isinstance(inner, dict):
             raise UserError(f"{what!r} sets a key inside {parent!r}, which another key=value sets whole")
+        place = inner
     place[last] = value
 
 
@@ -129,25 +139,25 @@ def _parse_value(item: str, text: str) -> Any:
         raise UserError(f"{item!r}: the value is no whole YAML value: put it in quotes that reach it") from None
 
 
-def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: Config, over: Config) -> Config:
     """Return `base` updated with `over`, merging mappings key by key; neither argument is changed."""
     merged = dict(base)
     for key, value in over.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            value = merge(merged[key], value)
-        merged[key] = value
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 
-def only(values: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+def only(values: Config, wanted: Config) -> Config:
     """Return the values whose keys are in `wanted`, also in nested mappings."""
-    return {
-        key: only(values[key], inner) if isinstance(inner, dict) and isinstance(values[key], dict) else values[key]
-        for key, inner in wanted.items()
-    }
+    kept: Config = {}
+    for key, inner in wanted.items():
+        value = values[key]
+        kept[key] = only(value, inner) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return kept
 
 
-def fill(cls: type[T], values: dict[str, Any], what: str) -> T:
+def fill(cls: type[T], values: Config, what: str) -> T:
     """Return an instance of a dataclass from plain values, with all names and types checked.
 
     Args:
@@ -189,7 +199,7 @@ def _explain(problem: Any) -> str:
     return f"{key}={problem['input']!r}: expected {message}"
 
 
-def _refuse_unknown_keys(cls: Any, values: dict[str, Any], what: str, prefix: str) -> None:
+def _refuse_unknown_keys(cls: Any, values: Config, what: str, prefix: str) -> None:
     types_of_fields = field_types(cls)
     if types_of_fields is None:
         return
@@ -201,7 +211,7 @@ def _refuse_unknown_keys(cls: Any, values: dict[str, Any], what: str, prefix: st
             _refuse_unknown_keys(nested, value, what, f"{prefix}{key}.")
 
 
-def field_types(cls: Any) -> dict[str, Any] | None:
+def field_types(cls: Any) -> Annotations | None:
     """Return names and types of the fields that can be given; None if the class has no fixed fields."""
     if dataclasses.is_dataclass(cls):
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -211,9 +221,9 @@ def field_types(cls: Any) -> dict[str, Any] | None:
     return None
 
 
-def types_in(cls: Any) -> dict[type, dict[str, Any]]:
+def types_in(cls: Any) -> dict[type, Annotations]:
     """Return the field types of a dataclass, its bases and nested ones, for `settle_classes` in another process."""
-    found: dict[type, dict[str, Any]] = {}
+    found: dict[type, Annotations] = {}
     waiting = [cls]
     while waiting:
         kind = waiting.pop()
@@ -225,7 +235,7 @@ def types_in(cls: Any) -> dict[type, dict[str, Any]]:
     return found
 
 
-def settle_classes(types_of_fields: dict[type, dict[str, Any]]) -> None:
+def settle_classes(types_of_fields: dict[type, Annotations]) -> None:
     """Repair dataclasses that were pickled in another process.
 
     They lack their field types, whose names may be unknown in this process, and the sentinel for a missing default.

@@ -19,6 +19,7 @@ from typing import Any
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.config import Annotations, Config
 
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _TYPES_OF_DEFAULTS = (bool, int, float, str, Path, Enum, list, dict, tuple, set)
@@ -40,7 +41,7 @@ class JobFunction:
     untyped: str | None = None
     """The parameter that takes the whole config, if it has neither an annotation nor a default."""
 
-    def fill(self, values: dict[str, Any], base: Path) -> Any:
+    def fill(self, values: Config, base: Path) -> Any:
         """Return the complete config, with defaults; see `mgpu_slurm.request.config.fill` for what is refused.
 
         Args:
@@ -61,12 +62,12 @@ class JobFunction:
             return values
         return configs.absolute_paths(configs.fill(self.config_class, values, what), base)
 
-    def fill_plain(self, values: dict[str, Any], base: Path) -> dict[str, Any]:
+    def fill_plain(self, values: Config, base: Path) -> Config:
         """Return the complete config as plain values."""
-        plain: dict[str, Any] = configs.to_plain(self.fill(values, base))
+        plain: Config = configs.to_plain(self.fill(values, base))
         return plain
 
-    def is_settled(self, config: dict[str, Any], base: Path) -> bool:
+    def is_settled(self, config: Config, base: Path) -> bool:
         """Return whether a complete config stays the same when it is filled in again.
 
         A config that computes values from others, or has values that cannot be given, does not.
@@ -119,12 +120,12 @@ def _form(function: Any) -> str:
     return f"{getattr(function, '__name__', 'it')}{inspect.signature(function)}"
 
 
-def _annotations(function: Any, parameters: Iterable[Parameter]) -> dict[str, Any]:
+def _annotations(function: Any, parameters: Iterable[Parameter]) -> Annotations:
     """Return types by parameter name, with `Any` for a parameter without an annotation."""
     # the types of the run and the result may be importable for type checkers only
     written = {each.name: each.annotation for each in parameters if each.annotation is not Parameter.empty}
     names = getattr(inspect.unwrap(function), "__globals__", {})
-    found: dict[str, Any] = {}
+    found: Annotations = {}
     for name, annotation in written.items():
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         try:
@@ -140,7 +141,7 @@ def _called(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _takes_all(others: list[Parameter], types_of: dict[str, Any]) -> bool:
+def _takes_all(others: list[Parameter], types_of: Annotations) -> bool:
     """Return whether the first of these parameters takes the whole config, and the others keep their defaults."""
     first, *rest = others
     if first.kind is Parameter.VAR_POSITIONAL:
@@ -182,7 +183,7 @@ def _check_can_be_named(function: Any, name: str, parameters: Iterable[Parameter
             )
 
 
-def _class_of(parameters: Iterable[Parameter], types_of: dict[str, Any], name: str) -> Any:
+def _class_of(parameters: Iterable[Parameter], types_of: Annotations, name: str) -> Any:
     """Return a dataclass with the parameters as its fields."""
     fields: list[Any] = []
     for each in parameters:

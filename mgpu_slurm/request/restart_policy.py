@@ -27,7 +27,7 @@ class RestartPolicy:
         return RestartPolicy(**{each.name: options.pop(each.name) for each in dataclasses.fields(RestartPolicy)})
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, object]:
         """Return the values that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 

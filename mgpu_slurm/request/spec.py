@@ -8,16 +8,20 @@ import re
 import signal as signals
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.layout import LONGEST_NAME, RUN_NAME, RunFolder
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.config import Config
 
 ExecutorName = Literal["slurm", "allocation", "local"]
 Kind = Literal["run", "sweep"]
 Readers = Literal["owner", "group"]
+
+Flags: TypeAlias = dict[str, object]
+"""Resources as a user has named them, by sbatch's long names (`gpus-per-node`); `resources_from` checks them."""
 
 ATTEMPT_VARIABLE = "MGPU_ATTEMPT"
 """The number of the attempt, from 1, in the environment of every rank."""
@@ -185,7 +189,7 @@ class Spec:
     target: Target
     executor: ExecutorName
     resources: Resources
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Config = field(default_factory=dict)
     """The job's config as plain values, with defaults filled in unless `config_base` is set."""
     config_base: str | None = None
     """The folder that relative paths in an incomplete config start from. The job fills in the defaults at each attempt
@@ -259,9 +263,16 @@ class Spec:
         if self.kind == "sweep":
             return one
         if self.target.command is None:
-            return replace(one, config=self.config | {"seed": self.config["seed"] + task})
+            return replace(one, config=self.config | {"seed": self.first_seed + task})
         command = tuple(word.replace(SEED_PLACE, str(task)) for word in self.target.command)
         return replace(one, target=Target(command=command))
+
+    @property
+    def first_seed(self) -> int:
+        """Return the seed of the first run of a group; 0 if it is a command."""
+        seed = self.config.get("seed", 0)
+        assert isinstance(seed, int), seed
+        return seed
 
     def check_seeds(self) -> None:
         """Raise UserError if nothing would use the seeds."""
@@ -329,9 +340,13 @@ def sbatch_pairs(items: tuple[str, ...]) -> dict[str, str]:
 RESOURCE_FLAGS = tuple(f.name for f in dataclasses.fields(Resources) if f.name != "sbatch")
 
 
-def resources_from(flags: dict[str, Any], what: str) -> Resources:
-    """Return resources from sbatch's long names (`gpus-per-node`), given in a YAML file or by a caller."""
-    values: dict[str, Any] = {}
+def resources_from(flags: Flags, what: str) -> Resources:
+    """Return resources from their names in a YAML file or a call.
+
+    Raises:
+        UserError: names the first unknown flag or wrong value.
+    """
+    values: Config = {}
     for key, value in flags.items():
         name = key.replace("-", "_")
         if name not in RESOURCE_FLAGS and name != "sbatch":

@@ -11,13 +11,13 @@ import re
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import parse_size
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Readers, parse_signal, resources_from
+from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.spec import Flags, Readers, parse_signal, resources_from
 
 FILE_NAME = "mgpu.yaml"
 
@@ -32,7 +32,7 @@ class Cluster:
 
     name: str | None = None
     """Its key in the file; None for the cluster of a machine without a file."""
-    flags: dict[str, Any] = field(default_factory=dict)
+    flags: Flags = field(default_factory=dict)
     """Defaults for resources, by sbatch's long names; `sbatch` holds any other option."""
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script executes before the ranks start."""
@@ -99,7 +99,7 @@ class _Keys:
 
     job: str | None = None
     cluster: str | None = None
-    clusters: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    clusters: dict[str, Config | None] = field(default_factory=dict)
 
 
 def load(cwd: Path) -> ClusterFile:
@@ -108,7 +108,7 @@ def load(cwd: Path) -> ClusterFile:
     Raises:
         UserError: unknown key or wrong value, with the file; or the project's file belongs to another user.
     """
-    merged: dict[str, Any] = {}
+    merged: Config = {}
     project_file = cwd / FILE_NAME
     if project_file.exists():
         files.refuse_strangers(project_file, "who could run commands as you by it: use a copy of your own")
@@ -125,7 +125,7 @@ def user_file() -> Path:
     return Path(home) / "mgpu_slurm" / FILE_NAME
 
 
-def _plain(values: dict[str, Any], source: str) -> dict[str, Any]:
+def _plain(values: Config, source: str) -> Config:
     """Check the file's values, and return them in the form that is merged."""
     keys = configs.fill(_Keys, values, source)
     plain = values | {"clusters": {name: _with_texts(cluster or {}) for name, cluster in keys.clusters.items()}}
@@ -133,38 +133,38 @@ def _plain(values: dict[str, Any], source: str) -> dict[str, Any]:
     return plain
 
 
-def _with_texts(cluster: dict[str, Any]) -> dict[str, Any]:
+def _with_texts(cluster: Config) -> Config:
     """Return the values with numbers as text, as SLURM and the environment need them; YAML parses them as numbers."""
-    flags = cluster.get("flags")
+    flags, environment = cluster.get("flags"), cluster.get("environment")
     changed = dict(cluster)
     if isinstance(flags, dict) and isinstance(flags.get("sbatch"), dict):
         changed["flags"] = flags | {"sbatch": _texts(flags["sbatch"])}
-    if isinstance(cluster.get("environment"), dict):
-        changed["environment"] = _texts(cluster["environment"])
+    if isinstance(environment, dict):
+        changed["environment"] = _texts(environment)
     return changed
 
 
-def _texts(values: dict[str, Any]) -> dict[str, Any]:
+def _texts(values: Config) -> Config:
     return {key: str(value) if type(value) is int else value for key, value in values.items()}
 
 
-def _typed(values: dict[str, Any], source: str) -> ClusterFile:
-    clusters = values.get("clusters", {})
-    return ClusterFile(
-        job=values.get("job"),
-        cluster=values.get("cluster"),
-        clusters={name: _cluster(name, cluster, f"{source}: cluster {name!r}") for name, cluster in clusters.items()},
-    )
+def _typed(values: Config, source: str) -> ClusterFile:
+    keys = configs.fill(_Keys, values, source)
+    clusters = {
+        name: _cluster(name, cluster or {}, f"{source}: cluster {name!r}") for name, cluster in keys.clusters.items()
+    }
+    return ClusterFile(keys.job, keys.cluster, clusters)
 
 
-def _cluster(name: str, values: dict[str, Any], what: str) -> Cluster:
+def _cluster(name: str, values: Config, what: str) -> Cluster:
     known = [field.name.replace("_", "-") for field in fields(Cluster) if field.name != "name"]
     for key in values:
         if key not in known:
             raise UserError(f"{what}: unknown key {key!r}{nearest(str(key), known)}")
-    try:
-        limit = {"snapshot-limit": parse_size(str(values["snapshot-limit"]))} if "snapshot-limit" in values else {}
-    except UserError as error:
-        raise UserError(f"{what}: snapshot-limit: {error}") from None
-    fields_given = {key.replace("-", "_"): value for key, value in (values | limit).items()}
-    return configs.fill(Cluster, fields_given | {"name": name}, what)
+    given: Config = {key.replace("-", "_"): value for key, value in values.items()}
+    if "snapshot_limit" in given:
+        try:
+            given["snapshot_limit"] = parse_size(str(given["snapshot_limit"]))
+        except UserError as error:
+            raise UserError(f"{what}: snapshot-limit: {error}") from None
+    return configs.fill(Cluster, given | {"name": name}, what)

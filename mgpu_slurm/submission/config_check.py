@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import target
+from mgpu_slurm.request.config import Config
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class Question:
     """The folder in the snapshot that will be the job's working directory."""
     original: str
     """The folder that paths in the config are relative to."""
-    values: list[dict[str, Any]]
+    values: list[Config]
     """The values of `--config` and `key=value`; or several sets of values, each of which has to fit."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    config: dict[str, Any]
+    config: Config
     """The whole config as plain values, with defaults and absolute paths; of several sets, that of the first."""
     is_settled: bool = True
     """See `JobFunction.is_settled`."""

@@ -1,4 +1,4 @@
-"""The facts of `environment.json`: with which software, from where and by whom a run was submitted.
+"""The content of `environment.json`: with which software, from where and by whom a run was submitted.
 
 Environment variables are not included, since they may hold secrets.
 """
@@ -8,30 +8,48 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.submission.snapshot import Snapshot
 
 
-def describe(snapshot: Snapshot | None) -> dict[str, Any]:
-    """Return plain values for `environment.json`.
+@dataclass(frozen=True)
+class Environment:
+    """The fields of `environment.json`."""
 
-    `python` (version, executable), `platform`, `host`, `user`, `command` (the words of this process's command
-    line), `commit` and `dirty` and `digest` of the snapshot (None without one), and `packages`, the versions of all
-    installed distributions by normalized name (`torch`, `numpy`, ...).
-    """
-    system = os.uname()
-    return {
-        **interpreter.facts(),
-        "platform": f"{system.sysname} {system.release} {system.machine}",
-        "host": system.nodename,
-        "user": _user(),
-        "command": list(sys.orig_argv),
-        "commit": snapshot.commit if snapshot else None,
-        "dirty": snapshot.dirty if snapshot else None,
-        "digest": snapshot.digest if snapshot else None,
-    }
+    python: dict[str, str]
+    """`version` and `executable`."""
+    packages: dict[str, str]
+    """Versions of all installed distributions by normalized name (`torch`, `numpy`, ...)."""
+    platform: str
+    host: str
+    user: str
+    command: list[str]
+    """The words of the command line of the process that submits."""
+    commit: str | None
+    """The snapshot's commit; None, as `dirty` and `digest`, without a snapshot."""
+    dirty: bool | None
+    digest: str | None
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def describe(snapshot: Snapshot | None) -> Environment:
+    """Return the environment of this process, which submits the snapshot."""
+    system, facts = os.uname(), interpreter.facts()
+    return Environment(
+        python=facts["python"],
+        packages=facts["packages"],
+        platform=f"{system.sysname} {system.release} {system.machine}",
+        host=system.nodename,
+        user=_user(),
+        command=list(sys.orig_argv),
+        commit=snapshot.commit if snapshot else None,
+        dirty=snapshot.dirty if snapshot else None,
+        digest=snapshot.digest if snapshot else None,
+    )
 
 
 def _user() -> str:

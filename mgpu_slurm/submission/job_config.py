@@ -15,6 +15,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import job_function
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.job_function import JobFunction
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.submission import job_source
@@ -25,11 +26,11 @@ from mgpu_slurm.submission.config_check import Answer, Question
 class Completed:
     """The config of a submission."""
 
-    config: dict[str, Any]
+    config: Config
     """The config for the spec: whole, or as given."""
     base: str | None
     """The folder that relative paths in it are relative to; None for a whole config. See `Spec.config_base`."""
-    known: dict[str, Any]
+    known: Config
     """The known part of the whole config."""
     is_checked: bool = True
     """Whether the job will certainly accept it."""
@@ -37,7 +38,7 @@ class Completed:
 
 def complete(
     spec: Spec,
-    values: Sequence[dict[str, Any]],
+    values: Sequence[Config],
     folder: RunFolder,
     cwd: Path,
     imports: bool,
@@ -82,12 +83,12 @@ def complete(
     return Completed(values[0], str(cwd), known, is_checked=False)
 
 
-def _completed(job: JobFunction, spec: Spec, values: Sequence[dict[str, Any]], cwd: Path) -> Completed:
+def _completed(job: JobFunction, spec: Spec, values: Sequence[Config], cwd: Path) -> Completed:
     config, *_ = [job.fill_plain(each, cwd) for each in values]
     return _of_whole(spec, values[0], config, job.is_settled(config, cwd), cwd)
 
 
-def _of_whole(spec: Spec, given: dict[str, Any], config: dict[str, Any], is_settled: bool, cwd: Path) -> Completed:
+def _of_whole(spec: Spec, given: Config, config: Config, is_settled: bool, cwd: Path) -> Completed:
     if is_settled or spec.kind == "sweep":
         return Completed(config, None, config)
     # the seeds of a group's runs count up from it

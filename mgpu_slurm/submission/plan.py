@@ -24,8 +24,10 @@ from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import job_function, restart_policy
 from mgpu_slurm.request import target as targets
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.restart_policy import RestartPolicy
 from mgpu_slurm.request.spec import (
+    Flags,
     Spec,
     Target,
     announcement,
@@ -56,9 +58,9 @@ class Request:
     target: str | Callable[..., Any] | None = None
     """The name of a job function, or the function itself."""
     command: tuple[str, ...] = ()
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Config = field(default_factory=dict)
     """The given part of the job's config."""
-    flags: dict[str, Any] = field(default_factory=dict)
+    flags: Flags = field(default_factory=dict)
     """Resources by sbatch's long names."""
     executor: str = "auto"
     cluster: str | None = None
@@ -68,7 +70,7 @@ class Request:
     """`5`, or `100%10` to run at most 10 at a time."""
     workers: int | None = None
     """Number of workers of a sweep, whose study then has exactly the given name."""
-    probes: tuple[dict[str, Any], ...] = ()
+    probes: tuple[Config, ...] = ()
     """Sets of values that trials of a sweep may add to the job's config, which has to accept each of them."""
     after: tuple[str, ...] = ()
     """Runs that have to complete first."""
@@ -92,7 +94,7 @@ class Plan:
     """Human-readable notes on what was decided for the user."""
     snapshot_limit: int
     """Bytes."""
-    whole_config: dict[str, Any] = field(default_factory=dict)
+    whole_config: Config = field(default_factory=dict)
     """The job's config with all known defaults; for a sweep, that of one trial."""
 
     @property
@@ -130,7 +132,7 @@ class Plan:
         ]
 
     def _seeds(self, runs: int) -> str:
-        first = self.spec.config.get("seed", 0)
+        first = self.spec.first_seed
         limit = f", at most {self.spec.at_once} at a time" if self.spec.at_once else ""
         return f"{first} to {first + runs - 1} ({counted(runs, 'run')}){limit}"
 

@@ -9,33 +9,37 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from mgpu_slurm.core import files, layout, records
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import restart_policy
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.restart_policy import RestartPolicy
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, Spec, announcement, read_spec, resources_from
+from mgpu_slurm.request.spec import RESOURCE_FLAGS, Flags, Spec, announcement, read_spec, resources_from
 from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission import environment, job_config, snapshot
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Change:
     """The changes requested with a resume."""
 
-    flags: dict[str, Any] = field(default_factory=dict)
+    flags: Flags = field(default_factory=dict)
     """Resources by sbatch's long names; None keeps a value."""
     restart: RestartPolicy = restart_policy.DEFAULT
     new_code: bool = False
     """Whether to use the project's current code and the calling environment's packages."""
-    probes: tuple[dict[str, Any], ...] = ()
+    probes: tuple[Config, ...] = ()
     """Sets of values that the new code's config has to accept in a sweep, in addition to those of all trials."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Flags:
+        """Return the flags that have a value."""
         return {name: value for name, value in self.flags.items() if value is not None}
 
     def __bool__(self) -> bool:
@@ -61,7 +65,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
         return
     if folder.task is not None:
         raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
-    spec = _with_restart(_with_resources(before, change.given), change.restart.given)
+    spec = _with_restart(_with_resources(before, change.given), change.restart)
     with _new_code(folder, spec, change.probes) if change.new_code else nullcontext(spec) as spec:
         try:
             spec.write(folder)
@@ -74,8 +78,8 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
     records.record_event(folder, "changed", flags=change.given | change.restart.given, new_code=change.new_code)
 
 
-def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
-    had = {name.replace("_", "-"): getattr(spec.resources, name) for name in (*RESOURCE_FLAGS, "sbatch")}
+def _with_resources(spec: Spec, given: Flags) -> Spec:
+    had: Flags = {name.replace("_", "-"): getattr(spec.resources, name) for name in (*RESOURCE_FLAGS, "sbatch")}
     resources = resources_from(configs.merge(had, given), "the call")
     lead = spec.lead
     if resources.time != spec.resources.time:
@@ -86,15 +90,26 @@ def _with_resources(spec: Spec, given: dict[str, Any]) -> Spec:
     return replace(spec, resources=resources, lead=lead)
 
 
-def _with_restart(spec: Spec, given: dict[str, Any]) -> Spec:
-    if "signal" in given:
-        signal, lead = announcement(given["signal"], spec.resources.time_limit, spec.is_queued)
-        given = given | {"signal": signal, "lead": lead}
-    return replace(spec, **given)
+def _with_restart(spec: Spec, given: RestartPolicy) -> Spec:
+    signal, lead = spec.signal, spec.lead
+    if given.signal is not None:
+        signal, lead = announcement(given.signal, spec.resources.time_limit, spec.is_queued)
+    return replace(
+        spec,
+        signal=signal,
+        lead=lead,
+        max_requeues=_new(given.max_requeues, spec.max_requeues),
+        retries=_new(given.retries, spec.retries),
+        stuck_after=_new(given.stuck_after, spec.stuck_after),
+    )
+
+
+def _new(given: T | None, before: T) -> T:
+    return before if given is None else given
 
 
 @contextmanager
-def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[dict[str, Any]]) -> Iterator[Spec]:
+def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[Config]) -> Iterator[Spec]:
     """Replace the code by a new snapshot, and keep the previous code as `code-<attempts>`."""
     if spec.target.pickled is not None:
         raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by a name: submit it anew")
@@ -115,7 +130,7 @@ def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[dict[str, Any]]) -
         shutil.rmtree(old, ignore_errors=True)
         os.rename(folder.code, old)
         os.rename(staging.code, folder.code)
-        files.write_json(folder.environment, facts)
+        files.write_json(folder.environment, facts.to_json())
         try:
             yield replace(spec, config=config, config_base=completed.base)
         except BaseException:

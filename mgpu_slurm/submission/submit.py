@@ -264,7 +264,7 @@ def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Pl
     if made.spec.kind == "run":
         made.spec.check_seeds()
     made.spec.write(staging)
-    files.write_json(staging.environment, facts)
+    files.write_json(staging.environment, facts.to_json())
     resources = made.spec.resources
     records.update_state(
         staging,

@@ -114,7 +114,7 @@ def _last_report(trial: RunFolder) -> tuple[dict[str, float], int]:
     return values, step
 
 
-def parameters_of(trial: RunFolder) -> dict[str, Any]:
+def parameters_of(trial: RunFolder) -> Values:
     """Return the parameters recorded in a trial's session; empty if it has not begun."""
     from google.protobuf.json_format import MessageToDict
     from tensorboard.plugins.hparams import metadata

@@ -16,6 +16,7 @@ from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.restart_policy import RestartPolicy
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.slurm.sbatch import MayBeQueued
@@ -35,7 +36,6 @@ from mgpu_slurm.sweeps.sweep_checks import (
     check_budget,
     check_classes,
     check_resource,
-    flags_of,
     refuse_changes,
     refuse_differences,
     refuse_other_places,
@@ -79,9 +79,7 @@ class Started:
     """Trials that had ended before the call."""
 
 
-def start(
-    values: dict[str, Any], changes: dict[str, Any], source: str, options: Options = DEFAULT, note: Note = quiet
-) -> Started:
+def start(values: Config, changes: Config, source: str, options: Options = DEFAULT, note: Note = quiet) -> Started:
     """Start the sweep that a file describes, or extend an existing one: more trials, more workers, another budget.
 
     Args:
@@ -107,8 +105,8 @@ def start(
 # -- a new one
 
 
-def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) -> Started:
-    request = _request(sweep, values, options)
+def _create(sweep: Sweep, values: Config, options: Options, note: Note) -> Started:
+    request = _request(sweep, options)
     made_there: list[optuna.Study] = []
 
     def add(made: Plan, staging: RunFolder) -> None:
@@ -142,13 +140,13 @@ def _create(sweep: Sweep, values: dict[str, Any], options: Options, note: Note) 
     return Started(made.folder, made.spec.executor, submission.job_id, _planned(made, sweep))
 
 
-def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
+def _request(sweep: Sweep, options: Options) -> Request:
     is_command = bool(sweep.command)
     return Request(
         target=options.function or sweep.job,
         command=sweep.command,
         values={} if is_command else spaces.nested(sweep.fixed),
-        flags=flags_of(values),
+        flags=sweep.flags,
         executor=options.executor,
         cluster=options.cluster,
         name=sweep.study,
@@ -159,7 +157,7 @@ def _request(sweep: Sweep, values: dict[str, Any], options: Options) -> Request:
     )
 
 
-def _probes(sweep: Sweep) -> tuple[dict[str, Any], ...]:
+def _probes(sweep: Sweep) -> tuple[Config, ...]:
     """Return values of trials that the job's config must accept; those of a space function are tried elsewhere."""
     if sweep.command or isinstance(sweep.space, str):
         return ()
@@ -183,9 +181,9 @@ def _rehearsed(made: Plan) -> list[str]:
 # -- an existing one
 
 
-def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Options, note: Note) -> Started:
+def _extend(folder: RunFolder, sweep: Sweep, values: Config, options: Options, note: Note) -> Started:
     if not folder.sweep.exists():
-        raise UserError(f"study {sweep.study!r}: {str(folder.path)!r} is a run, and no sweep: call the study otherwise")
+        raise UserError(f"study {sweep.study!r}: {str(folder.path)!r} is a run, not a sweep: choose another name")
     with locked(folder.sweep_lock):
         old = sweep_file.load(folder.sweep)
         refuse_differences(old, sweep)
@@ -198,8 +196,9 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         found = settled(folder, note)
         is_alive = any(states.is_alive(state.state) for _, state in found)
         spec = read_spec(folder)
-        change = _probed(replace(change_of(spec, old, sweep, values), new_code=options.new_code), sweep)
-        check_budget(sweep, change.given.get("gpus-per-node", spec.resources.gpus_per_node))
+        change = _probed(replace(change_of(spec, old, sweep), new_code=options.new_code), sweep)
+        gpus = sweep.resources.gpus_per_node
+        check_budget(sweep, spec.resources.gpus_per_node if gpus is None else gpus)
         refuse_other_places(spec, options.executor, options.cluster)
         if is_alive:
             refuse_changes(old, sweep, change)
@@ -211,11 +210,11 @@ def _extend(folder: RunFolder, sweep: Sweep, values: dict[str, Any], options: Op
         if options.dry_run:
             return Started(folder, spec.executor, None, [*lines, _NOTHING], is_alive, before)
         job_id = None
-        over = studies.notes(study).get(studies.OVER)
+        over = studies.why_over(study)
 
         def undo() -> None:
             if over is not None:
-                studies.note(study, studies.OVER, over)
+                studies.set_over(study, over)
             summary.write(folder, study, old)
 
         with _written(folder, values, undo):
@@ -233,7 +232,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         UserError: nothing is left to do, or running workers leave no room for others.
     """
     for name in change.restart.given:
-        raise UserError(f"--{name.replace('_', '-')}: of a sweep its file says it: change that, and call `sweep FILE`")
+        raise UserError(f"--{name.replace('_', '-')}: a sweep's file sets it: change the file and run `sweep FILE`")
     with locked(folder.sweep_lock):
         sweep = sweep_file.load(folder.sweep)
         study = studies.load(sweep, folder.journal)
@@ -242,21 +241,22 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
         alive = sum(states.is_alive(state.state) for _, state in found)
         if alive >= sweep.workers or (alive and not read_spec(folder).is_queued):
             raise UserError(
-                f"study {sweep.study} is at work with {counted(alive, 'worker')}: only what has ended can be resumed"
+                f"study {sweep.study} is running with {counted(alive, 'worker')}: only workers that have ended can be"
+                " resumed"
             )
-        over = studies.notes(study).get(studies.OVER)
+        over = studies.why_over(study)
         left, why = waiting_trials(study, sweep), ""
-        if over is not None and over["failed"]:
+        if over is not None and over.failed:
             # the problem may be fixed
-            studies.note(study, studies.OVER, None)
+            studies.set_over(study, None)
         elif over is not None:
-            left, why = sum(map(studies.was_given_back, summary.own_trials(study))), f" ({over['reason']})"
+            left, why = sum(map(studies.was_given_back, summary.own_trials(study))), f" ({over.reason})"
         # a worker that was killed may have recorded an end in the study, but not in this file
         summary.write(folder, study, sweep)
         starting = workers_to_start(folder, sweep, found, left)
         if not starting:
             raise UserError(
-                f"study {sweep.study}: no trial is left{why}: raise trials or budget in its file, and call sweep again"
+                f"study {sweep.study}: no trial is left{why}: raise trials or budget in its file and run sweep again"
             )
         make_room(folder, starting)
         return submitting.restart(folder, starting, _probed(change, sweep), note)
@@ -264,14 +264,14 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
 
 def _standing(old: Sweep, new: Sweep, trials: int, found: Found) -> list[str]:
     at_work = sum(states.is_alive(state.state) for _, state in found)
-    lines = [f"study     {new.study}: {counted(trials, 'trial')} so far, {counted(at_work, 'worker')} at work"]
+    lines = [f"study     {new.study}: {counted(trials, 'trial')} so far, {counted(at_work, 'worker')} running"]
     if old.trials != new.trials:
-        known = "as many as the budget holds" if new.trials is None else new.trials
-        lines.append(f"trials    {known}; it was {old.trials}")
+        known = "as many as the budget allows" if new.trials is None else new.trials
+        lines.append(f"trials    {known} (was {old.trials})")
     for name in ("workers", "sampler", "pruner"):
         before, now = getattr(old, name), getattr(new, name)
         if before != now:
-            lines.append(f"{name:<9} {getattr(now, 'words', now)}; it was {getattr(before, 'words', before)}")
+            lines.append(f"{name:<9} {getattr(now, 'words', now)} (was {getattr(before, 'words', before)})")
     return lines
 
 
@@ -284,13 +284,13 @@ def _starts(workers: int, is_alive: bool, is_full: bool, options: Options) -> li
     if not workers:
         return [] if is_alive else ["workers   none started: all trials are done"]
     if is_full:
-        return ["starts    no more workers before those at work have ended: they share what there is"]
-    code = "as it is now" if options.new_code else "that of the study (--code new: as it is now)"
+        return ["starts    no more workers until the running ones have ended: they share the same resources"]
+    code = "the project's, as it is now" if options.new_code else "the study's (--code new: the project's)"
     return [f"starts    {counted(workers, 'worker')}", f"code      {code}"]
 
 
 @contextmanager
-def _written(folder: RunFolder, values: dict[str, Any], undo: Callable[[], None]) -> Iterator[None]:
+def _written(folder: RunFolder, values: Config, undo: Callable[[], None]) -> Iterator[None]:
     """Write these values to the sweep file, which workers read when they start; restore it after an error.
 
     Args:
@@ -312,9 +312,9 @@ def _add(folder: RunFolder, study: optuna.Study, sweep: Sweep) -> None:
     with locked(folder.trials_lock):
         # no trial starts meanwhile
         studies.queue(study, _late_points(sweep, study))
-    if studies.notes(study).get(studies.OVER) is not None:
+    if studies.why_over(study) is not None:
         # the first worker checks whether it still is over
-        studies.note(study, studies.OVER, None)
+        studies.set_over(study, None)
     summary.write(folder, study, sweep)
 
 
@@ -328,13 +328,11 @@ def _late_points(sweep: Sweep, study: optuna.Study) -> list[Values]:
         return []
     there = studies.queued(study)
     if [studies.kept(point) for point in sweep.enqueue[: len(there)]] != there:
-        raise UserError(
-            f"enqueue: the points of before have to stay as they are, {json.dumps(there)}: add others behind them"
-        )
+        raise UserError(f"enqueue: the study's points {json.dumps(there)} must stay first: add new ones after them")
     late = list(sweep.enqueue[len(there) :])
     begun = studies.begun(study)
     if late and sweep.trials is not None and begun + len(late) > sweep.trials:
-        raise UserError(f"enqueue: {counted(len(late), 'point')} more: raise trials to {begun + len(late)}")
+        raise UserError(f"enqueue: {counted(len(late), 'more point')}: raise trials to {begun + len(late)}")
     return late
 
 
@@ -353,4 +351,4 @@ def forget(folder: RunFolder) -> None:
         # another process was faster, or was killed after deleting the study and before deleting the folder
         return
     except ClusterError as error:
-        raise ClusterError(f"{error}; deleting {str(folder.path)!r} by hand leaves the study there") from None
+        raise ClusterError(f"{error}; deleting {str(folder.path)!r} by hand leaves the study in the database") from None

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Container
 from typing import Any, TypeAlias
 
+import numpy.typing as npt
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import CmaEsSampler, TPESampler
@@ -23,8 +24,11 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 FIXED_PARAMS = "fixed_params"
 """Attribute of a trial that begins with given parameters, as `Study.enqueue_trial` sets it."""
 
-Density: TypeAlias = Callable[[dict[str, Any]], Any]
-"""A function from samples by parameter to the logarithm of their probability densities."""
+Samples: TypeAlias = dict[str, npt.NDArray[Any]]
+"""Values by parameter, of several samples."""
+
+Density: TypeAlias = Callable[[Samples], Any]
+"""A function from samples to the logarithm of their probability densities."""
 
 
 def silence() -> None:
@@ -160,7 +164,7 @@ class WeightedTpe(TPESampler):
         """Prepare for a proposal."""
 
     @abstractmethod
-    def weigh(self, gain: Any, samples: dict[str, Any]) -> Any:
+    def weigh(self, gain: Any, samples: Samples) -> Any:
         """Return the gain by which the best of the samples is chosen."""
 
     def limit_best_share(self, limit: int) -> None:
@@ -176,7 +180,7 @@ class WeightedTpe(TPESampler):
         self.prepare(study, search_space)
         return super()._sample(study, trial, search_space)
 
-    def _compute_acquisition_func(self, samples: dict[str, Any], mpe_below: Any, mpe_above: Any) -> Any:
+    def _compute_acquisition_func(self, samples: Samples, mpe_below: Any, mpe_above: Any) -> Any:
         return self.weigh(super()._compute_acquisition_func(samples, mpe_below, mpe_above), samples)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, Resources, Spec, resources_from
+from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.spec import RESOURCE_FLAGS, Resources, Spec
 from mgpu_slurm.submission.resume_overrides import Change
 from mgpu_slurm.sweeps.scheduling import construction
 from mgpu_slurm.sweeps.search import space as spaces
@@ -26,7 +25,7 @@ def check_classes(sweep: Sweep) -> None:
         construction.pruner_of(sweep.pruner)
 
 
-def check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
+def check_resource(sweep: Sweep, config: Config) -> None:
     """Check that a trial can reach the pruner's max_resource, if the job's config sets its length."""
     if not isinstance(sweep.space, Space):
         # a space function may set the epochs too
@@ -44,9 +43,7 @@ def check_resource(sweep: Sweep, config: dict[str, Any]) -> None:
 def check_budget(sweep: Sweep, gpus_per_node: int | None) -> None:
     """Check that the workers have GPUs if there is a budget of GPU-hours."""
     if sweep.budget.gpu_hours is not None and not gpus_per_node:
-        raise UserError(
-            f"budget: gpu_hours {sweep.budget.gpu_hours:g}: the workers have no GPU, and never use one up: give hours"
-        )
+        raise UserError(f"budget: gpu_hours {sweep.budget.gpu_hours:g}: the workers have no GPU: set hours instead")
 
 
 def refuse_differences(old: Sweep, new: Sweep) -> None:
@@ -59,7 +56,7 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
     if isinstance(old.space, Space) and isinstance(new.space, Space):
         told += [f"space: {words}" for words in spaces.differences(old.space, new.space)]
     elif old.space != new.space:
-        told.append("space: one is a function")
+        told.append("space: only one of them is a function")
     if (old.sampler.name == "grid") != (new.sampler.name == "grid"):
         told.append(f"sampler was {old.sampler.name} and is {new.sampler.name}")
     for name in ("job", "command", "metric", "direction", "fixed", "storage", "warm_start"):
@@ -68,17 +65,17 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
             told.append(f"{name} was {before} and is {now}")
     if told:
         raise UserError(
-            f"study {new.study!r} exists, and this file says something else: {'; '.join(told)}:"
-            " take that back, or call the new one otherwise (study=NAME)"
+            f"study {new.study!r} exists, and this file differs from it: {'; '.join(told)}:"
+            " undo the change, or choose another name for the new study (study=NAME)"
         )
 
 
 def refuse_other_places(spec: Spec, executor: str, cluster: str | None) -> None:
     """Check that the call names the executor and cluster of the study, if it names any."""
     if executor not in ("auto", spec.executor):
-        raise UserError(f"--executor {executor}: the study runs on {spec.executor}, and goes on there")
+        raise UserError(f"--executor {executor}: the study runs on {spec.executor} and cannot move: remove the option")
     if cluster not in (None, spec.cluster):
-        raise UserError(f"--cluster {cluster}: the study runs on {spec.cluster}, and goes on there")
+        raise UserError(f"--cluster {cluster}: the study runs on {spec.cluster} and cannot move: remove the option")
 
 
 def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
@@ -92,12 +89,12 @@ def refuse_changes(old: Sweep, new: Sweep, change: Change) -> None:
         told.append("resources or code")
     if told:
         raise UserError(
-            f"{' and '.join(told)}: another one than that of the workers which are at work: `{program()} cancel"
-            f" {new.study}` first, or take it back"
+            f"{' and '.join(told)}: no change is possible while workers are running: `{program()} cancel"
+            f" {new.study}` first, or undo the change"
         )
 
 
-def change_of(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Change:
+def change_of(spec: Spec, old: Sweep, new: Sweep) -> Change:
     """Return the resources that change for new workers.
 
     Raises:
@@ -109,22 +106,13 @@ def change_of(spec: Spec, old: Sweep, new: Sweep, values: dict[str, Any]) -> Cha
     for name, value in before.items():
         if value is not None and now.get(name) is None:
             flag = name.replace("_", "-")
-            raise UserError(
-                f"resources: {flag} was {value}, and now nothing is said of it: say resources.{flag}={value}"
-            )
-    given = flags_of(values)
-    asked = resources_from(given, "resources")
-    changed = [name for name in given if _of(asked, name) != _of(spec.resources, name)]
-    if "sbatch" in changed and not set(asked.sbatch.items()) - set(spec.resources.sbatch.items()):
+            raise UserError(f"resources: {flag} was {value} and is missing now: set resources.{flag}={value}")
+    changed = [name for name in new.flags if _of(new.resources, name) != _of(spec.resources, name)]
+    if "sbatch" in changed and not set(new.resources.sbatch.items()) - set(spec.resources.sbatch.items()):
         # the additional options are from the cluster's file
         changed.remove("sbatch")
-    return Change(flags={name: given[name] for name in changed})
+    return Change(flags={name: new.flags[name] for name in changed})
 
 
-def _of(resources: Resources, flag: str) -> Any:
+def _of(resources: Resources, flag: str) -> object:
     return getattr(resources, flag.replace("-", "_"))
-
-
-def flags_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a file's resources by sbatch's long option names."""
-    return {str(name).replace("_", "-"): value for name, value in (values.get("resources") or {}).items()}

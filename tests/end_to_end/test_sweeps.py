@@ -121,7 +121,7 @@ def test_two_ranks_train_trial_after_trial_and_what_goes_wrong_ends_one_alone(pr
         assert len({pids(trial, rank)[0] for trial in (plain, hopeless, nan, leaks)}) == 1
     assert pids(leaks) != pids(fails_on_0) != pids(fails_on_1) != pids(killed_once)[:1]
     assert pids(killed)[-1:] != pids(last)
-    assert "trials have left 120 open files: starting the ranks again" in (folder / "tasks/0/logs/1-0.log").read_text()
+    assert "trials have left 120 open files: restarting the ranks" in (folder / "tasks/0/logs/1-0.log").read_text()
     facts = facts_of(project)
     assert (facts["state"], facts["reason"]) == ("COMPLETED", "9 of 9 trials")
 
@@ -157,7 +157,7 @@ def test_a_killed_workers_trial_goes_on_elsewhere_and_a_sweep_grows_while_it_run
 
     more = project.call("sweep", "sweep.yaml", "trials=6", "--no-follow")
     assert more.returncode == 0, more.stderr
-    assert "2 workers at work\ntrials    6; it was 5\n" in more.stdout
+    assert "2 workers running\ntrials    6 (was 5)\n" in more.stdout
     follow, watch = project.start("logs", "study", "--follow"), project.start("status", "study", "--watch")
     killed, other = (json.loads((folder / "tasks" / number / "state.json").read_text()) for number in ("0", "1"))
     os.kill(killed["supervisor"][0], signal.SIGKILL)
@@ -348,7 +348,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Project:
     start(made, **GRID, trials=2, fixed={"epochs": 2})
     # more of a grid are the points that are left
     done = made.call("sweep", "sweep.yaml", "trials=3", "--no-follow")
-    assert "trials    3; it was 2\n" in done.stdout, done.stderr
+    assert "trials    3 (was 2)\n" in done.stdout, done.stderr
     assert wait(made).returncode == 0
     return made
 
@@ -477,7 +477,7 @@ WRONG_SPACES = """
         ({"space": {"epoch": {"int": [1, 3]}}}, "(did you mean 'epochs'?)"),
         ({"space": {"epochs": {"float": [1.0, 8.0]}}}, "epochs=3.673762: expected a valid integer"),
         ({"fixed": {"x": "big"}, "space": {"whole": {"int": [0, 1]}}}, "x"),
-        ({"space": {"x": {"float": [1.0, 0.1]}}}, "space x: float [1, 0.1]: nothing lies between them: swap them"),
+        ({"space": {"x": {"float": [1.0, 0.1]}}}, "space x: float [1, 0.1]: the lower end comes first: swap them"),
         (
             {"pruner": {"name": "hyperband", "max_resource": 27}},
             "max_resource 27: a trial ends at 3 (the job's epochs)",

@@ -97,7 +97,7 @@ def test_workers_share_the_trials_of_one_array_and_more_come_to_them(project: Pr
     assert [state.job_id for state in workers(folder)] == [f"{job}_{number}" for number in range(3)]
     wait_until(lambda: states(folder).count("RUNNING") == 3, pause=LOOK_EVERY)
     done = project.call("sweep", "sweep.yaml", "trials=12", "workers=4")
-    told = "3 workers at work\ntrials    12; it was 8\nworkers   4; it was 3\nstarts    1 worker\n"
+    told = "3 workers running\ntrials    12 (was 8)\nworkers   4 (was 3)\nstarts    1 worker\n"
     assert told in done.stdout, done.stdout + done.stderr
     wait_until(lambda: states(folder).count("RUNNING") == 4, pause=LOOK_EVERY)
     gate.touch()
@@ -154,7 +154,7 @@ def test_a_worker_on_a_broken_node_leaves_the_trials_to_the_others(project: Proj
     (project.folder / "gate").touch()
     assert finish(project) == 0
     (broken,) = [state for state in workers(folder) if state.state == "FAILED"]
-    assert re.search(r"trial \d+ failed here, and does well elsewhere: ValueError: broken on 0", broken.reason)
+    assert re.search(r"trial \d+ failed here, but runs well elsewhere: ValueError: broken on 0", broken.reason)
     found = states(folder)
     assert 2 <= found.count("FAIL") <= 4
     assert found.count("COMPLETE") == 12 - found.count("FAIL")

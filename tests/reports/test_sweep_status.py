@@ -16,7 +16,7 @@ from tests.reports.sweeps import make_sweep
 
 def test_workers_at_work_come_first_and_then_those_that_wait(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
-    write_json(made.folder.summary, summary.summarize(made.study, made.sweep))
+    write_json(made.folder.summary, summary.summarize(made.study, made.sweep).to_json())
     some = [states.COMPLETED, states.PENDING, states.RUNNING, states.FAILED, states.RUNNING]
     state = read_state(made.folder)
     workers = [replace(state, run=f"digits/{number}", state=each) for number, each in enumerate(some)]
@@ -29,7 +29,7 @@ def test_the_last_failure_is_told_with_its_place(tmp_path: Path) -> None:
     for reason in ("ValueError: first", "ValueError: second"):
         number = made.begin()
         studies.fail(made.study, made.study.trials[number], reason)
-    write_json(made.folder.summary, summary.summarize(made.study, made.sweep))
+    write_json(made.folder.summary, summary.summarize(made.study, made.sweep).to_json())
     told = sweep_status.lines(made.folder, [read_state(made.folder)])
     assert [line for line in told if line.startswith("failed")] == [
         f"failed    trial 1: ValueError: second  ({made.folder.trials}/1/logs)"

@@ -23,7 +23,7 @@ def test_packages_are_those_that_importlib_metadata_finds() -> None:
     for distribution in importlib.metadata.distributions():
         expected.setdefault(normalized(distribution.name), distribution.version)
     expected.pop("mgpu-slurm", None)  # a checkout's own egg-info has no version in its name
-    found = describe(None)["packages"]
+    found = describe(None).packages
     found.pop("mgpu-slurm", None)
     assert found == expected
     assert {"torch", "torchvision", "optuna", "submitit", "tensorboard", "numpy"} <= found.keys()
@@ -31,7 +31,7 @@ def test_packages_are_those_that_importlib_metadata_finds() -> None:
 
 def test_says_who_where_with_what_and_from_which_code(tmp_path: Path) -> None:
     snapshot = Snapshot(tmp_path, commit="c" * 40, dirty=True, files=1, bytes=2, digest="d" * 64)
-    facts = json.loads(json.dumps(describe(snapshot)))
+    facts = json.loads(json.dumps(describe(snapshot).to_json()))
     assert (facts["commit"], facts["dirty"], facts["digest"]) == ("c" * 40, True, "d" * 64)
     assert facts["python"] == {"version": sys.version.split()[0], "executable": sys.executable}
     assert facts["host"] == os.uname().nodename
@@ -40,14 +40,14 @@ def test_says_who_where_with_what_and_from_which_code(tmp_path: Path) -> None:
 
 
 def test_without_a_snapshot_the_code_is_unknown() -> None:
-    facts = describe(None)
+    facts = describe(None).to_json()
     assert facts["commit"] is facts["dirty"] is facts["digest"] is None
 
 
 def test_no_environment_variable_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "sesame-1234")
     monkeypatch.setenv("LOGNAME", "sesame-1234")
-    assert "sesame-1234" not in json.dumps(describe(None))
+    assert "sesame-1234" not in json.dumps(describe(None).to_json())
 
 
 def test_imports_neither_torch_nor_importlib_metadata() -> None:

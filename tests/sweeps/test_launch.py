@@ -74,7 +74,7 @@ def test_points_of_an_extension_that_failed_are_added_once(tmp_path: Path, resta
     assert studies.queued(study_of(folder)) == POINTS
     assert states(folder) == ["COMPLETE", "COMPLETE", "WAITING", "WAITING"]
     assert [tasks for tasks, _ in restarts.asked] == [[0], [0]]
-    with pytest.raises(UserError, match=r"^enqueue: the points of before have to stay as they are, \[.*\]: add others"):
+    with pytest.raises(UserError, match=r"^enqueue: the study's points \[.*\] must stay first: add new"):
         extend(trials=5, enqueue=[{"x": 0.75}, *POINTS])
 
 
@@ -94,7 +94,7 @@ def test_an_extension_that_is_refused_leaves_what_status_says(tmp_path: Path, re
 def test_what_was_added_as_the_last_worker_left_is_there_to_resume(tmp_path: Path, restarts: Restarts) -> None:
     folder = ended(tmp_path, trials=1)
     folder.summary.unlink()
-    with pytest.raises(UserError, match="no trial is left: raise trials or budget in its file, and call sweep again"):
+    with pytest.raises(UserError, match="no trial is left: raise trials or budget in its file and run sweep again"):
         launch.resume(folder, NO_CHANGE)
     # what who was killed did not tell is told here
     assert files.read_json(folder.summary)["trials"]["COMPLETE"] == 1
@@ -136,7 +136,7 @@ def test_a_worker_that_has_said_that_it_leaves_is_waited_for(
 def test_resources_are_changed_and_none_is_forgotten(tmp_path: Path, restarts: Restarts) -> None:
     ended(tmp_path, trials=1, resources={"mem": "4G", "sbatch": {"comment": "old"}})
     for left, name in (({"mem": "4G"}, "comment was old"), ({"sbatch": {"comment": "old"}}, "mem was 4G")):
-        with pytest.raises(UserError, match=f"^resources: {name}, and now nothing is said of it: say resources"):
+        with pytest.raises(UserError, match=f"^resources: {name} and is missing now: set resources"):
             extend(trials=2, resources=left)
     extend(trials=2, resources={"mem": "8G", "sbatch": {"comment": "new"}})
     ((_, change),) = restarts.asked
@@ -149,8 +149,8 @@ def test_fewer_trials_than_there_are_add_nothing_and_other_code_is_taken_when_as
     ended(tmp_path, trials=2)
     started = extend(trials=1, sampler="tpe")
     assert started.lines[1:] == [
-        "trials    1; it was 2",
-        "sampler   tpe; it was random",
+        "trials    1 (was 2)",
+        "sampler   tpe (was random)",
         "workers   none started: all trials are done",
     ]
     extend(trials=3)

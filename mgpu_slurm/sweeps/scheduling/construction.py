@@ -13,6 +13,7 @@ from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 
@@ -39,11 +40,11 @@ def sampler_of(asked: Sampler, worker: int, attempt: int = 1) -> BaseSampler:
         options["seed"] = int(np.random.SeedSequence((asked.seed, worker, attempt)).generate_state(1)[0])
     made = _made(f"sampler {asked.name}", cls, options)
     if not isinstance(made, BaseSampler):
-        raise UserError(f"sampler {asked.name}: it is no optuna.samplers.BaseSampler")
+        raise UserError(f"sampler {asked.name}: it is not an optuna.samplers.BaseSampler")
     return made
 
 
-def _made(what: str, cls: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _made(what: str, cls: Callable[..., Any], options: Config) -> Any:
     try:
         with warnings.catch_warnings():
             # the user chose an experimental class or option on purpose
@@ -78,5 +79,5 @@ def pruner_of(asked: Pruner) -> BasePruner:
         return NopPruner()
     made = _made(f"pruner {asked.name}", _class("pruner", asked.name), asked.options)
     if not isinstance(made, BasePruner):
-        raise UserError(f"pruner {asked.name}: it is no optuna.pruners.BasePruner")
+        raise UserError(f"pruner {asked.name}: it is not an optuna.pruners.BasePruner")
     return made

@@ -51,7 +51,7 @@ def _decoded(value: Any) -> Any:
     return array if value["shape"] else array[()]
 
 
-def _made(name: str, state: dict[str, Any]) -> Any:
+def _made(name: str, state: dict[str, object]) -> Any:
     # the import takes half a second, and few sweeps need it
     import cmaes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.sweeps import optuna_adapter
-from mgpu_slurm.sweeps.optuna_adapter import Density, StudyView, TextCmaEs, WeightedTpe
+from mgpu_slurm.sweeps.optuna_adapter import Density, Samples, StudyView, TextCmaEs, WeightedTpe
 from mgpu_slurm.sweeps.scheduling import optimizers
 
 OWN_FAULT = "mgpu:own_fault"
@@ -28,7 +29,7 @@ INNOCENT = "mgpu:innocent:"
 """Attribute of a study, followed by a worker's number: trials that failed because its node is broken."""
 
 DOUBT = "mgpu:doubt"
-"""Attribute of a trial that failed on a worker whose node may be broken: worker, time, reason and number of reports."""
+"""Attribute of a trial that failed on a worker whose node may be broken: a `Doubt`."""
 
 SAFETY = 0.3
 """Power of the probability that a trial does not fail, by which TPE's gain is weighted.
@@ -36,6 +37,24 @@ SAFETY = 0.3
 If half of a space fails and the best values lie at its edge, 41 of 100 trials fail without it, 34 with it, and 22
 with a power of 1, which finds worse values.
 """
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A failure of a trial that may be due to the worker's node."""
+
+    worker: int
+    time: str
+    """Time in ISO 8601 with the zone."""
+    reason: str
+    reports: int
+    """Number of the trial's reports until then."""
+
+
+def doubt_of(trial: FrozenTrial) -> Doubt | None:
+    """Return the doubt about a failure of the trial; None if there is none."""
+    found = trial.system_attrs.get(DOUBT)
+    return None if found is None else Doubt(**found)
 
 
 def learning_from_failures(cls: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +125,7 @@ class _Tpe(_LearnsFromFailures, WeightedTpe):
         # the estimator's prior counts as one
         return lambda samples: density(samples) + math.log(len(trials) + 1)
 
-    def weigh(self, gain: Any, samples: dict[str, Any]) -> Any:
+    def weigh(self, gain: Any, samples: Samples) -> Any:
         if self._odds is None:
             return gain
         good, bad = (odds(samples) for odds in self._odds)
@@ -157,8 +176,8 @@ def _innocent(trials: Sequence[FrozenTrial], notes: dict[str, Any]) -> set[int]:
     """
     tried_elsewhere: dict[str, list[FrozenTrial]] = {}
     for trial in trials:
-        if DOUBT in trial.system_attrs:
-            tried_elsewhere.setdefault(f"{INNOCENT}{trial.system_attrs[DOUBT]['worker']}", []).append(trial)
+        if doubt := doubt_of(trial):
+            tried_elsewhere.setdefault(f"{INNOCENT}{doubt.worker}", []).append(trial)
     refuted = {key for key, tried in tried_elsewhere.items() if all(map(has_failed, tried))}
     kept = [numbers for key, numbers in notes.items() if key.startswith(INNOCENT) and key not in refuted]
     return set().union(*kept)

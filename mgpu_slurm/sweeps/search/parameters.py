@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from mgpu_slurm.core.errors import UserError
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _SOMEWHERE = 0.381966
 """Position of a value between the ends of a range, as a share of it."""
 
-Values: TypeAlias = dict[str, Any]
-"""Values of parameters by name, without inactive ones."""
+Values: TypeAlias = dict[str, object]
+"""Values of a trial's parameters by name (`model.width`), as passed to the job, without inactive ones."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Int(Parameter):
         return (self.low, self.high)
 
     def takes(self, value: Any) -> bool:
-        return is_number(value, int) and self.low <= value <= self.high and (value - self.low) % self.step == 0
+        return is_number(value, (int,)) and self.low <= value <= self.high and (value - self.low) % self.step == 0
 
     @property
     def words(self) -> str:
@@ -175,6 +175,6 @@ def number_at(low: float, place: int, step: float) -> float:
     return float(Decimal(str(low)) + place * Decimal(str(step)))
 
 
-def is_number(value: Any, of_kind: Any) -> bool:
-    """Return whether a value is a finite number of the given type or types."""
-    return isinstance(value, of_kind) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object, kinds: tuple[type[float], ...]) -> TypeGuard[float]:
+    """Return whether a value is a finite number of one of these types."""
+    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.sweeps.search.parameters import Parameter, Values
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Space:
                 active[parameter.name] = values[parameter.name]
         return active.keys() == values.keys()
 
-    def restored(self, params: Mapping[str, Any]) -> Values:
+    def restored(self, params: Values) -> Values:
         """Return a trial's parameters as passed to the job, from their form in the study."""
         return {parameter.name: parameter.restored(params[parameter.name]) for parameter in self.parameters
                 if parameter.name in params}  # fmt: skip
@@ -77,7 +77,7 @@ class Space:
             found += [self._with(parameter, value) for value in parameter.probes()]
         return found
 
-    def _with(self, wanted: Parameter, value: Any) -> Values:
+    def _with(self, wanted: Parameter, value: object) -> Values:
         """Return the values of a trial in which the parameter is active and has this value."""
         named = {parameter.name: parameter for parameter in self.parameters}
         forced: Values = {wanted.name: value}
@@ -106,9 +106,9 @@ def _condition(parameter: Parameter) -> str:
     return f", when {' and '.join(told)}"
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Values) -> Config:
     """Return `{"model.width": 32}` as `{"model": {"width": 32}}`, the form of a config."""
-    found: dict[str, Any] = {}
+    found: Config = {}
     for name, value in values.items():
         configs.put(found, name, value, name)
     return found

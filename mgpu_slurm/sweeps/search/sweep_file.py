@@ -9,12 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Resources, Spec, check_run_name, resources_from
+from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.spec import Flags, Resources, Spec, check_run_name, resources_from
 from mgpu_slurm.sweeps.search import space_parser
+from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_options import Budget, Pruner, Sampler
 from mgpu_slurm.sweeps.search.trial_command import check_takes, parse_command, places_in
@@ -45,7 +47,9 @@ class Sweep:
     budget: Budget
     resources: Resources
     """Resources of one worker."""
-    fixed: dict[str, Any]
+    flags: Flags
+    """The resources that the file names."""
+    fixed: Values
     """Values of the job's config shared by all trials, by name."""
     space: Space | str
     """The space, or the function that chooses the values: `module:function`, called with the trial."""
@@ -55,7 +59,7 @@ class Sweep:
     """How often a trial is resumed after its worker has died."""
     stuck_after: float = Spec.stuck_after
     """Minutes without progress after which a worker's ranks and its trial are stopped."""
-    enqueue: tuple[dict[str, Any], ...] = ()
+    enqueue: tuple[Values, ...] = ()
     """Points known to be good: the values of the first trials."""
     warm_start: str | None = None
     """An earlier study whose trials the sampler knows from the start."""
@@ -63,7 +67,7 @@ class Sweep:
     def lines(self) -> list[str]:
         """Return a summary of the sweep for people."""
         space = self.space.lines() if isinstance(self.space, Space) else [f"by {self.space}"]
-        trials = "as many as the budget holds" if self.trials is None else str(self.trials)
+        trials = "as many as the budget allows" if self.trials is None else str(self.trials)
         if self.sampler.name == "grid" and isinstance(self.space, Space) and len(self.space.grid()) != self.trials:
             trials += f" of the grid's {len(self.space.grid())} points"
         return [
@@ -87,41 +91,41 @@ class _Keys:
     """The keys of the file; values that other modules parse are still plain."""
 
     study: str
-    job: str | dict[str, Any]
+    job: str | Config
     metric: str
-    space: str | dict[str, Any]
+    space: str | Config
     direction: Literal["maximize", "minimize"] | None = None
     sampler: Sampler = field(default_factory=Sampler)
     pruner: Pruner = field(default_factory=Pruner)
     trials: int | None = None
     workers: int = 1
     budget: Budget = field(default_factory=Budget)
-    resources: dict[str, Any] = field(default_factory=dict)
-    fixed: dict[str, Any] = field(default_factory=dict)
+    resources: Flags = field(default_factory=dict)
+    fixed: Values = field(default_factory=dict)
     storage: str | None = None
     max_retries: int = 2
     stuck_after: float = Spec.stuck_after
-    enqueue: list[dict[str, Any]] = field(default_factory=list)
+    enqueue: list[Values] = field(default_factory=list)
     warm_start: str | None = None
 
 
-def plain(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def plain(values: Mapping[str, object], source: str) -> Config:
     """Return values given by a program in the form of a file's values.
 
     Raises:
         UserError: a value cannot be written in a file.
     """
     if callable(values.get("space")):
-        raise UserError(f"{source}: space: a function has to be named: 'module:function' or 'file.py:function'")
+        raise UserError(f"{source}: space: name the function: 'module:function' or 'file.py:function'")
     return {str(key): configs.to_plain(value, f"{source}: {key}") for key, value in values.items()}
 
 
-def laid_over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def laid_over(values: Config, changes: Config) -> Config:
     """Return a file's values overridden by others; mappings are merged key by key."""
-    return configs.merge(_with_names(values), dict(changes))
+    return configs.merge(_with_names(values), changes)
 
 
-def parse(values: Mapping[str, Any], source: str) -> Sweep:
+def parse(values: Config, source: str) -> Sweep:
     """Return the sweep that these values describe.
 
     Args:
@@ -143,10 +147,10 @@ def load(path: Path) -> Sweep:
     return parse(configs.read_yaml(path), str(path))
 
 
-def _with_names(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_names(values: Config) -> Config:
     """Expand the short form `sampler: tpe` to a mapping with a name."""
-    short = {key: {"name": values[key]} for key in ("sampler", "pruner") if isinstance(values.get(key), str)}
-    return dict(values) | short
+    short: Config = {key: {"name": values[key]} for key in ("sampler", "pruner") if isinstance(values.get(key), str)}
+    return values | short
 
 
 def _checked(keys: _Keys, source: str) -> Sweep:
@@ -172,6 +176,7 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         workers=keys.workers,
         budget=keys.budget,
         resources=resources_from(keys.resources, "resources"),
+        flags={name.replace("_", "-"): value for name, value in keys.resources.items()},
         fixed=keys.fixed,
         space=space,
         storage=keys.storage,
@@ -196,16 +201,16 @@ def _check_storage(url: str) -> None:
     if not _DATABASE.match(url):
         scheme = url.partition(":")[0]
         raise UserError(
-            f"storage {scheme!r}: expected the URL of a PostgreSQL or MySQL; without one the study keeps a journal of"
-            " its own, which bears what SQLite does not: several workers"
+            f"storage {scheme!r}: expected the URL of a PostgreSQL or MySQL; without one the study keeps a journal"
+            " file, which several workers can write to, unlike SQLite"
         )
     scheme, _, rest = url.partition("://")
     password = rest.rpartition("@")[0].partition(":")[2]
     for word in (password, *_PASSWORD_OPTION.findall(url)):
         if word and not _VARIABLE.fullmatch(word):
             raise UserError(
-                f"storage {scheme}://...: there is a password in it, which everybody could read who reads the file:"
-                " write ${VARIABLE} in its place, and export that"
+                f"storage {scheme}://...: it contains a password, which everyone who reads the file would see:"
+                " write ${VARIABLE} instead, and export the variable"
             )
 
 
@@ -213,7 +218,7 @@ def _trials(keys: _Keys, space: Space | str) -> int | None:
     """Return the maximum number of trials; for a grid, at most its number of points."""
     if keys.sampler.name == "grid":
         if isinstance(space, str):
-            raise UserError(f"sampler grid: space: {space} is a function, and nobody knows its points: list them")
+            raise UserError(f"sampler grid: space: {space} is a function, whose points are unknown: list them")
         points = len(space.grid())
         return points if keys.trials is None else min(points, keys.trials)
     if keys.trials is None and keys.budget == Budget():
@@ -226,25 +231,25 @@ def _check_names(made: Sweep) -> None:
     known = [parameter.name for parameter in made.space.parameters] if isinstance(made.space, Space) else None
     for name in known or ():
         if name in made.fixed:
-            raise UserError(f"fixed {name}: it is a parameter of the space too: leave it out of one of them")
+            raise UserError(f"fixed {name}: it is also a parameter of the space: remove one of them")
     if not made.command:
         return
     for name in places_in(made.command):
         if name not in made.fixed and known is not None and name not in known:
-            raise UserError(f"job: command: {{{name}}} is no parameter{nearest(name, [*known, *made.fixed])}")
+            raise UserError(f"job: command: {{{name}}} is not a parameter{nearest(name, [*known, *made.fixed])}")
     check_takes(made.command, [*(known or ()), *made.fixed])
 
 
 def _check_points(made: Sweep) -> None:
     """Check that enqueued points are in the space."""
     if made.enqueue and made.sampler.name == "grid":
-        raise UserError("enqueue: a grid has all of its points already: leave it out")
+        raise UserError("enqueue: a grid already has all of its points: remove it")
     if made.trials is not None and len(made.enqueue) > made.trials:
         raise UserError(f"trials {made.trials}: enqueue has {len(made.enqueue)} points: raise trials")
     known = {each.name: each for each in made.space.parameters} if isinstance(made.space, Space) else {}
     for point in made.enqueue if known else ():
         for name, value in point.items():
             if name not in known:
-                raise UserError(f"enqueue {point}: {name!r} is no parameter{nearest(name, list(known))}")
+                raise UserError(f"enqueue {point}: {name!r} is not a parameter{nearest(name, list(known))}")
             if not known[name].takes(value):
-                raise UserError(f"enqueue {point}: {name} is {known[name].words}, and never {value!r}")
+                raise UserError(f"enqueue {point}: {name} is {known[name].words}, not {value!r}")

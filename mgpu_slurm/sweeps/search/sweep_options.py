@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.request.config import Config
 
 SAMPLERS = ["tpe", "random", "grid", "gp", "cmaes"]
 PRUNERS = ["none", "median", "hyperband"]
@@ -27,7 +27,7 @@ class Sampler:
     """One of `SAMPLERS`, or the import path of an Optuna sampler class."""
     seed: int | None = None
     """Each worker derives a separate seed from it; None for a random seed each time."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Config = field(default_factory=dict)
     """Further arguments of the class."""
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class Sampler:
 
     @property
     def words(self) -> str:
-        options = {"seed": self.seed} if self.seed is not None else {}
+        options: Config = {"seed": self.seed} if self.seed is not None else {}
         told = ", ".join(f"{key} {value}" for key, value in (options | self.options).items())
         return f"{self.name} ({told})" if told else self.name
 
@@ -54,7 +54,7 @@ class Pruner:
     """For hyperband: one of this many trials is promoted at each rung."""
     startup_trials: int = 5
     """For median: number of complete trials before pruning starts."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Config = field(default_factory=dict)
     """Arguments of a class given by its import path."""
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Pruner:
         if self.startup_trials < 0:
             raise UserError(f"startup_trials {self.startup_trials}: expected 0 or more")
         if self.name == "hyperband" and self.max_resource is None:
-            raise UserError("hyperband needs max_resource: the progress of a whole trial, such as its epochs")
+            raise UserError("hyperband needs max_resource: the progress of a complete trial, such as its epochs")
         if self.max_resource is not None and self.max_resource <= self.min_resource:
             raise UserError(f"max_resource {self.max_resource}: expected more than min_resource {self.min_resource}")
 
@@ -77,7 +77,7 @@ class Pruner:
         if self.name == "none":
             return "none"
         if self.name == "median":
-            return f"median, from progress {self.min_resource} on, after {self.startup_trials} whole trials"
+            return f"median, from progress {self.min_resource} on, after {self.startup_trials} complete trials"
         if self.name != "hyperband":
             told = ", ".join(f"{key} {value}" for key, value in self.options.items())
             return f"{self.name} ({told})" if told else self.name
@@ -108,6 +108,6 @@ class Budget:
             f"{self.hours:g} hours" if self.hours is not None else "",
             f"{self.gpu_hours:g} GPU-hours" if self.gpu_hours is not None else "",
             f"until {metric} is {self.target:g}" if self.target is not None else "",
-            f"until {self.patience} trials bring nothing better" if self.patience is not None else "",
+            f"until {self.patience} trials bring no improvement" if self.patience is not None else "",
         ]
         return ", ".join(filter(None, told))

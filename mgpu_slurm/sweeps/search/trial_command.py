@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.request.config import Config
+from mgpu_slurm.sweeps.search.parameters import Values
 
 # a shell variable is not a parameter
 _PLACE = re.compile(r"(?<!\$)\{([A-Za-z_][\w.-]*)\}")
 
 
-def parse_command(job: str | dict[str, Any]) -> tuple[str, ...]:
+def parse_command(job: str | Config) -> tuple[str, ...]:
     """Return the words of a command; empty for a job function."""
     if isinstance(job, str):
         return ()
-    if list(job) != ["command"] or not isinstance(job["command"], (str, list)):
+    command = job.get("command")
+    if list(job) != ["command"] or not isinstance(command, (str, list)):
         raise UserError(f"job {job!r}: expected a job function, or {{command: python train.py --lr {{lr}}}}")
-    words = shlex.split(job["command"]) if isinstance(job["command"], str) else [str(word) for word in job["command"]]
+    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
     if not words:
         raise UserError("job: command: it is empty")
     return tuple(words)
@@ -43,7 +45,7 @@ def places_in(command: Sequence[str]) -> set[str]:
     return {name for word in command for name in _PLACE.findall(word)}
 
 
-def words_of(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+def words_of(command: Sequence[str], values: Values) -> tuple[str, ...]:
     """Return the words of a trial's command, without those of inactive parameters.
 
     The whole word is left out, and also the option before it: `--momentum {momentum}`.
@@ -58,6 +60,6 @@ def words_of(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ..
     return tuple(found)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a value as text for a command line."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -14,8 +14,10 @@ from mgpu_slurm.core.formatting import program, short_path
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.spec import Flags, read_spec
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
+from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 
 
@@ -28,9 +30,9 @@ class Best:
     direction: str
     number: int
     value: float
-    params: dict[str, Any]
+    params: Values
     """The searched parameters, by name."""
-    config: dict[str, Any]
+    config: Config
     """The complete config of the job."""
     folder: str
     command: str
@@ -54,35 +56,34 @@ def best(folder: RunFolder) -> Best:
         UserError: the run is not a sweep, or no trial is complete.
     """
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
-    summary = sweep_state.summary_of(folder)
-    found = summary["best"]
-    if found is None:
+        raise UserError(f"{folder.run} is not a sweep: name a study, see `{program()} status`")
+    found = sweep_state.summary_of(folder).best
+    if found is None or found.value is None:
         raise UserError(f"study {folder.run}: no trial is complete yet: see `{program()} status {folder.run}`")
     sweep = sweep_file.load(folder.sweep)
-    trial = folder.of_trial(found["number"])
-    config = configs.read_yaml(trial.config) if trial.config.exists() else sweep.fixed | found["params"]
+    trial = folder.of_trial(found.number)
+    config = configs.read_yaml(trial.config) if trial.config.exists() else sweep.fixed | found.params
     return Best(
         study=folder.run,
         metric=sweep.metric,
         direction=sweep.direction,
-        number=found["number"],
-        value=found["value"],
-        params=found["params"],
+        number=found.number,
+        value=found.value,
+        params=found.params,
         config=config,
         folder=str(trial.path),
         command=_command(folder, sweep, trial, config),
     )
 
 
-def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str, Any]) -> str:
+def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: Config) -> str:
     spec = read_spec(folder)
-    resources = configs.read_yaml(folder.sweep).get("resources") or {}
+    resources = sweep.flags
     # the local cluster is the default
     if spec.cluster not in (None, "local"):
         resources = {"cluster": spec.cluster} | resources
     if spec.target.pickled is not None:
-        given = {str(name).replace("-", "_"): value for name, value in resources.items() if value is not None}
+        given = {name.replace("-", "_"): value for name, value in resources.items() if value is not None}
         return f"submit({', '.join([spec.target.pickled, str(config), *(f'{k}={v!r}' for k, v in given.items())])})"
     flags = _flags(resources)
     start, config_file = f"{program()} submit", short_path(trial.config)
@@ -97,16 +98,17 @@ def _command(folder: RunFolder, sweep: Sweep, trial: RunFolder, config: dict[str
     return f"{start} {shlex.quote(spec.target.label)} {flags}--config {shlex.quote(config_file)}"
 
 
-def _flags(resources: dict[str, Any]) -> str:
+def _flags(resources: Flags) -> str:
     """Return the resources of a worker as options of `submit`."""
     words = []
     for name, value in resources.items():
         if value is None:
             continue
-        if name == "sbatch":
+        if isinstance(value, dict):
+            # sbatch's other options
             words += [f"--sbatch {shlex.quote(f'{key}={inner}')}" for key, inner in value.items()]
         else:
-            words.append(f"--{str(name).replace('_', '-')} {shlex.quote(str(value))}")
+            words.append(f"--{name} {shlex.quote(str(value))}")
     return "".join(f"{word} " for word in words)
 
 

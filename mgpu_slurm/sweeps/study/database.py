@@ -124,8 +124,8 @@ class Database(BaseStorage):
         there, ours = self._rdb.get_current_version(), self._rdb.get_head_version()
         if there != ours:
             raise UserError(
-                f"storage {self._shown!r}: its tables are those of another Optuna ({there}; here they are {ours}):"
-                " name a database of its own, or bring them up to date with optuna storage upgrade"
+                f"storage {self._shown!r}: its tables are of another version of Optuna ({there}; here they are {ours}):"
+                " use a separate database, or upgrade them with `optuna storage upgrade`"
             )
 
     # -- storage methods
@@ -203,7 +203,7 @@ class Database(BaseStorage):
             # Optuna has continued to read over a lost connection
             return told
         if not isinstance(cause, DBAPIError) or not _is_lost(cause):
-            raise ClusterError(f"storage {self._shown!r}: the database refuses: {told}") from None
+            raise ClusterError(f"storage {self._shown!r}: the database refused: {told}") from None
         # a transaction lost in a statement was rolled back; an error in a commit has no statement
         if cause.statement is None and not is_repeatable:
             raise _unknown(self._shown, told) from None
@@ -216,7 +216,7 @@ class Database(BaseStorage):
         except self._driver.loaded_dbapi.Error as error:
             told = self._told(error)
             if _is_refusal(error):
-                raise ClusterError(f"storage {self._shown!r}: the database refuses: {told}") from None
+                raise ClusterError(f"storage {self._shown!r}: the database refused: {told}") from None
             raise _NotNow(told) from None
         timer = threading.Timer(CONNECTION_SECONDS, self.remove_session)
         timer.daemon = True
@@ -239,13 +239,13 @@ class _Rdb(CreateOnceStorage):
 
 def _unknown(shown: str, told: str) -> ClusterError:
     return ClusterError(
-        f"storage {shown!r}: the connection was lost over a change, and nobody knows whether it is stored: {told}"
+        f"storage {shown!r}: the connection was lost during a change, and it is unknown whether it is stored: {told}"
     )
 
 
 def no_study(shown: str, study: str | None = None) -> NoStudy:
     which = "no study" if study is None else f"no study {study!r}"
-    return NoStudy(f"storage {shown!r}: there is {which} in it: mgpu-slurm sweep makes it, before its workers start")
+    return NoStudy(f"storage {shown!r}: it has {which}: `mgpu-slurm sweep` creates it before its workers start")
 
 
 def _driver(url: URL, shown: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
@@ -254,7 +254,7 @@ def _driver(url: URL, shown: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         kind: Any = url.get_dialect()
         made = kind(dbapi=kind.import_dbapi())
     except NoSuchModuleError:
-        raise UserError(f"storage {shown!r}: there is no such driver: leave out what follows the +") from None
+        raise UserError(f"storage {shown!r}: unknown driver: remove what follows the +") from None
     except ImportError as error:
         extra = _EXTRAS[url.get_backend_name()]
         raise UserError(f"storage {shown!r}: {error}: pip install 'mgpu-slurm[{extra}]'") from None

@@ -10,6 +10,7 @@ from datetime import datetime
 from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.sweeps.scheduling import samplers
+from mgpu_slurm.sweeps.scheduling.samplers import Doubt
 from mgpu_slurm.sweeps.study import trial_queue as studies
 
 FIRST_FAILURES = 5
@@ -93,40 +94,42 @@ def is_doubtful(trials: Sequence[FrozenTrial], place: Place, trial: FrozenTrial,
 def is_in_doubt(trials: Sequence[FrozenTrial], place: Place) -> bool:
     """Return whether a trial that failed there is still to be tried on another worker."""
     unfinished = [trial for trial in trials if not trial.state.is_finished()]
-    return any(_is_doubted(trial, place) and _verdict(trial, place) is None for trial in unfinished)
+    return any(_doubt_of(trial, place) is not None and _verdict(trial, place) is None for trial in unfinished)
 
 
 def broken_worker(trials: Sequence[FrozenTrial], place: Place) -> str | None:
     """Return why a worker is broken: a trial that failed there goes well elsewhere. None if no trial shows it."""
     for trial in trials:
-        if _verdict(trial, place):
-            reason = trial.system_attrs[samplers.DOUBT]["reason"]
-            return f"trial {trial.number} failed here, and does well elsewhere: {reason}"
+        doubt = _doubt_of(trial, place)
+        if doubt is not None and _verdict(trial, place):
+            return f"trial {trial.number} failed here, but runs well elsewhere: {doubt.reason}"
     return None
 
 
 def innocent(trials: Sequence[FrozenTrial], place: Place) -> list[int]:
     """Return the numbers of the trials that failed on a broken worker with the errors of its node."""
-    kinds = {_kind(trial.system_attrs[samplers.DOUBT]["reason"]) for trial in trials if _verdict(trial, place)}
+    doubts = [_doubt_of(trial, place) for trial in trials if _verdict(trial, place)]
+    kinds = {_kind(doubt.reason) for doubt in doubts if doubt is not None}
     failed = [trial for trial in _ended_at(trials, place) if trial.state == TrialState.FAIL]
     return [trial.number for trial in failed if _kind_of(trial) in kinds]
 
 
-def _is_doubted(trial: FrozenTrial, place: Place) -> bool:
-    doubt = trial.system_attrs.get(samplers.DOUBT)
-    return (
-        doubt is not None and doubt["worker"] == place.worker and datetime.fromisoformat(doubt["time"]) >= place.since
-    )
+def _doubt_of(trial: FrozenTrial, place: Place) -> Doubt | None:
+    """Return the doubt about a failure of the trial there."""
+    doubt = samplers.doubt_of(trial)
+    is_there = doubt is not None and doubt.worker == place.worker and datetime.fromisoformat(doubt.time) >= place.since
+    return doubt if is_there else None
 
 
 def _verdict(trial: FrozenTrial, place: Place) -> bool | None:
     """Return whether a trial that failed there goes well elsewhere; None while unknown."""
-    if not _is_doubted(trial, place) or place.worker in studies.claims(trial):
+    doubt = _doubt_of(trial, place)
+    if doubt is None or place.worker in studies.claims(trial):
         return None
     if samplers.has_failed(trial):
         return False
     # its reports from where it failed do not count
-    is_further = len(trial.intermediate_values) > trial.system_attrs[samplers.DOUBT]["reports"]
+    is_further = len(trial.intermediate_values) > doubt.reports
     return True if is_further or trial.state in (TrialState.COMPLETE, TrialState.PRUNED) else None
 
 

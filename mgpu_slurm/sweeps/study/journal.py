@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from optuna.exceptions import OptunaError
 from optuna.storages.journal import BaseJournalBackend
@@ -25,6 +25,7 @@ from mgpu_slurm.core.formatting import program
 from mgpu_slurm.sweeps.optuna_adapter import CheckedJournalStorage
 from mgpu_slurm.sweeps.study import journal_lines
 from mgpu_slurm.sweeps.study.file_locks import locked
+from mgpu_slurm.sweeps.study.journal_lines import Content
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class JournalFile(BaseJournalBackend):
         if is_new:
             os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o640))
 
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> Iterator[Content]:
         """Yield records from this number on; an incomplete last line is skipped.
 
         Raises:
@@ -80,7 +81,7 @@ class JournalFile(BaseJournalBackend):
         """
         yield from self._patiently(lambda: self._read(log_number_from))
 
-    def _read(self, log_number_from: int) -> list[dict[str, Any]]:
+    def _read(self, log_number_from: int) -> list[Content]:
         if self._is_damaged:
             # Optuna would continue after the record at which it failed, and number trials differently
             self.check()
@@ -95,15 +96,15 @@ class JournalFile(BaseJournalBackend):
                 if not line.endswith(b"\n"):
                     break
                 if number >= log_number_from:
-                    found.append(self._record(line, place))
+                    found.append(self._content(line, place))
                 place += len(line)
                 number += 1
         self._read_up_to, self._lines_read = place, number
         return found
 
-    def _record(self, line: bytes, place: int) -> dict[str, Any]:
+    def _content(self, line: bytes, place: int) -> Content:
         try:
-            return journal_lines.record_of(line)
+            return journal_lines.content_of(line)
         except ValueError as error:
             raise self._damaged(line, place, str(error)) from None
 
@@ -126,11 +127,11 @@ class JournalFile(BaseJournalBackend):
 
     def _damaged(self, line: bytes, place: int, why: str) -> MgpuError:
         return MgpuError(
-            f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is no record ({why}): leave the file as it"
-            f" is, `{program()} repair {self._path.parent.name}` writes a new one of what can be kept"
+            f"{str(self._path)!r} is damaged at byte {place}: {line[:40]!r} is not a record ({why}): do not edit"
+            f" the file, `{program()} repair {self._path.parent.name}` writes a new one with what can be kept"
         )
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Content]) -> None:
         """Append all of these records or none.
 
         Raises:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
@@ -14,26 +15,46 @@ from mgpu_slurm.core.formatting import first_line
 
 CREATE_STUDY, CREATE_TRIAL = 0, 4
 
-_BEFORE: list[dict[str, Any]] = [
+Content: TypeAlias = dict[str, object]
+"""A record as Optuna writes it: `op_code`, `worker_id`, and keys of Optuna's that depend on the operation."""
+
+_BEFORE: list[Content] = [
     {"op_code": CREATE_STUDY, "worker_id": "", "study_name": "", "directions": [1]},
     {"op_code": CREATE_TRIAL, "worker_id": "", "study_id": 0, "datetime_start": None, "state": TrialState.WAITING},
 ]
 """A study with a trial, to which a record is applied as a test."""
 
 
-def _joined(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Record:
+    """A record, with those of its keys that a repair needs."""
+
+    content: Content
+    operation: int | None
+    study: int | None
+    trial: int | None
+    begun: str | None
+    """When the trial began, in ISO 8601."""
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> Record:
+        names = ("op_code", "study_id", "trial_id", "datetime_start")
+        return Record(content, *map(content.get, names))
+
+
+def _joined(pairs: list[tuple[str, object]]) -> Content:
     made = dict(pairs)
     # a duplicate key means two joined records; only an attribute may have keys 1 and "1", which are the same in JSON
     if len(made) < len(pairs) and "op_code" in made:
-        raise ValueError("a name is in it twice")
+        raise ValueError("it has a key twice")
     return made
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_joined)
 
 
-def record_of(line: bytes) -> dict[str, Any]:
-    """Return the record of a line, without checking that Optuna can read it, which takes longer.
+def content_of(line: bytes) -> Content:
+    """Return the record of a line as Optuna reads it, without checking that Optuna can read it, which takes longer.
 
     Raises:
         ValueError: the line is not a JSON object, or is joined from two; the message states why.
@@ -41,35 +62,36 @@ def record_of(line: bytes) -> dict[str, Any]:
     return _object(_DECODER.decode(line.decode()))
 
 
-def records_of(line: bytes) -> list[dict[str, Any]]:
+def records_of(line: bytes) -> list[Record]:
     """Return the records of a line: one, or more if line breaks were lost.
 
     Raises:
         ValueError: the line has other content, or a record that Optuna cannot read; the message states why.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Record] = []
     at, text = 0, line.decode().removesuffix("\n")
     while not found or at < len(text):
-        record, at = _DECODER.raw_decode(text, at)
-        _check(_object(record))
-        found.append(record)
+        read, at = _DECODER.raw_decode(text, at)
+        content = _object(read)
+        _check(content)
+        found.append(Record.from_json(content))
     return found
 
 
-def _object(found: Any) -> dict[str, Any]:
+def _object(found: object) -> Content:
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return found
 
 
-def _check(record: dict[str, Any]) -> None:
+def _check(record: Content) -> None:
     if "worker_id" not in record:
         # Optuna reads it only in some cases
         raise ValueError("it has no 'worker_id'")
     ids = record.keys() & {"study_id", "trial_id"}
     for name in ids:
         if not isinstance(record[name], int):
-            raise ValueError(f"its {name!r} is no number")
+            raise ValueError(f"its {name!r} is not a number")
     try:
         JournalStorage(_Records([*_BEFORE, record | dict.fromkeys(ids, 0)]))
     except Exception as error:
@@ -77,11 +99,11 @@ def _check(record: dict[str, Any]) -> None:
 
 
 class _Records(BaseJournalBackend):
-    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, records: Sequence[Content]) -> None:
         self._records = records
 
-    def read_logs(self, log_number_from: int) -> Sequence[dict[str, Any]]:
+    def read_logs(self, log_number_from: int) -> Sequence[Content]:
         return self._records[log_number_from:]
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+    def append_logs(self, logs: list[Content]) -> None:
         raise NotImplementedError

@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
 
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
@@ -25,7 +24,7 @@ from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import journal_lines
-from mgpu_slurm.sweeps.study.journal_lines import CREATE_STUDY, CREATE_TRIAL
+from mgpu_slurm.sweeps.study.journal_lines import CREATE_STUDY, CREATE_TRIAL, Record
 
 _OPERATION = re.compile(rb'"op_code": ?(\d+)')
 
@@ -35,7 +34,7 @@ class _Place:
     """One line of the journal with its records, or consecutive damaged lines."""
 
     byte: int
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     damage: list[bytes] = field(default_factory=list)
 
     @property
@@ -52,9 +51,9 @@ def repair(folder: RunFolder) -> list[str]:
         UserError: the run is not a sweep, or has no journal.
     """
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{folder.run} is no sweep: name a study, see `{program()} status`")
+        raise UserError(f"{folder.run} is not a sweep: name a study, see `{program()} status`")
     if not folder.journal.exists():
-        raise UserError(f"study {folder.run} has no journal: it is kept in a database")
+        raise UserError(f"study {folder.run} has no journal: it is stored in a database")
     places = _places(folder.journal.read_bytes())
     damaged = [place for place in places if place.damage or len(place.records) > 1]
     if not damaged:
@@ -62,14 +61,14 @@ def repair(folder: RunFolder) -> list[str]:
     restored, left_out = _restore(places, sweep_file.load(folder.sweep))
     records = [record for place in places for record in place.records]
     repaired = folder.journal.with_name(f"{folder.journal.name}.repaired")
-    write_whole(repaired, "".join(f"{json.dumps(record, separators=(',', ':'))}\n" for record in records))
+    write_whole(repaired, "".join(f"{json.dumps(record.content, separators=(',', ':'))}\n" for record in records))
     journal, copy = (shlex.quote(short_path(path)) for path in (folder.journal, repaired))
     where = ", ".join(str(place.byte) for place in damaged)
     kept = [counted(len(records), "record")]
     if restored:
-        kept.append(f"{counted(restored, 'trial')} begun again whose beginning was lost")
+        kept.append(f"{counted(restored, 'trial')} created again whose creation was lost")
     if left_out:
-        kept.append(f"{counted(left_out, 'record')} left out, as nobody can tell to which trials they belong")
+        kept.append(f"{counted(left_out, 'record')} left out, because it is unknown to which trials they belong")
     return [
         f"damaged   {counted(len(damaged), 'place')} in {journal}, at byte {where}",
         f"written   {copy}: {', '.join(kept)}",
@@ -112,8 +111,8 @@ def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
     """
     damaged = [place for place in places if place.damage]
     records = [record for place in places for record in place.records]
-    created = [record for record in records if record.get("op_code") == CREATE_TRIAL]
-    missing = 1 + max((record["trial_id"] for record in records if "trial_id" in record), default=-1) - len(created)
+    created = [record for record in records if record.operation == CREATE_TRIAL]
+    missing = 1 + max((record.trial for record in records if record.trial is not None), default=-1) - len(created)
     lost = {place.byte: place.created or 0 for place in damaged}
     silent = [place for place in damaged if place.created is None]
     left_out = 0
@@ -127,32 +126,34 @@ def _restore(places: Sequence[_Place], sweep: Sweep) -> tuple[int, int]:
         for place in places[after:]:
             place.records = []
         lost = {}
-    study = created[0]["study_id"] if created else 0
-    if not any(record.get("op_code") == CREATE_STUDY for record in records):
+    study = created[0].study if created else 0
+    if not any(record.operation == CREATE_STUDY for record in records):
         places[0].records.insert(0, _study(sweep))
     for place in damaged:
         place.records += [_trial(study, places, place) for _ in range(lost.get(place.byte, 0))]
     return sum(lost.values()), left_out
 
 
-def _study(sweep: Sweep) -> dict[str, Any]:
+def _study(sweep: Sweep) -> Record:
     direction = StudyDirection.MAXIMIZE if sweep.direction == "maximize" else StudyDirection.MINIMIZE
-    return {
+    content = {
         "op_code": CREATE_STUDY,
         "worker_id": "repair",
         "study_name": sweep.study,
         "directions": [direction],
     }
+    return Record.from_json(content)
 
 
-def _trial(study: int, places: Sequence[_Place], place: _Place) -> dict[str, Any]:
+def _trial(study: int | None, places: Sequence[_Place], place: _Place) -> Record:
     """Return a record that begins a trial; later records complete the trial, or a worker resumes it."""
     before = [record for other in places if other.byte < place.byte for record in other.records]
-    starts = [record["datetime_start"] for record in before if record.get("datetime_start")]
-    return {
+    starts = [record.begun for record in before if record.begun]
+    content = {
         "op_code": CREATE_TRIAL,
         "worker_id": "repair",
         "study_id": study,
         "state": TrialState.RUNNING,
         "datetime_start": starts[-1] if starts else datetime.now().astimezone().isoformat(),
     }
+    return Record.from_json(content)

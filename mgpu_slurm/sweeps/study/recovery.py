@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm.core import records, retry, states
-from mgpu_slurm.core.files import write_json, write_whole
+from mgpu_slurm.core import records, states
+from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.record_types import RunState
@@ -21,8 +20,10 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import outcomes
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.file_locks import locked
+from mgpu_slurm.sweeps.study.outcomes import Failed
 
 
 @dataclass(frozen=True)
@@ -129,20 +130,10 @@ def fail(
         death: its reason is the same for trials that fail the same way.
         told: the reason with details of this trial, for its folder.
     """
-    record = {"run": folder.run, "state": "FAIL", "message": told or death.reason, "ended": records.now()}
-    write_outcome(_made(folder), record)
+    outcomes.write(_made(folder), Failed(told or death.reason))
     studies.fail(study, trial, death.reason, death.is_trials_fault)
     with hparams.may_fail():
         hparams.write_end(folder, sweep, "failed")
-
-
-def write_outcome(trial: RunFolder, record: dict[str, Any]) -> None:
-    """Write how a trial ended, and remove an outcome of a worker that died before reporting it to the study."""
-    file, other = trial.result, trial.failure
-    if record["state"] == "FAIL":
-        file, other = other, file
-    retry.patiently(lambda: write_json(file, record, sync=False), f"{str(file)!r} cannot be written")
-    other.unlink(missing_ok=True)
 
 
 def _made(trial: RunFolder) -> RunFolder:

@@ -54,7 +54,7 @@ def _url(text: str) -> URL:
         url = make_url(expanded)
     except (ArgumentError, ValueError):
         # without its message, which may contain a value
-        raise UserError(f"storage {text!r}: it is no URL once its variables have their values") from None
+        raise UserError(f"storage {text!r}: it is not a URL after its variables are replaced") from None
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
 

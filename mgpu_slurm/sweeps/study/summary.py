@@ -1,11 +1,10 @@
-"""A summary of a sweep as plain data: for the file that `status` reads, and for callers that read the study."""
+"""The summary of a sweep, made from its study: for the file that `status` reads, and for callers with the study."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
@@ -13,7 +12,9 @@ from optuna.trial import FrozenTrial, TrialState
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.records import now
+from mgpu_slurm.core.sweep_summary import SweepSummary, TrialSummary
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
+from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -55,32 +56,31 @@ def counts(trials: Sequence[FrozenTrial], sweep: Sweep) -> dict[str, int]:
     return found
 
 
-def summarize(study: Study, sweep: Sweep) -> dict[str, Any]:
+def summarize(study: Study, sweep: Sweep) -> SweepSummary:
     trials = own_trials(study)
     best = best_of(trials, sweep.direction)
     ended = [trial for trial in trials if trial.state in _ENDED and trial.datetime_complete is not None]
     ended.sort(key=lambda trial: (trial.datetime_complete, trial.number))
-    over = studies.notes(study).get(studies.OVER)
-    return {
-        "study": sweep.study,
-        "metric": sweep.metric,
-        "direction": sweep.direction,
-        "trials": counts(trials, sweep),
-        "best": None if best is None else described(best, sweep),
-        "known": [described(trial, sweep) for trial in trials if _is_known_point(trial, sweep)],
-        "given_back": sum(map(studies.was_given_back, trials)),
-        "over": over,
-        "seconds": {"complete": _seconds(trials, TrialState.COMPLETE), "pruned": _seconds(trials, TrialState.PRUNED)},
-        "recent": [described(trial, sweep) for trial in ended[-RECENT:]],
-        "updated": now(),
-    }
+    return SweepSummary(
+        study=sweep.study,
+        metric=sweep.metric,
+        direction=sweep.direction,
+        trials=counts(trials, sweep),
+        best=None if best is None else _described(best, sweep),
+        known=tuple(_described(trial, sweep) for trial in trials if _is_known_point(trial, sweep)),
+        given_back=sum(map(studies.was_given_back, trials)),
+        over=studies.why_over(study),
+        seconds={"complete": _seconds(trials, TrialState.COMPLETE), "pruned": _seconds(trials, TrialState.PRUNED)},
+        recent=tuple(_described(trial, sweep) for trial in ended[-RECENT:]),
+        updated=now(),
+    )
 
 
 def write(folder: RunFolder, study: Study, sweep: Sweep) -> None:
     """Write the summary file; under a lock, so that it never replaces a newer summary."""
     with locked(folder.summary_lock):
         # without indentation, for which the encoder is slow
-        write_whole(folder.summary, json.dumps(summarize(study, sweep)), sync=False)
+        write_whole(folder.summary, json.dumps(summarize(study, sweep).to_json()), sync=False)
 
 
 def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:
@@ -88,24 +88,23 @@ def _is_known_point(trial: FrozenTrial, sweep: Sweep) -> bool:
     return sweep.sampler.name != "grid" and bool(trial.system_attrs.get(FIXED_PARAMS)) and trial.value is not None
 
 
-def described(trial: FrozenTrial, sweep: Sweep) -> dict[str, Any]:
-    """Return a trial as plain data."""
+def _described(trial: FrozenTrial, sweep: Sweep) -> TrialSummary:
     last = max(trial.intermediate_values, default=None)
     value = trial.value
     if value is None and last is not None:
         value = trial.intermediate_values[last]
-    return {
-        "number": trial.number,
-        "state": trial.state.name,
-        "value": value if value is None or math.isfinite(value) else None,
-        "progress": last,
-        "params": parameters(trial, sweep),
-        "seconds": _length(trial),
-        "reason": trial.system_attrs.get(studies.REASON, ""),
-    }
+    return TrialSummary(
+        number=trial.number,
+        state=trial.state.name,
+        value=value if value is None or math.isfinite(value) else None,
+        progress=last,
+        params=parameters(trial, sweep),
+        seconds=_length(trial),
+        reason=trial.system_attrs.get(studies.REASON, ""),
+    )
 
 
-def parameters(trial: FrozenTrial, sweep: Sweep) -> dict[str, Any]:
+def parameters(trial: FrozenTrial, sweep: Sweep) -> Values:
     """Return the trial's parameters as passed to the job."""
     return sweep.space.restored(trial.params) if isinstance(sweep.space, Space) else dict(trial.params)
 
@@ -118,7 +117,7 @@ def _length(trial: FrozenTrial) -> float | None:
     return before + (trial.datetime_complete - trial.datetime_start).total_seconds()
 
 
-def _seconds(trials: Iterable[FrozenTrial], state: TrialState) -> list[float]:
+def _seconds(trials: Iterable[FrozenTrial], state: TrialState) -> tuple[int, float]:
     """Return how many trials have ended in this state, and their total seconds."""
     lengths = [_length(trial) or 0.0 for trial in trials if trial.state == state]
-    return [len(lengths), sum(lengths)]
+    return len(lengths), sum(lengths)

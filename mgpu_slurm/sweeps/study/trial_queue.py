@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.sweep_summary import SweepOver
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
@@ -43,7 +44,7 @@ SECONDS = "mgpu:seconds"
 """Attribute of a trial that was given back: how long workers had it before, in seconds."""
 
 OVER = "mgpu:over"
-"""Attribute of a study: why no trial starts any more."""
+"""Attribute of a study: a `SweepOver`."""
 
 ORIGIN = "mgpu:origin"
 """Attribute of a trial copied from an earlier study at the start: the name of that study."""
@@ -80,7 +81,7 @@ def create(sweep: Sweep, journal: Path) -> Study:
             storage=storage_of(sweep, journal, is_new=True), study_name=sweep.study, direction=sweep.direction
         )
     except optuna.exceptions.DuplicatedStudyError:
-        raise UserError(f"study {sweep.study!r}: the database has one of that name: give this one another") from None
+        raise UserError(f"study {sweep.study!r}: the database already has one of that name: choose another") from None
     queue(study, list(sweep.enqueue))
     return study
 
@@ -167,7 +168,7 @@ def _point(sweep: Sweep, number: int) -> Values:
 
 def _begin(study: Study, worker: Worker, known: Values) -> int:
     """Create a trial that the worker owns from the start, and return its id."""
-    attributes: dict[str, Any] = {worker.claim: worker.attempt}
+    attributes: dict[str, object] = {worker.claim: worker.attempt}
     if known:
         # as for a queued trial
         attributes[FIXED_PARAMS] = kept(known)
@@ -227,13 +228,8 @@ def give_back(study: Study, trial: FrozenTrial) -> None:
 def doubt(study: Study, trial: FrozenTrial, worker: Worker, reason: str) -> None:
     """Give back a trial that failed, so that another worker shows whether it fails there too."""
     time = datetime.now().astimezone().isoformat()
-    facts: dict[str, Any] = {
-        "worker": worker.number,
-        "time": time,
-        "reason": reason,
-        "reports": len(trial.intermediate_values),
-    }
-    optuna_adapter.set_trial_attribute(study, trial, samplers.DOUBT, facts)
+    doubt = samplers.Doubt(worker.number, time, reason, reports=len(trial.intermediate_values))
+    optuna_adapter.set_trial_attribute(study, trial, samplers.DOUBT, asdict(doubt))
     give_back(study, trial)
 
 
@@ -262,6 +258,16 @@ def _disclaim(study: Study, trial: FrozenTrial) -> None:
 def note(study: Study, key: str, value: Any) -> None:
     """Set an attribute of the study, which every worker sees before its next trial."""
     optuna_adapter.set_study_attribute(study, key, value)
+
+
+def why_over(study: Study) -> SweepOver | None:
+    """Return why no more trials start; None if they do."""
+    found = notes(study).get(OVER)
+    return found and SweepOver.from_json(found)
+
+
+def set_over(study: Study, over: SweepOver | None) -> None:
+    note(study, OVER, None if over is None else over.to_json())
 
 
 def notes(study: Study) -> dict[str, Any]:

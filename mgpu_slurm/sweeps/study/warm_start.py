@@ -12,6 +12,7 @@ from optuna.trial import FixedTrial, FrozenTrial, TrialState, create_trial
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import lookup, sweep_state
+from mgpu_slurm.request.config import Config
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, label
 from mgpu_slurm.sweeps.search.space import Space
@@ -35,7 +36,7 @@ def find(name: str) -> tuple[RunFolder, Sweep, Study]:
     """
     folder = lookup.find(name)
     if not sweep_state.is_sweep(folder):
-        raise UserError(f"{name!r} is no sweep: name a study")
+        raise UserError(f"{name!r} is not a sweep: name a study")
     sweep = sweep_file.load(folder.sweep)
     return folder, sweep, studies.load(sweep, folder.journal)
 
@@ -53,12 +54,12 @@ def known_trials(sweep: Sweep, name: str) -> list[FrozenTrial]:
     if (other.metric, other.direction) != (sweep.metric, sweep.direction):
         raise UserError(
             f"warm_start {name}: it is to {other.direction} {other.metric}, and this study to {sweep.direction}"
-            f" {sweep.metric}: its trials say nothing here"
+            f" {sweep.metric}: their trials cannot be compared"
         )
     found = known.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
     copies = [copy for copy in (_copied(trial, other, sweep) for trial in found) if copy is not None]
     if not copies:
-        raise UserError(f"warm_start {name}: none of its {len(found)} trials lies in this space: leave it out")
+        raise UserError(f"warm_start {name}: none of its {len(found)} trials is in this space: remove it")
     return copies
 
 
@@ -91,7 +92,7 @@ def _copied(trial: FrozenTrial, other: Sweep, sweep: Sweep) -> FrozenTrial | Non
 # -- grid around the best trials
 
 
-def around(values: dict[str, Any], name: str) -> dict[str, Any]:
+def around(values: Config, name: str) -> Config:
     """Return the values of a sweep file, with the space replaced by a grid around an earlier study's best trials.
 
     Each range becomes some points between the extremes of the best tenth of its trials, each choice those that occur
@@ -102,10 +103,10 @@ def around(values: dict[str, Any], name: str) -> dict[str, Any]:
     """
     folder, sweep, study = find(name)
     if not isinstance(sweep.space, Space):
-        raise UserError(f"--around {name}: its space is a function, of which nobody knows the ranges")
+        raise UserError(f"--around {name}: its space is a function, whose ranges are unknown")
     complete = summary.ranked(summary.own_trials(study), sweep.direction)
     if len(complete) < LEAST_BEST:
-        raise UserError(f"--around {name}: {len(complete)} of its trials are complete: it takes {LEAST_BEST}")
+        raise UserError(f"--around {name}: {len(complete)} of its trials are complete: it needs {LEAST_BEST}")
     best = [summary.parameters(trial, sweep) for trial in complete[: max(LEAST_BEST, _share(len(complete)))]]
     changed = {key: value for key, value in values.items() if key not in ("enqueue", "warm_start")}
     if changed.get("study") == folder.run:
@@ -117,21 +118,21 @@ def _share(trials: int) -> int:
     return math.ceil(trials * BEST_SHARE)
 
 
-def _grid(space: Space, best: Sequence[Values]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _grid(space: Space, best: Sequence[Values]) -> Config:
+    """Return the `space:` of a sweep file."""
+    grid: Config = {}
+    choices: dict[str, list[Any]] = {}
     for parameter in space.parameters:
         # a parameter that is active in none of the best trials is left out
         there = [values[parameter.name] for values in best if parameter.name in values]
         if not there:
             continue
-        found[parameter.name] = {"choice": _points(parameter, there)}
+        choices[parameter.name] = _points(parameter, there)
         when = {
-            name: [value for value in allowed if value in found[name]["choice"]]
-            for name, allowed in parameter.when.items()
+            name: [value for value in allowed if value in choices[name]] for name, allowed in parameter.when.items()
         }
-        if when:
-            found[parameter.name]["when"] = when
-    return found
+        grid[parameter.name] = {"choice": choices[parameter.name]} | ({"when": when} if when else {})
+    return grid
 
 
 def _points(parameter: Parameter, there: list[Any]) -> list[Any]:

@@ -43,7 +43,7 @@ GRACE = 5.0
 class _Heard:
     """What the script has reported to rank 0."""
 
-    given_up: str | None = None
+    prune_reason: str | None = None
     progress: int = 0
     error: NoMoreHere | None = None
     """Error of the study; it is raised on all ranks when the children have ended."""
@@ -87,10 +87,10 @@ class CommandTrainer:
         heard.progress = progress
         try:
             client = self._client
-            heard.given_up = undisturbed(lambda: client.report(progress, metrics))
+            heard.prune_reason = undisturbed(lambda: client.report(progress, metrics))
         except NoMoreHere as error:
-            heard.error, heard.given_up = error, str(error)
-        return heard.given_up
+            heard.error, heard.prune_reason = error, str(error)
+        return heard.prune_reason
 
     def _rendezvous(self) -> tuple[int, Any]:
         """Start a store on rank 0; return its port, and on rank 0 also the store."""
@@ -189,8 +189,8 @@ def _tell(own: StudyClient, folder: RunFolder, heard: _Heard, exited: _Exit) -> 
     """Report the end of the trial to the study; called on rank 0 only."""
     if heard.error is not None:
         raise heard.error
-    if heard.given_up is not None:
-        own.prune(heard.given_up, heard.progress)
+    if heard.prune_reason is not None:
+        own.prune(heard.prune_reason, heard.progress)
     elif exited.code < 0 or exited.code == TERMINATED_EXIT_CODE:
         signum = -exited.code if exited.code < 0 else signal.SIGTERM
         own.lose(f"its command was ended by {signal.Signals(signum).name}")

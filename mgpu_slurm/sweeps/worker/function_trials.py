@@ -101,7 +101,7 @@ class FunctionTrainer:
         code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
         if code == FAILED_EXIT_CODE:
             crash.leave_soon(code, run.await_save)
-        raise RunStopped(code, "a trial has failed: the ranks start again") from None
+        raise RunStopped(code, "a trial has failed: the ranks restart") from None
 
 
 def _report_to(client: StudyClient | None) -> Judge:
@@ -110,7 +110,7 @@ def _report_to(client: StudyClient | None) -> Judge:
 
 
 def _nobody(progress: int, metrics: dict[str, float]) -> str | None:
-    raise RunFailed("only rank 0 deals with the study")
+    raise RunFailed("only rank 0 uses the study")
 
 
 def _has_spoilt_the_device(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ class Leave:
     reason: str
 
 
-def as_plain(order: Assignment | Leave | None) -> dict[str, Any] | None:
+def as_plain(order: Assignment | Leave | None) -> dict[str, object] | None:
     """Return an order as plain values that rank 0 can broadcast."""
     if not isinstance(order, Assignment):
         return None if order is None else {"is_trial": False, **vars(order)}

@@ -18,7 +18,6 @@ import time
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,6 +95,48 @@ def growth(before: ResourceUsage, now: ResourceUsage) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _TorchSettings:
+    """Settings of torch in this process."""
+
+    dtype: torch.dtype
+    threads: int
+    grad: bool
+    deterministic: bool
+    warn_only: bool
+    precision: str
+    benchmark: bool
+    cudnn_deterministic: bool
+    anomaly: bool
+
+    @classmethod
+    def now(cls) -> _TorchSettings:
+        return cls(
+            dtype=torch.get_default_dtype(),
+            threads=torch.get_num_threads(),
+            grad=torch.is_grad_enabled(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            precision=torch.get_float32_matmul_precision(),
+            benchmark=torch.backends.cudnn.benchmark,
+            cudnn_deterministic=torch.backends.cudnn.deterministic,
+            anomaly=torch.is_anomaly_enabled(),
+        )
+
+    def apply(self) -> None:
+        if self == _TorchSettings.now():
+            # setting a value for the first time imports half of torch, even if the value stays the same
+            return
+        torch.set_default_dtype(self.dtype)
+        torch.set_num_threads(self.threads)
+        torch.set_grad_enabled(self.grad)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.set_float32_matmul_precision(self.precision)
+        torch.backends.cudnn.benchmark = self.benchmark
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.autograd.set_detect_anomaly(self.anomaly)
+
+
 class Reset:
     """A copy of this process's settings, to reset them later."""
 
@@ -106,7 +147,7 @@ class Reset:
         self._arguments = list(sys.argv)
         self._filters = list(warnings.filters)
         self._signals = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
-        self._torch = _torch_settings()
+        self._torch = _TorchSettings.now()
         self._collected = -math.inf
         """Time of the last collection, by the monotonic clock."""
         self._left: ResourceUsage | None = None
@@ -126,7 +167,7 @@ class Reset:
         for signum, handler in self._signals.items():
             if handler is not None and signal.getsignal(signum) is not handler:
                 signal.signal(signum, handler)
-        _set_torch_settings(self._torch)
+        self._torch.apply()
         # a trial that sets no seed must not depend on earlier trials
         seed = int.from_bytes(os.urandom(4), "little")
         random.seed(seed)
@@ -152,31 +193,3 @@ class Reset:
 def _is_much(before: ResourceUsage, now: ResourceUsage) -> bool:
     """Return whether trials have left too much to postpone the collection."""
     return now.memory > before.memory + LITTLE_MEMORY or replace(now, memory=before.memory) != before
-
-
-def _torch_settings() -> dict[str, Any]:
-    return {
-        "dtype": torch.get_default_dtype(),
-        "threads": torch.get_num_threads(),
-        "grad": torch.is_grad_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "precision": torch.get_float32_matmul_precision(),
-        "benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "anomaly": torch.is_anomaly_enabled(),
-    }
-
-
-def _set_torch_settings(settings: dict[str, Any]) -> None:
-    if settings == _torch_settings():
-        # setting a value for the first time imports half of torch, even if the value stays the same
-        return
-    torch.set_default_dtype(settings["dtype"])
-    torch.set_num_threads(settings["threads"])
-    torch.set_grad_enabled(settings["grad"])
-    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
-    torch.set_float32_matmul_precision(settings["precision"])
-    torch.backends.cudnn.benchmark = settings["benchmark"]
-    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
-    torch.autograd.set_detect_anomaly(settings["anomaly"])

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from optuna.exceptions import TrialPruned
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -43,7 +42,7 @@ from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 PAUSE = 1.0
 """Seconds between two messages to the ranks while the worker waits for results of other workers."""
 
-NO_TRIAL: dict[str, Any] = {"trial": None, "reason": ""}
+NO_TRIAL: dict[str, object] = {"trial": None, "reason": ""}
 """Fields of the state of a worker that leaves or waits."""
 
 
@@ -91,7 +90,7 @@ class StudyClient:
         while True:
             self._shared.reread_sweep()
             over = self._sweep_end.why_over()
-            has_failed = over is not None and over["failed"]
+            has_failed = over is not None and over.failed
             if over is None and self._health.waits_for_news():
                 time.sleep(PAUSE)
                 return None
@@ -100,7 +99,7 @@ class StudyClient:
             if trial is None:
                 if has_failed or self._leaves():
                     self._shared.write_summary()
-                    reason = "no trial is left to start" if over is None else over["reason"]
+                    reason = "no trial is left to start" if over is None else over.reason
                     return Leave(int(has_failed), reason)
                 continue
             assignment = self._begin(trial)
@@ -156,7 +155,7 @@ class StudyClient:
             return self._choose(trial)
         except TrialPruned:
             # a space function raises it for an invalid combination
-            self.prune("its space will have none of it", 0)
+            self.prune("rejected by the space function", 0)
         except Exception as error:
             self.fail(f"space: {type(error).__name__}: {first_line(str(error))}")
         return None
@@ -177,7 +176,7 @@ class StudyClient:
         """Report the trial's metrics to the study; return why to prune the trial, or None if it continues."""
         own = self._running()
         value = metrics.get(self._sweep.metric)
-        shown: dict[str, Any] = {"progress": progress, "metrics": metrics}
+        shown: dict[str, object] = {"progress": progress, "metrics": metrics}
         if own.last_value is None:
             shown["reason"] = f"the job has not reported {self._missing(metrics)} yet" if value is None else ""
         self._shared.show(**shown)
@@ -258,7 +257,7 @@ class StudyClient:
         own = self._running()
         if is_late and self._begun == 1 and not self._health.has_waited and not has_saved:
             # it had the whole time of a worker, and would get no further next time
-            has_failed = own.lose("a worker's whole time limit brought it to no checkpoint (run.restore)")
+            has_failed = own.lose("no checkpoint within a worker's whole time limit (run.restore)")
         else:
             has_failed = False
             own.give_back()

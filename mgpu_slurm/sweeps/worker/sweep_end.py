@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.sweep_summary import SweepOver
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.slurm import commands, job_identity
 from mgpu_slurm.sweeps.search import budget
@@ -32,9 +32,9 @@ class SweepEnd:
         self._gpus = gpus
         self._next_look_at_hours = time.monotonic()
 
-    def why_over(self) -> dict[str, Any] | None:
+    def why_over(self) -> SweepOver | None:
         """Return why no trial starts any more, or None; end the sweep if its budget is spent."""
-        known: dict[str, Any] | None = studies.notes(self._shared.study).get(studies.OVER)
+        known = studies.why_over(self._shared.study)
         if known is not None:
             return known
         reason = self._spent()
@@ -57,10 +57,10 @@ class SweepEnd:
         return reason
 
 
-def end_sweep(shared: WorkerStudy, reason: str, failed: bool) -> dict[str, Any]:
+def end_sweep(shared: WorkerStudy, reason: str, failed: bool) -> SweepOver:
     """Mark the sweep as over, so that no more trials start."""
-    over = {"reason": reason, "failed": failed}
-    studies.note(shared.study, studies.OVER, over)
+    over = SweepOver(reason=reason, failed=failed)
+    studies.set_over(shared.study, over)
     note(f"the sweep is over: {reason}")
     return over
 
@@ -71,7 +71,7 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
     # read before what is left: a call that adds trials meanwhile submits new jobs
     jobs = [each.job_id for each in records.submissions(folder) if each.job_id is not None]
     counts = summary.counts(shared.trials(), shared.sweep)
-    is_over = studies.notes(shared.study).get(studies.OVER) is not None
+    is_over = studies.why_over(shared.study) is not None
     is_over = is_over or not (counts["WAITING"] or counts["RUNNING"])
     unstarted = [member for member in lookup.members(folder) if not records.attempts_started(member)]
     if not (is_over and unstarted and jobs):
@@ -82,7 +82,7 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
             commands.run(commands.scancel_waiting_command(own))
     except ClusterError as error:
         # they will start, and leave at once
-        note(f"workers that wait in the queue stay there: {error}")
+        note(f"cannot remove waiting workers from the queue: {error}")
         return
     for member in unstarted:
         records.cancel_unstarted(member, "nothing was left to do")

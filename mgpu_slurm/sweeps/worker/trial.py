@@ -14,9 +14,10 @@ from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.scheduling.scheduler import Decision, Scheduler
-from mgpu_slurm.sweeps.study import recovery
+from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.file_locks import locked
+from mgpu_slurm.sweeps.study.outcomes import Complete, Pruned
 from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
@@ -92,7 +93,7 @@ class WorkerTrial:
     def complete(self, result: dict[str, float], value: float, step: int, progress: int) -> None:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            self._write_result("COMPLETE", result=result, value=value, step=step, progress=progress)
+            outcomes.write(self.folder, Complete(result, value, step, progress))
             self._study.tell(self._trial, value)
         with hparams.may_fail():
             hparams.write_end(self.folder, self._sweep, "done", {self._sweep.metric: value})
@@ -101,7 +102,7 @@ class WorkerTrial:
     def prune(self, reason: str, progress: int) -> None:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            self._write_result("PRUNED", reason=reason, progress=progress)
+            outcomes.write(self.folder, Pruned(reason, progress))
             if reason != HOPELESS:
                 studies.blame(self._study, self.frozen(), reason, self._has_parameters)
             self._study.tell(self._trial, state=TrialState.PRUNED)
@@ -136,10 +137,6 @@ class WorkerTrial:
             self._check_is_mine()
             studies.give_back(self._study, self.frozen())
         self._end("paused; will be continued")
-
-    def _write_result(self, state: str, **facts: Any) -> None:
-        record = {"run": self.folder.run, "state": state, **facts, "ended": records.now()}
-        recovery.write_outcome(self.folder, record)
 
     def _end(self, how: str) -> None:
         self.record("ended", how=how)

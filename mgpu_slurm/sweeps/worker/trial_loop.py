@@ -114,7 +114,7 @@ class WorkerRank:
                 self._reset.apply()
                 if too_much := self._too_much():
                     # the unfinished mark still exists, so the ranks are restarted in place
-                    print(f"mgpu_slurm: trials have left {too_much}: starting the ranks again", flush=True)
+                    print(f"mgpu_slurm: trials have left {too_much}: restarting the ranks", flush=True)
                     return
         except (SweepFailed, BrokenWorker):
             self._mark_finished()

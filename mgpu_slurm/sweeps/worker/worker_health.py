@@ -58,8 +58,8 @@ class WorkerHealth:
             return False
         if self._waits_until is None:
             self._waits_until = time.monotonic() + LONGEST_WAIT
-            self._shared.show(trial=None, reason="its last trials failed: it waits for news of other workers'")
-            note("the last trials failed here: waiting for what those of other workers come to")
+            self._shared.show(trial=None, reason="its last trials failed: waiting for results of other workers")
+            note("the last trials failed here: waiting for results of other workers")
         self.has_waited = True
         # the workers waited for may be dead
         self._shared.recover()

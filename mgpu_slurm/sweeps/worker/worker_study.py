@@ -73,7 +73,7 @@ class WorkerStudy:
         every = 0.0 if at_once else LOOK_EVERY
         found = recovery.look(self.study, self.sweep_folder, self.sweep, note, every)
         if found:
-            note(f"trials of dead workers: {', '.join(map(str, found))}")
+            note(f"released trials of dead workers: {', '.join(map(str, found))}")
 
     def show(self, **changes: Any) -> None:
         """Change what `status` shows of the worker."""

@@ -33,7 +33,7 @@ class TestSamplers:
         [
             (Sampler("no.such.Class"), "sampler no.such.Class: No module named 'no'"),
             (Sampler("optuna.samplers.Nothing"), "has no attribute 'Nothing': check the import path"),
-            (Sampler("collections.OrderedDict"), "it is no optuna.samplers.BaseSampler"),
+            (Sampler("collections.OrderedDict"), "it is not an optuna.samplers.BaseSampler"),
             (Sampler("tpe", options={"sed": 1}), "unexpected keyword argument 'sed': fix its options"),
         ],
     )
@@ -66,7 +66,7 @@ def test_pruners_have_their_ends_said() -> None:
     ("asked", "said"),
     [
         (Pruner("no.such.Class"), "pruner no.such.Class: No module named 'no': check the import path"),
-        (Pruner("collections.OrderedDict"), "it is no optuna.pruners.BasePruner"),
+        (Pruner("collections.OrderedDict"), "it is not an optuna.pruners.BasePruner"),
         (Pruner("optuna.pruners.ThresholdPruner", options={"lowr": 1}), "'lowr': fix its options"),
     ],
 )

@@ -98,7 +98,7 @@ class TestWhatAProgramGives:
     def test_what_no_file_can_say_is_named(self) -> None:
         with pytest.raises(UserError, match=r"^here: trials: .* of type object: use plain values there$"):
             sweep_file.plain({"trials": object()}, "here")
-        with pytest.raises(UserError, match=r"^here: space: a function has to be named: 'module:function'"):
+        with pytest.raises(UserError, match=r"^here: space: name the function: 'module:function'"):
             sweep_file.plain({"space": lambda trial: {}}, "here")
 
 
@@ -177,16 +177,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown budget": (change(budget={"minutes": 3}), "unknown key 'budget.minutes'"),
     "an unknown resource": (change(resources={"gpu": 1}), "unknown flag 'gpu'"),
     "retries below 0": (change(max_retries=-1), "max_retries -1"),
-    "a parameter that is fixed too": (change(fixed={"lr": 1}), "fixed lr: it is a parameter of the space too"),
+    "a parameter that is fixed too": (change(fixed={"lr": 1}), "fixed lr: it is also a parameter of the space"),
     "a space that is none": (change(space={}), "space: expected at least one parameter"),
     "a wrong range": (change(space={"lr": {"float": [2, 1]}}), "space lr: float [2, 1]"),
-    "a grid of a function": (change(sampler="grid", space="mine:space"), "nobody knows its points"),
+    "a grid of a function": (change(sampler="grid", space="mine:space"), "whose points are unknown"),
     "a grid without steps": (change(sampler="grid"), "a grid needs to know which values"),
     "a job that is none": (change(job={"comand": "x"}), "expected a job function, or {command:"),
     "an empty command": (change(job={"command": ""}), "command: it is empty"),
     "a place of nothing": (
         change(job={"command": "t --lr {lr} {lrr}"}),
-        "{lrr} is no parameter (did you mean 'lr'?)",
+        "{lrr} is not a parameter (did you mean 'lr'?)",
     ),
     "a parameter without a place": (change(job={"command": "t"}), "lr: the command does not take it: write {lr}"),
 }
@@ -213,7 +213,7 @@ def test_what_cannot_be_is_refused_in_a_line_that_names_it(given: dict[str, Any]
     ],
 )
 def test_a_password_in_the_file_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(UserError, match=r"there is a password in it, .*: write \$\{VARIABLE\} in its place") as refused:
+    with pytest.raises(UserError, match=r"it contains a password, .*: write \$\{VARIABLE\} instead") as refused:
         parse(LEAST, storage=url)
     assert "ter2" not in str(refused.value)
 

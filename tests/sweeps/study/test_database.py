@@ -59,7 +59,7 @@ def tables(server: Server, made: Sweep) -> int:
 
 def test_a_worker_makes_nothing_in_an_empty_database(postgresql: Server) -> None:
     own = place(postgresql)
-    with pytest.raises(UserError, match=r"^storage '.*': there is no study in it: mgpu-slurm sweep makes it, .*$"):
+    with pytest.raises(UserError, match=r"^storage '.*': it has no study: `mgpu-slurm sweep` creates it .*$"):
         own.load(own.sweep())
     assert tables(postgresql, own.sweep()) == 0
     assert tables(postgresql, own.create()) > 0
@@ -71,7 +71,7 @@ def test_tables_of_another_version_are_left_alone(postgresql: Server) -> None:
     postgresql.query(
         "UPDATE alembic_version SET version_num = 'v9.9.9.a'", own.url.partition("@/")[2].partition("?")[0]
     )
-    with pytest.raises(UserError, match=r"^storage '.*': its tables are those of another Optuna \(v9.9.9.a; "):
+    with pytest.raises(UserError, match=r"^storage '.*': its tables are of another version of Optuna \(v9.9.9.a; "):
         own.create(study="other")
     # a worker does not look: whoever made the study did
     assert own.begin(own.load(made), made).number == 0
@@ -115,7 +115,7 @@ def taken(own: Place, study: optuna.Study, made: Sweep) -> Trial | None:
         try:
             return own.take(study, made)
         except ClusterError as error:
-            if "nobody knows whether it is stored" not in str(error):
+            if "it is unknown whether it is stored" not in str(error):
                 raise
 
 
@@ -301,7 +301,7 @@ class TestCommitsWhoseAnswerIsLost:
         self, study: optuna.Study, trial: Trial, lose_next: threading.Event
     ) -> None:
         lose_next.set()
-        with pytest.raises(ClusterError, match=r"the connection was lost over a change, and nobody knows whether"):
+        with pytest.raises(ClusterError, match=r"the connection was lost during a change, and it is unknown whether"):
             study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
 
 
@@ -326,7 +326,7 @@ class TestPasswords:
         monkeypatch.setenv("WRONG_PASSWORD", "not the right one")
         assert own.url is not None
         wrong = Place(own.url.replace(VARIABLE, "WRONG_PASSWORD"), NOWHERE)
-        with pytest.raises(ClusterError, match=r"the database refuses: .*password authentication failed") as told:
+        with pytest.raises(ClusterError, match=r"the database refused: .*password authentication failed") as told:
             wrong.load(wrong.sweep())
         assert_silent_about("not the right one", told.value)
         assert "\n" not in str(told.value)
@@ -339,7 +339,7 @@ class TestPasswords:
         monkeypatch.setattr(retry, "SECONDS", 3.0)
         assert own.url is not None
         nothing = Place(own.url.replace(VARIABLE, "NO_PASSWORD"), NOWHERE)
-        with pytest.raises(ClusterError, match=r"the database refuses: .*no password supplied"):
+        with pytest.raises(ClusterError, match=r"the database refused: .*no password supplied"):
             nothing.load(nothing.sweep())
 
     @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ class TestPasswords:
 
     def test_values_that_make_no_url_are_not_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PORT", "no-port")
-        with pytest.raises(UserError, match="it is no URL once its variables have their values") as refused:
+        with pytest.raises(UserError, match="it is not a URL after its variables are replaced") as refused:
             Place("postgresql://db:${PORT}/optuna", NOWHERE).create()
         assert_silent_about("no-port", refused.value)
 
@@ -419,7 +419,7 @@ class TestWhatIsNotThere:
             assert_silent_about(DATABASE_PASSWORD, told.value)
 
     def test_a_database_that_is_not_there(self, postgresql: Server) -> None:
-        with pytest.raises(ClusterError, match=r'the database refuses: .*database "nowhere" does not exist'):
+        with pytest.raises(ClusterError, match=r'the database refused: .*database "nowhere" does not exist'):
             Place(postgresql.url("nowhere"), NOWHERE).create()
 
     @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ class TestWhatIsNotThere:
             Place(f"{scheme}://db/optuna", NOWHERE).create()
 
     def test_a_driver_that_does_not_exist(self) -> None:
-        with pytest.raises(UserError, match=r"there is no such driver: leave out what follows the \+"):
+        with pytest.raises(UserError, match=r"unknown driver: remove what follows the \+"):
             Place("postgresql+nothing://db/optuna", NOWHERE).create()
 
 

@@ -165,7 +165,7 @@ class TestWaitingForNews:
         fail(broken, 2)
         assert [broken.next(Stop.NO) for _ in range(3)] == [None] * 3
         state = records.read_state(folder.of_task(1))
-        assert ("waits for news of other workers" in state.reason, state.trial) == (True, None)
+        assert ("waiting for results of other workers" in state.reason, state.trial) == (True, None)
         assert broken.next(Stop.END) == Leave(TERMINATED_EXIT_CODE, "asked to end")
         silent.report(1, {"score": 0.5})
         assert begin(broken).number == 3
@@ -259,7 +259,7 @@ class TestABrokenNode:
         # that it runs says nothing yet
         assert broken.next(Stop.NO) is None
         well[0].report(1, {"score": 0.5})
-        with pytest.raises(BrokenWorker, match="trial 6 failed here, and does well elsewhere: OSError: no GPU"):
+        with pytest.raises(BrokenWorker, match="trial 6 failed here, but runs well elsewhere: OSError: no GPU"):
             broken.next(Stop.NO)
         finish(well[0], 0.5)
         notes = studies.notes(study_of(folder))

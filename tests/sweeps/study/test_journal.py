@@ -215,7 +215,7 @@ def test_a_damaged_line_in_the_middle_is_named_each_time(path: Path, line: bytes
     ("record", "why"),
     [
         ('{"op_code":4,"worker_id":"w","study_id":0}', "Optuna cannot read it: KeyError: 'datetime_start'"),
-        ('{"op_code":4,"op_code":8,"worker_id":"w","trial_id":0,"user_attr":{"a":1}}', "a name is in it twice"),
+        ('{"op_code":4,"op_code":8,"worker_id":"w","trial_id":0,"user_attr":{"a":1}}', "it has a key twice"),
     ],
     ids=["without a name", "made of two"],
 )
@@ -229,7 +229,7 @@ def test_a_record_that_optuna_cannot_read_is_named_each_time_and_nothing_behind_
         file.write(f"{record}\n")
     # Optuna would give this one the number of the damaged one
     JournalFile(path).append_logs([{"op_code": 4, "worker_id": "w", "study_id": 0, "datetime_start": None}])
-    pattern = rf"is damaged at byte {place}: .* is no record \({re.escape(why)}\): leave the file as it is"
+    pattern = rf"is damaged at byte {place}: .* is not a record \({re.escape(why)}\): do not edit the file"
     for _ in range(2):
         with pytest.raises(MgpuError, match=pattern):
             study.get_trials()

@@ -120,7 +120,7 @@ def test_one_record_that_optuna_cannot_read_costs_no_more_than_itself(
                 named += 1
                 (told,) = str(error).splitlines()
                 assert f"is damaged at byte {sum(len(each) + 1 for each in lines[:place])}: " in told
-                assert told.endswith(" repair s` writes a new one of what can be kept")
+                assert told.endswith(" repair s` writes a new one with what can be kept")
                 found = repaired(folder, damaged)
                 assert len(found) == len(before), changed
                 check_each_has_its_own(found, before)
@@ -135,7 +135,7 @@ def test_two_records_that_became_one_cost_no_more_than_themselves(folder: RunFol
     for place in places:
         damaged = content[:place] + b"," + content[place + 3 :]
         folder.journal.write_bytes(damaged)
-        with pytest.raises(MgpuError, match=r"is damaged at byte \d+: .* \(a name is in it twice\): "):
+        with pytest.raises(MgpuError, match=r"is damaged at byte \d+: .* \(it has a key twice\): "):
             study_of(folder)
         found = repaired(folder, damaged)
         assert len(found) == len(before)
@@ -177,11 +177,11 @@ def test_the_error_names_the_command_and_the_repaired_journal_works(folder: RunF
     created = [place for place, line in enumerate(lines) if json.loads(line)["op_code"] == 4]
     lines[created[1]] = bytes(80)
     folder.journal.write_bytes(b"\n".join([*lines, b""]))
-    with pytest.raises(MgpuError, match=r"is damaged at byte \d+: .*: leave the file as it is, `.* repair s` writes a"):
+    with pytest.raises(MgpuError, match=r"is damaged at byte \d+: .*: do not edit the file, `.* repair s` writes a"):
         study_of(folder)
     told = repair(folder)
     assert [line.split()[0] for line in told] == ["damaged", "written", "next", "resume"]
-    assert "1 trial begun again whose beginning was lost" in told[1]
+    assert "1 trial created again whose creation was lost" in told[1]
     folder.journal.with_name("study.journal.repaired").replace(folder.journal)
     assert begin(worker(folder, 1)).number == 4
 
@@ -190,5 +190,5 @@ def test_what_is_whole_is_not_written_again(folder: RunFolder, tmp_path: Path) -
     (told,) = repair(folder)
     assert told.endswith("study.journal is not damaged: nothing was written")
     assert not folder.journal.with_name("study.journal.repaired").exists()
-    with pytest.raises(UserError, match="is no sweep"):
+    with pytest.raises(UserError, match="is not a sweep"):
         repair(RunFolder(tmp_path))

@@ -277,7 +277,7 @@ def test_attributes_come_back_as_they_were(place: Place) -> None:
     trial, storage = place.begin(study, made), study._storage
     attributes = dict(ATTRIBUTES)
     if place.is_mariadb:
-        with pytest.raises(ClusterError, match=r"the database refuses: .*Data too long"):
+        with pytest.raises(ClusterError, match=r"the database refused: .*Data too long"):
             trial.set_user_attr("long", attributes.pop("long"))
     for key, value in attributes.items():
         trial.set_user_attr(key, value)
@@ -399,13 +399,13 @@ def test_two_studies_in_one_place_do_not_meet(place: Place) -> None:
         assert study._storage.get_study_system_attrs(study._study_id)["name"] == name
         study.tell(study.trials[0].number, 2.0)
         assert [trial.state for trial in study.trials][:2] == [TrialState.COMPLETE, TrialState.RUNNING]
-    with pytest.raises(UserError, match="has one of that name: give this one another"):
+    with pytest.raises(UserError, match="already has one of that name: choose another"):
         place.create(study="one")
 
 
 def test_a_worker_is_told_where_there_is_no_such_study(place: Place) -> None:
     place.create(study="one")
-    with pytest.raises(UserError, match=r"^storage '.*': there is no study 'two' in it: mgpu-slurm sweep makes it, "):
+    with pytest.raises(UserError, match=r"^storage '.*': it has no study 'two': `mgpu-slurm sweep` creates it "):
         place.load(place.sweep(study="two"))
 
 

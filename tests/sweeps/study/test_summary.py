@@ -54,7 +54,7 @@ def test_no_number_is_kept_out_of_json(tmp_path: Path) -> None:
     # as a program of Optuna's own may do
     trial.report(float("inf"), 1)
     study.tell(trial, state=TrialState.PRUNED)
-    text = json.dumps(summary.summarize(study_of(folder), sweep_of(folder)), allow_nan=False)
+    text = json.dumps(summary.summarize(study_of(folder), sweep_of(folder)).to_json(), allow_nan=False)
     assert '"value": null' in text
 
 
@@ -65,8 +65,8 @@ def test_the_last_ones_are_told_one_by_one_and_all_are_counted(tmp_path: Path) -
         begin(part)
         finish(part, number)
     told = summary.summarize(study_of(folder), sweep_of(folder))
-    assert [trial["number"] for trial in told["recent"]] == list(range(3, summary.RECENT + 3))
-    assert told["trials"]["COMPLETE"] == told["seconds"]["complete"][0] == summary.RECENT + 3
+    assert [trial.number for trial in told.recent] == list(range(3, summary.RECENT + 3))
+    assert told.trials["COMPLETE"] == told.seconds["complete"][0] == summary.RECENT + 3
 
 
 @pytest.mark.parametrize(("trials", "waiting"), [(2, 1), (9, 8), (1, 1), (None, 1)])
@@ -87,7 +87,7 @@ def test_trials_of_another_study_are_not_its_own(tmp_path: Path) -> None:
     study = study_of(folder)
     study.add_trial(create_trial(value=9.0, system_attrs={studies.ORIGIN: "before"}))
     told = summary.summarize(study, sweep_of(folder))
-    assert (told["trials"]["COMPLETE"], told["trials"]["WAITING"], told["best"]) == (0, 1, None)
+    assert (told.trials["COMPLETE"], told.trials["WAITING"], told.best) == (0, 1, None)
 
 
 def test_a_trials_length_is_that_with_all_of_its_workers(tmp_path: Path) -> None:
@@ -101,5 +101,5 @@ def test_a_trials_length_is_that_with_all_of_its_workers(tmp_path: Path) -> None
     finish(other, 1.0)
     (trial,) = study_of(folder).trials
     assert trial.duration is not None
-    (told,) = summary.summarize(study_of(folder), sweep_of(folder))["recent"]
-    assert told["seconds"] == pytest.approx(before + trial.duration.total_seconds())
+    (told,) = summary.summarize(study_of(folder), sweep_of(folder)).recent
+    assert told.seconds == pytest.approx(before + trial.duration.total_seconds())

@@ -95,7 +95,7 @@ def test_what_none_of_the_best_has_asked_for_is_gone(make: Make) -> None:
 
 def test_a_study_with_too_few_trials_is_no_region(make: Make) -> None:
     make(lambda values: 0.0, trials=2)
-    with pytest.raises(UserError, match=r"^--around first: 2 of its trials are complete: it takes 3$"):
+    with pytest.raises(UserError, match=r"^--around first: 2 of its trials are complete: it needs 3$"):
         warm_start.around(VALUES, "first")
 
 
@@ -109,8 +109,8 @@ def test_trials_of_before_are_known_and_count_as_nobody_s(make: Make) -> None:
     assert [trial.params for trial in known] == [trial.params for trial in before.trials]
     assert [trial.value for trial in known] == [trial.value for trial in before.trials]
     told = summary.summarize(study, second)
-    assert told["trials"]["COMPLETE"] == 2
-    assert told["best"]["value"] == 1.0
+    assert told.best is not None
+    assert (told.trials["COMPLETE"], told.best.value) == (2, 1.0)
 
 
 def test_trials_of_before_neither_use_up_the_number_nor_take_the_places_of_known_points(make: Make) -> None:
@@ -140,7 +140,7 @@ def test_only_trials_of_the_same_space_are_taken(make: Make) -> None:
     ("changes", "told"),
     [
         ({"metric": "accuracy"}, "it is to minimize loss, and this study to minimize accuracy"),
-        ({"space": {"depth": {"int": [1, 2]}}}, "none of its 3 trials lies in this space: leave it out"),
+        ({"space": {"depth": {"int": [1, 2]}}}, "none of its 3 trials is in this space: remove it"),
     ],
 )
 def test_trials_that_say_nothing_here_are_refused(make: Make, changes: dict[str, Any], told: str) -> None:
@@ -155,7 +155,7 @@ def test_a_run_is_no_study(make: Make, tmp_path: Path) -> None:
     run.create()
     run.spec.write_text("")
     run.state.write_text(json.dumps({"run": "run"}))
-    with pytest.raises(UserError, match="'run' is no sweep: name a study"):
+    with pytest.raises(UserError, match="'run' is not a sweep: name a study"):
         warm_start.around(VALUES, "run")
 
 
@@ -166,9 +166,9 @@ def test_points_that_are_known_come_first_and_have_to_lie_in_the_space(make: Mak
     assert summary.parameters(study.trials[0], sweep) == point
     assert study.trials[1].params["lr"] == 0.25
     for wrong, told in [
-        ({"lr": 2.0}, "lr is float 0.0001 to 1, log, and never 2.0"),
-        ({"width": 20}, "width is int 16 to 128, step 16, and never 20"),
-        ({"widht": 16}, r"'widht' is no parameter \(did you mean 'width'\?\)"),
+        ({"lr": 2.0}, "lr is float 0.0001 to 1, log, not 2.0"),
+        ({"width": 20}, "width is int 16 to 128, step 16, not 20"),
+        ({"widht": 16}, r"'widht' is not a parameter \(did you mean 'width'\?\)"),
     ]:
         with pytest.raises(UserError, match=told):
             sweep_file.parse(VALUES | {"enqueue": [wrong]}, "x")

@@ -64,7 +64,7 @@ def test_a_timer_of_a_trial_does_not_end_a_later_one(reset: Reset) -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_what_needs_no_mending_costs_no_import() -> None:
+def test_unchanged_settings_cost_no_import() -> None:
     code = (
         "import sys, torch.distributed; from mgpu_slurm.sweeps.worker.process_reset import Reset\n"
         "reset = Reset(); before = set(sys.modules); reset.apply()\n"

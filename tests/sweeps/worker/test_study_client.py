@@ -221,8 +221,8 @@ class TestMetrics:
         finish(part, 1.0)
         begin(part)
         assert states(folder) == ["PRUNED", "PRUNED", "COMPLETE", "RUNNING"]
-        told = summary.summarize(study_of(folder), sweep_of(folder))["recent"]
-        assert [trial["reason"] for trial in told[:2]] == [f"score is {value}"] * 2
+        told = summary.summarize(study_of(folder), sweep_of(folder)).recent
+        assert [trial.reason for trial in told[:2]] == [f"score is {value}"] * 2
 
 
 def test_the_pruner_hears_each_progress_once_and_its_word_is_the_end(tmp_path: Path) -> None:
@@ -277,14 +277,14 @@ class TestAskedToLeave:
         assert study_of(folder).trials[0].intermediate_values == {1: 0.5, 2: 0.7}
         assert studies.LOSSES not in study_of(folder).trials[0].system_attrs
 
-    def test_one_that_never_fits_into_the_time_is_given_up(self, tmp_path: Path) -> None:
+    def test_one_that_never_fits_into_the_time_fails(self, tmp_path: Path) -> None:
         folder = make(tmp_path, max_retries=1, trials=1)
         for attempt in (1, 2):
             part = worker(folder, 0, attempt)
             begin(part)
             part.give_back(is_late=True, has_saved=False)
         assert states(folder) == ["FAIL"]
-        assert "brought it to no checkpoint (run.restore)" in files.read_json(folder.of_trial(0).failure)["message"]
+        assert "no checkpoint within a worker's whole time" in files.read_json(folder.of_trial(0).failure)["message"]
 
     @pytest.mark.parametrize(("is_late", "has_saved"), [(False, False), (True, True)])
     def test_one_that_was_cut_short_or_has_come_further_is_not(
@@ -329,7 +329,7 @@ class TestBudgets:
         finish(parts[0], 0.95)
         parts[1].give_back(is_late=True, has_saved=True)
         told = sweep_state.summary_of(folder)
-        assert (told["given_back"], sweep_state.overall([RunState(state="COMPLETED")], told)) == (1, "FAILED")
+        assert (told.given_back, sweep_state.overall([RunState(state="COMPLETED")], told)) == (1, "FAILED")
         late = worker(folder, 1, attempt=2)
         assert begin(late).number == 1
         finish(late, 0.99)
