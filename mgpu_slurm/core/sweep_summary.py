@@ -67,7 +67,14 @@ class SweepSummary:
     updated: str = ""
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self)
+        # asdict copies every value, which takes longer than all else about a summary
+        return {
+            **vars(self),
+            "best": None if self.best is None else vars(self.best),
+            "known": [vars(trial) for trial in self.known],
+            "over": None if self.over is None else vars(self.over),
+            "recent": [vars(trial) for trial in self.recent],
+        }
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> SweepSummary:
