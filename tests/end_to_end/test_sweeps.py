@@ -454,7 +454,7 @@ class TestOneThatHasEnded:
         for words in (["best", run.name], ["sweep", "sweep.yaml", f"study={run.name}"]):
             done = project.call(*words)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-            assert "no sweep" in done.stderr
+            assert "not a sweep" in done.stderr
 
 
 WRONG_SPACES = """

@@ -22,8 +22,8 @@ from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
-HOPELESS = "worse than the other trials"
-"""Reason of a trial that the scheduler prunes."""
+WORSE = "worse than the other trials"
+"""Reason for which the scheduler prunes a trial."""
 
 
 class WorkerTrial:
@@ -81,7 +81,7 @@ class WorkerTrial:
             self._trial.report(value, progress)
             self._reported.add(progress)
             self.has_reported = True
-        return HOPELESS if self._scheduler.decide(self._trial, progress) is Decision.PRUNE else None
+        return WORSE if self._scheduler.decide(self._trial, progress) is Decision.PRUNE else None
 
     def _check_is_mine(self) -> None:
         """Raise Superseded if this worker was taken for dead, as on a node that SLURM gave up, and lost its trial."""
@@ -103,7 +103,7 @@ class WorkerTrial:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
             outcomes.write(self.folder, Pruned(reason, progress))
-            if reason != HOPELESS:
+            if reason != WORSE:
                 studies.blame(self._study, self.frozen(), reason, self._has_parameters)
             self._study.tell(self._trial, state=TrialState.PRUNED)
         with hparams.may_fail():

@@ -20,7 +20,7 @@ from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker import study_client
 from mgpu_slurm.sweeps.worker.messages import Assignment, BrokenWorker, Leave, SweepFailed
 from mgpu_slurm.sweeps.worker.study_client import StudyClient
-from mgpu_slurm.sweeps.worker.trial import HOPELESS
+from mgpu_slurm.sweeps.worker.trial import WORSE
 from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 
 
@@ -404,7 +404,7 @@ class TestGivingUp:
             assert part.report(progress, {"score": 0.9}) is None
         finish(part, 0.9)
         begin(part)
-        assert part.report(2, {"score": 0.1}) == HOPELESS
+        assert part.report(2, {"score": 0.1}) == WORSE
         assert part.report(3, {"score": 0.1}) is None
 
     def test_a_sweep_of_which_nothing_came_has_failed(self, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.worker.messages import Leave, Superseded
-from mgpu_slurm.sweeps.worker.trial import HOPELESS
+from mgpu_slurm.sweeps.worker.trial import WORSE
 from tests.support import wait_until
 from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_of, sweep_of, worker
 
@@ -189,7 +189,7 @@ class TestMetrics:
         for score in (0.5, 0.1):
             begin(part)
             found = [part.report(at, {"score": score} if at % 3 == 0 else {"loss": 1.0}) for at in range(1, 7)]
-            assert found == ([None] * 6 if score == 0.5 else [None, None, HOPELESS, None, None, HOPELESS])
+            assert found == ([None] * 6 if score == 0.5 else [None, None, WORSE, None, None, WORSE])
             part.complete({}, {}, step=1, progress=6)
         assert [trial.intermediate_values for trial in study_of(folder).trials] == [{3: 0.5, 6: 0.5}, {3: 0.1, 6: 0.1}]
 
@@ -232,8 +232,8 @@ def test_the_pruner_hears_each_progress_once_and_its_word_is_the_end(tmp_path: P
     assert [part.report(progress, {"score": 1.0}) for progress in (1, 2)] == [None, None]
     finish(part, 1.0)
     begin(part)
-    assert part.report(1, {"score": 0.1}) == HOPELESS
-    part.prune(HOPELESS, 1)
+    assert part.report(1, {"score": 0.1}) == WORSE
+    part.prune(WORSE, 1)
     assert states(folder)[:2] == ["COMPLETE", "PRUNED"]
     assert study_of(folder).trials[1].value == 0.1
     assert files.read_json(folder.of_trial(1).result)["state"] == "PRUNED"
@@ -384,7 +384,7 @@ class TestDeaths:
             lambda: finish(alive, 0.1),
             lambda: alive.fail("ValueError: late"),
             lambda: alive.give_back(is_late=True, has_saved=True),
-            lambda: alive.prune(HOPELESS, 1),
+            lambda: alive.prune(WORSE, 1),
         ):
             with pytest.raises(Superseded, match="trial 0 has been given to another worker"):
                 speaks()
