@@ -25,7 +25,7 @@ from mgpu_slurm.job.requeue import Job, can_start_without, start_again, start_ag
 from mgpu_slurm.job.retry_policy import Retry
 from mgpu_slurm.job.srun_log import LaunchLog
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
-from mgpu_slurm.slurm import commands, job_lock, steps
+from mgpu_slurm.slurm import commands, sbatch, steps
 from mgpu_slurm.slurm.outage import wait_out
 
 LEAD_COMES_EARLY = 60
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     open_to(spec.readable_by)
     folder.create_task()
     job = Job(_job_id(), token)
-    holder = job_lock.take(folder, job.token, job.id)
+    holder = sbatch.claim(folder, job.token, job.id)
     if holder != job.id:
         print(f"mgpu_slurm: run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
         return 0

@@ -13,7 +13,7 @@ from mgpu_slurm.job import requeue
 from mgpu_slurm.job.requeue import Job, start_again, start_again_in_time, starts
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.request.spec import Resources, Spec, Target
-from mgpu_slurm.slurm import job_lock, outage, script
+from mgpu_slurm.slurm import outage, sbatch, script
 from mgpu_slurm.slurm.script import Array
 from tests.slurm_stand_in import StandIn, stand_in
 
@@ -126,7 +126,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
     ]
     assert records.read_state(run)["job_id"] == "42_3"
     assert [submission.token for submission in records.submissions_of(run)] == ["mgpu-2", token]
-    assert job_lock.take(run, token, "42_3") == "42_3"
+    assert sbatch.claim(run, token, "42_3") == "42_3"
 
 
 def test_jobs_that_wait_for_the_run_wait_for_its_new_job_too(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
