@@ -17,7 +17,7 @@ from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import allow_many_files
 from mgpu_slurm.job import output, retry_policy
-from mgpu_slurm.job.attempt import WATCHED, Ending, StartRanks, goes_on_in_place, own_group, run_attempt
+from mgpu_slurm.job.attempt import WATCHED, Ending, Launch, goes_on_in_place, own_group, run_attempt
 from mgpu_slurm.job.launch_watch import LaunchWatch
 from mgpu_slurm.job.requeue import Job, can_start_without, start_again, start_again_in_time, starts
 from mgpu_slurm.job.retry_policy import Retry
@@ -51,21 +51,9 @@ def main(arguments: list[str]) -> int:
         return TERMINATED_EXIT_CODE
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     allow_many_files()
-    nodes = job.nodes
-    address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
     while True:
         log = LaunchLog(folder.launch_log(job.id))
-        watch = LaunchWatch(folder, job.id, log)
-        ending = run_attempt(
-            folder,
-            spec,
-            job.id,
-            nodes,
-            address,
-            _by_launcher(command),
-            watch.describe,
-            is_in_vain=watch.is_in_vain,
-        )
+        ending = run_attempt(folder, spec, _LaunchBySrun(job, command, log))
         code = _after(job, ending, log)
         if code is not None:
             return code
@@ -77,16 +65,26 @@ def _job_id() -> str:
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 
 
-def _by_launcher(command: list[str]) -> StartRanks:
-    """Return a function that starts the ranks with a launcher such as srun."""
+class _LaunchBySrun(Launch):
+    """The ranks of an attempt in this job."""
 
-    def start(variables: dict[str, str]) -> dict[int, str]:
+    def __init__(self, job: Job, command: list[str], log: LaunchLog) -> None:
+        self.job_id = job.id
+        self.names = job.nodes
+        self.address = self.names[0] if len(self.names) > 1 else "127.0.0.1"
+        self._command = command
+        self._watch = LaunchWatch(job.folder, job.id, log)
+
+    def start(self, variables: dict[str, str]) -> dict[int, str]:
         # kept: the next Popen reaps a dropped one, and its exit code is lost
-        started.append(subprocess.Popen(command, env=os.environ | variables, preexec_fn=own_group))
-        return {started[-1].pid: Path(command[0]).name}
+        self._process = subprocess.Popen(self._command, env=os.environ | variables, preexec_fn=own_group)
+        return {self._process.pid: Path(self._command[0]).name}
 
-    started: list[subprocess.Popen[bytes]] = []
-    return start
+    def describe(self, ending: Ending) -> str:
+        return self._watch.describe(ending)
+
+    def is_in_vain(self) -> bool:
+        return self._watch.is_in_vain()
 
 
 def _after(job: Job, ending: Ending, log: LaunchLog) -> int | None:
