@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +30,6 @@ from mgpu_slurm.job import retry_policy, store_secret, store_server
 from mgpu_slurm.job.gil_monitor import LockWatch
 from mgpu_slurm.job.socket_handoff import SocketOffer
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
-
-StartRanks = Callable[[dict[str, str]], dict[int, str]]
-"""Starts the ranks with these additional variables and returns the names of the processes to wait for, by pid."""
 
 GRACE_AFTER_FAILURE = 1.0
 """Seconds for the other ranks to flush their logs after one has failed."""
@@ -69,39 +67,47 @@ def describe_exit(ending: Ending) -> str:
     return f"{ending.who} ended with exit code {ending.code}"
 
 
-def run_attempt(
-    folder: RunFolder,
-    spec: Spec,
-    job_id: str,
-    nodes: list[str],
-    address: str,
-    start_ranks: StartRanks,
-    describe: Callable[[Ending], str] = describe_exit,
-    ports: range | None = None,
-    is_in_vain: Callable[[], bool] = lambda: False,
-) -> Ending:
-    """Run one attempt, from its first event to its last. Expects `WATCHED` signals blocked in the calling thread.
+class Launch(ABC):
+    """The ranks of an attempt: the nodes on which they run, and how they start there."""
 
-    Args:
-        address: Name of this node for the others; the loopback address if all ranks are on this machine.
-        describe: Describes a failure that no rank reported.
-        ports: Ports on which the ranks can reach this machine; None for any.
-        is_in_vain: Returns whether the launcher waits for something that will never happen; called every second.
-    """
+    job_id: str
+    names: list[str]
+    """Names of the nodes."""
+    address: str
+    """Address of this machine for the ranks; the loopback address if all of them are on it."""
+    ports: range | None = None
+    """Ports on which the ranks can reach this machine; None for any."""
+
+    @abstractmethod
+    def start(self, variables: dict[str, str]) -> dict[int, str]:
+        """Start the ranks with these additional variables; return the names of the processes to wait for, by pid."""
+
+    def describe(self, ending: Ending) -> str:
+        """Describe a failure that no rank reported."""
+        return describe_exit(ending)
+
+    def is_in_vain(self) -> bool:
+        """Return whether the launcher waits for something that will never happen; called every second."""
+        return False
+
+
+def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
+    """Run one attempt, from its first event to its last. Expects `WATCHED` signals blocked in the calling thread."""
+    job_id, describe = launch.job_id, launch.describe
     records.note_unseen_end(folder, records.settle_event)
     attempt = records.attempts_started(folder) + 1
     # number of this start of the job, by which accounting identifies it
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     newest = retry_policy.newest_checkpoint(folder)
-    facts = {"attempt": attempt, "job_id": job_id, "nodes": nodes, "restarts": restarts, "newest": newest}
+    facts = {"attempt": attempt, "job_id": job_id, "nodes": launch.names, "restarts": restarts, "newest": newest}
     records.settle_event(folder, "started", **facts)
     began = records.read_state(folder).started or records.now()
     records.settle_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
     # the previous attempt's failure is over
     folder.failure.unlink(missing_ok=True)
     # several nodes have to reach the store; one node only needs loopback
-    listener = store_server.bind("127.0.0.1" if address.startswith("127.") else "", ports)
-    variables = store_server.exports(address, listener.getsockname()[1])
+    listener = store_server.bind("127.0.0.1" if launch.address.startswith("127.") else "", launch.ports)
+    variables = store_server.exports(launch.address, listener.getsockname()[1])
     variables |= {ATTEMPT_VARIABLE: str(attempt), RUN_VARIABLE: str(folder.path)}
     for left in folder.secrets():
         # left by an attempt whose batch step was killed
@@ -111,14 +117,18 @@ def run_attempt(
     variables[store_secret.VARIABLE] = str(secret_file)
     offer = SocketOffer(listener) if _rank_0_serves(spec) else None
     oom_kills = processes.oom_kills()
-    alive = start_ranks(variables | (offer.variables() if offer else {}))
+    alive = launch.start(variables | (offer.variables() if offer else {}))
     service = _Service(listener, offer, wanted=spec.resources.ranks > 1)
     wish = folder.requeue_wish(attempt)
     # the rest of the lead is for the requeue
     grace = max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2)
     locked = LockWatch(folder, attempt, 60 * spec.stuck_after)
-    ending = _wait(alive, wish, grace, folder.cancel_wish, lambda: service.failed or is_in_vain() or locked.is_stuck())
-    locked.conclude(nodes[0])
+
+    def is_hopeless() -> bool:
+        return service.failed or launch.is_in_vain() or locked.is_stuck()
+
+    ending = _wait(alive, wish, grace, folder.cancel_wish, is_hopeless)
+    locked.conclude(launch.names[0])
     service.end()
     secret_file.unlink(missing_ok=True)
     failure: Failure | None = None

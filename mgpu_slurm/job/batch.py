@@ -9,23 +9,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import open_to
-from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import allow_many_files
 from mgpu_slurm.job import output, retry_policy
-from mgpu_slurm.job.attempt import WATCHED, Ending, StartRanks, goes_on_in_place, own_group, run_attempt
+from mgpu_slurm.job.attempt import WATCHED, Ending, Launch, goes_on_in_place, own_group, run_attempt
 from mgpu_slurm.job.launch_watch import LaunchWatch
 from mgpu_slurm.job.requeue import Job, can_start_without, start_again, start_again_in_time, starts
 from mgpu_slurm.job.retry_policy import Retry
 from mgpu_slurm.job.srun_log import LaunchLog
-from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
-from mgpu_slurm.slurm import commands, job_lock, steps
+from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, read_spec
+from mgpu_slurm.slurm import commands, sbatch, steps
 from mgpu_slurm.slurm.outage import wait_out
 
 LEAD_COMES_EARLY = 60
@@ -43,8 +41,8 @@ def main(arguments: list[str]) -> int:
     spec = read_spec(folder)
     open_to(spec.readable_by)
     folder.create_task()
-    job = Job(_job_id(), token)
-    holder = job_lock.take(folder, job.token, job.id)
+    job = Job(folder, spec, _job_id(), token)
+    holder = sbatch.claim(folder, job.token, job.id)
     if holder != job.id:
         print(f"mgpu_slurm: run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
         return 0
@@ -53,22 +51,10 @@ def main(arguments: list[str]) -> int:
         return TERMINATED_EXIT_CODE
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     allow_many_files()
-    nodes = expand(os.environ["SLURM_JOB_NODELIST"])
-    address = nodes[0] if len(nodes) > 1 else "127.0.0.1"
     while True:
         log = LaunchLog(folder.launch_log(job.id))
-        watch = LaunchWatch(folder, job.id, log)
-        ending = run_attempt(
-            folder,
-            spec,
-            job.id,
-            nodes,
-            address,
-            _by_launcher(command),
-            watch.describe,
-            is_in_vain=watch.is_in_vain,
-        )
-        code = _after(folder, spec, job, ending, log, nodes)
+        ending = run_attempt(folder, spec, _LaunchBySrun(job, command, log))
+        code = _after(job, ending, log)
         if code is not None:
             return code
 
@@ -79,20 +65,31 @@ def _job_id() -> str:
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 
 
-def _by_launcher(command: list[str]) -> StartRanks:
-    """Return a function that starts the ranks with a launcher such as srun."""
+class _LaunchBySrun(Launch):
+    """The ranks of an attempt in this job."""
 
-    def start(variables: dict[str, str]) -> dict[int, str]:
+    def __init__(self, job: Job, command: list[str], log: LaunchLog) -> None:
+        self.job_id = job.id
+        self.names = job.nodes
+        self.address = self.names[0] if len(self.names) > 1 else "127.0.0.1"
+        self._command = command
+        self._watch = LaunchWatch(job.folder, job.id, log)
+
+    def start(self, variables: dict[str, str]) -> dict[int, str]:
         # kept: the next Popen reaps a dropped one, and its exit code is lost
-        started.append(subprocess.Popen(command, env=os.environ | variables, preexec_fn=own_group))
-        return {started[-1].pid: Path(command[0]).name}
+        self._process = subprocess.Popen(self._command, env=os.environ | variables, preexec_fn=own_group)
+        return {self._process.pid: Path(self._command[0]).name}
 
-    started: list[subprocess.Popen[bytes]] = []
-    return start
+    def describe(self, ending: Ending) -> str:
+        return self._watch.describe(ending)
+
+    def is_in_vain(self) -> bool:
+        return self._watch.is_in_vain()
 
 
-def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog, nodes: Sequence[str]) -> int | None:
+def _after(job: Job, ending: Ending, log: LaunchLog) -> int | None:
     """Handle the end of an attempt; return the job's exit code, or None if another attempt is due."""
+    folder, spec = job.folder, job.spec
     if ending.superseded:
         # neither its end nor its requeue request counts for the run
         return ending.code
@@ -102,12 +99,12 @@ def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchL
     if (ending.code or not folder.result.exists()) and _is_slurms_doing(ending, log):
         # cancelled, preempted or timed out: `status` asks SLURM which
         return ending.code
-    retry = None if in_place else retry_policy.due(folder, spec, ending.code, starts(folder, job, "retried"))
+    retry = None if in_place else retry_policy.due(folder, spec, ending.code, starts(job, "retried"))
     if retry is None and not in_place:
-        return _conclude(folder, spec, job, ending, log)
+        return _conclude(job, ending, log)
     try:
         if retry is not None:
-            return _try_again(folder, spec, job, retry, nodes)
+            return _try_again(job, retry)
         if ending.cut_short:
             # srun was killed, and ranks may still be running
             steps.end(job.id, folder.group.run)
@@ -119,7 +116,7 @@ def _after(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchL
         return ending.code
 
 
-def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Sequence[str]) -> int | None:
+def _try_again(job: Job, retry: Retry) -> int | None:
     """Retry in this job, or requeue the run if a node is to be avoided, the job is unusable or the time limit is near.
 
     Returns:
@@ -128,10 +125,11 @@ def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Seq
     Raises:
         ClusterError: SLURM does not restart the run, or does not end what this attempt has left.
     """
+    folder = job.folder
     retry.write_down(folder, job_id=job.id, token=job.token)
-    moves = set(retry.avoid) & set(nodes) and can_start_without(folder, spec, job, retry.avoid)
-    if moves or retry.leaves_job or (spec.max_requeues and _is_limit_near(spec, job, retry.pause)):
-        return start_again(folder, spec, job, retry.avoid)
+    moves = set(retry.avoid) & set(job.nodes) and can_start_without(job, retry.avoid)
+    if moves or retry.leaves_job or (job.spec.max_requeues and _is_limit_near(job, retry.pause)):
+        return start_again(job, retry.avoid)
     steps.end(job.id, folder.group.run)
     for _ in retry.wait():
         if folder.cancel_wish.exists():
@@ -143,32 +141,34 @@ def _try_again(folder: RunFolder, spec: Spec, job: Job, retry: Retry, nodes: Seq
     return None
 
 
-def _is_limit_near(spec: Spec, job: Job, pause: float) -> bool:
+def _is_limit_near(job: Job, pause: float) -> bool:
     """Return whether SLURM has sent the lead signal by the end of the pause (seconds): new ranks would miss it."""
-    left = None if spec.lead is None else wait_out(lambda: commands.seconds_left(job.id))
-    return left is not None and left <= (spec.lead or 0) + pause
+    lead = job.spec.lead
+    left = None if lead is None else wait_out(lambda: commands.seconds_left(job.id))
+    return left is not None and left <= (lead or 0) + pause
 
 
-def _was_limit_near(spec: Spec, job: Job) -> bool:
+def _was_limit_near(job: Job) -> bool:
     """Return whether the ranks may have left because of the time limit; False if SLURM does not report the time."""
-    if spec.lead is None:
+    if job.spec.lead is None:
         return False
     try:
         left = commands.seconds_left(job.id)
     except ClusterError:
         return False
-    return left is not None and left <= spec.lead + LEAD_COMES_EARLY
+    return left is not None and left <= job.spec.lead + LEAD_COMES_EARLY
 
 
-def _conclude(folder: RunFolder, spec: Spec, job: Job, ending: Ending, log: LaunchLog) -> int:
+def _conclude(job: Job, ending: Ending, log: LaunchLog) -> int:
     """Requeue the run, or record how it has ended; return the job's exit code."""
+    folder, spec = job.folder, job.spec
     if ending.code == REQUEUE_EXIT_CODE:
-        requeued = starts(folder, job, "requeued")
-        asked = retry_policy.requeue_event(folder, spec, lambda: _was_limit_near(spec, job))
+        requeued = starts(job, "requeued")
+        asked = retry_policy.requeue_event(folder, spec, lambda: _was_limit_near(job))
         state, reason = states.TIMEOUT, retry_policy.why_no_requeue(spec, requeued, asked)
         if not reason:
             try:
-                return start_again_in_time(folder, spec, job, asked)
+                return start_again_in_time(job, asked)
             except ClusterError as problem:
                 reason = f"SLURM did not restart it: {problem}; continue with `resume`"
     elif ending.code:

@@ -27,18 +27,25 @@ PATIENCE = 40.0
 class Job:
     """The job whose batch step is this process."""
 
+    folder: RunFolder
+    """The folder of its run."""
+    spec: Spec
     id: str
     """Id for SLURM's commands: `42`, or `42_3` for an array task."""
     token: str
     """Token of its submission."""
 
+    @property
+    def nodes(self) -> list[str]:
+        return expand(os.environ["SLURM_JOB_NODELIST"])
 
-def starts(folder: RunFolder, job: Job, event: str) -> list[Event]:
+
+def starts(job: Job, event: str) -> list[Event]:
     """Return the run's `requeued` or `retried` events in this job and in the jobs that it continues.
 
     Resuming a run resets the count.
     """
-    events = records.events(folder)
+    events = records.events(job.folder)
     continued = {event.token: event.continues for event in events if event.continues is not None}
     tokens = [job.token]
     while tokens[-1] in continued:
@@ -46,7 +53,7 @@ def starts(folder: RunFolder, job: Job, event: str) -> list[Event]:
     return [each for each in events if each.event == event and each.token in tokens]
 
 
-def start_again_in_time(folder: RunFolder, spec: Spec, job: Job, asked: Event) -> int:
+def start_again_in_time(job: Job, asked: Event) -> int:
     """Requeue a run that has stopped before its time limit; see `start_again`.
 
     Args:
@@ -55,14 +62,14 @@ def start_again_in_time(folder: RunFolder, spec: Spec, job: Job, asked: Event) -
     # the time limit is near, and the disk may be full
     with contextlib.suppress(OSError):
         facts = {"newest": asked.newest, "in_vain": asked.in_vain}
-        records.record_event(folder, "requeued", job_id=job.id, token=job.token, **facts)
-        records.update_state(folder, state="REQUEUED", reason="stopped before the time limit")
+        records.record_event(job.folder, "requeued", job_id=job.id, token=job.token, **facts)
+        records.update_state(job.folder, state="REQUEUED", reason="stopped before the time limit")
     # avoided nodes stay avoided if the run continues as another job
-    avoided = [each.avoid for each in starts(folder, job, "retried")]
-    return start_again(folder, spec, job, avoided[-1] if avoided else [])
+    avoided = [each.avoid for each in starts(job, "retried")]
+    return start_again(job, avoided[-1] if avoided else [])
 
 
-def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = ()) -> int:
+def start_again(job: Job, avoid: Sequence[str] = ()) -> int:
     """Requeue the run; return the exit code with which this job has to end, if SLURM does not kill it before.
 
     Args:
@@ -71,17 +78,18 @@ def start_again(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str] = 
     Raises:
         ClusterError: The run is not in the queue, with the reason why neither way worked; or this is unknown.
     """
+    folder = job.folder
     with contextlib.suppress(commands.SlurmUnavailable):
         # the controller may have been reset, so that this id is another job's
         job_identity.check(folder, [job.id])
-    excluded = {"exclude": _excluded(spec, avoid)} if avoid else {}
+    excluded = {"exclude": _excluded(job.spec, avoid)} if avoid else {}
     refused = _requeue(job, excluded)
     if refused is None:
         _cancel_if_wished(folder, job.id)
         return REQUEUE_EXIT_CODE
     print(f"mgpu_slurm: job {job.id} is not requeued ({refused}): submitting another one behind it", flush=True)
     try:
-        successor = _submit_behind(folder, spec, job, excluded)
+        successor = _submit_behind(job, excluded)
     except ClusterError as also:
         raise ClusterError(f"{refused}; nor is another job known to be in the queue: {also}") from None
     records.update_state(folder, job_id=successor, reason=f"continues as job {successor}: {refused}")
@@ -104,10 +112,10 @@ def _cancel_if_wished(folder: RunFolder, job_id: str) -> bool:
     return True
 
 
-def can_start_without(folder: RunFolder, spec: Spec, job: Job, avoid: Sequence[str]) -> bool:
+def can_start_without(job: Job, avoid: Sequence[str]) -> bool:
     """Return whether SLURM has enough nodes for the run without these, according to `sbatch --test-only`."""
-    options = _as_here({"exclude": _excluded(spec, avoid), **_alone(job)}, spec)
-    script = str(folder.submission(_first(folder, job)))
+    options = _as_here({"exclude": _excluded(job.spec, avoid), **_alone(job)}, job.spec)
+    script = str(job.folder.submission(_first(job)))
     words = sbatch.command("--test-only", *options, script, job.token)
     try:
         return sbatch.start_in(sbatch.call(words, commands.scrubbed_environment(os.environ))) is not None
@@ -155,20 +163,20 @@ def _alone(job: Job) -> dict[str, str]:
     return {"dependency": f"afterany:{job.id}", **({"array": task} if task else {})}
 
 
-def _first(folder: RunFolder, job: Job) -> int:
+def _first(job: Job) -> int:
     """Return the index in the group of the array's task 0."""
-    return next((each.first for each in records.submissions_of(folder) if each.token == job.token), 0)
+    return next((each.first for each in records.submissions_of(job.folder) if each.token == job.token), 0)
 
 
-def _submit_behind(folder: RunFolder, spec: Spec, job: Job, more: dict[str, str]) -> str:
+def _submit_behind(job: Job, more: dict[str, str]) -> str:
     """Submit the job's script again, for this run only, to start when this job has ended; return the new job's id.
 
     Args:
         more: Further options for sbatch.
     """
-    token = sbatch.new_token()
+    folder, spec, token = job.folder, job.spec, sbatch.new_token()
     _, _, task = job.id.partition("_")
-    first = _first(folder, job)
+    first = _first(job)
     part = {"first": first, "tasks": str(folder.task)} if task else {}
     records.record_event(folder, "submitting", token=token, continues=job.token, **part)
     options = {"comment": sbatch.comment(spec, token), **_alone(job), **more}

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import traceback
+from abc import abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Protocol
 
 from mgpu_slurm.core import interpreter, processes
 from mgpu_slurm.core.errors import ClusterError, UserError
@@ -38,27 +38,25 @@ class Limit:
     """Text that follows `did not end`."""
 
 
-class Nodes(Protocol):
-    """The nodes on which attempts run. `start` is called in an attempt's batch step, all else in the supervisor."""
+class Nodes(attempt.Launch):
+    """The nodes on which attempts run. A batch step calls the methods of `Launch`, and the supervisor the others."""
 
-    job_id: str
-    names: list[str]
-    """Names of the attempt's nodes."""
-    address: str
-    """Address of this machine for the ranks."""
-    ports: range | None
-    """Ports on which ranks can reach this machine; None for any."""
     look_every: float
     """Seconds between two checks for a cancel from another machine."""
 
-    def prepare(self) -> Limit | None:
+    @abstractmethod
+    def prepare(self, restarts: int) -> Limit | None:
         """Choose the nodes of the next attempt and return its time limit; None for no limit.
+
+        Args:
+            restarts: Number of requeues before it.
 
         Raises:
             UserError: The nodes do not have what the run needs.
             ClusterError: The nodes cannot be queried.
         """
 
+    @abstractmethod
     def clear(self) -> None:
         """Make sure that nothing of a failed attempt is left.
 
@@ -66,15 +64,11 @@ class Nodes(Protocol):
             ClusterError: This cannot be determined.
         """
 
+    @abstractmethod
     def avoid(self, names: Container[str]) -> None:
         """Avoid these nodes in the next attempts, if there are enough others."""
 
-    def start(self, rendezvous: dict[str, str], restarts: int) -> dict[int, str]:
-        """Start the ranks with these additional variables; return the names of the processes to wait for, by pid."""
-
-    def describe(self, ending: attempt.Ending) -> str:
-        """Describe a failure that no rank reported."""
-
+    @abstractmethod
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
         """Send every rank a signal that it may handle; return False if there are no ranks yet.
 
@@ -82,6 +76,7 @@ class Nodes(Protocol):
             ClusterError: The ranks cannot be reached.
         """
 
+    @abstractmethod
     def end_all(self, keep: set[int]) -> None:
         """Kill everything that is left of an attempt, except these processes of this machine.
 
@@ -89,27 +84,31 @@ class Nodes(Protocol):
             ClusterError: The ranks cannot be reached.
         """
 
+    @abstractmethod
     def told_by_others(self) -> bool:
         """Return whether something other than the supervisor terminated the ranks of a failed attempt."""
 
+    @abstractmethod
     def aborted(self) -> bool:
         """Return whether the ranks of an attempt were ended from outside, whatever its exit code."""
 
+    @abstractmethod
     def ran_out_of_memory(self) -> bool:
         """Return whether an attempt failed because it ran out of memory."""
 
+    @abstractmethod
     def lost(self) -> tuple[str, str] | None:
         """Return state and reason of a run whose nodes were taken away; None while they are available."""
 
+    @abstractmethod
     def used_up(self, lead: int | None) -> str:
         """Return why another attempt is not worth starting; empty if it is."""
 
 
-class SimulatedNodes:
+class SimulatedNodes(Nodes):
     """This machine, as several nodes. Ranks are forked, so torch is imported only once."""
 
     address = simulated.ADDRESS
-    ports: range | None = None
     look_every = 3600.0
 
     def __init__(self, folder: RunFolder, spec: Spec) -> None:
@@ -123,7 +122,8 @@ class SimulatedNodes:
         self._gpus = simulated.visible_gpus() if spec.resources.gpus_per_node else []
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def prepare(self) -> Limit | None:
+    def prepare(self, restarts: int) -> Limit | None:
+        self._restarts = restarts
         limit = self._spec.resources.time_limit
         return None if limit is None else _asked_limit(limit)
 
@@ -135,8 +135,8 @@ class SimulatedNodes:
         # all of them are this machine
         pass
 
-    def start(self, rendezvous: dict[str, str], restarts: int) -> dict[int, str]:
-        os.environ.update(simulated.job_variables(self._spec, self._supervisor, restarts) | rendezvous)
+    def start(self, variables: dict[str, str]) -> dict[int, str]:
+        os.environ.update(simulated.job_variables(self._spec, self._supervisor, self._restarts) | variables)
         started = {self._start_rank(rank): f"rank {rank}" for rank in range(self._spec.resources.ranks)}
         if signal.SIGTERM in signal.sigpending():
             # the supervisor looked for ranks to signal before these existed
@@ -174,9 +174,6 @@ class SimulatedNodes:
                 entry.exit_process(code)
         return pid
 
-    def describe(self, ending: attempt.Ending) -> str:
-        return attempt.describe_exit(ending)
-
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
         """Send the signal to the job's processes, as SLURM does, except those to which another one forwards it."""
         below = processes.children()
@@ -209,7 +206,7 @@ class SimulatedNodes:
         return ""
 
 
-class HeldNodes:
+class HeldNodes(Nodes):
     """Nodes of an allocation that the user holds. The ranks are one step of it; srun is the process to wait for."""
 
     # the shell that holds the allocation runs on a login node or on the first node: SLURM tells ranks which
@@ -221,12 +218,12 @@ class HeldNodes:
         self._spec = spec
         self.job_id = job_id
         self.names: list[str] = []
-        self.ports: range | None = None
         self._options: list[str] = []
         self._avoided: Container[str] = ()
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def prepare(self) -> Limit | None:
+    def prepare(self, restarts: int) -> Limit | None:
+        self._restarts = restarts
         found = self._held()
         resources = self._spec.resources
         busy = wait_out(lambda: steps.busy(self.job_id))
@@ -252,7 +249,7 @@ class HeldNodes:
     def _held(self) -> Allocation:
         return wait_out(lambda: held_allocation.held({held_allocation.JOB_VARIABLE: self.job_id}))
 
-    def start(self, rendezvous: dict[str, str], restarts: int) -> dict[int, str]:
+    def start(self, variables: dict[str, str]) -> dict[int, str]:
         srun = [*script.ranks_command(self._spec, self._options), str(self._folder.path)]
         lines = [*script.preparation(self._spec), f"exec {shlex.join(srun)}"]
         parent = os.getpid()
@@ -265,7 +262,7 @@ class HeldNodes:
         process = subprocess.Popen(
             ["bash", "-c", "\n".join(lines)],
             stdin=subprocess.DEVNULL,
-            env=commands.scrubbed_environment(os.environ) | {"SLURM_RESTART_COUNT": str(restarts)} | rendezvous,
+            env=commands.scrubbed_environment(os.environ) | {"SLURM_RESTART_COUNT": str(self._restarts)} | variables,
             preexec_fn=enter,
         )
         # kept: the next Popen reaps a dropped one, and its exit code is lost

@@ -167,7 +167,7 @@ class Supervisor:
 
     def _attempt(self, restarts: int) -> int:
         """Run one attempt in a separate process; return its exit code."""
-        self._limit = self._nodes.prepare()
+        self._limit = self._nodes.prepare(restarts)
         if self._limit is not None:
             self._limit_ends = self._limit_ends or time.monotonic() + self._limit.seconds
         supervisor = os.getpid()
@@ -176,7 +176,7 @@ class Supervisor:
             processes.die_with_parent(signal.SIGHUP, supervisor)
             code = 1
             try:
-                code = self._batch_step(supervisor, restarts)
+                code = self._batch_step(supervisor)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -191,18 +191,8 @@ class Supervisor:
         processes.end_all(str(self._folder.path), keep=set())
         return code
 
-    def _batch_step(self, supervisor: int, restarts: int) -> int:
-        nodes = self._nodes
-        ending = attempt.run_attempt(
-            self._folder,
-            self._spec,
-            nodes.job_id,
-            nodes.names,
-            nodes.address,
-            lambda rendezvous: nodes.start(rendezvous, restarts),
-            nodes.describe,
-            nodes.ports,
-        )
+    def _batch_step(self, supervisor: int) -> int:
+        ending = attempt.run_attempt(self._folder, self._spec, self._nodes)
         if os.getppid() != supervisor:
             # the supervisor was killed: no other process is left to clean up and record it
             self._end_all_at_last()

@@ -24,10 +24,13 @@ def test_a_rendezvous_that_cannot_be_served_ends_the_attempt_with_the_traceback(
         listener.close()
         raise TypeError("this torch takes no listening socket")
 
-    def start_ranks(variables: dict[str, str]) -> dict[int, str]:
-        # they would wait for each other
-        ranks.append(subprocess.Popen(["sleep", "3600"], preexec_fn=attempt.own_group))
-        return {ranks[0].pid: "rank 0"}
+    class Launch(attempt.Launch):
+        job_id, names, address = "1", ["n1", "n2"], "127.0.0.1"
+
+        def start(self, variables: dict[str, str]) -> dict[int, str]:
+            # they would wait for each other
+            ranks.append(subprocess.Popen(["sleep", "3600"], preexec_fn=attempt.own_group))
+            return {ranks[0].pid: "rank 0"}
 
     ranks: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(store_server, "serve", serve)
@@ -39,7 +42,7 @@ def test_a_rendezvous_that_cannot_be_served_ends_the_attempt_with_the_traceback(
     # of an attempt that was killed
     folder.secret(0).touch()
     try:
-        ending = attempt.run_attempt(folder, spec, "1", ["n1", "n2"], "127.0.0.1", start_ranks)
+        ending = attempt.run_attempt(folder, spec, Launch())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # collected by the attempt

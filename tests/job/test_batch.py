@@ -17,7 +17,7 @@ from mgpu_slurm.core import records
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import Resources, Spec, Target
-from mgpu_slurm.slurm import job_lock
+from mgpu_slurm.slurm import sbatch
 from tests.support import processes_of, wait_until
 
 SRUN = """
@@ -184,7 +184,7 @@ def test_a_cancel_while_the_job_is_requeued_ends_it(folder: RunFolder, start_bat
 
 
 def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFolder, start_batch: StartBatch) -> None:
-    job_lock.take(folder, "mgpu-1", "8")
+    sbatch.claim(folder, "mgpu-1", "8")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     assert start_batch(shell("echo here")).wait() == 0
     after = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}

@@ -14,7 +14,7 @@ from mgpu_slurm.job import requeue
 from mgpu_slurm.job.requeue import Job, start_again, start_again_in_time, starts
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.request.spec import Resources, Spec, Target
-from mgpu_slurm.slurm import job_lock, outage, script
+from mgpu_slurm.slurm import outage, sbatch, script
 from mgpu_slurm.slurm.script import Array
 from tests.slurm_stand_in import StandIn, stand_in
 
@@ -64,7 +64,7 @@ def arguments(slurm: StandIn) -> list[str]:
 
 def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("scontrol", f"echo \"$@\" >> '{slurm.state}/requeued'\n")
-    assert start_again_in_time(folder, spec, Job("9", "mgpu-1"), Event()) == 75
+    assert start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event()) == 75
     assert (slurm.state / "requeued").read_text() == "requeue 9\n"
     assert slurm.calls == []
     state = records.read_state(folder)
@@ -74,7 +74,7 @@ def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
 def test_another_job_that_has_the_id_by_now_is_not_requeued(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("squeue", "echo '9|RUNNING|2025-05-01T12:00:00|0|N/A|N/A|other|None|'\n")
     with pytest.raises(ClusterError, match=r"job 9 is not run digits's any more"):
-        start_again_in_time(folder, spec, Job("9", "mgpu-1"), Event())
+        start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
     assert not (slurm.state / "requeued").exists()
     assert slurm.calls == []
 
@@ -87,7 +87,7 @@ def test_where_slurm_does_not_requeue_another_job_waits_for_the_end_of_this_one(
         slurm.write("scontrol", "exec sleep 600\n")
     monkeypatch.setenv("SLURM_CPU_BIND", "mask")
     monkeypatch.setenv("RANK", "3")
-    start_again_in_time(folder, spec, Job("9", "mgpu-1"), Event())
+    start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
     (queued,) = slurm.queue
     job_id, _, comment = queued.partition("|")
     token = comment.removeprefix("project 7 ")
@@ -115,7 +115,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
     records.record_event(folder, "submitting", token="mgpu-2", first=1001, tasks="1001,1004")
     run = folder.of_task(1004)
     run.create_task()
-    start_again(run, spec, Job("9_3", "mgpu-2"))
+    start_again(Job(run, spec, "9_3", "mgpu-2"))
     token = slurm.queue[0].rpartition(" ")[2]
     assert arguments(slurm) == [
         "--parsable",
@@ -127,25 +127,25 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
     ]
     assert records.read_state(run).job_id == "42_3"
     assert [submission.token for submission in records.submissions_of(run)] == ["mgpu-2", token]
-    assert job_lock.take(run, token, "42_3") == "42_3"
+    assert sbatch.claim(run, token, "42_3") == "42_3"
 
 
 def test_jobs_that_wait_for_the_run_wait_for_its_new_job_too(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("scontrol", 'echo "$*" >> "$0.calls"; case $1 in requeue) echo "is disabled" >&2; exit 1 ;; esac\n')
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'; echo '51|afterok:8(unfulfilled)'\n")
-    assert start_again_in_time(folder, spec, Job("9", "mgpu-1"), Event()) == 0
+    assert start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event()) == 0
     calls = (slurm.state / "bin" / "scontrol.calls").read_text().splitlines()
     assert calls == ["requeue 9", "update JobId=50 Dependency=afterok:9,afterok:42"]
 
 
 def test_where_they_cannot_be_told_they_do_not_start_too_soon(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'\n")
-    assert start_again_in_time(folder, spec, Job("9", "mgpu-1"), Event()) == 75
+    assert start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event()) == 75
 
 
 def test_a_site_s_own_names_for_options_are_used(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     spec.rename.update({"comment": None, "dependency": "after={}"})
-    start_again_in_time(folder, spec, Job("9", "mgpu-1"), Event())
+    start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
     assert arguments(slurm)[:2] == ["--parsable", "--after=afterany:9"]
     assert not any(word.startswith("--comment") for word in arguments(slurm))
 
@@ -155,7 +155,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
     folder: RunFolder, spec: Spec, slurm: StandIn, happens: str
 ) -> None:
     slurm.plan(happens)
-    start_again_in_time(folder, spec, Job("9", "mgpu-1"), Event())
+    start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
     assert len(slurm.queue) == 1
     assert records.read_state(folder).job_id == "42"
 
@@ -163,7 +163,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
 def test_where_neither_works_both_reasons_are_told(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match=r"presently disabled for job 9; nor is another .*: .*Invalid partition"):
-        start_again_in_time(folder, spec, Job("9", "mgpu-1"), Event())
+        start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
     assert slurm.queue == []
 
 
@@ -171,15 +171,15 @@ def test_requeues_count_over_the_jobs_that_continue_each_other_and_not_over_a_re
     folder: RunFolder, spec: Spec, slurm: StandIn
 ) -> None:
     slurm.write("scontrol", "")
-    first = Job("9", "mgpu-1")
-    start_again_in_time(folder, spec, first, Event())
-    start_again_in_time(folder, spec, first, Event())
-    assert len(starts(folder, first, "requeued")) == 2
+    first = Job(folder, spec, "9", "mgpu-1")
+    start_again_in_time(first, Event())
+    start_again_in_time(first, Event())
+    assert len(starts(first, "requeued")) == 2
     slurm.write("scontrol", REFUSES.format(state=slurm.state))
-    start_again_in_time(folder, spec, first, Event())
-    second = Job("42", records.submissions(folder)[-1].token)
-    assert len(starts(folder, second, "requeued")) == 3
-    start_again_in_time(folder, spec, second, Event())
-    assert len(starts(folder, Job("43", records.submissions(folder)[-1].token), "requeued")) == 4
+    start_again_in_time(first, Event())
+    second = Job(folder, spec, "42", records.submissions(folder)[-1].token)
+    assert len(starts(second, "requeued")) == 3
+    start_again_in_time(second, Event())
+    assert len(starts(Job(folder, spec, "43", records.submissions(folder)[-1].token), "requeued")) == 4
     records.record_event(folder, "submitting", token="resumed")
-    assert len(starts(folder, Job("44", "resumed"), "requeued")) == 0
+    assert len(starts(Job(folder, spec, "44", "resumed"), "requeued")) == 0
