@@ -59,8 +59,11 @@ def main(executor: str, ranks_of_function: int) -> None:
     if word != "go":
         return
     if forked_ranks > 1:
+        # imports torch
+        from mgpu_slurm.rank import torch_adapter
+
         # otherwise DistributedDataParallel imports it on every rank when the first model is wrapped
-        importlib.import_module("torch._dynamo")
+        torch_adapter.import_compiler()
     folder = RunFolder(Path(rest))
     spec = read_spec(folder)
     open_to(spec.readable_by)
