@@ -55,7 +55,7 @@ def test_the_versions_are_those_that_the_project_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(owner, name) for owner, names in NAMES for name in names], ids=lambda given: str(given)[:40]
+    ("owner", "name"), [pytest.param(owner, name, id=name) for owner, names in NAMES for name in names]
 )
 def test_the_installed_version_has_each_name(owner: Any, name: str) -> None:
     assert hasattr(owner, name)
