@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_slurm.core import records, states
+from mgpu_slurm.core import log_lines, records, states
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.hostlist import expand
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     job = Job(_job_id(), token)
     holder = job_lock.take(folder, job.token, job.id)
     if holder != job.id:
-        print(f"mgpu_slurm: run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
+        log_lines.say(f"run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
         return 0
     if folder.cancel_wish.exists():
         records.cancel_unstarted(folder, "cancelled")

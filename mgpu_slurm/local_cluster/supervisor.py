@@ -20,7 +20,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from mgpu_slurm.core import processes, records, states
+from mgpu_slurm.core import log_lines, processes, records, states
 from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.layout import RunFolder
@@ -266,7 +266,7 @@ class Supervisor:
         try:
             told = self._send(signum, batch_step)
         except ClusterError as error:
-            print(f"mgpu_slurm: {signum.name} did not reach the ranks: {error}", file=sys.stderr, flush=True)
+            log_lines.say(f"{signum.name} did not reach the ranks: {error}", file=sys.stderr)
             # postpones all: ranks that receive a SIGTERM late have the same time to save
             delay = time.monotonic() + TRY_AGAIN_AFTER - when
             return deque((at + delay, each) for at, each in due)

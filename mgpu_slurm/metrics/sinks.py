@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.files import append_jsonl
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.event_writer import EventWriter
@@ -64,7 +65,7 @@ class Tolerance:
             kind = error.errno if isinstance(error, OSError) else type(error)
             if kind not in self._warned:
                 self._warned.add(kind)
-                print(f"mgpu_slurm: WARNING: metrics have to wait in memory: {error}; training goes on", flush=True)
+                log_lines.warn(f"metrics have to wait in memory: {error}; training goes on")
 
 
 class Tolerant(Sink):

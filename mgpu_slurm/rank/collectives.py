@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import (
     ClusterError,
     CollectiveMismatch,
@@ -231,10 +232,9 @@ class Collectives:
         work.wait()
 
     def _say_who_waits(self, call: Call) -> None:
-        print(
-            f"mgpu_slurm: rank {self._facts.rank} has waited {sum(LOOKS):.0f} s at {call.words} for the other ranks;"
-            " every rank has to make that call",
-            flush=True,
+        log_lines.say(
+            f"rank {self._facts.rank} has waited {sum(LOOKS):.0f} s at {call.words} for the other ranks;"
+            " every rank has to make that call"
         )
 
 

@@ -34,6 +34,7 @@ from mgpu_slurm.core.failures import STUCK
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import in_words
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.log_lines import PREFIX
 from mgpu_slurm.core.records import now
 from mgpu_slurm.job.stacks import place, stack
 from mgpu_slurm.rank import crash, torch_adapter
@@ -144,7 +145,7 @@ class Watchdog:
         try:
             record = self._record(sys._current_frames()[watched], seconds)
             # not print, in which another thread may be blocked
-            os.write(1, f"mgpu_slurm: stuck: {record['message']}; this rank ends. Its threads:\n".encode())
+            os.write(1, f"{PREFIX}stuck: {record['message']}; this rank ends. Its threads:\n".encode())
             faulthandler.dump_traceback(1)
             if self._file is not None:
                 write_json(self._file, record)
