@@ -31,9 +31,9 @@ class Report:
 class Sink(ABC):
     """Receives the metrics of a run, on rank 0.
 
-    Methods may raise any error: it becomes a warning and never ends the training, and a report that raised one is
-    repeated later (see `Tolerant`). A sweep's prune callback is not a sink: the training waits for its answer and
-    cannot continue without it.
+    Methods may raise any error: it becomes a warning and never ends the training (see `Tolerant`). A report that raised
+    an `OSError` is repeated later. A sweep's prune callback is not a sink: the training waits for its answer and cannot
+    continue without it.
     """
 
     @abstractmethod
@@ -61,15 +61,19 @@ class Tolerance:
         """Ignore an error in the block, except for a warning."""
         try:
             yield
+        except OSError as error:
+            self._warn(error.errno, f"metrics have to wait in memory: {error}; training goes on")
         except Exception as error:
-            kind = error.errno if isinstance(error, OSError) else type(error)
-            if kind not in self._warned:
-                self._warned.add(kind)
-                log_lines.warn(f"metrics have to wait in memory: {error}; training goes on")
+            self._warn(type(error), f"metrics cannot be written: {type(error).__name__}: {error}; training goes on")
+
+    def _warn(self, kind: object, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log_lines.warn(text)
 
 
 class Tolerant(Sink):
-    """A sink whose errors do not end the training. Reports that it cannot take wait in memory."""
+    """A sink whose errors do not end the training. Reports that a full disk does not take wait in memory."""
 
     def __init__(self, sink: Sink, tolerance: Tolerance) -> None:
         self._sink = sink
@@ -97,8 +101,13 @@ class Tolerant(Sink):
     def _report_due(self) -> None:
         with self._tolerance.guard():
             while self._due:
-                self._sink.report(self._due[0])
-                self._due.popleft()
+                report = self._due.popleft()
+                try:
+                    self._sink.report(report)
+                except OSError:
+                    # with any other error, it would fail again and hold up those after it
+                    self._due.appendleft(report)
+                    raise
 
 
 class MetricsFile(Sink):

@@ -61,14 +61,23 @@ class SinkContract:
         made.close(20)
         assert [loss for _, loss in self.heard(folder, capsys.readouterr().out)] == []
 
-    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a sink has a bug")])
-    def test_what_fails_is_warned_about_once_and_repeated(
+    @pytest.mark.parametrize(
+        ("error", "warning", "lost"),
+        [
+            (OSError(28, "No space"), "metrics have to wait in memory: [Errno 28] No space; training goes on", 0),
+            (ValueError("a bug"), "metrics cannot be written: ValueError: a bug; training goes on", 2),
+        ],
+        ids=["full disk", "bug"],
+    )
+    def test_an_error_is_one_warning_and_a_full_disk_loses_nothing(
         self,
         made: Sink,
         folder: RunFolder,
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
         error: Exception,
+        warning: str,
+        lost: int,
     ) -> None:
         said = ""
 
@@ -90,8 +99,8 @@ class SinkContract:
         made.close(30)
         said += capsys.readouterr().out
         assert said.count("WARNING") == 1
-        assert f"mgpu_slurm: WARNING: metrics have to wait in memory: {error}; training goes on\n" in said
-        self.expect(self.heard(folder, said), [(10, 1.0), (20, 2.0), (30, 3.0)])
+        assert f"mgpu_slurm: WARNING: {warning}\n" in said
+        self.expect(self.heard(folder, said), [(10, 1.0), (20, 2.0), (30, 3.0)][lost:])
 
 
 def report(progress: int) -> Report:
