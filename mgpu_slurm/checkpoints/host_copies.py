@@ -10,6 +10,7 @@ import torch
 from mgpu_slurm.checkpoints.tensors import is_spread
 from mgpu_slurm.checkpoints.writer import Part, is_writable
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.rank import torch_adapter
 
 
 class HostCopies:
@@ -27,7 +28,7 @@ class HostCopies:
         kept = {name: own for name, tensor in tensors.items() if (own := _own(tensor, is_main)) is not None}
         copies = {name: self._buffer(name, local) for name, (local, _) in kept.items()}
         if kept:
-            torch._foreach_copy_(list(copies.values()), [local for local, _ in kept.values()], non_blocking=True)
+            torch_adapter.copy_all(list(copies.values()), [local for local, _ in kept.values()])
         if any(local.is_cuda for local, _ in kept.values()):
             torch.cuda.current_stream().synchronize()
         self._buffers = copies
@@ -47,7 +48,7 @@ def _own(tensor: Any, is_main: bool) -> tuple[torch.Tensor, tuple[int, ...]] | N
     place = tensor.device_mesh.get_coordinate()
     if any(placement.is_replicate() and at for placement, at in zip(tensor.placements, place, strict=True)):
         return None
-    (chunk,) = tensor.__create_chunk_list__()
+    chunk = torch_adapter.own_chunk(tensor)
     local = tensor.to_local()
     # a rank has no rows if there are more ranks than rows
     return (local, tuple(chunk.offsets)) if local.numel() or not tensor.numel() else None

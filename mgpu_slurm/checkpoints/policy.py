@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import UserError, nearest
 
@@ -115,10 +116,9 @@ class BestReports:
     def _miss(self, metric: str, names: list[str]) -> None:
         if not self._has_missed:
             self._has_missed = True
-            print(
-                f"mgpu_slurm: WARNING: run.checkpoints(best={metric!r}): a report has no such metric"
-                f"{nearest(metric, names)}; checkpoints of reports that lack it are never the best",
-                flush=True,
+            log_lines.warn(
+                f"run.checkpoints(best={metric!r}): a report has no such metric"
+                f"{nearest(metric, names)}; checkpoints of reports that lack it are never the best"
             )
 
     def begin(self, plan: Plan, step: int) -> dict[str, Any]:

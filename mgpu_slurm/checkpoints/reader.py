@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from mgpu_slurm.checkpoints.tensors import is_spread
+from mgpu_slurm.rank import torch_adapter
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         if like is None or not is_spread(like):
             return self._region(name, (0,) * len(self._shape(name)), self._shape(name))
         local = torch.empty_like(like.to_local(), device="cpu")
-        (chunk,) = like.__create_chunk_list__()
+        chunk = torch_adapter.own_chunk(like)
         if local.numel():
             local.copy_(self._region(name, tuple(chunk.offsets), tuple(chunk.sizes)))
         # a tensor of the same type, without importing DTensor's modules

@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_slurm.checkpoints.policy import BestReports, Plan, best_in
 from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.rank.save_barrier import SaveBarrier
 
@@ -174,10 +175,9 @@ class Saver:
         try:
             self._keeper.write(facts["step"])
         except OSError as error:
-            print(
-                f"mgpu_slurm: WARNING: rank {self._rank} could not write {_name(facts)}: {error};"
-                " training goes on, the checkpoint before it stays",
-                flush=True,
+            log_lines.warn(
+                f"rank {self._rank} could not write {_name(facts)}: {error};"
+                " training goes on, the checkpoint before it stays"
             )
             return False
         return True
@@ -193,7 +193,7 @@ class Saver:
         self._save_barrier.forget(number)
         if is_lost:
             if not self._has_lost:
-                print(f"mgpu_slurm: WARNING: not all ranks could write {_name(facts)}: their logs say why", flush=True)
+                log_lines.warn(f"not all ranks could write {_name(facts)}: their logs say why")
             self._best.lost()
             self._keeper.discard(facts["step"])
         else:
@@ -203,13 +203,13 @@ class Saver:
         try:
             key = self._keeper.publish(facts["step"])
         except OSError as error:
-            print(f"mgpu_slurm: WARNING: {_name(facts)} cannot get its name: {error}", flush=True)
+            log_lines.warn(f"{_name(facts)} cannot get its name: {error}")
             return
         best = self._best.published(key)
         try:
             self._keeper.tidy(self.plan.keep, best)
         except OSError as error:
-            print(f"mgpu_slurm: WARNING: the link to the best checkpoint cannot be made: {error}", flush=True)
+            log_lines.warn(f"the link to the best checkpoint cannot be made: {error}")
 
     def finish(self) -> None:
         """Wait until the checkpoint in progress is published or abandoned."""

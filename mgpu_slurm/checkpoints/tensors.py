@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from mgpu_slurm.rank import torch_adapter
+
 
 def is_spread(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without importing DTensor's modules."""
-    return hasattr(tensor, "__create_chunk_list__")
+    """Return whether a tensor has its parts on several ranks."""
+    return torch_adapter.is_dtensor(tensor)
 
 
 def is_sharded(model: nn.Module) -> bool:

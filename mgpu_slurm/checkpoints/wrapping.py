@@ -6,7 +6,6 @@ their classes, because a user's attribute may have the same name.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from mgpu_slurm.checkpoints.tensors import is_sharded, is_spread, place_of
+from mgpu_slurm.rank import torch_adapter
 
 _OF_VERSION_0_1 = ("module", "_orig_mod")
 """Parts of names in checkpoints of version 0.1 that may come from wrapping."""
@@ -73,7 +73,7 @@ class Wrapped:
 
 def _form(module: nn.Module) -> tuple[type, list[torch.Size]]:
     while (child := _wraps(module)) is not None:
-        module = module._modules[child]  # type: ignore[assignment]
+        module = getattr(module, child)
     return type(module), [each.shape for each in (*module.parameters(), *module.buffers())]
 
 
@@ -81,9 +81,7 @@ def _wraps(module: Any) -> str | None:
     """Return the name under which a wrapper holds its module, or None for any other module."""
     if isinstance(module, DistributedDataParallel):
         return "module"
-    # before torch has imported this (a slow import), no compiled modules exist
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
+    return torch_adapter.COMPILED_MODULE if torch_adapter.is_compiled(module) else None
 
 
 def _along(module: nn.Module, name: str) -> Iterator[Any]:
@@ -91,11 +89,8 @@ def _along(module: nn.Module, name: str) -> Iterator[Any]:
     current: Any = module
     for part in name.split("."):
         yield current
-        for held in (current._modules, current._parameters, current._buffers):
-            if held.get(part) is not None:
-                current = held[part]
-                break
-        else:
+        current = torch_adapter.registered(current, part)
+        if current is None:
             return
         if not isinstance(current, nn.Module):
             break

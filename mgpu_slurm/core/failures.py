@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_slurm.core import states
+from mgpu_slurm.core.log_lines import PREFIX
 from mgpu_slurm.core.record_types import Failure
 
 STUCK = "Stuck"
@@ -266,7 +267,7 @@ _OF_AN_END = [
         (r"^(?:[\w\- ]+ on \S+|[\w ]+) was (?:ended|killed) by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
         (r"^[\w\- ]+ (?:on \S+ )?was (?:ended|killed) by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
         (r"was (?:ended|killed) by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
-        (r": mgpu_slurm: command '.*' (?:is not|may not) ", NO_COMMAND),
+        (rf": {PREFIX}command '.*' (?:is not|may not) ", NO_COMMAND),
         (
             r"was (?:ended|killed) by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)",
             CRASH,
@@ -323,7 +324,7 @@ def cause_of(failure: Failure, said: str = "") -> Cause:
 def _told(said: str) -> Cause | None:
     """Return the cause of the last error in a log; lines after it may come from the process's shutdown."""
     # this package's own lines are warnings that do not end a run
-    own = [line.strip() for line in said.splitlines() if not line.startswith("mgpu_slurm: ")]
+    own = [line.strip() for line in said.splitlines() if not line.startswith(PREFIX)]
     lines = [_RANK.sub("", line) for line in own if line]
     for line in reversed(lines[-LAST_LINES:]):
         cause = _found(_OF_AN_ERROR, line)

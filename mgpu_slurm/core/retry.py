@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from mgpu_slurm.core import log_lines
+
 T = TypeVar("T")
 
 SECONDS = 300.0
@@ -50,7 +52,7 @@ class Waiting:
     def __init__(self, problem: str, seconds: float) -> None:
         """
         Args:
-            problem: what does not answer, as a text that follows `mgpu_slurm: `.
+            problem: what does not answer, as the beginning of a line in the log.
             seconds: the longest time to wait.
         """
         self._problem = problem
@@ -72,7 +74,7 @@ class Waiting:
             self._has_told = True
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._seconds - waited))
             said = f"{self._problem} ({why}); trying again until {until}"
-            print(f"mgpu_slurm: {said}", file=sys.stderr, flush=True)
+            log_lines.say(said, file=sys.stderr)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         time.sleep(self._pause * random.uniform(0.5, 1.0))
 
@@ -83,7 +85,7 @@ def patiently(
     """Return the answer, and retry while a file system is unavailable or full.
 
     Args:
-        problem: what cannot be opened, as a text that follows `mgpu_slurm: `.
+        problem: what cannot be opened, as the beginning of a line in the log.
         seconds: the longest time to wait; None for `SECONDS`.
         passing: the numbers of the errors to wait for; None for all.
 

@@ -15,6 +15,7 @@ import torch
 
 from mgpu_slurm.checkpoints.tensors import has_memory, place_of
 from mgpu_slurm.data.nests import leaves_of
+from mgpu_slurm.rank.torch_adapter import fix_weak_reference
 
 Parts: TypeAlias = Mapping[int, "weakref.ref[Any]"]
 """Tensors, arrays and objects by their `id`."""
@@ -82,8 +83,7 @@ def _found(reference: weakref.ref[Any]) -> Any:
     """Return the object of a weak reference, or None."""
     found = reference()
     if isinstance(found, torch.Tensor):
-        # as torch.utils.weak.TensorWeakRef does, which is slow to create
-        found._fix_weakref()  # type: ignore[attr-defined]
+        fix_weak_reference(found)
     return found
 
 

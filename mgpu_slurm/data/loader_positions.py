@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mgpu_slurm.core import log_lines
+
 
 @dataclass
 class LoaderPlace:
@@ -209,10 +211,9 @@ class LoaderPlaces:
         """Warn of loaders that were in the middle of a pass, and have not been created again."""
         for facts in self._saved:
             if facts["active"]:
-                print(
-                    f"mgpu_slurm: WARNING: the checkpoint was saved in the middle of a run.loader of {facts['size']}"
-                    f" samples in batches of {facts['batch_size']}, and the job has made none like it",
-                    flush=True,
+                log_lines.warn(
+                    f"the checkpoint was saved in the middle of a run.loader of {facts['size']}"
+                    f" samples in batches of {facts['batch_size']}, and the job has made none like it"
                 )
 
     def _take_saved(self, place: LoaderPlace) -> None:

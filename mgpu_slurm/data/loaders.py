@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.batches import GlobalBatches, ListedBatches, size_of
@@ -183,10 +184,9 @@ class Loader:
         frame = sys._getframe()
         while frame.f_back is not None and frame.f_globals["__name__"].startswith("mgpu_slurm."):
             frame = frame.f_back
-        print(
-            f"mgpu_slurm: WARNING: {frame.f_code.co_filename}:{frame.f_lineno}: an evaluation with run.loader counts a"
-            " sample twice if there are fewer in a batch than ranks: use run.shard(dataset, batch_size) instead",
-            flush=True,
+        log_lines.warn(
+            f"{frame.f_code.co_filename}:{frame.f_lineno}: an evaluation with run.loader counts a"
+            " sample twice if there are fewer in a batch than ranks: use run.shard(dataset, batch_size) instead"
         )
 
 

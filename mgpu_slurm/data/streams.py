@@ -11,19 +11,18 @@ import itertools
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.data.batches import Share, mixed, share_of
 from mgpu_slurm.data.nests import CONSTANTS, children_of
 from mgpu_slurm.data.randomness import RandomNumbers
+from mgpu_slurm.rank.torch_adapter import as_only_worker
 
 
 class StreamBatch(NamedTuple):
@@ -87,10 +86,10 @@ class Stream(IterableDataset[StreamBatch]):
     def _global_batches(self) -> Iterator[list[Any]]:
         # a stream that shuffles with Python's, NumPy's or torch's generators is then the same on all ranks
         numbers = RandomNumbers(mixed(self.seed, self._epoch))
-        with numbers.drawn(), _as_only_worker():
+        with numbers.drawn(), as_only_worker():
             stream = iter(self.dataset)
         while True:
-            with numbers.drawn(), _as_only_worker():
+            with numbers.drawn(), as_only_worker():
                 samples = list(itertools.islice(stream, self.batch_size))
             if not samples or (self.drop_last and len(samples) < self.batch_size):
                 return
@@ -129,17 +128,6 @@ class Drawn:
                 f"{' or '.join(sorted(self._names))} gives other samples on {where} than on rank 0: have it give all of"
                 " them in the same order on each rank; run.loader and run.shard share them out"
             )
-
-
-@contextmanager
-def _as_only_worker() -> Iterator[None]:
-    """Make the dataset yield all of its samples: many datasets yield only a part in each worker."""
-    info = torch_worker._worker_info
-    torch_worker._worker_info = None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info
 
 
 def digest(samples: Any) -> int:

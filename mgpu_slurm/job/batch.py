@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mgpu_slurm.core import records, states
+from mgpu_slurm.core import log_lines, records, states
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.layout import RunFolder
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     job = Job(folder, spec, _job_id(), token)
     holder = sbatch.claim(folder, job.token, job.id)
     if holder != job.id:
-        print(f"mgpu_slurm: run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
+        log_lines.say(f"run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
         return 0
     if folder.cancel_wish.exists():
         records.cancel_unstarted(folder, "cancelled")

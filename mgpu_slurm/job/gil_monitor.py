@@ -16,6 +16,7 @@ from mgpu_slurm.core.failures import STUCK
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import in_words
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.log_lines import PREFIX
 from mgpu_slurm.core.records import now
 from mgpu_slurm.job.stacks import place
 
@@ -70,7 +71,7 @@ class LockWatch:
             record |= {"consequence": False, "collectives": 0}
             retry.for_the_disk(lambda: write_json(self._record, record), self._record)
         with open(self._log, "a") as log:
-            log.write(f"mgpu_slurm: {said}. Its threads:\n{shown}")
+            log.write(f"{PREFIX}{said}. Its threads:\n{shown}")
 
 
 def _place(shown: str) -> str:

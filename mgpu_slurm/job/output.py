@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_slurm.core import retry
+from mgpu_slurm.core.log_lines import WARNING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -75,7 +76,7 @@ class _Log(io.FileIO):
     def _write_held(self, data: bytes) -> None:
         due = self.held + data
         if self._lost:
-            due = f"\nmgpu_slurm: WARNING: the disk was full: {self._lost} bytes are lost here\n".encode() + due
+            due = f"\n{WARNING}the disk was full: {self._lost} bytes are lost here\n".encode() + due
         try:
             written = super().write(due)
         except OSError as error:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgpu_slurm.core import records
+from mgpu_slurm.core import log_lines, records
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.hostlist import compress, expand
 from mgpu_slurm.core.layout import RunFolder
@@ -87,7 +87,7 @@ def start_again(job: Job, avoid: Sequence[str] = ()) -> int:
     if refused is None:
         _cancel_if_wished(folder, job.id)
         return REQUEUE_EXIT_CODE
-    print(f"mgpu_slurm: job {job.id} is not requeued ({refused}): submitting another one behind it", flush=True)
+    log_lines.say(f"job {job.id} is not requeued ({refused}): submitting another one behind it")
     try:
         successor = _submit_behind(job, excluded)
     except ClusterError as also:
@@ -139,7 +139,7 @@ def _requeue(job: Job, excluded: dict[str, str]) -> ClusterError | None:
             # only now: SLURM does not change this for a running job
             commands.run(commands.exclude_command(job.id, excluded["exclude"]), SCONTROL_TAKES)
         except ClusterError as refused:
-            print(f"mgpu_slurm: job {job.id} may get {excluded['exclude']} again: {refused}", flush=True)
+            log_lines.say(f"job {job.id} may get {excluded['exclude']} again: {refused}")
     return None
 
 
@@ -152,7 +152,7 @@ def _pass_on(job_id: str, successor: str) -> bool:
         for dependant, dependency in waiting.items():
             commands.run(commands.dependency_command(dependant, dependency), SCONTROL_TAKES)
     except ClusterError as error:
-        print(f"mgpu_slurm: jobs that wait for job {job_id} may not wait for job {successor}: {error}", flush=True)
+        log_lines.say(f"jobs that wait for job {job_id} may not wait for job {successor}: {error}")
         return False
     return True
 

@@ -20,7 +20,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from mgpu_slurm.core import processes, records, states
+from mgpu_slurm.core import log_lines, processes, records, states
 from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import open_to
 from mgpu_slurm.core.layout import RunFolder
@@ -60,8 +60,11 @@ def main(executor: str, ranks_of_function: int) -> None:
     if word != "go":
         return
     if forked_ranks > 1:
+        # imports torch
+        from mgpu_slurm.rank import torch_adapter
+
         # otherwise DistributedDataParallel imports it on every rank when the first model is wrapped
-        importlib.import_module("torch._dynamo")
+        torch_adapter.import_compiler()
     folder = RunFolder(Path(rest))
     spec = read_spec(folder)
     open_to(spec.readable_by)
@@ -255,7 +258,7 @@ class Supervisor:
         try:
             told = self._send(signum, batch_step)
         except ClusterError as error:
-            print(f"mgpu_slurm: {signum.name} did not reach the ranks: {error}", file=sys.stderr, flush=True)
+            log_lines.say(f"{signum.name} did not reach the ranks: {error}", file=sys.stderr)
             # postpones all: ranks that receive a SIGTERM late have the same time to save
             delay = time.monotonic() + TRY_AGAIN_AFTER - when
             return deque((at + delay, each) for at, each in due)

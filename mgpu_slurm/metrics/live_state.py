@@ -3,56 +3,52 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.records import read_state, update_state
+from mgpu_slurm.metrics.sinks import Report, Sink, Tolerance
 from mgpu_slurm.rank import crash
 
 INTERVAL = 1.0
 """Seconds between two writes."""
 
 
-class LiveState:
+class LiveState(Sink):
     """The part of a run's state that `status` shows while it runs, written at most once per `INTERVAL`."""
 
-    def __init__(
-        self, folder: RunFolder, attempt: int, disk_may_fail: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, folder: RunFolder, attempt: int, tolerance: Tolerance) -> None:
         """
         Args:
-            disk_may_fail: Wraps each write.
+            tolerance: for errors in the thread.
         """
         self._folder = folder
         self._attempt = attempt
-        self._disk_may_fail = disk_may_fail
+        self._tolerance = tolerance
         self._lock = threading.Lock()
         self._due: dict[str, Any] = {}
         """Fields still to be written."""
-        self._shown_at = 0.0
         self._is_wanted = threading.Event()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether nothing was shown for at least `INTERVAL`, so a step should be."""
-        return time.monotonic() - self._shown_at >= INTERVAL
+    def report(self, report: Report) -> None:
+        self._show(step=report.step, progress=report.progress, metrics=report.metrics)
 
-    def show(self, **changes: Any) -> None:
+    def step_done(self, step: int) -> None:
+        self._show(step=step)
+
+    def _show(self, **changes: Any) -> None:
         """Have these fields written soon."""
-        self._shown_at = time.monotonic()
         with self._lock:
             self._due |= changes
         if self._thread is None:
             self._thread = crash.guarded_thread(self._serve, "state")
         self._is_wanted.set()
 
-    def close(self) -> None:
+    def close(self, step: int) -> None:
         """Write what is due."""
+        self._show(step=step)
         self._is_closed.set()
         self._is_wanted.set()
         if self._thread is not None:
@@ -69,7 +65,7 @@ class LiveState:
     def _write(self) -> None:
         with self._lock:
             changes = dict(self._due)
-        with self._disk_may_fail():
+        with self._tolerance.guard():
             # a script that was not submitted has output but no state; and an attempt that still runs on an abandoned
             # node must not overwrite the state of the attempt after it
             if changes and self._folder.state.exists() and read_state(self._folder).attempts <= self._attempt:

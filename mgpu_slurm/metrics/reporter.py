@@ -1,20 +1,15 @@
-"""Rank 0's reports: TensorBoard event files, `metrics.jsonl` for programs, a line for people, and the live state."""
+"""Turn what a job reports and returns into numbers, and pass reports to the sinks of rank 0."""
 
 from __future__ import annotations
 
 import reprlib
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import datetime
 from typing import Any
 
-from mgpu_slurm.core.files import append_jsonl
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.records import now
-from mgpu_slurm.metrics.event_writer import EventWriter
-from mgpu_slurm.metrics.live_state import LiveState
+from mgpu_slurm.metrics.live_state import INTERVAL, LiveState
+from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile, Report, Screen, Tolerance, Tolerant
 
 
 def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -82,70 +77,35 @@ def _shown(value: Any) -> str:
         return "..."
 
 
-def as_text(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-
-
 class Reporter:
     """Rank 0's output. The other ranks have none."""
 
     def __init__(self, folder: RunFolder, attempt: int) -> None:
-        self._folder = folder
         self._attempt = attempt
-        self._writer: EventWriter | None = None
-        self.begins_at = 0
-        """Step of the first point to come."""
-        self._due: deque[dict[str, Any]] = deque()
-        """Records still to be appended to `metrics.jsonl`."""
-        self._due_points: deque[dict[str, Any]] = deque()
-        """Records still to be written to event files."""
-        self._state = LiveState(folder, attempt, self._disk_may_fail)
-        self._has_warned = False
-        self._started = time.monotonic()
+        tolerance = Tolerance()
+        sinks = [MetricsFile(folder), EventFiles(folder), LiveState(folder, attempt, tolerance), Screen()]
+        self._sinks = [Tolerant(sink, tolerance) for sink in sinks]
+        self._passed_at = 0.0
+        """When the sinks last received anything."""
 
     def report(self, progress: int, step: int, metrics: dict[str, float]) -> None:
-        record = {"progress": progress, "step": step, "time": now(), "attempt": self._attempt, "metrics": metrics}
-        self._due.append(record)
-        self._due_points.append(record)
-        self._write_due()
-        self._state.show(step=step, progress=progress, metrics=metrics)
-        elapsed = time.monotonic() - self._started
-        print(f"[{progress:>3}]  step {step:<6} {as_text(metrics)}  ({elapsed:.1f} s)", flush=True)
+        self._passed_at = time.monotonic()
+        report = Report(progress, step, now(), self._attempt, metrics)
+        for sink in self._sinks:
+            sink.report(report)
 
     def step_done(self, step: int) -> None:
-        """Update the live state's step, at most once per interval."""
-        if self._state.is_stale:
-            self._write_due()
-            self._state.show(step=step)
+        """Pass the step to the sinks, at most once per interval."""
+        if time.monotonic() - self._passed_at >= INTERVAL:
+            self._passed_at = time.monotonic()
+            for sink in self._sinks:
+                sink.step_done(step)
+
+    def resume(self, step: int) -> None:
+        """Tell the sinks that the run resumes from a checkpoint of this step."""
+        for sink in self._sinks:
+            sink.resume(step)
 
     def close(self, step: int) -> None:
-        self._write_due()
-        self._state.show(step=step)
-        self._state.close()
-        if self._writer is not None:
-            with self._disk_may_fail():
-                self._writer.close()
-            self._writer = None
-
-    def _write_due(self) -> None:
-        """Write all pending records; those that a full disk does not accept stay pending."""
-        with self._disk_may_fail():
-            while self._due:
-                append_jsonl(self._folder.metrics, self._due[0])
-                self._due.popleft()
-        with self._disk_may_fail():
-            while self._due_points:
-                record = self._due_points[0]
-                self._writer = self._writer or EventWriter(self._folder.tensorboard, self.begins_at)
-                self._writer.add(record["step"], record["metrics"], datetime.fromisoformat(record["time"]).timestamp())
-                self._due_points.popleft()
-
-    @contextmanager
-    def _disk_may_fail(self) -> Iterator[None]:
-        """Ignore a full disk, warning once: curves wait in memory and must not stop the training."""
-        try:
-            yield
-        except OSError as error:
-            if not self._has_warned:
-                print(f"mgpu_slurm: WARNING: metrics have to wait in memory: {error}; training goes on", flush=True)
-            self._has_warned = True
+        for sink in self._sinks:
+            sink.close(step)

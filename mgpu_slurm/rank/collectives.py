@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import (
     ClusterError,
     CollectiveMismatch,
@@ -35,6 +36,7 @@ from mgpu_slurm.rank.save_barrier import SaveBarrier
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import signed
 from mgpu_slurm.rank.step_sync import StepSync
+from mgpu_slurm.rank.torch_adapter import default_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -71,7 +73,7 @@ class Collectives:
         if facts.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
             # the default group may have been created by a script
-            store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
+            store = signed(default_store(), facts.rank)
             self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", store)
             self._step_sync = StepSync(facts, self._store)
         self._own_row = bytearray(_ROW.size)
@@ -230,10 +232,9 @@ class Collectives:
         work.wait()
 
     def _say_who_waits(self, call: Call) -> None:
-        print(
-            f"mgpu_slurm: rank {self._facts.rank} has waited {sum(LOOKS):.0f} s at {call.words} for the other ranks;"
-            " every rank has to make that call",
-            flush=True,
+        log_lines.say(
+            f"rank {self._facts.rank} has waited {sum(LOOKS):.0f} s at {call.words} for the other ranks;"
+            " every rank has to make that call"
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mgpu_slurm.core import retry
+from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.processes import adopt_orphans
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.request.spec import (
@@ -33,7 +33,7 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
     program, words = program_of(spec, command)
     if program is None:
-        print(f"mgpu_slurm: command {words[0]!r} {why_not_found(words[0])}", file=sys.stderr, flush=True)
+        log_lines.say(f"command {words[0]!r} {why_not_found(words[0])}", file=sys.stderr)
         os._exit(127)
     if spec.nodes_are_simulated:
         os.execv(program, words)

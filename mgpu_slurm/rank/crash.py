@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.records import now
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def guarded_thread(work: Callable[[], None], name: str) -> threading.Thread:
         try:
             work()
         except BaseException:
-            print(f"mgpu_slurm: thread {name!r} of this process failed:", file=sys.stderr)
+            log_lines.say(f"thread {name!r} of this process failed:", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
             # the main thread may be blocked forever

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu_slurm.core import interpreter
+from mgpu_slurm.core import interpreter, log_lines
 from mgpu_slurm.core.files import append_jsonl, read_json
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.hostlist import ranges
@@ -124,7 +124,7 @@ def shared_gpu_warnings(gpus: Sequence[RankGpu]) -> dict[int, str]:
 def warn(warnings: Sequence[str], folder: RunFolder, attempt: int, facts: RankInfo) -> None:
     """Print warnings to the rank's log, and record them so that followers of another rank's log see them."""
     for text in warnings:
-        print(f"mgpu_slurm: warning: {text}", flush=True)
+        log_lines.say(f"warning: {text}")
         # a warning must not make the run fail, and a script that was not submitted has no logs
         with contextlib.suppress(OSError):
             record = {"rank": facts.rank, "node": facts.node_name, "text": text}

@@ -17,7 +17,7 @@ from enum import IntEnum
 from types import FrameType
 from typing import NoReturn
 
-from mgpu_slurm.core import retry
+from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank import crash
 
@@ -146,7 +146,7 @@ def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> 
 
 def _say_where(words: bytes) -> None:
     # not print, in which another thread may be blocked
-    os.write(1, b"mgpu_slurm: WARNING: " + words + b":\n")
+    os.write(1, log_lines.WARNING.encode() + words + b":\n")
     faulthandler.dump_traceback(1)
 
 

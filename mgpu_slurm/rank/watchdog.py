@@ -27,7 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -35,9 +34,10 @@ from mgpu_slurm.core.failures import STUCK
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import in_words
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.log_lines import PREFIX
 from mgpu_slurm.core.records import now
 from mgpu_slurm.job.stacks import place, stack
-from mgpu_slurm.rank import crash
+from mgpu_slurm.rank import crash, torch_adapter
 from mgpu_slurm.request.spec import FLIGHT_VARIABLE
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Watchdog:
         try:
             record = self._record(sys._current_frames()[watched], seconds)
             # not print, in which another thread may be blocked
-            os.write(1, f"mgpu_slurm: stuck: {record['message']}; this rank ends. Its threads:\n".encode())
+            os.write(1, f"{PREFIX}stuck: {record['message']}; this rank ends. Its threads:\n".encode())
             faulthandler.dump_traceback(1)
             if self._file is not None:
                 write_json(self._file, record)
@@ -201,24 +201,18 @@ def _collectives(rank: int) -> list[Record]:
     """
     if not dist.is_initialized():
         return []
-    from torch._C import _distributed_c10d as recorder
-
     found: list[Record] = []
-    for name, file in (("_dump_fr_trace", f"{rank}-cpu"), ("_dump_nccl_trace", f"{rank}")):
-        if hasattr(recorder, name):
-            dump = getattr(recorder, name)()
-            found += pickle.loads(dump).get("entries", [])
-            if prefix := os.environ.get(FLIGHT_VARIABLE):
-                with suppress(OSError):
-                    Path(prefix + file).write_bytes(dump)
+    for suffix, dump in torch_adapter.flight_recorder_dumps().items():
+        found += pickle.loads(dump).get("entries", [])
+        if prefix := os.environ.get(FLIGHT_VARIABLE):
+            with suppress(OSError):
+                Path(f"{prefix}{rank}{suffix}").write_bytes(dump)
     return found
 
 
-_TORCH = Path(torch.__file__).parent
 _PACKAGE = Path(__file__).parents[1]
 _WHERE_RANKS_WAIT = (
-    str(_TORCH / "distributed"),
-    str(_TORCH / "autograd" / "graph.py"),
+    *torch_adapter.WAITING_CODE,
     str(_PACKAGE / "rank" / "collectives.py"),
     str(_PACKAGE / "rank" / "step_sync.py"),
     str(_PACKAGE / "checkpoints" / "saver.py"),

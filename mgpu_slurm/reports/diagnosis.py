@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mgpu_slurm.core import failures, records, states
+from mgpu_slurm.core import failures, log_lines, records, states
 from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError
 from mgpu_slurm.core.failures import Cause
 from mgpu_slurm.core.files import end_of, read_json
@@ -25,7 +25,6 @@ from mgpu_slurm.submission import missing
 SHOWN_LINES = 5
 """Number of a rank's last lines that are shown."""
 
-WARNING = "mgpu_slurm: WARNING: "
 SHOWN_WARNINGS = 2
 
 _NOT_FOUND = re.compile(r"FileNotFoundError|No such file or directory|not found|does not exist")
@@ -265,9 +264,9 @@ def _where(found: Why) -> Iterator[str]:
 def _warned(folder: RunFolder, state: RunState) -> Iterator[str]:
     """Yield warnings of the newest attempt about problems that do not end it, such as a full disk."""
     log = end_of(folder.rank_log(state.attempts, 0))
-    said = [line for line in log.splitlines() if line.startswith(WARNING)]
+    said = [line for line in log.splitlines() if line.startswith(log_lines.WARNING)]
     for line in said[-SHOWN_WARNINGS:]:
-        yield f"warning   {line.removeprefix(WARNING)}"
+        yield f"warning   {line.removeprefix(log_lines.WARNING)}"
 
 
 def _of_the_result(folder: RunFolder) -> str | None:

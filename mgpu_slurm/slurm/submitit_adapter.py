@@ -2,6 +2,9 @@
 
 submitit passes a script to sbatch and reads the answer. The script is ours, and the file that submitit pickles next to
 it is never read: the job's ranks read `spec.yaml`.
+
+Submitit may change the private names that are overridden here in any version. This module was written for submitit
+1.5.4, which is also the oldest supported version; its test checks each name.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.files import read_jsonl, write_whole
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics import event_writer
@@ -53,7 +54,7 @@ def may_fail() -> Iterator[None]:
         yield
     except Exception as error:
         # including errors in reading damaged older files
-        print(f"mgpu_slurm: WARNING: TensorBoard's parameters cannot be written: {error}", flush=True)
+        log_lines.warn(f"TensorBoard's parameters cannot be written: {error}")
 
 
 def write_experiment(study: RunFolder, sweep: Sweep) -> None:

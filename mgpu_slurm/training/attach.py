@@ -31,6 +31,7 @@ from mgpu_slurm.rank.signals import (
     wish_to_requeue,
 )
 from mgpu_slurm.rank.signed_store import signed
+from mgpu_slurm.rank.torch_adapter import default_store
 from mgpu_slurm.rank.watchdog import Watchdog, watchdog
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE
 from mgpu_slurm.training.run import Run
@@ -138,7 +139,7 @@ def _folder(facts: RankInfo) -> Path:
 
 def _told(name: str, facts: RankInfo) -> str:
     """Return rank 0's name of the new run."""
-    store = signed(dist.distributed_c10d._get_default_store(), facts.rank)
+    store = signed(default_store(), facts.rank)
     if facts.rank == 0:
         store.set("mgpu_slurm folder", name)
     told = str(store.get("mgpu_slurm folder"), "utf-8")

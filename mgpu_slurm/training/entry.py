@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mgpu_slurm.core import retry
+from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import MgpuError, UserError
 from mgpu_slurm.core.files import open_to, write_json, write_whole
 from mgpu_slurm.core.layout import RUNS_VARIABLE, RunFolder
@@ -206,7 +206,7 @@ def run_rank(folder: RunFolder, work: Work = run_target) -> int:
     try:
         return main(folder, work)
     except MgpuError as error:
-        print(f"mgpu_slurm: {error}", file=sys.stderr, flush=True)
+        log_lines.say(str(error), file=sys.stderr)
         return error.exit_code
 
 

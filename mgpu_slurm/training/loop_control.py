@@ -10,6 +10,7 @@ import torch
 
 from mgpu_slurm.checkpoints.saver import Saver
 from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import RunStopped, UserError
 from mgpu_slurm.data import randomness
@@ -203,10 +204,9 @@ class Steering:
     def warn_of_lost_save(self) -> None:
         """Warn if a checkpoint was requested that can no longer be written."""
         if self.keeps and (self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step)):
-            print(
-                "mgpu_slurm: WARNING: a checkpoint that was asked for has not been written: call run.finish() at the"
-                " end of the script, on all ranks",
-                flush=True,
+            log_lines.warn(
+                "a checkpoint that was asked for has not been written: call run.finish() at the"
+                " end of the script, on all ranks"
             )
 
     def _is_wanted(self) -> bool:
@@ -314,7 +314,7 @@ class Steering:
 
 
 def _stop(exit_code: int, reason: str) -> NoReturn:
-    print(f"mgpu_slurm: {reason}", flush=True)
+    log_lines.say(reason)
     raise RunStopped(exit_code, reason)
 
 
@@ -334,10 +334,8 @@ class Overdue:
         self._steps = self._steps + 1 if is_wanted else 0
         if self._steps >= AFTER and not self._has_warned:
             self._has_warned = True
-            print(
-                f"mgpu_slurm: WARNING: a checkpoint or a stop has been wanted for {AFTER} steps, and there was no place"
-                f" for it: {reason()}",
-                flush=True,
+            log_lines.warn(
+                f"a checkpoint or a stop has been wanted for {AFTER} steps, and there was no place for it: {reason()}"
             )
 
     def at_boundary(self) -> None:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import TrialPruned, UserError
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.calls import Call
@@ -67,6 +68,6 @@ class Reporting:
             lambda: judge(self._position.progress, self._position.metrics)
         )
         if given_up is not None:
-            print(f"mgpu_slurm: {given_up}: stopped at progress {self._position.progress}", flush=True)
+            log_lines.say(f"{given_up}: stopped at progress {self._position.progress}")
             self._steering.saver.finish()
             raise TrialPruned(given_up)

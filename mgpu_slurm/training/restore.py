@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.layout import RunFolder
@@ -81,7 +82,7 @@ class CheckpointFinder:
         if is_last:
             raise MgpuError(f"{said}, and there is none before it: delete it to start at the beginning")
         if problem is not None:
-            print(f"mgpu_slurm: WARNING: {said}: going back to the one before it", flush=True)
+            log_lines.warn(f"{said}: going back to the one before it")
         if self._is_main:
             self._keeper.set_aside(key)
         self._steering.sync(Call.RESTORE)

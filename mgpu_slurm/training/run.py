@@ -330,7 +330,7 @@ class Run:
             shared, owns = self._keeper.load(key, names)
         self._steering.resume_from(key, shared, owns)
         if self._reporter is not None:
-            self._reporter.begins_at = self.step + 1
+            self._reporter.resume(self.step)
             name = self._files.checkpoint(*key).name
             print(f"restored step {self.step} from {name} (attempt {self.attempt})", flush=True)
 

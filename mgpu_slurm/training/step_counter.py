@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mgpu_slurm.checkpoints.tensors import is_spread
+from mgpu_slurm.rank import torch_adapter
 
 _DEPTH = 3
 """How deep `_inside` searches an object: a wrapper holds its optimizers in an attribute, a list or a dict."""
@@ -69,8 +70,7 @@ class StepCounter:
         is_outermost = self._outermost is optimizer
         if is_outermost:
             self._outermost = None
-        # set by torch's GradScaler for fused optimizers, which skip the step themselves
-        if self._is_paused or getattr(optimizer, "found_inf", None):
+        if self._is_paused or torch_adapter.skips_step(optimizer):
             return
         if self._updated is None:
             if is_outermost:
@@ -98,8 +98,8 @@ def _listen(counter: StepCounter) -> Callable[[], object]:
 
 
 def _steps_visibly(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
-    """Return whether torch calls its hooks for this optimizer; not if a subclass does not call torch's `__init__`."""
-    return isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
+    """Return whether this is an optimizer for which torch calls its hooks."""
+    return isinstance(optimizer, torch.optim.Optimizer) and torch_adapter.calls_step_hooks(optimizer)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _heard_scalers() -> Iterator[list[bool]]:
         result = original(scaler, optimizer, *args, **kwargs)
         # before `update` resets it; a disabled scaler records nothing
         if scaler.is_enabled():
-            skips.append(any(found.item() for found in scaler._found_inf_per_device(optimizer).values()))
+            skips.append(torch_adapter.has_found_infinite(scaler, optimizer))
         return result
 
     torch.amp.GradScaler.step = step  # type: ignore[assignment,method-assign]

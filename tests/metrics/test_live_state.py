@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from mgpu_slurm.core import files, layout, records
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.live_state import LiveState
 from mgpu_slurm.metrics.reporter import Reporter
+from mgpu_slurm.metrics.sinks import Report, Tolerance
 from tests.support import wait_until
 
 
@@ -25,16 +25,14 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_it_is_written_soon_without_another_call(folder: RunFolder) -> None:
-    live = LiveState(folder, 1, nullcontext)
-    assert live.is_stale
-    live.show(step=3, progress=1)
-    assert not live.is_stale
+    live = LiveState(folder, 1, Tolerance())
+    live.report(Report(1, 3, records.now(), 1, {}))
     wait_until(lambda: records.read_state(folder)["progress"] == 1)
     # the thread pauses now, and then finds these
-    live.show(step=4)
-    live.show(progress=2)
+    live.report(Report(2, 3, records.now(), 1, {}))
+    live.step_done(4)
     wait_until(lambda: [records.read_state(folder)[name] for name in ("step", "progress")] == [4, 2])
-    live.close()
+    live.close(4)
 
 
 def test_a_report_does_not_wait_for_it(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +60,12 @@ def test_a_report_does_not_wait_for_it(folder: RunFolder, monkeypatch: pytest.Mo
 
 def test_an_attempt_does_not_speak_for_a_later_one(folder: RunFolder) -> None:
     records.update_state(folder, attempts=2, step=7)
-    live = LiveState(folder, 1, nullcontext)
-    live.show(step=3)
-    live.close()
+    live = LiveState(folder, 1, Tolerance())
+    live.close(3)
     assert records.read_state(folder).step == 7
 
 
 def test_what_was_not_submitted_has_no_state(tmp_path: Path) -> None:
-    live = LiveState(RunFolder(tmp_path), 1, nullcontext)
-    live.show(step=3)
-    live.close()
+    live = LiveState(RunFolder(tmp_path), 1, Tolerance())
+    live.close(3)
     assert list(tmp_path.iterdir()) == []

@@ -72,7 +72,8 @@ class Sweeping:
 
     def report(self, number: int, *losses: float, attempt: int = 1, first: int = 1, **others: float) -> None:
         reporter = Reporter(self.folder.of_trial(number), attempt)
-        reporter.begins_at = (first - 1) * 10 + 1 if first > 1 else 0
+        if first > 1:
+            reporter.resume((first - 1) * 10)
         for progress, loss in enumerate(losses, first):
             reporter.report(progress, progress * 10, {"loss": loss, **others})
         reporter.close(0)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ast
 import inspect
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Callable
@@ -13,9 +15,12 @@ from submitit.core.utils import CommandFunction, FailedJobError
 
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.slurm import sbatch
+from mgpu_slurm.slurm import sbatch, submitit_adapter
 from mgpu_slurm.slurm.commands import LOST, SlurmUnavailable, scrubbed_environment
 from mgpu_slurm.slurm.submitit_adapter import submit
+from tests.support import REPOSITORY
+
+VERSION = "1.5.4"
 
 SCRIPT = "#!/bin/bash\n#SBATCH --job-name=digits\n\necho it\\'s $HOME\n"
 RECORD = 'printf "%s\\n" "$@" > "$RECORDS/argv"; cat "$2" > "$RECORDS/script"; env > "$RECORDS/env"'
@@ -151,7 +156,28 @@ def test_a_folder_whose_name_submitit_would_change_is_refused(tmp_path: Path) ->
         submit(SCRIPT, RunFolder(tmp_path / "100%job" / "digits"), {})
 
 
+def test_the_versions_are_those_that_the_project_names() -> None:
+    words = " ".join((submitit_adapter.__doc__ or "").split())
+    assert f"written for submitit {VERSION}, which is also the oldest supported version" in words
+    assert f"\nsubmitit=={VERSION}\n" in (REPOSITORY / "constraints.txt").read_text()
+    assert f'"submitit>={VERSION}"' in (REPOSITORY / "pyproject.toml").read_text()
+
+
+def test_every_private_name_is_one_of_those_that_are_checked() -> None:
+    tree = ast.parse(Path(submitit_adapter.__file__).read_text())
+    (executor,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    used = {node.name for node in executor.body if isinstance(node, ast.FunctionDef)}
+    used |= {node.attr for node in ast.walk(executor) if isinstance(node, ast.Attribute)}
+    private = {name for name in used if re.match(r"_[a-z]", name)}
+    assert private - {"_script"} == {
+        "_make_submission_file_text",
+        "_make_submission_command",
+        "_get_job_id_from_submission_command",
+    }
+
+
 def test_the_installed_submitit_has_what_is_overridden() -> None:
+    assert not hasattr(SlurmExecutor, "_script")
     assert list(inspect.signature(SlurmExecutor._make_submission_file_text).parameters) == ["self", "command", "uid"]
     assert isinstance(inspect.getattr_static(SlurmExecutor, "affinity"), classmethod)
     assert list(inspect.signature(SlurmExecutor.affinity).parameters) == []

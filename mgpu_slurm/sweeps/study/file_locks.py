@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.retry import saying_so_after
 
 SLOW_LOCK_SECONDS = 30.0
@@ -35,9 +36,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _say_who_waits(path: Path) -> None:
-    print(
-        f"mgpu_slurm: waiting for the lock {str(path)!r} for {SLOW_LOCK_SECONDS:g} s:"
+    log_lines.say(
+        f"waiting for the lock {str(path)!r} for {SLOW_LOCK_SECONDS:g} s:"
         " another worker has it, or the file system hangs",
         file=sys.stderr,
-        flush=True,
     )

@@ -18,7 +18,7 @@ from typing import TypeVar
 from optuna.exceptions import OptunaError
 from optuna.storages.journal import BaseJournalBackend
 
-from mgpu_slurm.core import retry
+from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.files import cut_torn_tail
 from mgpu_slurm.core.formatting import program
@@ -204,7 +204,7 @@ class JournalFile(BaseJournalBackend):
                     if file.read(len(data)) != data:
                         raise
             # not removed again, as others may have read it
-            print(f"mgpu_slurm: WARNING: {str(self._path)!r} may not be on the disk: {error}", flush=True)
+            log_lines.warn(f"{str(self._path)!r} may not be on the disk: {error}")
 
     def _patiently(self, ask: Callable[[], T]) -> T:
         return retry.patiently(ask, f"the study's journal {str(self._path)!r} cannot be opened", self._seconds)

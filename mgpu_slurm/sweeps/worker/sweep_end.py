@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from mgpu_slurm.core import records
+from mgpu_slurm.core import log_lines, records
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.sweep_summary import SweepOver
 from mgpu_slurm.registry import lookup
@@ -14,7 +14,7 @@ from mgpu_slurm.sweeps.search.sweep_options import Budget
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.file_locks import locked
-from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy, note
+from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 HOURS_EVERY = 10.0
 """Seconds between two checks of a budget of hours."""
@@ -61,7 +61,7 @@ def end_sweep(shared: WorkerStudy, reason: str, failed: bool) -> SweepOver:
     """Mark the sweep as over, so that no more trials start."""
     over = SweepOver(reason=reason, failed=failed)
     studies.set_over(shared.study, over)
-    note(f"the sweep is over: {reason}")
+    log_lines.say(f"the sweep is over: {reason}")
     return over
 
 
@@ -82,7 +82,7 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
             commands.run(commands.scancel_waiting_command(own))
     except ClusterError as error:
         # they will start, and leave at once
-        note(f"cannot remove waiting workers from the queue: {error}")
+        log_lines.say(f"cannot remove waiting workers from the queue: {error}")
         return
     for member in unstarted:
         records.cancel_unstarted(member, "nothing was left to do")

@@ -9,7 +9,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from mgpu_slurm.core import records, retry
+from mgpu_slurm.core import log_lines, records, retry
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
@@ -160,4 +160,4 @@ def _keep_apart(folder: RunFolder, trial: FrozenTrial) -> None:
     places = (folder.set_aside / f"{name}-{count}" for count in itertools.count(1))
     place = next(place for place in places if not place.exists())
     folder.path.rename(place)
-    print(f"mgpu_slurm: WARNING: {folder.run} was another trial with other parameters: moved to {place}", flush=True)
+    log_lines.warn(f"{folder.run} was another trial with other parameters: moved to {place}")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mgpu_slurm.core import retry
+from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.layout import RunFolder
@@ -114,7 +114,7 @@ class WorkerRank:
                 self._reset.apply()
                 if too_much := self._too_much():
                     # the unfinished mark still exists, so the ranks are restarted in place
-                    print(f"mgpu_slurm: trials have left {too_much}: restarting the ranks", flush=True)
+                    log_lines.say(f"trials have left {too_much}: restarting the ranks")
                     return
         except (SweepFailed, BrokenWorker):
             self._mark_finished()
@@ -153,7 +153,7 @@ class WorkerRank:
         return self._collectives.broadcast_from_rank0(ask_it)
 
     def _leave(self, order: Leave) -> None:
-        print(f"mgpu_slurm: {order.reason}", flush=True)
+        log_lines.say(order.reason)
         self._mark_finished()
         if self._client is not None and not order.exit_code:
             self._client.dismiss()

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from optuna.trial import FrozenTrial
 
-from mgpu_slurm.core import records, states
+from mgpu_slurm.core import log_lines, records, states
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.registry import lookup
@@ -19,7 +19,7 @@ from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.study.health import Place
 from mgpu_slurm.sweeps.worker.messages import BrokenWorker, SweepFailed
 from mgpu_slurm.sweeps.worker.sweep_end import end_sweep
-from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy, note
+from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 LONGEST_WAIT = 600.0
 """Seconds for which a worker whose trials fail waits for results of others before it tries another trial."""
@@ -59,7 +59,7 @@ class WorkerHealth:
         if self._waits_until is None:
             self._waits_until = time.monotonic() + LONGEST_WAIT
             self._shared.show(trial=None, reason="its last trials failed: waiting for results of other workers")
-            note("the last trials failed here: waiting for results of other workers")
+            log_lines.say("the last trials failed here: waiting for results of other workers")
         self.has_waited = True
         # the workers waited for may be dead
         self._shared.recover()

@@ -11,7 +11,7 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from mgpu_slurm.core import records
+from mgpu_slurm.core import log_lines, records
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
@@ -71,9 +71,9 @@ class WorkerStudy:
             return
         self._next_look = time.monotonic() + LOOK_EVERY
         every = 0.0 if at_once else LOOK_EVERY
-        found = recovery.look(self.study, self.sweep_folder, self.sweep, note, every)
+        found = recovery.look(self.study, self.sweep_folder, self.sweep, log_lines.say, every)
         if found:
-            note(f"released trials of dead workers: {', '.join(map(str, found))}")
+            log_lines.say(f"released trials of dead workers: {', '.join(map(str, found))}")
 
     def show(self, **changes: Any) -> None:
         """Change what `status` shows of the worker."""
@@ -98,7 +98,3 @@ class WorkerStudy:
             summary.write(self.sweep_folder, self.study, self.sweep)
         self._summary_written = time.monotonic()
         self._summary_took = self._summary_written - began
-
-
-def note(text: str) -> None:
-    print(f"mgpu_slurm: {text}", flush=True)

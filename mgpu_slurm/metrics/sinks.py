@@ -1,0 +1,157 @@
+"""`Sink`, the interface of everything that receives the metrics of a run, and the sinks that write synchronously."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from mgpu_slurm.core import log_lines
+from mgpu_slurm.core.files import append_jsonl
+from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.metrics.event_writer import EventWriter
+
+
+@dataclass(frozen=True)
+class Report:
+    """One report of a run; the fields are those of a line of `metrics.jsonl`."""
+
+    progress: int
+    step: int
+    time: str
+    """When it was reported, as `records.now` returns it."""
+    attempt: int
+    metrics: dict[str, float]
+
+
+class Sink(ABC):
+    """Receives the metrics of a run, on rank 0.
+
+    Methods may raise any error: it becomes a warning and never ends the training (see `Tolerant`). A report that raised
+    an `OSError` is repeated later. A sweep's prune callback is not a sink: the training waits for its answer and cannot
+    continue without it.
+    """
+
+    @abstractmethod
+    def report(self, report: Report) -> None:
+        """Take a report. The training waits for it."""
+
+    def step_done(self, step: int) -> None:  # noqa: B027
+        """Take the number of steps done; called about once per second."""
+
+    def resume(self, step: int) -> None:  # noqa: B027
+        """Take the step of the checkpoint that the run resumes from: what was reported of later steps is void."""
+
+    def close(self, step: int) -> None:  # noqa: B027
+        """Write what is pending: the run ends at this step."""
+
+
+class Tolerance:
+    """Turns errors into warnings, one for each kind of error: a full disk fails many times, and in several sinks."""
+
+    def __init__(self) -> None:
+        self._warned: set[object] = set()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Ignore an error in the block, except for a warning."""
+        try:
+            yield
+        except OSError as error:
+            self._warn(error.errno, f"metrics have to wait in memory: {error}; training goes on")
+        except Exception as error:
+            self._warn(type(error), f"metrics cannot be written: {type(error).__name__}: {error}; training goes on")
+
+    def _warn(self, kind: object, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log_lines.warn(text)
+
+
+class Tolerant(Sink):
+    """A sink whose errors do not end the training. Reports that a full disk does not take wait in memory."""
+
+    def __init__(self, sink: Sink, tolerance: Tolerance) -> None:
+        self._sink = sink
+        self._tolerance = tolerance
+        self._due: deque[Report] = deque()
+
+    def report(self, report: Report) -> None:
+        self._due.append(report)
+        self._report_due()
+
+    def step_done(self, step: int) -> None:
+        self._report_due()
+        with self._tolerance.guard():
+            self._sink.step_done(step)
+
+    def resume(self, step: int) -> None:
+        with self._tolerance.guard():
+            self._sink.resume(step)
+
+    def close(self, step: int) -> None:
+        self._report_due()
+        with self._tolerance.guard():
+            self._sink.close(step)
+
+    def _report_due(self) -> None:
+        with self._tolerance.guard():
+            while self._due:
+                report = self._due.popleft()
+                try:
+                    self._sink.report(report)
+                except OSError:
+                    # with any other error, it would fail again and hold up those after it
+                    self._due.appendleft(report)
+                    raise
+
+
+class MetricsFile(Sink):
+    """`metrics.jsonl`, for programs."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.metrics
+
+    def report(self, report: Report) -> None:
+        append_jsonl(self._path, asdict(report))
+
+
+class EventFiles(Sink):
+    """Event files for TensorBoard, a new one for each attempt that reports anything."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder.tensorboard
+        self._writer: EventWriter | None = None
+        self._begins_at = 0
+
+    def resume(self, step: int) -> None:
+        self._begins_at = step + 1
+
+    def report(self, report: Report) -> None:
+        self._writer = self._writer or EventWriter(self._folder, self._begins_at)
+        self._writer.add(report.step, report.metrics, datetime.fromisoformat(report.time).timestamp())
+
+    def close(self, step: int) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class Screen(Sink):
+    """Standard output, for people."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def report(self, report: Report) -> None:
+        elapsed = time.monotonic() - self._started
+        text = as_text(report.metrics)
+        print(f"[{report.progress:>3}]  step {report.step:<6} {text}  ({elapsed:.1f} s)", flush=True)
+
+
+def as_text(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -1,0 +1,134 @@
+"""The private names of torch: which version has them, that they are there, and that one module alone uses them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as recorders
+from torch._dynamo import eval_frame
+from torch.distributed.tensor import DTensor
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
+
+from mgpu_slurm.rank import torch_adapter
+from tests.support import REPOSITORY
+from tests.test_imports import FILES, imports
+
+WRITTEN_AGAINST = "2.13.0"
+OLDEST = "2.6"
+
+MODEL = nn.Linear(2, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters())
+
+NAMES: list[tuple[Any, tuple[str, ...]]] = [
+    (torch, ("_foreach_copy_",)),
+    (torch.Tensor, ("_fix_weakref",)),
+    (DTensor, ("__create_chunk_list__",)),
+    (MODEL, ("_modules", "_parameters", "_buffers")),
+    (eval_frame, ("OptimizedModule",)),
+    (type(OPTIMIZER).step, ("hooked",)),
+    (torch.amp.GradScaler, ("_found_inf_per_device",)),
+    (worker, ("_worker_info",)),
+    (dist.distributed_c10d, ("_get_default_store",)),
+    (recorders, ("_dump_fr_trace", *(["_dump_nccl_trace"] if dist.is_nccl_available() else []))),
+]
+
+OF_NAMED_TUPLES = {"_replace", "_fields"}
+PRIVATE_MODULE = re.compile(r"torch(\.\w+)*\._")
+
+OTHERS = sorted(name for name in FILES if not name.endswith((".torch_adapter", ".optuna_adapter", ".submitit_adapter")))
+
+
+def test_the_versions_are_those_that_the_project_names() -> None:
+    words = " ".join((torch_adapter.__doc__ or "").split())
+    assert f"written for torch {WRITTEN_AGAINST}, the only version it is tested with" in words
+    assert f"aims to work from torch {OLDEST} on" in words
+    assert f"\ntorch=={WRITTEN_AGAINST}\n" in (REPOSITORY / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [pytest.param(owner, name, id=name) for owner, names in NAMES for name in names]
+)
+def test_the_installed_version_has_each_name(owner: Any, name: str) -> None:
+    assert hasattr(owner, name)
+
+
+def test_the_table_has_every_name_that_the_adapter_uses() -> None:
+    nodes = list(ast.walk(ast.parse(FILES[torch_adapter.__name__].read_text())))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    used = {name for name in attributes | texts if re.fullmatch(r"_[a-z]\w*|__create_chunk_list__", name)}
+    expected = {name for _, names in NAMES for name in names if name.startswith("_")} | {"_dump_nccl_trace"}
+    assert used - {torch_adapter.COMPILED_MODULE} == expected
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_no_other_module_uses_private_names_of_a_library(module: str) -> None:
+    nodes = list(ast.walk(ast.parse(FILES[module].read_text())))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    # a class may use its own private names on another object of it
+    own = {node.attr for node in attributes if _is_name(node.value, {"self", "cls"})}
+    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    of_others = {
+        node.attr
+        for node in attributes
+        if re.match(r"_[a-z]", node.attr) and not _is_name(node.value, {"self", "cls", *sys.stdlib_module_names})
+    }
+    assert of_others - own - OF_NAMED_TUPLES == set()
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert texts.isdisjoint(name for _, names in NAMES for name in names)
+    assert {name for name in imports(module, everywhere=True) | texts if PRIVATE_MODULE.match(name)} == set()
+
+
+def _is_name(value: ast.expr, names: set[str]) -> bool:
+    return isinstance(value, ast.Name) and value.id in names
+
+
+def test_a_compiled_module_is_recognized_and_holds_the_original() -> None:
+    compiled = torch.compile(MODEL, backend="eager")
+    assert (torch_adapter.is_compiled(compiled), torch_adapter.is_compiled(MODEL)) == (True, False)
+    assert getattr(compiled, torch_adapter.COMPILED_MODULE) is MODEL
+
+
+def test_what_a_module_holds_is_found_by_its_name() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    norm = torch_adapter.registered(model, "0")
+    assert norm is model[0]
+    assert torch_adapter.registered(norm, "weight") is norm.weight
+    assert torch_adapter.registered(norm, "running_mean") is norm.running_mean
+    assert torch_adapter.registered(norm, "eps") is None
+
+
+def test_an_optimizer_that_skips_steps_itself_is_told_by_the_scaler() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    heard = []
+    handle = optimizer.register_step_post_hook(lambda own, *_: heard.append(torch_adapter.skips_step(own)))
+    for value in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.tensor([[value]])).sum()).backward()
+        scaler.step(optimizer)
+        assert torch_adapter.has_found_infinite(scaler, optimizer) is (value != 1.0)
+        scaler.update()
+    handle.remove()
+    assert heard == [True, False]
+
+
+def test_a_stream_that_is_read_as_the_only_worker_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_worker_info", "info")
+    with torch_adapter.as_only_worker():
+        assert get_worker_info() is None
+    assert get_worker_info() == "info"
+
+
+def test_the_code_in_which_ranks_wait_exists() -> None:
+    assert all(Path(path).exists() for path in torch_adapter.WAITING_CODE)
