@@ -7,14 +7,19 @@ import pytest
 from mgpu_slurm.core.sweep_summary import SweepOver, SweepSummary, TrialSummary
 from tests.support import REPOSITORY
 
-TRIAL = TrialSummary(3, "COMPLETE", 0.5, 10, {"lr": 0.1, "sizes": [8, 8]}, 1.5, "")
+TRIAL = TrialSummary(
+    number=3, state="COMPLETE", value=0.5, progress=10, params={"lr": 0.1, "sizes": [8, 8]}, seconds=1.5, reason=""
+)
+OVER = SweepOver(reason="2 of 2 hours are over", failed=False)
 
 
 @pytest.mark.parametrize(
     "summary",
     [
         SweepSummary(),
-        SweepSummary("s", "loss", best=TRIAL, known=(TRIAL,), over=SweepOver("2 of 2 hours are over", False)),
+        SweepSummary(study="s", metric="loss", best=TRIAL, known=(TRIAL,), over=OVER),
+        # of a newer version
+        SweepSummary(study="s", others={"new": 1}),
     ],
 )
 def test_a_summary_is_the_same_after_json(summary: SweepSummary) -> None:

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_it_is_written_soon_without_another_call(folder: RunFolder) -> None:
     live = LiveState(folder, 1, Tolerance())
     live.report(Report(1, 3, records.now(), 1, {}))
-    wait_until(lambda: records.read_state(folder)["progress"] == 1)
+    wait_until(lambda: records.read_state(folder).progress == 1)
     # the thread pauses now, and then finds these
     live.report(Report(2, 3, records.now(), 1, {}))
     live.step_done(4)

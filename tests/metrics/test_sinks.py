@@ -56,7 +56,7 @@ class TestLiveState(SinkContract):
 
     def heard(self, folder: RunFolder, screen: str) -> Heard:
         state = records.read_state(folder)
-        return [(state["step"], state["metrics"]["loss"])] if state["metrics"] else []
+        return [(state.step, state.metrics["loss"])] if state.metrics else []
 
 
 class TestScreen(SinkContract):
