@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import google_crc32c
 import torch
@@ -103,7 +102,7 @@ def _pieces(parts: Mapping[str, Part]) -> Iterator[memoryview]:
 
 def _header(parts: Mapping[str, Part]) -> bytes:
     offsets = {name: {"saved_offsets": part.offsets} for name, part in parts.items()}
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
     end = 0
     for name, part in parts.items():
         start, end = end, end + part.values.numel() * part.values.element_size()

@@ -93,12 +93,12 @@ def make_loader(
 
 
 def _indexed(
-    dataset: Dataset[Any], batches: GlobalBatches | ListedBatches, run: RunOfLoader, options: Mapping[str, Any]
+    dataset: Dataset[Any], batches: GlobalBatches | ListedBatches, run: RunOfLoader, options: Mapping[str, object]
 ) -> Loader:
     return Loader(Indexed(dataset, batches, run.device, run.is_same, **options), run)
 
 
-def _check_stream(options: Mapping[str, Any]) -> None:
+def _check_stream(options: Mapping[str, object]) -> None:
     for name in ("sampler", "batch_sampler", "persistent_workers"):
         if options.get(name):
             raise UserError(f"run.loader({name}=...): a stream is read from its beginning in each pass: leave that out")

@@ -55,7 +55,7 @@ def _number(value: Any) -> float | None:
     return float(numbers[0]) if len(numbers) == 1 else None
 
 
-def hyperparameters(content: bytes) -> dict[str, Any]:
+def hyperparameters(content: bytes) -> dict[str, object]:
     """Return the hyperparameters of an HParams session start; empty for the plugin's other messages."""
     from google.protobuf.json_format import MessageToDict
     from google.protobuf.message import DecodeError

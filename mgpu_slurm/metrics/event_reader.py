@@ -52,7 +52,7 @@ class EventFile:
     scalars: dict[str, Points] = field(default_factory=dict)
     restarts: list[tuple[int, int]] = field(default_factory=list)
     """Number and step of each SessionLog.START record: all points before it, from that step on, are void."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
     """Hyperparameters, if the file has the HParams plugin's session start."""
     damaged: int = 0
     """Places where one or more records could not be read."""

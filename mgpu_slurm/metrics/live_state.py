@@ -30,7 +30,7 @@ class LiveState:
         self._attempt = attempt
         self._disk_may_fail = disk_may_fail
         self._lock = threading.Lock()
-        self._due: dict[str, Any] = {}
+        self._due: dict[str, object] = {}
         """Fields still to be written."""
         self._shown_at = 0.0
         self._is_wanted = threading.Event()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import reprlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -17,7 +18,7 @@ from mgpu_slurm.metrics.event_writer import EventWriter
 from mgpu_slurm.metrics.live_state import LiveState
 
 
-def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def as_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     """Return metrics as plain numbers; tensors of one element are accepted.
 
     Raises:
@@ -26,11 +27,15 @@ def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():
         try:
-            # a loss still has its autograd graph
-            numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
+            numbers[name] = _number(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(f"metric {name!r}: expected a number, got {_shown(value)}") from None
     return numbers
+
+
+def _number(value: Any) -> float:
+    # a loss still has its autograd graph
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def result_of(returned: Any, last_metrics: dict[str, float], has_trained: bool = True) -> dict[str, float]:
@@ -57,12 +62,12 @@ def odd_result(returned: Any) -> str | None:
     return f"the job function returned what is not a number: {shown}: the result is without it"
 
 
-def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, Any]]:
+def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, object]]:
     """Split a job function's return value into numbers and other values, by name."""
     if returned is None:
         return {}, {}
     numbers: dict[str, float] = {}
-    others: dict[str, Any] = {}
+    others: dict[str, object] = {}
     for key, value in (returned if isinstance(returned, dict) else {"value": returned}).items():
         # JSON accepts no other keys, such as NumPy integers and tuples
         name = str(key)
@@ -86,6 +91,17 @@ def as_text(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
+@dataclass(frozen=True)
+class Report:
+    """A line of `metrics.jsonl`."""
+
+    progress: int
+    step: int
+    time: str
+    attempt: int
+    metrics: dict[str, float]
+
+
 class Reporter:
     """Rank 0's output. The other ranks have none."""
 
@@ -95,18 +111,18 @@ class Reporter:
         self._writer: EventWriter | None = None
         self.begins_at = 0
         """Step of the first point to come."""
-        self._due: deque[dict[str, Any]] = deque()
-        """Records still to be appended to `metrics.jsonl`."""
-        self._due_points: deque[dict[str, Any]] = deque()
-        """Records still to be written to event files."""
+        self._due: deque[Report] = deque()
+        """Reports still to be appended to `metrics.jsonl`."""
+        self._due_points: deque[Report] = deque()
+        """Reports still to be written to event files."""
         self._state = LiveState(folder, attempt, self._disk_may_fail)
         self._has_warned = False
         self._started = time.monotonic()
 
     def report(self, progress: int, step: int, metrics: dict[str, float]) -> None:
-        record = {"progress": progress, "step": step, "time": now(), "attempt": self._attempt, "metrics": metrics}
-        self._due.append(record)
-        self._due_points.append(record)
+        report = Report(progress, step, now(), self._attempt, metrics)
+        self._due.append(report)
+        self._due_points.append(report)
         self._write_due()
         self._state.show(step=step, progress=progress, metrics=metrics)
         elapsed = time.monotonic() - self._started
@@ -128,16 +144,16 @@ class Reporter:
             self._writer = None
 
     def _write_due(self) -> None:
-        """Write all pending records; those that a full disk does not accept stay pending."""
+        """Write all pending reports; those that a full disk does not accept stay pending."""
         with self._disk_may_fail():
             while self._due:
-                append_jsonl(self._folder.metrics, self._due[0])
+                append_jsonl(self._folder.metrics, asdict(self._due[0]))
                 self._due.popleft()
         with self._disk_may_fail():
             while self._due_points:
-                record = self._due_points[0]
+                report = self._due_points[0]
                 self._writer = self._writer or EventWriter(self._folder.tensorboard, self.begins_at)
-                self._writer.add(record["step"], record["metrics"], datetime.fromisoformat(record["time"]).timestamp())
+                self._writer.add(report.step, report.metrics, datetime.fromisoformat(report.time).timestamp())
                 self._due_points.popleft()
 
     @contextmanager

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.rank.codec import StateDict
 
 Mean = Callable[[torch.Tensor, float], float]
 """A mean from the sums and counts of all ranks; see `Run.mean`."""
+
+
+@dataclass(frozen=True)
+class MeterState:
+    """What was added to a meter so far."""
+
+    total: torch.Tensor
+    count: float
+
+    def state_dict(self) -> StateDict:
+        return {"total": self.total, "count": self.count}
 
 
 class Meter:
@@ -61,10 +74,10 @@ class Meter:
         self._clear()
         return mean
 
-    def state(self) -> dict[str, Any]:
-        return {"total": self._total, "count": self._count}
+    def state(self) -> MeterState:
+        return MeterState(self._total, self._count)
 
-    def go_on_from(self, states: Iterable[Mapping[str, Any]]) -> None:
+    def resume_from(self, states: Iterable[MeterState]) -> None:
         """Continue from saved states.
 
         Args:
@@ -72,5 +85,5 @@ class Meter:
         """
         self._clear()
         for state in states:
-            self._total += state["total"].to(self._device)
-            self._count += state["count"]
+            self._total += state.total.to(self._device)
+            self._count += state.count

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
+from mgpu_slurm.checkpoints.rank_record import PassRecord, ProgressRecord
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.loader_positions import LoaderPlaces
 from mgpu_slurm.data.loaders import Loader
+from mgpu_slurm.data.randomness import RandomState
+from mgpu_slurm.rank.codec import StateDict
+from mgpu_slurm.training.meter import MeterState
 
 
 class Position:
@@ -54,30 +58,25 @@ class Position:
         self.loader_name, self.loader = name, loader
         self.loaders.driver = loader.place
 
-    def facts(self, in_pass: bool) -> dict[str, Any]:
+    def record(self, in_pass: bool) -> ProgressRecord:
         """Return the progress to store in a checkpoint.
 
         Args:
             in_pass: whether the run is within a pass over the loader.
         """
         batch, passes = (self.loader.place.batch, self.loader.place.passes) if self.loader is not None else (0, 0)
-        return {
-            "step": self.step,
-            "progress": self.progress,
-            "metrics": self.metrics,
-            "next_epoch": self.epoch if in_pass and self.epoch is not None else self.next_epoch,
-            "in_epochs": self.next_epoch <= self.last_epoch,
-            # distinguishes checkpoints of the same step; the beginning of a pass is the end of the previous one
-            "place": [self.progress, batch if in_pass else 0, passes - in_pass, *self.loaders.others(in_pass)],
-            "loader": {
-                "name": self.loader_name,
-                "active": in_pass,
-                "batch": batch if in_pass else 0,
-                # a resumed run begins this pass again
-                "passes": passes - in_pass,
-            },
-            "loaders": self.loaders.facts(in_pass),
-        }
+        # the beginning of a pass is the end of the previous one; a resumed run begins this pass again
+        batch, passes = batch if in_pass else 0, passes - in_pass
+        return ProgressRecord(
+            step=self.step,
+            progress=self.progress,
+            metrics=self.metrics,
+            next_epoch=self.epoch if in_pass and self.epoch is not None else self.next_epoch,
+            loader=PassRecord(self.loader_name, in_pass, batch, passes),
+            in_epochs=self.next_epoch <= self.last_epoch,
+            place=[self.progress, batch, passes, *self.loaders.others(in_pass)],
+            loaders=self.loaders.records(in_pass),
+        )
 
     def begin_epochs(self, last: int) -> None:
         """Record that a loop over `state.epochs` begins."""
@@ -89,18 +88,30 @@ class Position:
         if self.epoch is not None:
             self.next_epoch, self.epoch = self.epoch + 1, None
 
-    def go_to(self, facts: Mapping[str, Any]) -> None:
+    def resume_from(self, record: ProgressRecord) -> None:
         """Set the progress to that of a checkpoint."""
-        self.step, self.progress, self.metrics = facts["step"], facts["progress"], facts["metrics"]
+        self.step, self.progress, self.metrics = record.step, record.progress, dict(record.metrics)
         self._restored_at = self.step, self.progress
-        self.next_epoch, self.goes_on_in_pass = facts["next_epoch"], facts["loader"]["active"]
-        # v0.1 saved only the place of one loader, and not whether it was within an epoch
-        self.awaits_epochs = facts.get("in_epochs", False)
-        self.loaders.go_to(facts.get("loaders", []))
+        self.next_epoch, self.goes_on_in_pass = record.next_epoch, record.loader.active
+        self.awaits_epochs = record.in_epochs
+        self.loaders.resume_from(record.loaders)
         if self.loader is not None:
-            place = self.loader.place
-            place.first_batch, place.passes, place.next_epoch = (
-                facts["loader"]["batch"],
-                facts["loader"]["passes"],
-                None,
-            )
+            place, loader = self.loader.place, record.loader
+            place.first_batch, place.passes, place.next_epoch = loader.batch, loader.passes, None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of one rank that other ranks do not share."""
+
+    random: RandomState
+    meters: Mapping[str, MeterState]
+
+    def state_dict(self) -> StateDict:
+        meters = {name: meter.state_dict() for name, meter in self.meters.items()}
+        return {"random": self.random.state_dict(), "meters": meters}
+
+    @staticmethod
+    def from_state_dict(state: StateDict) -> RankState:
+        meters = {name: MeterState(**meter) for name, meter in state["meters"].items()}
+        return RankState(RandomState(**state["random"]), meters)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Mapping
+from typing import SupportsIndex
 
 from mgpu_slurm.core.errors import TrialPruned, UserError
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
@@ -39,7 +39,7 @@ class Reporting:
         self._steering = steering
         self._collectives = collectives
 
-    def report(self, progress: SupportsIndex, metrics: dict[str, Any]) -> None:
+    def report(self, progress: SupportsIndex, metrics: Mapping[str, object]) -> None:
         """See `Run.report`."""
         try:
             progress = operator.index(progress)

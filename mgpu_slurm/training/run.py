@@ -327,8 +327,7 @@ class Run:
     def _load(self, key: Key) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
         with self._steps.paused():
-            shared, owns = self._keeper.load(key, names)
-        self._steering.resume_from(key, shared, owns)
+            self._steering.resume_from(self._keeper.load(key, names))
         if self._reporter is not None:
             self._reporter.begins_at = self.step + 1
             name = self._files.checkpoint(*key).name

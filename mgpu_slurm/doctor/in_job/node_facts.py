@@ -7,8 +7,6 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import interpreter
-from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
@@ -30,11 +28,12 @@ INFINIBAND = Path("/sys/class/infiniband")
 def measure_versions(team: Team, place: Place) -> Any:
     if not team.me.is_leader:
         return None
-    submitted, here = read_json(place.folder.environment), interpreter.facts()
+    submitted, here = preflight.versions(place.folder)
+    assert submitted is not None
     return {
         "differences": preflight.differences(submitted, here),
-        "python": here["python"]["version"],
-        "packages": len(here["packages"]),
+        "python": here.python,
+        "packages": len(here.packages),
     }
 
 
