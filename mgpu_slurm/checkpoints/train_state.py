@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 
 from mgpu_slurm.checkpoints import folder as folders
-from mgpu_slurm.checkpoints.host_copies import HostCopies, refuse_unwritable
 from mgpu_slurm.checkpoints.policy import Best
 from mgpu_slurm.checkpoints.rank_record import Content, ProgressRecord, RankRecord, SharedRecord
 from mgpu_slurm.checkpoints.reader import OfRank, StoredTensors
 from mgpu_slurm.checkpoints.tensors import is_spread
 from mgpu_slurm.checkpoints.wrapping import Wrapped, load_state, state_of
+from mgpu_slurm.checkpoints.writer import HostCopies, refuse_unwritable
 from mgpu_slurm.core import checkpoint_names, records
 from mgpu_slurm.core.errors import MgpuError, UserError, nearest
 from mgpu_slurm.core.layout import RunFolder

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_slurm.metrics.event_frames import Records, find_records
-from mgpu_slurm.metrics.event_layout import Floats, Integers, Layout, layout_of
-from mgpu_slurm.metrics.event_messages import hyperparameters, parse, scalars
+from mgpu_slurm.metrics.event_layout import Floats, Integers, Layout, hyperparameters, layout_of, parse, scalars
 
 BATCH_BYTES = 256 * 2**20
 """Size of the files that are read together; the larger, the more records are stacked."""

@@ -21,8 +21,7 @@ from mgpu_slurm.rank.codec import StateDict
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
-from mgpu_slurm.training.meter import Meter
-from mgpu_slurm.training.progress import Position, RankState
+from mgpu_slurm.training.progress import Meter, Position, RankState
 
 
 class Steering:

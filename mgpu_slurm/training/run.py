@@ -28,8 +28,7 @@ from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.rank.watchdog import Watchdog
 from mgpu_slurm.training.loop_control import Steering
-from mgpu_slurm.training.meter import Meter
-from mgpu_slurm.training.progress import Position
+from mgpu_slurm.training.progress import Meter, Position
 from mgpu_slurm.training.reporting import Reporting
 from mgpu_slurm.training.restore import CheckpointFinder, State
 from mgpu_slurm.training.run_data import RunData
