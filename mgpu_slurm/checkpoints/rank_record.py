@@ -51,7 +51,7 @@ class LoaderRecord:
     """Digest of the order of the epoch's samples, if the pass continues at a later batch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProgressRecord:
     """The progress of a run; the same on all ranks."""
 
@@ -61,11 +61,11 @@ class ProgressRecord:
     """Metrics of the last report."""
     next_epoch: int
     """The epoch of `state.epochs` that continues, or begins next."""
-    loader: PassRecord
     in_epochs: bool = False
     """Whether it is within a loop over `state.epochs`; version 0.1 did not save this."""
     place: list[int | list[int]] | None = None
     """Distinguishes checkpoints of the same step; None in version 0.1, which kept one of each step."""
+    loader: PassRecord
     loaders: tuple[LoaderRecord, ...] = ()
     """All loaders that last or are within a pass; none in version 0.1."""
 

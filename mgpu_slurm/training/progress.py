@@ -151,9 +151,9 @@ class Position:
             progress=self.progress,
             metrics=self.metrics,
             next_epoch=self.epoch if in_pass and self.epoch is not None else self.next_epoch,
-            loader=PassRecord(self.loader_name, in_pass, batch, passes),
             in_epochs=self.next_epoch <= self.last_epoch,
             place=[self.progress, batch, passes, *self.loaders.others(in_pass)],
+            loader=PassRecord(self.loader_name, in_pass, batch, passes),
             loaders=self.loaders.records(in_pass),
         )
 

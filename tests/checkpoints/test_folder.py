@@ -27,7 +27,14 @@ def part(
 ) -> Path:
     hidden = folders.hidden(run, step, attempt, 1)
     parts = {f"weight.{rank}": Part(torch.full((3,), float(step)), (0,))}
-    progress = ProgressRecord(step, 0, {}, 1, PassRecord("", False, 0, 0), place=None if place is None else [place])
+    progress = ProgressRecord(
+        step=step,
+        progress=0,
+        metrics={},
+        next_epoch=1,
+        place=None if place is None else [place],
+        loader=PassRecord("", active=False, batch=0, passes=0),
+    )
     shared = SharedRecord(progress, best=None, objects={}, differing=[])
     folders.write_part(hidden, rank, world_size, Content({"step": step, "loss": 0.1 + 0.2}, shared), parts)
     return hidden
