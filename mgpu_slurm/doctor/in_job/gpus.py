@@ -20,6 +20,17 @@ GB = 1 << 30
 
 
 @dataclass(frozen=True)
+class RankGpus:
+    """The GPUs of a rank."""
+
+    asked: int | None
+    visible: int
+    gpu: str | None
+    """UUID of the GPU it computes on; None for the CPU."""
+    name: str
+
+
+@dataclass(frozen=True)
 class GpuHealth:
     """The health of one GPU according to NVML; None for values that this kind of GPU does not report."""
 
@@ -42,25 +53,22 @@ def measure_gpus(team: Team, place: Place) -> Any:
     import torch
 
     gpu = devices.identity(place.device)
-    return {
-        "asked": place.spec.resources.gpus_per_node,
-        "visible": devices.visible_gpus(),
-        "gpu": gpu,
-        "name": torch.cuda.get_device_name(place.device) if gpu else "",
-    }
+    name = torch.cuda.get_device_name(place.device) if gpu else ""
+    return asdict(RankGpus(place.spec.resources.gpus_per_node, devices.visible_gpus(), gpu, name))
 
 
 def judge_gpus(answers: list[Answer]) -> list[Finding]:
     found = []
-    missing = [a for a in answers if preflight.missing_gpus_warning(a.value["asked"], a.value["visible"])]
+    gpus = [(answer.member, RankGpus(**answer.value)) for answer in answers]
+    missing = [(member, own) for member, own in gpus if preflight.missing_gpus_warning(own.asked, own.visible)]
     if missing:
-        text = preflight.missing_gpus_warning(missing[0].value["asked"], 0)
+        text = preflight.missing_gpus_warning(missing[0][1].asked, 0)
         fix = "install a torch build for CUDA that fits the nodes' driver (nvidia-smi shows the CUDA version)"
-        found.append(check_results.failed("gpus", f"{who([answer.member for answer in missing])}: {text}", fix))
-    shared = preflight.shared_gpu_warnings([(a.member.node_name, a.value["gpu"]) for a in answers])
+        found.append(check_results.failed("gpus", f"{who([member for member, _ in missing])}: {text}", fix))
+    shared = preflight.shared_gpu_warnings([(member.node_name, own.gpu) for member, own in gpus])
     fix = "one rank for each GPU: lower --ntasks-per-node, or raise --gpus-per-node"
     found += [check_results.warning("gpus", text, fix) for text in dict.fromkeys(shared.values())]
-    names_of_gpus = alike([Answer(a.member, a.value["name"]) for a in answers if a.value["gpu"]])
+    names_of_gpus = alike([Answer(member, own.name) for member, own in gpus if own.gpu])
     for name, group in names_of_gpus:
         found.append(check_results.ok("gpus", f"{who([answer.member for answer in group])}: {name}"))
     if not found:

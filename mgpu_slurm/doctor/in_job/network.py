@@ -181,6 +181,14 @@ def judge_ports(answers: list[Answer]) -> list[Finding]:
 # -- the rendezvous
 
 
+@dataclass(frozen=True)
+class StoreTimes:
+    """How fast the store answers a rank, in seconds."""
+
+    connecting: float
+    round_trip: float
+
+
 def measure_store(team: Team, place: Place) -> Any:
     spans = []
     for turn in range(TURNS):
@@ -188,25 +196,32 @@ def measure_store(team: Team, place: Place) -> Any:
         team.tell(f"store/{team.me.rank}/{turn}")
         team.hear(f"store/{team.me.rank}/{turn}")
         spans.append((time.perf_counter() - begun) / 2)
-    return {"connecting": place.connecting, "round_trip": statistics.median(spans)}
+    return asdict(StoreTimes(place.connecting, statistics.median(spans)))
 
 
 def judge_store(answers: list[Answer]) -> list[Finding]:
     if not answers:
         return []
-    connecting = max(answer.value["connecting"] for answer in answers)
-    farthest = max(answers, key=lambda answer: float(answer.value["round_trip"]))
-    trip = farthest.value["round_trip"]
+    times = [(answer.member, StoreTimes(**answer.value)) for answer in answers]
+    connecting = max(own.connecting for _, own in times)
+    farthest, own = max(times, key=lambda pair: pair[1].round_trip)
+    trip = own.round_trip
     ranks = counted(len(answers), "rank")
     text = f"rendezvous: {ranks} met, connected in {span(connecting)}; a word and its answer take {span(trip)}"
     if trip > SLOW_RENDEZVOUS:
-        return [
-            check_results.warning("rendezvous", f"{text} for {farthest.member.words}", "look at the nodes' network")
-        ]
+        return [check_results.warning("rendezvous", f"{text} for {farthest.words}", "look at the nodes' network")]
     return [check_results.ok("rendezvous", text)]
 
 
 # -- clocks
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How far a node's clock is ahead of that of rank 0's node, and the uncertainty, in seconds."""
+
+    ahead: float
+    error: float
 
 
 def measure_clocks(team: Team, place: Place) -> Any:
@@ -218,39 +233,35 @@ def measure_clocks(team: Team, place: Place) -> Any:
         for other, turn in itertools.product(others, range(TURNS)):
             team.hear(f"clock/{other.rank}/{turn}")
             team.tell(f"clock/{other.rank}/{turn}/time", time.time())
-        return {"ahead": 0.0, "error": 0.0}
+        return asdict(Clock(0.0, 0.0))
     # the turn with the smallest uncertainty, since rank 0 serves one node at a time
-    return min((_clock_turn(team, turn) for turn in range(TURNS)), key=lambda measured: measured["error"])
+    return asdict(min((_clock_turn(team, turn) for turn in range(TURNS)), key=lambda clock: clock.error))
 
 
-def _clock_turn(team: Team, turn: int) -> dict[str, float]:
+def _clock_turn(team: Team, turn: int) -> Clock:
     before = time.time()
     team.tell(f"clock/{team.me.rank}/{turn}")
     there = team.hear(f"clock/{team.me.rank}/{turn}/time")
     after = time.time()
-    return {"ahead": (before + after) / 2 - there, "error": (after - before) / 2}
+    return Clock((before + after) / 2 - there, (after - before) / 2)
 
 
 def judge_clocks(answers: list[Answer]) -> list[Finding]:
     if len(answers) < 2:
         return []
-    first, others = answers[0], answers[1:]
+    first, others = answers[0].member, [(answer.member, Clock(**answer.value)) for answer in answers[1:]]
     found = []
-    for answer in others:
-        ahead, error = answer.value["ahead"], answer.value["error"]
-        if abs(ahead) > CLOCKS_MAY_DIFFER + error:
-            how = "ahead of" if ahead > 0 else "behind"
-            text = (
-                f"the clock of {answer.member.node_name} is {span(abs(ahead))} {how} that of {first.member.node_name}"
-            )
+    for member, clock in others:
+        if abs(clock.ahead) > CLOCKS_MAY_DIFFER + clock.error:
+            how = "ahead of" if clock.ahead > 0 else "behind"
+            text = f"the clock of {member.node_name} is {span(abs(clock.ahead))} {how} that of {first.node_name}"
             found.append(
                 check_results.warning("clocks", text, "times in logs and file ages mislead: tell the site (NTP)")
             )
     if not found:
-        farthest = max(others, key=lambda answer: abs(float(answer.value["ahead"])))
-        apart, error = abs(farthest.value["ahead"]), farthest.value["error"]
+        _, farthest = max(others, key=lambda pair: abs(pair[1].ahead))
         nodes = names([answer.member for answer in answers])
-        text = f"clocks of {nodes} are {span(apart)} apart at most (known to {span(error)})"
+        text = f"clocks of {nodes} are {span(abs(farthest.ahead))} apart at most (known to {span(farthest.error)})"
         found.append(check_results.ok("clocks", text))
     return found
 
