@@ -87,7 +87,7 @@ class LoaderPlace:
         self.batch = batch
         self.batches += 1
 
-    def beside(self) -> LoaderPlace:
+    def detached(self) -> LoaderPlace:
         """Return a place for a pass that does not change this one, and is not saved."""
         # in the same epoch: in the next one, a sampler may have another length
         return LoaderPlace(self.size, self.batch_size, self.passes - self.is_in_pass)

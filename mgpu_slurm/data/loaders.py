@@ -133,20 +133,20 @@ class Streamed:
         stream: Stream,
         device: torch.device,
         drawn: Drawn,
-        together: Callable[[Call], None],
+        sync: Callable[[Call], None],
         take_batch: Callable[[], None],
         **options: Any,
     ) -> None:
         """
         Args:
             drawn: records each batch.
-            together: waits until all ranks make a call, and compares what they have drawn.
+            sync: waits until all ranks make a call, and compares what they have drawn.
             take_batch: called with each batch.
         """
         self.batch_size = stream.batch_size
         self._stream = stream
         self._drawn = drawn
-        self._together = together
+        self._sync = sync
         self._take_batch = take_batch
         self._first = 0
         self.order: int | None = None
@@ -172,7 +172,7 @@ class Streamed:
         batch: StreamBatch | None = next(batches, None)
         self._drawn.add(self._stream.dataset, batch)
         if number == self._first or batch is None:
-            self._together(Call.PASS if number == self._first else Call.END)
+            self._sync(Call.PASS if number == self._first else Call.END)
         if batch is None:
             # known from now on: a run can also stop after the last batch
             self.last_place = number
@@ -303,7 +303,7 @@ class Loader:
         # it is continued by the loop in which it was saved, not by a look at batches before that loop
         is_look = run.awaits_epochs() and not place.is_outside
         if is_evaluation or is_look:
-            place = place.beside()
+            place = place.detached()
         first = place.begin_pass(run.epoch(), step)
         own = self._newest = place.current
         batches, ran_to_end = self._source.begin(place.epoch, first), False

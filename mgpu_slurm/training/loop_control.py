@@ -120,7 +120,7 @@ class Steering:
         """Yield the remaining epochs, from 1, and write a checkpoint at the end of each."""
         position = self._position
         position.begin_epochs(total)
-        if not position.goes_on_in_pass:
+        if not position.continues_in_pass:
             self._restore_random()
         try:
             for epoch in range(position.next_epoch, total + 1):
@@ -144,8 +144,8 @@ class Steering:
         self._position.loaders.note_batch(place)
         if is_restored:
             self._check_epoch(is_first=place.batches == 1)
-            if self._position.goes_on_in_pass:
-                self._position.goes_on_in_pass = False
+            if self._position.continues_in_pass:
+                self._position.continues_in_pass = False
                 self._position.loaders.warn_of_missing()
             self._restore_random()
             if loader.batch == 0:

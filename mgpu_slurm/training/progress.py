@@ -112,7 +112,7 @@ class Position:
         self.loader: Loader | None = None
         """The loader passed to `restore`: the run can be resumed at its batches."""
         self.loader_name = ""
-        self.goes_on_in_pass = False
+        self.continues_in_pass = False
         """Whether the run was restored within a pass over it, and has not reached its next batch yet."""
         self.loaders = LoaderPlaces()
         self._restored_at: tuple[int, int] | None = None
@@ -171,7 +171,7 @@ class Position:
         """Set the progress to that of a checkpoint."""
         self.step, self.progress, self.metrics = record.step, record.progress, dict(record.metrics)
         self._restored_at = self.step, self.progress
-        self.next_epoch, self.goes_on_in_pass = record.next_epoch, record.loader.active
+        self.next_epoch, self.continues_in_pass = record.next_epoch, record.loader.active
         self.awaits_epochs = record.in_epochs
         self.loaders.resume_from(record.loaders)
         if self.loader is not None:
