@@ -12,13 +12,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 
-from mgpu_slurm.checkpoints.writer import SUFFIX, Part, Written, summed, write
+from mgpu_slurm.checkpoints.rank_record import Content, RankRecord
+from mgpu_slurm.checkpoints.writer import SUFFIX, Part, summed, write
 from mgpu_slurm.core.checkpoint_names import Key, below, complete, key_of
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.files import sync_folder, write_whole
@@ -45,14 +45,14 @@ def write_part(
     folder: Path,
     rank: int,
     world_size: int,
-    state: Mapping[str, Any],
+    content: Content,
     parts: Mapping[str, Part],
     came_on: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a rank's part of a checkpoint, its record last.
 
     Args:
-        state: the part of the state that JSON can hold.
+        content: the part of the state that JSON can hold.
         came_on: called after each piece.
 
     Raises:
@@ -62,7 +62,7 @@ def write_part(
     tensors = folder / f"{_name(rank)}{SUFFIX}"
     tensors.unlink(missing_ok=True)
     written = write(tensors, parts, came_on)
-    body = {"format": FORMAT, "rank": rank, "world_size": world_size, "tensors": asdict(written), **state}
+    body = {"format": FORMAT} | RankRecord(rank, world_size, written, content).to_json()
     write_whole(folder / f"{_name(rank)}.json", json.dumps(body | {"checksum": _checksum(body)}))
     sync_folder(folder)
 
@@ -71,7 +71,7 @@ def _name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def _checksum(body: Mapping[str, Any]) -> int:
+def _checksum(body: Mapping[str, object]) -> int:
     return int(google_crc32c.value(json.dumps(body).encode()))
 
 
@@ -86,13 +86,13 @@ def is_whole(folder: Path) -> bool:
     """Return whether the records of all ranks exist."""
     found = ranks(folder)
     try:
-        return bool(found) and len(found) == record(folder, found[0])["world_size"]
+        return bool(found) and len(found) == record(folder, found[0]).world_size
     except (OSError, ValueError):
         return False
 
 
-def record(folder: Path, rank: int) -> dict[str, Any]:
-    """Return a rank's record: all that it saved except its tensors.
+def record(folder: Path, rank: int) -> RankRecord:
+    """Return a rank's record.
 
     Raises:
         OSError: the record cannot be read.
@@ -104,15 +104,15 @@ def record(folder: Path, rank: int) -> dict[str, Any]:
         raise ValueError(f"{_name(rank)}.json is damaged")
     if body["format"] != FORMAT:
         raise MgpuError(f"checkpoint {str(folder)!r} has the format {body['format']}: this version reads {FORMAT}")
-    return body
+    return RankRecord.from_json(body)
 
 
 def problem(folder: Path, some: Iterable[int]) -> str | None:
     """Return what is wrong with the files of some ranks, or None if they are intact."""
     for rank in some:
         try:
-            known = record(folder, rank)["tensors"]
-            if summed(folder / f"{_name(rank)}{SUFFIX}") != Written(**known):
+            known = record(folder, rank).tensors
+            if summed(folder / f"{_name(rank)}{SUFFIX}") != known:
                 return f"{_name(rank)}{SUFFIX} is damaged"
         except (OSError, ValueError) as error:
             return f"{_name(rank)}: {type(error).__name__}: {error}"
@@ -148,12 +148,13 @@ def _final(folder: Path, step: int) -> Path:
     return newest if _place(newest) == _place(folder) else run.checkpoint(step, keys[-1].number + 1)
 
 
-def _place(folder: Path) -> Any:
+def _place(folder: Path) -> list[int | list[int]] | None:
     """Return the place in the run at which a checkpoint was written, or None if it is unknown."""
     try:
-        return record(folder, 0)["shared"]["facts"]["place"]
-    except (OSError, ValueError, KeyError, MgpuError):
+        shared = record(folder, 0).content.shared
+    except (OSError, ValueError, MgpuError):
         return None
+    return None if shared is None else shared.progress.place
 
 
 def any_whole(run: RunFolder) -> bool:

@@ -68,19 +68,24 @@ class Best:
     def key(self) -> Key:
         return Key(self.step, self.number or 1)
 
+    def named_by(self, key: Key) -> Best:
+        """Return the best after a checkpoint got its name: if the best had none yet, it is that checkpoint."""
+        return replace(self, number=key.number) if self.number is None else self
 
-def best_in(facts: Mapping[str, Any], key: Key) -> Best | None:
-    """Return the best checkpoint at the time when a checkpoint was written.
+    @staticmethod
+    def from_json(facts: Mapping[str, Any]) -> Best | None:
+        if facts["best"] is None:
+            return None
+        # version 0.1 had one checkpoint of each step
+        return Best(**facts["best"], number=facts.get("best_number", 1))
 
-    Args:
-        facts: facts of the checkpoint.
-        key: key of the checkpoint.
-    """
-    if facts["best"] is None:
-        return None
-    # version 0.1 had one checkpoint of each step
-    number = facts.get("best_number", 1)
-    return Best(**facts["best"], number=key.number if number is None else number)
+    @staticmethod
+    def to_json(best: Best | None) -> dict[str, Any]:
+        if best is None:
+            return {"best": None}
+        values = asdict(best)
+        # version 0.1 reads `best` and accepts no other keys in it
+        return {"best_number": values.pop("number"), "best": values}
 
 
 class BestReports:
@@ -121,17 +126,13 @@ class BestReports:
                 f"{nearest(metric, names)}; checkpoints of reports that lack it are never the best"
             )
 
-    def begin(self, plan: Plan, step: int) -> dict[str, Any]:
-        """Return the entries about the best for a checkpoint of this step; they take effect with `published`."""
+    def begin(self, plan: Plan, step: int) -> Best | None:
+        """Return the best for a checkpoint of this step; it takes effect with `published`."""
         self._next = plan.best_of(self._kept)
         if self._heard is not None and self._heard.step == step:
             self._next = self._heard
         self._heard = None
-        if self._next is None:
-            return {"best": None}
-        best = asdict(self._next)
-        # version 0.1 reads `best` and accepts no other keys in it
-        return {"best_number": best.pop("number"), "best": best}
+        return self._next
 
     def published(self, key: Key) -> Key | None:
         """Return the best checkpoint after the one in progress was published.
@@ -139,9 +140,7 @@ class BestReports:
         Args:
             key: key of the published checkpoint.
         """
-        if self._next is not None and self._next.number is None:
-            self._next = replace(self._next, number=key.number)
-        self._kept = self._next
+        self._kept = self._next = None if self._next is None else self._next.named_by(key)
         return None if self._kept is None else self._kept.key
 
     def lost(self) -> None:

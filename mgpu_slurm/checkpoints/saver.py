@@ -11,13 +11,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from mgpu_slurm.checkpoints.policy import BestReports, Plan, best_in
-from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.checkpoints.policy import BestReports, Plan
+from mgpu_slurm.checkpoints.rank_record import ProgressRecord
+from mgpu_slurm.checkpoints.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.checkpoint_names import Key
-from mgpu_slurm.rank.save_barrier import SaveBarrier
+from mgpu_slurm.rank.codec import StateDict
+from mgpu_slurm.rank.collectives import SaveBarrier
 
 CLOSE_SECONDS = 60.0
 """Seconds for which a rank that exits continues to write; the checkpoint is complete if all ranks finish in time."""
@@ -55,10 +55,10 @@ class Saver:
         self._begun = 0
         self._begun_at = time.monotonic()
         self._last_step = 0
-        self._facts: Mapping[str, Any] | None = None
-        """Facts of the newest save, until it was waited for; the same on all ranks."""
-        self._held: Mapping[str, Any] | None = None
-        """Facts of the place before an evaluation, while that runs; the same on all ranks."""
+        self._newest: ProgressRecord | None = None
+        """Progress at the newest save, until it was waited for; the same on all ranks."""
+        self._held: ProgressRecord | None = None
+        """Progress before an evaluation, while that runs; the same on all ranks."""
         self._kept_step: int | None = None
         """Step of the newest checkpoint, unless that was lost; the same on all ranks."""
         self._has_lost = False
@@ -69,11 +69,11 @@ class Saver:
 
     # -- when
 
-    def restored(self, facts: Mapping[str, Any], key: Key) -> None:
+    def restored(self, restored: Restored) -> None:
         """Continue from a checkpoint."""
-        self._last_step = self._kept_step = facts["step"]
+        self._last_step = self._kept_step = restored.progress.step
         self._begun_at = time.monotonic()
-        best = best_in(facts, key)
+        best = restored.best
         # the best may have been deleted for a better one that has been set aside since
         self._best.restored(best if best is not None and self._keeper.has(best.key) else None)
 
@@ -95,40 +95,40 @@ class Saver:
 
     # -- saving; all ranks make these calls, in the same order
 
-    def save(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def save(self, progress: ProgressRecord, own: StateDict) -> None:
         """Begin a checkpoint, unless one of the same place is already being written.
 
         Args:
-            facts: the position of the run, the same on all ranks.
+            progress: progress of the run, the same on all ranks.
             own: state of this rank.
 
         Raises:
             UserError: some state cannot be saved.
         """
-        if facts == self._facts:
+        if progress == self._newest:
             return
         self.finish()
         # all ranks arrive here before they compare their states
         self._any_rank(False)
         self._held = None
-        self._keeper.copy({**facts, **self._best.begin(self.plan, facts["step"])}, own)
-        self._begin(facts)
+        self._keeper.copy(progress, self._best.begin(self.plan, progress.step), own)
+        self._begin(progress)
 
-    def hold(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def hold(self, progress: ProgressRecord, own: StateDict) -> None:
         """Copy the state of this place for `save_held`, unless a checkpoint of it is already being written.
 
         Args:
-            facts: see `save`.
+            progress: see `save`.
             own: see `save`.
         """
-        if facts != self._facts:
+        if progress != self._newest:
             self.finish()
-            self._keeper.copy({**facts, **self._best.begin(self.plan, step=-1)}, own)
-        self._held = facts
+            self._keeper.copy(progress, self._best.begin(self.plan, step=-1), own)
+        self._held = progress
 
-    def is_writing_other(self, facts: Mapping[str, Any]) -> bool:
+    def is_writing_other(self, progress: ProgressRecord) -> bool:
         """Return whether a checkpoint of another place is still being written: this rank's part, on rank 0 any part."""
-        if self._thread is None or facts == self._facts:
+        if self._thread is None or progress == self._newest:
             return False
         self._thread.join(HOLD_SECONDS)
         return self._thread.is_alive()
@@ -146,43 +146,43 @@ class Saver:
         if self._held is None:
             self.finish()
             return step == self._kept_step
-        if self._held != self._facts:
+        if self._held != self._newest:
             self._begin(self._held)
         return True
 
     # -- in the background
 
-    def _begin(self, facts: Mapping[str, Any]) -> None:
+    def _begin(self, progress: ProgressRecord) -> None:
         self._begun += 1
         self._has_lost = False
-        self._kept_step = facts["step"]
-        self._begun_at, self._last_step, self._facts = time.monotonic(), facts["step"], facts
+        self._kept_step = progress.step
+        self._begun_at, self._last_step, self._newest = time.monotonic(), progress.step, progress
         self._thread = threading.Thread(target=self._write_and_name, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _write_and_name(self) -> None:
-        assert self._facts is not None
-        facts, number = self._facts, self._begun
+        assert self._newest is not None
+        progress, number = self._newest, self._begun
         try:
-            self._has_lost = not self._write(facts)
+            self._has_lost = not self._write(progress)
             self._save_barrier.done(number, self._has_lost)
             if self._rank == 0:
-                self._end(facts, number)
+                self._end(progress, number)
         except BaseException as error:
             self._error = error
 
-    def _write(self, facts: Mapping[str, Any]) -> bool:
+    def _write(self, progress: ProgressRecord) -> bool:
         try:
-            self._keeper.write(facts["step"])
+            self._keeper.write(progress.step)
         except OSError as error:
             log_lines.warn(
-                f"rank {self._rank} could not write {_name(facts)}: {error};"
+                f"rank {self._rank} could not write {_name(progress)}: {error};"
                 " training goes on, the checkpoint before it stays"
             )
             return False
         return True
 
-    def _end(self, facts: Mapping[str, Any], number: int) -> None:
+    def _end(self, progress: ProgressRecord, number: int) -> None:
         """Wait until all ranks are done with a save, then publish or discard it; on rank 0."""
         while not self._save_barrier.is_over(number):
             if time.monotonic() >= self._give_up_at:
@@ -193,17 +193,17 @@ class Saver:
         self._save_barrier.forget(number)
         if is_lost:
             if not self._has_lost:
-                log_lines.warn(f"not all ranks could write {_name(facts)}: their logs say why")
+                log_lines.warn(f"not all ranks could write {_name(progress)}: their logs say why")
             self._best.lost()
-            self._keeper.discard(facts["step"])
+            self._keeper.discard(progress.step)
         else:
-            self._publish(facts)
+            self._publish(progress)
 
-    def _publish(self, facts: Mapping[str, Any]) -> None:
+    def _publish(self, progress: ProgressRecord) -> None:
         try:
-            key = self._keeper.publish(facts["step"])
+            key = self._keeper.publish(progress.step)
         except OSError as error:
-            log_lines.warn(f"{_name(facts)} cannot get its name: {error}")
+            log_lines.warn(f"{_name(progress)} cannot get its name: {error}")
             return
         best = self._best.published(key)
         try:
@@ -213,7 +213,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the checkpoint in progress is published or abandoned."""
-        if self._facts is not None:
+        if self._newest is not None:
             assert self._thread is not None
             self._keeper.wait_for_write(self._alive)
             # the other ranks report their own progress
@@ -222,7 +222,7 @@ class Saver:
             # no rank continues before this
             if self._any_rank(self._has_lost):
                 self._kept_step = None
-            self._facts = None
+            self._newest = None
 
     def check(self) -> None:
         """Raise the error of the background thread, if it failed.
@@ -253,5 +253,5 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
 
-def _name(facts: Mapping[str, Any]) -> str:
-    return f"the checkpoint of step {facts['step']}"
+def _name(progress: ProgressRecord) -> str:
+    return f"the checkpoint of step {progress.step}"

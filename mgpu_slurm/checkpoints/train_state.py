@@ -9,19 +9,22 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from mgpu_slurm.checkpoints import folder as folders
-from mgpu_slurm.checkpoints.host_copies import HostCopies, refuse_unwritable
+from mgpu_slurm.checkpoints.policy import Best
+from mgpu_slurm.checkpoints.rank_record import Content, ProgressRecord, RankRecord, SharedRecord
 from mgpu_slurm.checkpoints.reader import OfRank, StoredTensors
 from mgpu_slurm.checkpoints.tensors import is_spread
 from mgpu_slurm.checkpoints.wrapping import Wrapped, load_state, state_of
+from mgpu_slurm.checkpoints.writer import HostCopies, refuse_unwritable
 from mgpu_slurm.core import checkpoint_names, records
 from mgpu_slurm.core.errors import MgpuError, UserError, nearest
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank import codec
+from mgpu_slurm.rank.codec import Plain, StateDict
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
 
@@ -30,6 +33,24 @@ LOOK_EVERY = 1.0
 
 _PIECE = 1 << 24
 """Bytes copied from a device at once."""
+
+
+class Stateful(Protocol):
+    """An object that checkpoints can contain, such as a module, an optimizer or a scheduler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a rank continues from, besides the objects."""
+
+    progress: ProgressRecord
+    best: Best | None
+    owns: list[StateDict]
+    """The rank's own state, if the checkpoint has one, followed by states of ranks that no longer exist."""
 
 
 class Keeper:
@@ -42,8 +63,8 @@ class Keeper:
         Args:
             wrapped: modules whose state is saved by rank 0 only; ranks may differ in anything else.
         """
-        self.objects: dict[str, Any] = {}
-        """Objects with `state_dict` and `load_state_dict`, by the names that the user gave them."""
+        self.objects: dict[str, Stateful] = {}
+        """Objects by the names that the user gave them."""
         self._run = run
         self._rank = facts.rank
         self._world_size = facts.world_size
@@ -107,11 +128,12 @@ class Keeper:
 
     # -- writing; all ranks make these calls, in the same order
 
-    def copy(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def copy(self, progress: ProgressRecord, best: Best | None, own: StateDict) -> None:
         """Copy the current state of the run.
 
         Args:
-            facts: state that is the same on all ranks.
+            progress: progress of the run, the same on all ranks.
+            best: the best checkpoint once this one is published; known on rank 0.
             own: state of this rank.
 
         Raises:
@@ -120,12 +142,11 @@ class Keeper:
         states = self._states()
         differing = self._differing(states)
         own_state, own_tensors = codec.split(own, f"rank-{self._rank}")
-        self._record = {"own": own_state}
         if self._rank == 0:
             objects = {name: state.plain for name, state in states.items()}
-            self._record["shared"] = {"facts": facts, "objects": objects, "differing": differing}
+            self._content = Content(own_state, SharedRecord(progress, best, objects, differing))
         else:
-            self._record["objects"] = {name: states[name].plain for name in differing}
+            self._content = Content(own_state, objects={name: states[name].plain for name in differing})
             of_objects = [tensor for name in differing for tensor in states[name].own.items()]
             own_tensors |= {f"{_prefix(self._rank)}{name}": tensor for name, tensor in of_objects}
         tensors = {name: tensor for state in states.values() for name, tensor in state.tensors.items()}
@@ -142,7 +163,7 @@ class Keeper:
         """
         hidden = self._hidden(step)
         try:
-            folders.write_part(hidden, self._rank, self._world_size, self._record, self._parts, self._came_on)
+            folders.write_part(hidden, self._rank, self._world_size, self._content, self._parts, self._came_on)
         finally:
             self._is_written.set()
 
@@ -216,22 +237,22 @@ class Keeper:
     def set_aside(self, key: checkpoint_names.Key) -> None:
         folders.set_aside(self._run.checkpoint(*key))
 
-    def load(self, key: checkpoint_names.Key, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Load the objects; return the facts and the per-rank states assigned to this rank.
+    def load(self, key: checkpoint_names.Key, names: list[str]) -> Restored:
+        """Load the objects; return the progress and the states assigned to this rank.
 
-        The first of these states is this rank's, if the checkpoint has one. The states of ranks that no longer exist
-        are distributed over the current ranks, each to one of them.
+        The states of ranks that no longer exist are distributed over the current ranks, each to one of them.
 
         Args:
-            names: everything to restore; names that are not objects are in the facts.
+            names: everything to restore; a name that is not an object's is the loader's.
 
         Raises:
             UserError: the checkpoint lacks one of them, or has one per rank for a different number of ranks.
         """
         path = self._run.checkpoint(*key)
         first = folders.record(path, 0)
-        shared = first["shared"]
-        known = [*shared["objects"], shared["facts"]["loader"]["name"]]
+        shared = first.content.shared
+        assert shared is not None, path
+        known = [*shared.objects, shared.progress.loader.name]
         for name in names:
             if name not in known:
                 raise UserError(
@@ -247,12 +268,13 @@ class Keeper:
             if name in own:
                 state = codec.joined(own[name], OfRank(tensors, _prefix(self._rank)))
             else:
-                state = codec.joined(shared["objects"][name], tensors)
-            load_state(value, state, is_old="differing" not in shared)
-        heard_of = folders.ranks(path)[self._rank :: self._world_size]
-        return shared["facts"], [codec.joined(folders.record(path, rank)["own"], tensors) for rank in heard_of]
+                state = codec.joined(shared.objects[name], tensors)
+            load_state(value, state, is_old=shared.differing is None)
+        assigned = folders.ranks(path)[self._rank :: self._world_size]
+        owns = [codec.joined(folders.record(path, rank).content.own, tensors) for rank in assigned]
+        return Restored(shared.progress, shared.best and shared.best.named_by(key), owns)
 
-    def _own_objects(self, path: Path, first: Mapping[str, Any]) -> dict[str, Any]:
+    def _own_objects(self, path: Path, first: RankRecord) -> Mapping[str, Plain]:
         """Return the states of the objects that this rank saved separately.
 
         Args:
@@ -261,22 +283,22 @@ class Keeper:
         Raises:
             UserError: they were saved by a different number of ranks.
         """
-        differing = [name for name in first["shared"].get("differing", []) if name in self.objects]
-        if differing and first["world_size"] != self._world_size:
+        shared = first.content.shared
+        differing = [name for name in (shared and shared.differing) or [] if name in self.objects]
+        if differing and first.world_size != self._world_size:
             raise UserError(
                 f"checkpoint {path.name} has its own {' and '.join(map(repr, differing))} for each of"
-                f" {first['world_size']} ranks, and this run has {self._world_size}: resume it on as many ranks, or"
+                f" {first.world_size} ranks, and this run has {self._world_size}: resume it on as many ranks, or"
                 " leave that out of run.restore"
             )
-        return dict(folders.record(path, self._rank)["objects"]) if differing and self._rank else {}
+        return folders.record(path, self._rank).content.objects if differing and self._rank else {}
 
 
 @dataclass(frozen=True)
 class _State:
     """The current state of an object."""
 
-    plain: Any
-    """The part that JSON can hold."""
+    plain: Plain
     tensors: Mapping[str, torch.Tensor]
     own: Mapping[str, torch.Tensor]
     """The tensors that may differ between ranks."""
@@ -312,7 +334,7 @@ def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def digest(plain: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+def digest(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """Return a digest of a state as two 64-bit integers; equal states have equal digests.
 
     Args:

@@ -6,7 +6,7 @@ their classes, because a user's attribute may have the same name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -97,7 +97,7 @@ def _along(module: nn.Module, name: str) -> Iterator[Any]:
     yield current
 
 
-def _canonical_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+def _canonical_names(module: nn.Module, state: Collection[str]) -> dict[str, str]:
     """Map each name in a module's state to the name without the parts that come from wrapping."""
     modules = module.named_modules(remove_duplicate=False)
     wrapped = {f"{path}.{child}".lstrip(".") for path, each in modules if (child := _wraps(each)) is not None}
@@ -140,7 +140,7 @@ def load_state(value: Any, state: Any, is_old: bool) -> None:
     value.load_state_dict(state)
 
 
-def _from_version_0_1(actual: Mapping[str, str], state: Mapping[str, Any]) -> dict[str, str]:
+def _from_version_0_1(actual: Mapping[str, str], state: Collection[str]) -> dict[str, str]:
     """Map the names in an old checkpoint, which depend on its wrapping, to the names of the module.
 
     Args:

@@ -13,7 +13,7 @@ happened since the last loss. From the strongest evidence to the weakest:
 If that leaves several batches of different weights, the job must name one: a wrong gradient would go unnoticed. All
 ranks raise that error, as it depends only on the sizes of global batches. The counts of meters are found the same way.
 
-`pass_history` and `passes` record what was handed out; `batch_parts` recognizes tensors.
+`pass_history` and `passes` record what was handed out, and recognize tensors.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from mgpu_slurm.checkpoints.rank_record import LoaderRecord
 from mgpu_slurm.core import log_lines
 
 
@@ -88,7 +88,7 @@ class LoaderPlace:
         self.batch = batch
         self.batches += 1
 
-    def beside(self) -> LoaderPlace:
+    def detached(self) -> LoaderPlace:
         """Return a place for a pass that does not change this one, and is not saved."""
         # in the same epoch: in the next one, a sampler may have another length
         return LoaderPlace(self.size, self.batch_size, self.passes - self.is_in_pass)
@@ -98,8 +98,8 @@ class LoaderPlace:
         """Whether there is a pass to continue: a current one, or one within which the loader was restored."""
         return self.is_in_pass or self.next_epoch is not None
 
-    def facts(self, in_pass: bool) -> dict[str, Any]:
-        """Return the state to store in a checkpoint.
+    def record(self, in_pass: bool) -> LoaderRecord:
+        """Return the position to store in a checkpoint.
 
         Args:
             in_pass: whether the checkpoint is at a batch of the loader that drives the loop; else it is at the end of
@@ -108,22 +108,25 @@ class LoaderPlace:
         if self.is_in_pass:
             is_fetched_again = self.is_ahead and (in_pass or self.is_outside)
             # a resumed run begins this pass again
-            begins: dict[str, Any] = {
-                "batch": self.batch + (not is_fetched_again),
-                "epoch": self.epoch,
-                "passes": self.passes - 1,
-            }
+            batch, passes = self.batch + (not is_fetched_again), self.passes - 1
         else:
-            begins = {"batch": self.first_batch, "epoch": self.next_epoch, "passes": self.passes}
-        begins["order"] = self.order if begins["batch"] else None
-        known = {"size": self.size, "batch_size": self.batch_size, "outside": self.is_outside}
-        return {**known, "active": self.is_active, **begins}
+            batch, passes = self.first_batch, self.passes
+        return LoaderRecord(
+            size=self.size,
+            batch_size=self.batch_size,
+            outside=self.is_outside,
+            active=self.is_active,
+            batch=batch,
+            epoch=self.epoch if self.is_in_pass else self.next_epoch,
+            passes=passes,
+            order=self.order if batch else None,
+        )
 
-    def go_to(self, facts: Mapping[str, Any]) -> None:
-        """Continue from a saved state with the next pass."""
-        self.first_batch, self.next_epoch, self.passes = facts["batch"], facts["epoch"], facts["passes"]
-        self.is_outside, self.is_over, self.restored = facts["outside"], False, None
-        self.order = facts["order"]
+    def resume_from(self, record: LoaderRecord) -> None:
+        """Continue from a saved position with the next pass."""
+        self.first_batch, self.next_epoch, self.passes = record.batch, record.epoch, record.passes
+        self.is_outside, self.is_over, self.restored = record.outside, False, None
+        self.order = record.order
 
     def continue_in(self, order: int | None) -> bool:
         """Return whether the samples are in the same order as those of the epoch handed out before a restore."""
@@ -141,7 +144,7 @@ class LoaderPlaces:
         self._places: list[LoaderPlace] = []
         self._lasting = 0
         """The number of places whose loaders were created before the loop, which does not recreate them."""
-        self._saved: list[Mapping[str, Any]] = []
+        self._saved: list[LoaderRecord] = []
         """Places of a checkpoint that no loader has taken yet."""
 
     def add(self, place: LoaderPlace) -> None:
@@ -192,16 +195,17 @@ class LoaderPlaces:
     def _pass_of_driver(self) -> int | None:
         return self.driver.passes if self.driver is not None and self.driver.is_in_pass else None
 
-    def facts(self, in_pass: bool) -> list[dict[str, Any]]:
+    def records(self, in_pass: bool) -> tuple[LoaderRecord, ...]:
         """Return the places to store in a checkpoint: those of loaders that last, or are in the middle of a pass."""
-        return [place.facts(in_pass) for i, place in enumerate(self._places) if i < self._lasting or place.is_active]
+        lasting = (place for i, place in enumerate(self._places) if i < self._lasting or place.is_active)
+        return tuple(place.record(in_pass) for place in lasting)
 
     def others(self, in_pass: bool) -> list[list[int]]:
         """Return passes and batch of each loader that does not drive the loop."""
-        found = [place.facts(in_pass) for place in self._places if place is not self.driver]
-        return [[facts["passes"], facts["batch"]] for facts in found]
+        found = [place.record(in_pass) for place in self._places if place is not self.driver]
+        return [[record.passes, record.batch] for record in found]
 
-    def go_to(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def resume_from(self, saved: Sequence[LoaderRecord]) -> None:
         """Restore the existing loaders, and later those created in the loop."""
         self._saved = list(saved)
         for place in self._places:
@@ -209,16 +213,16 @@ class LoaderPlaces:
 
     def warn_of_missing(self) -> None:
         """Warn of loaders that were in the middle of a pass, and have not been created again."""
-        for facts in self._saved:
-            if facts["active"]:
+        for record in self._saved:
+            if record.active:
                 log_lines.warn(
-                    f"the checkpoint was saved in the middle of a run.loader of {facts['size']}"
-                    f" samples in batches of {facts['batch_size']}, and the job has made none like it"
+                    f"the checkpoint was saved in the middle of a run.loader of {record.size}"
+                    f" samples in batches of {record.batch_size}, and the job has made none like it"
                 )
 
     def _take_saved(self, place: LoaderPlace) -> None:
-        for facts in self._saved:
-            if (facts["size"], facts["batch_size"]) == place.signature:
-                place.go_to(facts)
-                self._saved.remove(facts)
+        for record in self._saved:
+            if (record.size, record.batch_size) == place.signature:
+                place.resume_from(record)
+                self._saved.remove(record)
                 return

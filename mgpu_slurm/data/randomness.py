@@ -6,9 +6,13 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from mgpu_slurm.rank.codec import StateDict
 
 
 def seed(value: int, deterministic: bool) -> None:
@@ -29,28 +33,38 @@ def seed(value: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's, torch's and the device's generators."""
+@dataclass(frozen=True)
+class RandomState:
+    """The states of Python's, NumPy's, torch's and the device's generators."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: Tensor
+    cuda: Tensor | None = None
+    """None if the device is not a GPU."""
+
+    def state_dict(self) -> StateDict:
+        state = {"python": self.python, "numpy": self.numpy, "torch": self.torch}
+        return state if self.cuda is None else {**state, "cuda": self.cuda}
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the states of all generators of this process."""
     import numpy as np
 
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=True),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    numpy: Any = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return RandomState(random.getstate(), numpy, torch.get_rng_state(), cuda)
 
 
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+def set_random_state(state: RandomState, device: torch.device) -> None:
     import numpy as np
 
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    torch.set_rng_state(state.torch)
+    if device.type == "cuda" and state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda, device)
 
 
 class RandomNumbers:
@@ -58,7 +72,7 @@ class RandomNumbers:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._state: dict[str, Any] | None = None
+        self._state: RandomState | None = None
 
     @contextmanager
     def drawn(self) -> Iterator[None]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from mgpu_slurm import api
 from mgpu_slurm.core import states
@@ -34,7 +33,7 @@ TIME_LIMIT = "10"
 PAUSE = 0.2
 
 
-def findings_of_job(flags: dict[str, Any], executor: str, cluster: str | None, note: Note) -> Iterator[Finding]:
+def findings_of_job(flags: Mapping[str, object], executor: str, cluster: str | None, note: Note) -> Iterator[Finding]:
     """Submit the checkup and yield its findings. If nothing failed, its run is deleted afterwards.
 
     Args:
@@ -77,7 +76,7 @@ def tidy(handle: api.Handle, note: Note) -> None:
         note(f"the run of the checkup, {handle.name}, is not gone: {problem}")
 
 
-def _submit(flags: dict[str, Any], executor: str, cluster: str | None, note: Note) -> submitting.Submission:
+def _submit(flags: Mapping[str, object], executor: str, cluster: str | None, note: Note) -> submitting.Submission:
     asked = {name: value for name, value in flags.items() if value is not None}
     if executor != AllocationExecutor.name:
         # a held allocation has fixed nodes and a fixed end

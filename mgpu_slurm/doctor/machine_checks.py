@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from mgpu_slurm.core import interpreter, layout
 from mgpu_slurm.core.formatting import human_size
@@ -88,6 +87,25 @@ def _numbers(version: str) -> tuple[int, ...]:
 # -- torch
 
 
+@dataclass(frozen=True)
+class TorchFacts:
+    """The installed torch and torchvision, as `torch_probe` prints them."""
+
+    version: str
+    cuda: str | None
+    """The CUDA or ROCm version that torch was built for; None for the CPU only."""
+    gpus: list[str]
+    gloo: bool
+    nccl: bool
+    seconds: float
+    """Time that the import of torch took."""
+    torchvision: str | None
+    """Version; None if it is not installed, as it is an extra, or fails on import."""
+    torchvision_problem: str = ""
+    declared: bool = False
+    """Whether torchvision's operators do not load with this torch, and were only declared."""
+
+
 class TorchQuestion:
     """Imports torch in a separate process to get its facts. This takes seconds, so it is started early."""
 
@@ -101,7 +119,7 @@ class TorchQuestion:
             errors="replace",
         )
 
-    def answer(self) -> tuple[dict[str, Any] | None, str]:
+    def answer(self) -> tuple[TorchFacts | None, str]:
         """Return the facts and an empty string; or None and the reason."""
         try:
             out, err = self._process.communicate(timeout=TORCH_WITHIN)
@@ -112,11 +130,10 @@ class TorchQuestion:
         if self._process.returncode != 0:
             last = (err.strip().splitlines() or [f"ended with exit code {self._process.returncode}"])[-1]
             return None, f"fails on import: {last}"
-        facts: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return facts, ""
+        return TorchFacts(**json.loads(out.splitlines()[-1])), ""
 
 
-def torch_findings(facts: dict[str, Any] | None, problem: str, partitions_with_gpus: list[str]) -> Iterator[Finding]:
+def torch_findings(facts: TorchFacts | None, problem: str, partitions_with_gpus: list[str]) -> Iterator[Finding]:
     """Judge the facts of `torch_probe`.
 
     Args:
@@ -126,28 +143,28 @@ def torch_findings(facts: dict[str, Any] | None, problem: str, partitions_with_g
     if facts is None:
         yield check_results.failed("torch", f"torch {problem}", f"{sys.executable} -m pip install --upgrade torch")
         return
-    built = f"for CUDA {facts['cuda']}" if facts["cuda"] and facts["cuda"][0].isdigit() else facts["cuda"] or "CPU only"
-    seen = ", ".join(dict.fromkeys(facts["gpus"])) or "none"
-    text = f"torch {facts['version']} ({built}; GPUs here: {seen}), imported in {span(facts['seconds'])}"
+    built = f"for CUDA {facts.cuda}" if facts.cuda and facts.cuda[0].isdigit() else facts.cuda or "CPU only"
+    seen = ", ".join(dict.fromkeys(facts.gpus)) or "none"
+    text = f"torch {facts.version} ({built}; GPUs here: {seen}), imported in {span(facts.seconds)}"
     fix = "install a torch build for the nodes' GPUs (see pytorch.org), and submit from that environment"
-    if not facts["gloo"]:
+    if not facts.gloo:
         yield check_results.failed("torch", f"{text}: built without gloo, by which ranks agree", fix)
-    elif facts["cuda"] is None and partitions_with_gpus:
+    elif facts.cuda is None and partitions_with_gpus:
         text += f": runs on the GPUs of {', '.join(partitions_with_gpus)} would compute on the CPU"
         yield check_results.warning("torch", text, fix)
-    elif facts["cuda"] is None and Path("/proc/driver/nvidia/version").exists():
+    elif facts.cuda is None and Path("/proc/driver/nvidia/version").exists():
         yield check_results.warning(
             "torch", f"{text}: this machine has a GPU driver, and this torch does not use it", fix
         )
     else:
         yield check_results.ok("torch", text)
-    if facts["torchvision"] is None and facts["torchvision_problem"]:
-        fix = f"{sys.executable} -m pip install the torchvision that belongs to torch {facts['version']}"
-        text = f"torchvision fails on import: {facts['torchvision_problem']}"
+    if facts.torchvision is None and facts.torchvision_problem:
+        fix = f"{sys.executable} -m pip install the torchvision that belongs to torch {facts.version}"
+        text = f"torchvision fails on import: {facts.torchvision_problem}"
         yield check_results.warning("torchvision", text, fix)
-    elif facts["torchvision"] is not None:
-        without = " (its box operators do not load beside this torch; all else works)" if facts["declared"] else ""
-        yield check_results.ok("torchvision", f"torchvision {facts['torchvision']}{without}")
+    elif facts.torchvision is not None:
+        without = " (its box operators do not load beside this torch; all else works)" if facts.declared else ""
+        yield check_results.ok("torchvision", f"torchvision {facts.torchvision}{without}")
 
 
 # -- folders

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_slurm.metrics.event_frames import Records, find_records
-from mgpu_slurm.metrics.event_layout import Floats, Integers, Layout, layout_of
-from mgpu_slurm.metrics.event_messages import hyperparameters, parse, scalars
+from mgpu_slurm.metrics.event_layout import Floats, Integers, Layout, hyperparameters, layout_of, parse, scalars
 
 BATCH_BYTES = 256 * 2**20
 """Size of the files that are read together; the larger, the more records are stacked."""
@@ -52,7 +51,7 @@ class EventFile:
     scalars: dict[str, Points] = field(default_factory=dict)
     restarts: list[tuple[int, int]] = field(default_factory=list)
     """Number and step of each SessionLog.START record: all points before it, from that step on, are void."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
     """Hyperparameters, if the file has the HParams plugin's session start."""
     damaged: int = 0
     """Places where one or more records could not be read."""

@@ -26,7 +26,7 @@ class LiveState(Sink):
         self._attempt = attempt
         self._tolerance = tolerance
         self._lock = threading.Lock()
-        self._due: dict[str, Any] = {}
+        self._due: dict[str, object] = {}
         """Fields still to be written."""
         self._is_wanted = threading.Event()
         self._is_closed = threading.Event()

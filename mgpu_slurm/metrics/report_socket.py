@@ -17,6 +17,9 @@ from typing import Any
 
 from mgpu_slurm.job.socket_handoff import user_of
 
+PruneCallback = Callable[[int, dict[str, float]], str | None]
+"""Called on rank 0 with the progress and metrics of a report; returns why the trial is pruned, or None to continue."""
+
 VARIABLE = "MGPU_REPORTS"
 """Variable with the name of the socket for reports, without its leading zero byte."""
 
@@ -24,20 +27,16 @@ VARIABLE = "MGPU_REPORTS"
 class ReportServer:
     """The worker's side: receives reports and answers them."""
 
-    def __init__(self, judge: Callable[[int, dict[str, float]], str | None]) -> None:
-        """
-        Args:
-            judge: Called with the progress and its metrics; returns why the training should end, or None.
-        """
-        self._judge = judge
+    def __init__(self, prune: PruneCallback) -> None:
+        self._prune = prune
         self.name = f"mgpu-{secrets.token_hex(16)}"
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._door.bind(f"\0{self.name}")
-        self._door.listen(8)
-        self._door.setblocking(False)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(8)
+        self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._door, selectors.EVENT_READ)
-        self._heard: dict[socket.socket, bytes] = {}
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._received: dict[socket.socket, bytes] = {}
 
     def watch(self, descriptor: int) -> None:
         """Make `serve` return when this descriptor is readable."""
@@ -46,41 +45,40 @@ class ReportServer:
     def serve(self, seconds: float) -> None:
         """Wait for at most this time until there is something to read, and answer reports that have arrived."""
         for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._door:
-                self._let_in()
+            if key.fileobj is self._listener:
+                self._accept()
             elif isinstance(key.fileobj, socket.socket):
-                self._hear(key.fileobj)
+                self._receive(key.fileobj)
 
     def close(self) -> None:
-        for caller in self._heard:
-            caller.close()
-        self._door.close()
+        for connection in self._received:
+            connection.close()
+        self._listener.close()
         self._selector.close()
 
-    def _let_in(self) -> None:
-        caller, _ = self._door.accept()
-        if user_of(caller) != os.getuid():
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if user_of(connection) != os.getuid():
             # any user can connect to a name in the abstract namespace
-            caller.close()
+            connection.close()
             return
-        self._heard[caller] = b""
-        self._selector.register(caller, selectors.EVENT_READ)
+        self._received[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, caller: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         try:
-            data = caller.recv(1 << 16)
-            *lines, self._heard[caller] = (self._heard[caller] + data).split(b"\n")
-            questions = [json.loads(line) for line in lines]
-            for said in questions:
-                answer = {"given_up": self._judge(said["progress"], said["metrics"])}
-                caller.sendall(f"{json.dumps(answer)}\n".encode())
+            data = connection.recv(1 << 16)
+            *lines, self._received[connection] = (self._received[connection] + data).split(b"\n")
+            for report in map(json.loads, lines):
+                answer = {"given_up": self._prune(report["progress"], report["metrics"])}
+                connection.sendall(f"{json.dumps(answer)}\n".encode())
         except (ConnectionError, ValueError):
             # it has ended, or does not follow the protocol
             data = b""
         if not data:
-            self._selector.unregister(caller)
-            del self._heard[caller]
-            caller.close()
+            self._selector.unregister(connection)
+            del self._received[connection]
+            connection.close()
 
 
 class ReportClient:

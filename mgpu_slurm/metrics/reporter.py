@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from mgpu_slurm.core.layout import RunFolder
@@ -12,7 +13,7 @@ from mgpu_slurm.metrics.live_state import INTERVAL, LiveState
 from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile, Report, Screen, Tolerance, Tolerant
 
 
-def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def as_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     """Return metrics as plain numbers; tensors of one element are accepted.
 
     Raises:
@@ -21,11 +22,15 @@ def as_numbers(metrics: dict[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():
         try:
-            # a loss still has its autograd graph
-            numbers[name] = float(value.detach() if hasattr(value, "detach") else value)
+            numbers[name] = _number(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(f"metric {name!r}: expected a number, got {_shown(value)}") from None
     return numbers
+
+
+def _number(value: Any) -> float:
+    # a loss still has its autograd graph
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def result_of(returned: Any, last_metrics: dict[str, float], has_trained: bool = True) -> dict[str, float]:
@@ -52,12 +57,12 @@ def odd_result(returned: Any) -> str | None:
     return f"the job function returned what is not a number: {shown}: the result is without it"
 
 
-def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, Any]]:
+def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, object]]:
     """Split a job function's return value into numbers and other values, by name."""
     if returned is None:
         return {}, {}
     numbers: dict[str, float] = {}
-    others: dict[str, Any] = {}
+    others: dict[str, object] = {}
     for key, value in (returned if isinstance(returned, dict) else {"value": returned}).items():
         # JSON accepts no other keys, such as NumPy integers and tuples
         name = str(key)

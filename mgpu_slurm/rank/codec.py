@@ -9,13 +9,19 @@ from __future__ import annotations
 import base64
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from mgpu_slurm.core.errors import UserError
+
+StateDict: TypeAlias = dict[str, Any]
+"""A state as torch's `state_dict` methods return it: tensors, numbers and collections of them, by name."""
+
+Plain: TypeAlias = Any
+"""The part of a state that JSON can hold."""
 
 _TYPE, _OF = "!", "of"
 
@@ -28,7 +34,7 @@ _COLLECTIONS: dict[type, Callable[[Iterable[Any]], Any]] = {
 _DICTS: dict[type, Callable[[Any], Any]] = {dict: dict, OrderedDict: OrderedDict, Counter: lambda of: Counter(dict(of))}
 
 
-def split(state: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def split(state: Any, name: str) -> tuple[Plain, dict[str, torch.Tensor]]:
     """Return the part of a state that JSON can hold, and its tensors by the names used in that part.
 
     Args:
@@ -42,7 +48,7 @@ def split(state: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return _plain(state, name, tensors), tensors
 
 
-def joined(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def joined(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the state that `split` was given.
 
     Args:
@@ -58,7 +64,7 @@ def joined(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return _MAKERS[plain[_TYPE]](of) if plain[_TYPE] != "tensor" else tensors[of]
 
 
-def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Plain:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -94,7 +100,7 @@ def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _plain_dict(value: Mapping[Any, Any], place: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _plain_dict(value: Mapping[Any, Any], place: str, tensors: dict[str, torch.Tensor]) -> Plain:
     kind = dict if isinstance(value, defaultdict) else type(value)
     if kind is dict and _TYPE not in value and all(type(key) is str for key in value):
         return {key: _plain(each, f"{place}.{key}", tensors) for key, each in value.items()}
@@ -105,11 +111,11 @@ def _plain_dict(value: Mapping[Any, Any], place: str, tensors: dict[str, torch.T
     return _typed(kind.__name__, pairs)
 
 
-def _each(values: Iterable[Any], place: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+def _each(values: Iterable[Any], place: str, tensors: dict[str, torch.Tensor]) -> list[Plain]:
     return [_plain(value, f"{place}.{number}", tensors) for number, value in enumerate(values)]
 
 
-def _typed(name: str, of: Any) -> dict[str, Any]:
+def _typed(name: str, of: Plain) -> Plain:
     return {_TYPE: name, _OF: of}
 
 

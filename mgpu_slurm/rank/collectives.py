@@ -4,6 +4,9 @@ Each call that all ranks have to make sends one small message of a fixed format 
 format is fixed, ranks that make different calls still complete each other's message. They detect the difference and
 report which rank made which call, instead of hanging until the time-out. Between these calls `step_sync` has the ranks
 agree.
+
+`SaveBarrier` tracks which ranks have finished a save, through the store of their attempt, so that no step costs a
+message.
 """
 
 from __future__ import annotations
@@ -32,7 +35,6 @@ from mgpu_slurm.core.errors import (
 from mgpu_slurm.rank import codec
 from mgpu_slurm.rank.calls import Agreed, Call, different_calls
 from mgpu_slurm.rank.rendezvous import collective_timeout
-from mgpu_slurm.rank.save_barrier import SaveBarrier
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import signed
 from mgpu_slurm.rank.step_sync import StepSync
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from mgpu_slurm.rank.rank_info import RankInfo
 
+
 T = TypeVar("T")
 
 LOOKS = (1.0, 1.0, 8.0, 50.0)
@@ -50,6 +53,9 @@ LOOKS = (1.0, 1.0, 8.0, 50.0)
 
 _ERRORS = (MgpuError, UserError, NoStudy, ClusterError, RunFailed, TrialPruned)
 """Errors that keep their type on the ranks that receive them."""
+
+_WRITTEN, _LOST = "written", "lost"
+"""How a rank's part of a save has ended."""
 
 _ROW = struct.Struct("<b??qbdd")
 """A rank's row of a message: stop, save, failed, the number of boundaries passed, the call, and two values."""
@@ -261,3 +267,39 @@ def _check_same_place(passed: Sequence[int]) -> None:
             f"rank {passed.index(most)} has taken {most - least} batches of run.loader more than rank"
             f" {passed.index(least)}: every rank has to take as many, also if only one of them needs what comes of it"
         )
+
+
+class SaveBarrier:
+    """The saves of one run, by number, and which ranks have finished each.
+
+    Each rank sets a separate value. A counter would be faster to read, but could not be signed.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+
+    def done(self, save: int, is_lost: bool) -> None:
+        """Note that this rank is done with a save.
+
+        Args:
+            is_lost: whether this rank could not write its part.
+        """
+        self._store.set(f"{save}/{self._rank}", _LOST if is_lost else _WRITTEN)
+
+    def is_over(self, save: int) -> bool:
+        """Return whether all ranks are done with a save."""
+        return bool(self._store.check(self._keys(save)))
+
+    def is_lost(self, save: int) -> bool:
+        """Return whether any rank could not write its part; call it when all ranks are done."""
+        return any(self._store.get(key) == _LOST.encode() for key in self._keys(save))
+
+    def forget(self, save: int) -> None:
+        """Delete the ranks' values of a save."""
+        for key in self._keys(save):
+            self._store.delete_key(key)
+
+    def _keys(self, save: int) -> list[str]:
+        return [f"{save}/{rank}" for rank in range(self._world_size)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgpu_slurm.core import interpreter, log_lines
@@ -29,6 +30,19 @@ RankGpu = tuple[str, str | None]
 """The name of a rank's node, and the identity of its GPU."""
 
 
+@dataclass(frozen=True)
+class Versions:
+    """The versions of Python and of the installed packages, by name."""
+
+    python: str
+    packages: Mapping[str, str]
+
+    @staticmethod
+    def from_json(facts: Mapping[str, Any]) -> Versions:
+        """Return those in `environment.json`, or in `interpreter.facts()` of this process."""
+        return Versions(facts["python"]["version"], facts["packages"])
+
+
 def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankInfo) -> list[str]:
     """Return the warnings that do not need torch; one rank per node checks versions."""
     found = []
@@ -36,7 +50,7 @@ def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankInfo) -> list[st
         found.append(setup_warning(os.environ.get(SETUP_FAILED_VARIABLE)))
     if not spec.nodes_are_simulated and facts.local_rank == 0:
         # with simulated nodes, a rank is a fork of the process that the submission started
-        found.append(version_warning(read_json(folder.environment), interpreter.facts()))
+        found.append(version_warning(*versions(folder)))
     asked = spec.resources.cpus_per_task
     if asked is not None:
         ranks = facts.world_size if spec.nodes_are_simulated else facts.local_world_size
@@ -49,13 +63,14 @@ def setup_warning(failed: str | None) -> str | None:
     return f"this line of the cluster's setup failed: {failed}" if failed else None
 
 
-def version_warning(submitted: Mapping[str, Any] | None, here: Mapping[str, Any]) -> str | None:
-    """Warn of packages that a node lacks, or has in a different version than the submission.
+def versions(folder: RunFolder) -> tuple[Versions | None, Versions]:
+    """Return the versions at the submission, or None if they were not recorded, and those of this node."""
+    submitted = read_json(folder.environment)
+    return submitted and Versions.from_json(submitted), Versions.from_json(interpreter.facts())
 
-    Args:
-        submitted: content of `environment.json`; None if there is none.
-        here: `interpreter.facts()` of the node.
-    """
+
+def version_warning(submitted: Versions | None, here: Versions) -> str | None:
+    """Warn of packages that a node lacks, or has in a different version than the submission."""
     found = differences(submitted, here) if submitted is not None else []
     if not found:
         return None
@@ -63,14 +78,14 @@ def version_warning(submitted: Mapping[str, Any] | None, here: Mapping[str, Any]
     return f"this node has {', '.join(found[:SHOWN_DIFFERENCES])}{more}"
 
 
-def differences(submitted: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def differences(submitted: Versions, here: Versions) -> list[str]:
     """Describe the differences: Python, then torch, then the rest by name; additional packages do not count."""
     found = []
-    if submitted["python"]["version"] != here["python"]["version"]:
-        found.append(f"Python {here['python']['version']} instead of {submitted['python']['version']}")
-    packages = submitted["packages"]
+    if submitted.python != here.python:
+        found.append(f"Python {here.python} instead of {submitted.python}")
+    packages = submitted.packages
     for name in sorted(packages, key=lambda name: (name != "torch", name)):
-        version = here["packages"].get(name)
+        version = here.packages.get(name)
         if version is None:
             found.append(f"no {name} ({packages[name]} at the submission)")
         elif version != packages[name]:

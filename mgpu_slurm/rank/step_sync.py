@@ -14,6 +14,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,6 +54,26 @@ class Place(NamedTuple):
     @property
     def reached(self) -> tuple[int, bool]:
         return self.passed, self.has_batch
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What all ranks do, and at which boundary; sent as JSON."""
+
+    boundary: int
+    stop: Stop
+    save: bool
+    lost: list[tuple[int, Call]]
+    """If the ranks have diverged: all ranks and their calls."""
+
+    @staticmethod
+    def from_text(text: str) -> Answer:
+        said = json.loads(text)
+        lost = [(rank, Call(call)) for rank, call in said["lost"]]
+        return Answer(said["boundary"], Stop(said["stop"]), said["save"], lost)
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
 
 
 class StepSync:
@@ -208,21 +229,21 @@ class StepSync:
         if self._waiting_store.add(f"places/{turn}", 1) == self._world_size:
             keys = [f"place/{turn}/{rank}" for rank in range(self._world_size)]
             places = [json.loads(self._waiting_store.get(key)) for key in keys]
-            self._tell_all(self._waiting_store, f"answer/{turn}", json.dumps(_answer_to(places)))
+            self._tell_all(self._waiting_store, f"answer/{turn}", _answer_to(places).to_text())
         text = self._heard("answer")
         if text == CLOSE:
             return
         for what in ("bell", "place", "answer"):
             self._waiting_store.delete_key(f"{what}/{turn}/{self._rank}")
-        answer = json.loads(text)
+        answer = Answer.from_text(text)
         with self._changed:
             self._round = turn + 1
             self._is_held = False
-            agreed = Agreed(Stop(answer["stop"]), answer["save"])
+            agreed = Agreed(answer.stop, answer.save)
             if agreed != Agreed():
-                self._due.append((answer["boundary"], agreed))
+                self._due.append((answer.boundary, agreed))
             self._stop = max(self._stop, agreed.stop)
-            self._lost = [(rank, Call(call)) for rank, call in answer["lost"]]
+            self._lost = answer.lost
             self._changed.notify_all()
 
     def _heard(self, what: str) -> str:
@@ -241,19 +262,19 @@ class StepSync:
             store.set(f"{what}/{rank}", text)
 
 
-def _answer_to(said: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return what all ranks do, and at which boundary.
+def _answer_to(said: Sequence[Sequence[Any]]) -> Answer:
+    """Return the answer to the reports of all ranks.
 
     Args:
         said: the report of each rank: the requested stop and save, and its place.
     """
     places = [Place(*each[2:]) for each in said]
-    return {
-        "boundary": max(place.passed for place in places) + 1,
-        "stop": max(each[0] for each in said),
-        "save": any(each[1] for each in said),
-        "lost": [(rank, place.at) for rank, place in enumerate(places)] if have_lost_each_other(places) else [],
-    }
+    return Answer(
+        boundary=max(place.passed for place in places) + 1,
+        stop=Stop(max(each[0] for each in said)),
+        save=any(each[1] for each in said),
+        lost=[(rank, place.at) for rank, place in enumerate(places)] if have_lost_each_other(places) else [],
+    )
 
 
 def have_lost_each_other(places: Sequence[Place]) -> bool:

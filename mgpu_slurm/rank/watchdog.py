@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,15 @@ SHORTEST_GRACE, LONGEST_GRACE = 3.0, 60.0
 LAST_SECONDS = 30.0
 """Seconds after its grace at which a rank is killed, even if writing its record hangs."""
 
-Record = dict[str, Any]
+
+@dataclass(frozen=True)
+class Collective:
+    """An entry of torch's flight recorders."""
+
+    number: int
+    """Increases with each collective of the process."""
+    name: str
+    is_over: bool
 
 
 class Watchdog:
@@ -153,15 +162,15 @@ class Watchdog:
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _record(self, innermost: FrameType, seconds: float) -> Record:
+    def _record(self, innermost: FrameType, seconds: float) -> dict[str, Any]:
         frames = stack(innermost)
-        collectives: list[Record] = []
+        collectives: list[Collective] = []
         with suppress(Exception):
             # private interface of torch
             collectives = _collectives(self._facts.rank)
-        unfinished = [entry for entry in collectives if not entry["retired"]]
+        unfinished = [each.name for each in collectives if not each.is_over]
         waits = bool(unfinished) or _is_where_ranks_wait(frames)
-        what = f" in {unfinished[0]['profiling_name']}" if unfinished else ""
+        what = f" in {unfinished[0]}" if unfinished else ""
         doing = f"{f'waits for other ranks{what}' if waits else 'is'} at {place(frames)}"
         return {
             "rank": self._facts.rank,
@@ -171,7 +180,7 @@ class Watchdog:
             "message": f"no progress for {in_words(seconds)} since step {self._step()}: it {doing}",
             "doing": doing,
             "consequence": waits,
-            "collectives": len(collectives) and max(entry["record_id"] for entry in collectives),
+            "collectives": max((each.number for each in collectives), default=0),
         }
 
 
@@ -194,16 +203,17 @@ def watchdog(minutes: float, facts: RankInfo, folder: RunFolder | None, attempt:
     return Watchdog(60 * minutes, facts, folder.rank_failure(attempt, facts.rank), stacks)
 
 
-def _collectives(rank: int) -> list[Record]:
-    """Return the entries of torch's flight recorders in this process, oldest first; none if they are disabled.
+def _collectives(rank: int) -> list[Collective]:
+    """Return the entries of the flight recorders in this process, oldest first; none if they are disabled.
 
     The dump is also written next to the logs, as torch itself does at an NCCL time-out.
     """
     if not dist.is_initialized():
         return []
-    found: list[Record] = []
+    found: list[Collective] = []
     for suffix, dump in torch_adapter.flight_recorder_dumps().items():
-        found += pickle.loads(dump).get("entries", [])
+        entries = pickle.loads(dump).get("entries", [])
+        found += [Collective(each["record_id"], each["profiling_name"], each["retired"]) for each in entries]
         if prefix := os.environ.get(FLIGHT_VARIABLE):
             with suppress(OSError):
                 Path(f"{prefix}{rank}{suffix}").write_bytes(dump)

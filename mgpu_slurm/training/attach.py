@@ -69,14 +69,14 @@ def _make() -> Run:
     stop.see_to_it(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
     if _is_the_run():
-        atexit.register(_say_that_it_comes_back, stop, attempt)
+        atexit.register(_request_requeue, stop, attempt)
     shared = None
     if facts.world_size > 1 and not dist.is_initialized():
         shared = rendezvous.join(facts, device)
         atexit.register(_destroy_group)
     address = os.environ.get(report_socket.VARIABLE)
-    judge = None if address is None else report_socket.ReportClient(address)
-    run = Run(facts, _folder(facts), device, attempt, stop, judge=judge, watchdog=_watchdog_of(facts, attempt))
+    prune = None if address is None else report_socket.ReportClient(address)
+    run = Run(facts, _folder(facts), device, attempt, stop, prune=prune, watchdog=_watchdog_of(facts, attempt))
     preflight.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
     if _is_the_run() or facts.world_size > 1:
         _leave_soon_after_an_error(run)
@@ -110,7 +110,7 @@ def _is_the_run() -> bool:
     return RUN_VARIABLE in os.environ and TRIAL_VARIABLE not in os.environ
 
 
-def _say_that_it_comes_back(stop: StopFlag, attempt: int) -> None:
+def _request_requeue(stop: StopFlag, attempt: int) -> None:
     """Request the requeue in a file: a shell or launcher around this script may exit with another code."""
     if stop.comes_back:
         wish_to_requeue(RunFolder(Path(os.environ[RUN_VARIABLE])), attempt)
@@ -131,13 +131,13 @@ def _folder(facts: RankInfo) -> Path:
     script = Path(sys.argv[0]).stem or "python"
     name = f"{script}-attached-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     if facts.world_size > 1:
-        name = _told(name, facts)
+        name = _name_from_rank0(name, facts)
     folder = layout.runs_root() / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _told(name: str, facts: RankInfo) -> str:
+def _name_from_rank0(name: str, facts: RankInfo) -> str:
     """Return rank 0's name of the new run."""
     store = signed(default_store(), facts.rank)
     if facts.rank == 0:

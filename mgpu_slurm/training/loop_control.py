@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
+from mgpu_slurm.checkpoints.rank_record import ProgressRecord
 from mgpu_slurm.checkpoints.saver import Saver
-from mgpu_slurm.checkpoints.train_state import Keeper
+from mgpu_slurm.checkpoints.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import RunStopped, UserError
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.streams import Drawn
 from mgpu_slurm.rank.calls import Agreed, Call
+from mgpu_slurm.rank.codec import StateDict
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
-from mgpu_slurm.training.meter import Meter
-from mgpu_slurm.training.progress import Position
+from mgpu_slurm.training.progress import Meter, Position, RankState
 
 
 class Steering:
@@ -61,25 +61,20 @@ class Steering:
         self.save_wanted = False
         self.has_gradients = False
         """Whether it is in the middle of a step."""
-        self._random_to_restore: dict[str, Any] | None = None
+        self._random_to_restore: randomness.RandomState | None = None
         self.meters: dict[str, Meter] = {}
         self.drawn = Drawn()
         self._overdue = Overdue()
 
-    def resume_from(self, key: Key, shared: Mapping[str, Any], owns: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            key: key of the checkpoint.
-            shared: state of the run, common to all ranks.
-            owns: this rank's own state, if the rank existed, followed by that of ranks that no longer exist.
-        """
-        self._position.go_to(shared)
-        self.saver.restored(shared, key)
+    def resume_from(self, restored: Restored) -> None:
+        """Continue from a checkpoint."""
+        self._position.resume_from(restored.progress)
+        self.saver.restored(restored)
+        owns = [RankState.from_state_dict(own) for own in restored.owns]
         # a rank that did not exist keeps its seed
-        self._random_to_restore = owns[0]["random"] if owns else None
+        self._random_to_restore = owns[0].random if owns else None
         for name, meter in self.meters.items():
-            meter.go_on_from(own["meters"][name] for own in owns if name in own["meters"])
+            meter.resume_from(own.meters[name] for own in owns if name in own.meters)
 
     # -- agreement; every rank makes these calls
 
@@ -126,7 +121,7 @@ class Steering:
         """Yield the remaining epochs, from 1, and write a checkpoint at the end of each."""
         position = self._position
         position.begin_epochs(total)
-        if not position.goes_on_in_pass:
+        if not position.continues_in_pass:
             self._restore_random()
         try:
             for epoch in range(position.next_epoch, total + 1):
@@ -150,8 +145,8 @@ class Steering:
         self._position.loaders.note_batch(place)
         if is_restored:
             self._check_epoch(is_first=place.batches == 1)
-            if self._position.goes_on_in_pass:
-                self._position.goes_on_in_pass = False
+            if self._position.continues_in_pass:
+                self._position.continues_in_pass = False
                 self._position.loaders.warn_of_missing()
             self._restore_random()
             if loader.batch == 0:
@@ -260,10 +255,10 @@ class Steering:
         last = loader.last_place if self._last_place is None else self._last_place
         if not self._evaluates or loader.batch != last:
             return
-        facts, own = self._moment(in_pass=True)
+        progress, own = self._moment(in_pass=True)
         # do not wait for another checkpoint that is still being written; all ranks decide the same
-        if not self.any_rank(self.saver.is_writing_other(facts)):
-            self.saver.hold(facts, own)
+        if not self.any_rank(self.saver.is_writing_other(progress)):
+            self.saver.hold(progress, own)
 
     def _begin_pass(self) -> None:
         if self._place is not None:
@@ -297,10 +292,11 @@ class Steering:
         self._agreed = replace(self._agreed, save=False)
         self._leave()
 
-    def _moment(self, in_pass: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of the run, and this rank's own state."""
+    def _moment(self, in_pass: bool) -> tuple[ProgressRecord, StateDict]:
+        """Return the progress of the run, and this rank's own state."""
         meters = {name: meter.state() for name, meter in self.meters.items()}
-        return self._position.facts(in_pass), {"random": randomness.random_state(self._device), "meters": meters}
+        own = RankState(randomness.random_state(self._device), meters)
+        return self._position.record(in_pass), own.state_dict()
 
     def _leave(self) -> None:
         """Stop the run if that was agreed."""

@@ -1,13 +1,96 @@
-"""The progress of a run, as stored in checkpoints and restored by a new attempt."""
+"""The progress of a run and the means over its epoch, as stored in checkpoints and restored by a new attempt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from mgpu_slurm.checkpoints.rank_record import PassRecord, ProgressRecord
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.loader_positions import LoaderPlaces
 from mgpu_slurm.data.loaders import Loader
+from mgpu_slurm.data.randomness import RandomState
+from mgpu_slurm.rank.codec import StateDict
+
+Mean = Callable[[torch.Tensor, float], float]
+"""A mean from the sums and counts of all ranks; see `Run.mean`."""
+
+
+@dataclass(frozen=True)
+class MeterState:
+    """What was added to a meter so far."""
+
+    total: torch.Tensor
+    count: float
+
+    def state_dict(self) -> StateDict:
+        return {"total": self.total, "count": self.count}
+
+
+class Meter:
+    """One rank's part of a mean; checkpoints contain what was added so far."""
+
+    def __init__(self, device: torch.device, mean: Mean, samples: Callable[[Any], float | None]) -> None:
+        """
+        Args:
+            samples: returns the number of this rank's samples in the current training batch, or None outside of one.
+                Called with the value that is added.
+        """
+        self._device = device
+        self._mean = mean
+        self._samples = samples
+        self._clear()
+
+    def _clear(self) -> None:
+        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._count = 0.0
+
+    def add(self, value: torch.Tensor | float, count: float | None = None) -> None:
+        """Add the mean over some samples, weighted by their number.
+
+        Args:
+            value: the mean over this rank's samples; a tensor stays on its device, without synchronization.
+            count: number of samples; None for that of the current batch of `run.loader`, which is 0 if this rank only
+                computes on another rank's sample. Required for the value of an earlier batch.
+
+        Raises:
+            UserError: `value` is not a single number, or the number of samples is unknown.
+        """
+        count = self._samples(value) if count is None else count
+        if count is None:
+            raise UserError("meter.add: not in a batch of run.loader: say of how many samples it is, as `count`")
+        number = torch.as_tensor(value).detach()
+        if number.numel() != 1:
+            raise UserError(f"meter.add: expected a number, got a tensor of shape {[*number.shape]}: take its mean")
+        if count:
+            self._total += number.reshape(()).to(self._device, torch.float64) * count
+            self._count += count
+
+    def mean(self) -> float:
+        """Return the mean over all samples added on all ranks since the last call; NaN if there are none.
+
+        Collective: every rank must call it.
+        """
+        mean = self._mean(self._total, self._count)
+        self._clear()
+        return mean
+
+    def state(self) -> MeterState:
+        return MeterState(self._total, self._count)
+
+    def resume_from(self, states: Iterable[MeterState]) -> None:
+        """Continue from saved states.
+
+        Args:
+            states: states of this rank, and of ranks that no longer exist.
+        """
+        self._clear()
+        for state in states:
+            self._total += state.total.to(self._device)
+            self._count += state.count
 
 
 class Position:
@@ -29,7 +112,7 @@ class Position:
         self.loader: Loader | None = None
         """The loader passed to `restore`: the run can be resumed at its batches."""
         self.loader_name = ""
-        self.goes_on_in_pass = False
+        self.continues_in_pass = False
         """Whether the run was restored within a pass over it, and has not reached its next batch yet."""
         self.loaders = LoaderPlaces()
         self._restored_at: tuple[int, int] | None = None
@@ -54,30 +137,25 @@ class Position:
         self.loader_name, self.loader = name, loader
         self.loaders.driver = loader.place
 
-    def facts(self, in_pass: bool) -> dict[str, Any]:
+    def record(self, in_pass: bool) -> ProgressRecord:
         """Return the progress to store in a checkpoint.
 
         Args:
             in_pass: whether the run is within a pass over the loader.
         """
         batch, passes = (self.loader.place.batch, self.loader.place.passes) if self.loader is not None else (0, 0)
-        return {
-            "step": self.step,
-            "progress": self.progress,
-            "metrics": self.metrics,
-            "next_epoch": self.epoch if in_pass and self.epoch is not None else self.next_epoch,
-            "in_epochs": self.next_epoch <= self.last_epoch,
-            # distinguishes checkpoints of the same step; the beginning of a pass is the end of the previous one
-            "place": [self.progress, batch if in_pass else 0, passes - in_pass, *self.loaders.others(in_pass)],
-            "loader": {
-                "name": self.loader_name,
-                "active": in_pass,
-                "batch": batch if in_pass else 0,
-                # a resumed run begins this pass again
-                "passes": passes - in_pass,
-            },
-            "loaders": self.loaders.facts(in_pass),
-        }
+        # the beginning of a pass is the end of the previous one; a resumed run begins this pass again
+        batch, passes = batch if in_pass else 0, passes - in_pass
+        return ProgressRecord(
+            step=self.step,
+            progress=self.progress,
+            metrics=self.metrics,
+            next_epoch=self.epoch if in_pass and self.epoch is not None else self.next_epoch,
+            in_epochs=self.next_epoch <= self.last_epoch,
+            place=[self.progress, batch, passes, *self.loaders.others(in_pass)],
+            loader=PassRecord(self.loader_name, in_pass, batch, passes),
+            loaders=self.loaders.records(in_pass),
+        )
 
     def begin_epochs(self, last: int) -> None:
         """Record that a loop over `state.epochs` begins."""
@@ -89,18 +167,30 @@ class Position:
         if self.epoch is not None:
             self.next_epoch, self.epoch = self.epoch + 1, None
 
-    def go_to(self, facts: Mapping[str, Any]) -> None:
+    def resume_from(self, record: ProgressRecord) -> None:
         """Set the progress to that of a checkpoint."""
-        self.step, self.progress, self.metrics = facts["step"], facts["progress"], facts["metrics"]
+        self.step, self.progress, self.metrics = record.step, record.progress, dict(record.metrics)
         self._restored_at = self.step, self.progress
-        self.next_epoch, self.goes_on_in_pass = facts["next_epoch"], facts["loader"]["active"]
-        # v0.1 saved only the place of one loader, and not whether it was within an epoch
-        self.awaits_epochs = facts.get("in_epochs", False)
-        self.loaders.go_to(facts.get("loaders", []))
+        self.next_epoch, self.continues_in_pass = record.next_epoch, record.loader.active
+        self.awaits_epochs = record.in_epochs
+        self.loaders.resume_from(record.loaders)
         if self.loader is not None:
-            place = self.loader.place
-            place.first_batch, place.passes, place.next_epoch = (
-                facts["loader"]["batch"],
-                facts["loader"]["passes"],
-                None,
-            )
+            place, loader = self.loader.place, record.loader
+            place.first_batch, place.passes, place.next_epoch = loader.batch, loader.passes, None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of one rank that other ranks do not share."""
+
+    random: RandomState
+    meters: Mapping[str, MeterState]
+
+    def state_dict(self) -> StateDict:
+        meters = {name: meter.state_dict() for name, meter in self.meters.items()}
+        return {"random": self.random.state_dict(), "meters": meters}
+
+    @staticmethod
+    def from_state_dict(state: StateDict) -> RankState:
+        meters = {name: MeterState(**meter) for name, meter in state["meters"].items()}
+        return RankState(RandomState(**state["random"]), meters)

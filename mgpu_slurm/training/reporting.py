@@ -1,21 +1,19 @@
-"""Report metrics: write them, choose the best checkpoint by them, and ask whether training should continue."""
+"""Report metrics: write them, choose the best checkpoint by them, and ask whether the trial is pruned."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any, SupportsIndex
+from collections.abc import Mapping
+from typing import SupportsIndex
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import TrialPruned, UserError
+from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.calls import Call
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.training.loop_control import Steering
 from mgpu_slurm.training.progress import Position
-
-Judge = Callable[[int, dict[str, float]], str | None]
-"""Called with the progress and its metrics on rank 0; returns why training should stop, or None to continue."""
 
 
 class Reporting:
@@ -24,7 +22,7 @@ class Reporting:
     def __init__(
         self,
         reporter: Reporter | None,
-        judge: Judge | None,
+        prune: PruneCallback | None,
         position: Position,
         steering: Steering,
         collectives: Collectives,
@@ -32,15 +30,15 @@ class Reporting:
         """
         Args:
             reporter: writes what is reported, on rank 0.
-            judge: decides after each report whether training continues.
+            prune: decides after each report whether the trial is pruned.
         """
         self._reporter = reporter
-        self._judge = judge
+        self._prune = prune
         self._position = position
         self._steering = steering
         self._collectives = collectives
 
-    def report(self, progress: SupportsIndex, metrics: dict[str, Any]) -> None:
+    def report(self, progress: SupportsIndex, metrics: Mapping[str, object]) -> None:
         """See `Run.report`."""
         try:
             progress = operator.index(progress)
@@ -58,16 +56,14 @@ class Reporting:
         position.progress, position.metrics = progress, numbers
         if self._reporter is not None:
             self._reporter.report(progress, position.step, numbers)
-        if self._judge is not None:
-            self._listen_to(self._judge)
+        if self._prune is not None:
+            self._prune_if_told(self._prune)
         self._steering.reported()
 
-    def _listen_to(self, judge: Judge) -> None:
-        """Ask on rank 0, and stop on all ranks if training should not continue."""
-        given_up = self._collectives.broadcast_from_rank0(
-            lambda: judge(self._position.progress, self._position.metrics)
-        )
-        if given_up is not None:
-            log_lines.say(f"{given_up}: stopped at progress {self._position.progress}")
+    def _prune_if_told(self, prune: PruneCallback) -> None:
+        """Ask on rank 0, and end the trial on all ranks if it is pruned."""
+        reason = self._collectives.broadcast_from_rank0(lambda: prune(self._position.progress, self._position.metrics))
+        if reason is not None:
+            log_lines.say(f"{reason}: stopped at progress {self._position.progress}")
             self._steering.saver.finish()
-            raise TrialPruned(given_up)
+            raise TrialPruned(reason)

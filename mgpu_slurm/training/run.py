@@ -20,6 +20,7 @@ from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.batches import mixed
 from mgpu_slurm.data.evaluation import Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader
+from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.calls import Call
 from mgpu_slurm.rank.collectives import Collectives
@@ -27,9 +28,8 @@ from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.rank.watchdog import Watchdog
 from mgpu_slurm.training.loop_control import Steering
-from mgpu_slurm.training.meter import Meter
-from mgpu_slurm.training.progress import Position
-from mgpu_slurm.training.reporting import Judge, Reporting
+from mgpu_slurm.training.progress import Meter, Position
+from mgpu_slurm.training.reporting import Reporting
 from mgpu_slurm.training.restore import CheckpointFinder, State
 from mgpu_slurm.training.run_data import RunData
 from mgpu_slurm.training.step_counter import StepCounter
@@ -49,13 +49,13 @@ class Run:
         attempt: int,
         stop: StopFlag,
         collectives: Collectives | None = None,
-        judge: Judge | None = None,
+        prune: PruneCallback | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         """
         Args:
             collectives: that of the previous run, if this process has had one.
-            judge: decides after each report whether training continues.
+            prune: decides after each report whether the trial is pruned.
             watchdog: ends this rank if it makes no progress.
         """
         self.rank = facts.rank
@@ -78,7 +78,7 @@ class Run:
         self._steering = Steering(self._position, device, facts.rank, self._collectives, self._keeper, stop, self.alive)
         self._saver = self._steering.saver
         self._finder = CheckpointFinder(self._files, self.is_main, self._collectives, self._keeper, self._steering)
-        self._reporting = Reporting(self._reporter, judge, self._position, self._steering, self._collectives)
+        self._reporting = Reporting(self._reporter, prune, self._position, self._steering, self._collectives)
         self._steps = StepCounter(self._step_done)
         self._data = RunData(
             facts,
@@ -327,8 +327,7 @@ class Run:
     def _load(self, key: Key) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
         with self._steps.paused():
-            shared, owns = self._keeper.load(key, names)
-        self._steering.resume_from(key, shared, owns)
+            self._steering.resume_from(self._keeper.load(key, names))
         if self._reporter is not None:
             self._reporter.resume(self.step)
             name = self._files.checkpoint(*key).name

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from mgpu_slurm.data.accumulation import Accumulation
+from mgpu_slurm.data.batch_cutting import Accumulation
 from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader

@@ -98,7 +98,7 @@ class TellInputs:
     def __init__(self, tell: Callable[[nn.Module, Any], None] | None = None) -> None:
         self._tell = tell
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
         # a compiler would trace it, though it is not part of the computation
         if self._tell is not None and not torch.compiler.is_compiling():
             self._tell(module, (*args, *kwargs.values()))

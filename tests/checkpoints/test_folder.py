@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mgpu_slurm.checkpoints import folder as folders
+from mgpu_slurm.checkpoints.rank_record import Content, PassRecord, ProgressRecord, SharedRecord
 from mgpu_slurm.checkpoints.writer import Part
 from mgpu_slurm.core import checkpoint_names
 from mgpu_slurm.core.layout import RunFolder
@@ -26,8 +27,16 @@ def part(
 ) -> Path:
     hidden = folders.hidden(run, step, attempt, 1)
     parts = {f"weight.{rank}": Part(torch.full((3,), float(step)), (0,))}
-    state = {"own": {"step": step, "loss": 0.1 + 0.2}, "shared": {"facts": {"place": place}}}
-    folders.write_part(hidden, rank, world_size, state, parts)
+    progress = ProgressRecord(
+        step=step,
+        progress=0,
+        metrics={},
+        next_epoch=1,
+        place=None if place is None else [place],
+        loader=PassRecord("", active=False, batch=0, passes=0),
+    )
+    shared = SharedRecord(progress, best=None, objects={}, differing=[])
+    folders.write_part(hidden, rank, world_size, Content({"step": step, "loss": 0.1 + 0.2}, shared), parts)
     return hidden
 
 
@@ -51,7 +60,7 @@ def test_it_is_whole_with_the_last_ranks_record(run: RunFolder) -> None:
     assert checkpoint_names.complete(run) == [final]
     assert listed(run) == ["step-000000007"]
     assert folders.ranks(final) == [0, 1, 2]
-    assert folders.record(final, 2)["own"] == {"step": 7, "loss": 0.1 + 0.2}
+    assert folders.record(final, 2).content.own == {"step": 7, "loss": 0.1 + 0.2}
     assert folders.problem(final, [0, 1, 2]) is None
 
 

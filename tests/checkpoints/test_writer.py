@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-from mgpu_slurm.checkpoints.host_copies import HostCopies
 from mgpu_slurm.checkpoints.reader import StoredTensors
-from mgpu_slurm.checkpoints.writer import _TYPES, Part, summed, write
+from mgpu_slurm.checkpoints.writer import _TYPES, HostCopies, Part, summed, write
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.rank import codec
 from mgpu_slurm.training.run import Run

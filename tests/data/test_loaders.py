@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder
+from mgpu_slurm.checkpoints.rank_record import LoaderRecord
 from mgpu_slurm.core import checkpoint_names
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.core.layout import RunFolder
@@ -334,7 +335,7 @@ def test_a_pass_over_the_driver_that_lasts_into_the_next_epoch_is_refused() -> N
 
 def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> None:
     place = LoaderPlace(8, 2)
-    place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False, "order": None})
+    place.resume_from(LoaderRecord(8, 2, outside=False, active=True, batch=3, epoch=2, passes=1, order=None))
     assert (place.begin_pass(2, step=7), place.epoch) == (3, 2)
     place.come_to(3)
     assert (place.begin_pass(3, step=7), place.epoch) == (0, 3)
@@ -342,7 +343,7 @@ def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> No
 
 def test_a_loader_is_looked_at_once() -> None:
     place = LoaderPlace(8, 2)
-    place.go_to({"batch": 3, "epoch": 2, "passes": 1, "outside": False, "order": None})
+    place.resume_from(LoaderRecord(8, 2, outside=False, active=True, batch=3, epoch=2, passes=1, order=None))
     assert [(place.begin_pass(None, step=7), place.epoch, place.passes) for _ in range(3)] == [
         (3, 2, 2),
         (3, 2, 2),

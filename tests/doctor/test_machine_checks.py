@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from mgpu_slurm.doctor import machine_checks
 from mgpu_slurm.doctor.check_results import Finding
-from mgpu_slurm.doctor.machine_checks import Mount
+from mgpu_slurm.doctor.machine_checks import Mount, TorchFacts
 
 REQUIREMENTS = ["click>=8.1", "PyYAML>=6.0", "torch>=2.13", "numpy", 'pytest>=9.0; extra == "dev"']
 
@@ -89,9 +90,9 @@ def test_looking_at_a_folder_makes_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def torch_facts(**changed: Any) -> dict[str, Any]:
-    facts = {"version": "2.13.0+cu130", "cuda": "13.0", "gpus": [], "gloo": True, "nccl": True, "seconds": 1.5}
-    return facts | {"torchvision": "0.28.0", "torchvision_problem": "", "declared": False} | changed
+def torch_facts(**changed: Any) -> TorchFacts:
+    facts = TorchFacts("2.13.0+cu130", "13.0", gpus=[], gloo=True, nccl=True, seconds=1.5, torchvision="0.28.0")
+    return replace(facts, **changed)
 
 
 def test_a_torch_for_cuda_on_a_login_node_without_gpus_is_fine() -> None:

@@ -19,7 +19,7 @@ class Study:
         self.heard: list[tuple[int, dict[str, float]]] = []
         self.answer: str | None = None
 
-    def judge(self, progress: int, metrics: dict[str, float]) -> str | None:
+    def prune(self, progress: int, metrics: dict[str, float]) -> str | None:
         self.heard.append((progress, metrics))
         return self.answer
 
@@ -31,7 +31,7 @@ def study() -> Study:
 
 @pytest.fixture
 def server(study: Study) -> Iterator[ReportServer]:
-    server = ReportServer(study.judge)
+    server = ReportServer(study.prune)
     stopped = threading.Event()
 
     def serve() -> None:
@@ -66,7 +66,7 @@ def test_one_that_comes_and_goes_keeps_nobody_from_asking(server: ReportServer, 
 
 
 def test_a_worker_that_is_gone_is_an_error() -> None:
-    server = ReportServer(Study().judge)
+    server = ReportServer(Study().prune)
     client = ReportClient(server.name)
     answered: list[BaseException | str | None] = []
 

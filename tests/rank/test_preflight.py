@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank import preflight
+from mgpu_slurm.rank.preflight import Versions
 from mgpu_slurm.rank.rank_info import RankInfo
 
 
-def node(python: str = "3.11.2", **packages: str) -> dict[str, Any]:
-    return {"python": {"version": python, "executable": "/opt/venv/bin/python"}, "packages": packages}
+def node(python: str = "3.11.2", **packages: str) -> Versions:
+    return Versions(python, packages)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def node(python: str = "3.11.2", **packages: str) -> dict[str, Any]:
     ],
     ids=["same", "more than needed", "another torch", "missing", "all at once"],
 )
-def test_other_versions_than_at_the_submission_are_named(here: dict[str, Any], warning: str | None) -> None:
+def test_other_versions_than_at_the_submission_are_named(here: Versions, warning: str | None) -> None:
     assert preflight.version_warning(node(torch="2.13.0", numpy="2.1"), here) == warning
 
 

@@ -20,9 +20,8 @@ from mgpu_slurm.core.errors import ForgeryError, MgpuError, TrialPruned, UserErr
 from mgpu_slurm.job import store_secret
 from mgpu_slurm.rank import rendezvous
 from mgpu_slurm.rank.calls import Agreed, Call
-from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.collectives import Collectives, SaveBarrier
 from mgpu_slurm.rank.rank_info import RankInfo
-from mgpu_slurm.rank.save_barrier import SaveBarrier
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import SignedStore, signed
 from mgpu_slurm.rank.step_sync import GONE

@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,56 @@ from mgpu_slurm.rank import devices, preflight
 GB = 1 << 30
 
 
+@dataclass(frozen=True)
+class RankGpus:
+    """The GPUs of a rank."""
+
+    asked: int | None
+    visible: int
+    gpu: str | None
+    """UUID of the GPU it computes on; None for the CPU."""
+    name: str
+
+
+@dataclass(frozen=True)
+class GpuHealth:
+    """The health of one GPU according to NVML; None for values that this kind of GPU does not report."""
+
+    uuid: str
+    name: str
+    uncorrected: int | None
+    """Uncorrectable memory errors since the driver was loaded."""
+    retirement_pending: int | None
+    remapping: list[int] | None
+    """Rows remapped after correctable and uncorrectable errors, whether some are pending, and whether that failed."""
+    slowed: list[str]
+    """Reasons for a slowdown other than the GPU's own work."""
+    temperature: int | None
+    others: int
+    """Bytes held by processes outside of this run."""
+    persistent: int | None
+
+
 def measure_gpus(team: Team, place: Place) -> Any:
     import torch
 
     gpu = devices.identity(place.device)
-    return {
-        "asked": place.spec.resources.gpus_per_node,
-        "visible": devices.visible_gpus(),
-        "gpu": gpu,
-        "name": torch.cuda.get_device_name(place.device) if gpu else "",
-    }
+    name = torch.cuda.get_device_name(place.device) if gpu else ""
+    return asdict(RankGpus(place.spec.resources.gpus_per_node, devices.visible_gpus(), gpu, name))
 
 
 def judge_gpus(answers: list[Answer]) -> list[Finding]:
     found = []
-    missing = [a for a in answers if preflight.missing_gpus_warning(a.value["asked"], a.value["visible"])]
+    gpus = [(answer.member, RankGpus(**answer.value)) for answer in answers]
+    missing = [(member, own) for member, own in gpus if preflight.missing_gpus_warning(own.asked, own.visible)]
     if missing:
-        text = preflight.missing_gpus_warning(missing[0].value["asked"], 0)
+        text = preflight.missing_gpus_warning(missing[0][1].asked, 0)
         fix = "install a torch build for CUDA that fits the nodes' driver (nvidia-smi shows the CUDA version)"
-        found.append(check_results.failed("gpus", f"{who([answer.member for answer in missing])}: {text}", fix))
-    shared = preflight.shared_gpu_warnings([(a.member.node_name, a.value["gpu"]) for a in answers])
+        found.append(check_results.failed("gpus", f"{who([member for member, _ in missing])}: {text}", fix))
+    shared = preflight.shared_gpu_warnings([(member.node_name, own.gpu) for member, own in gpus])
     fix = "one rank for each GPU: lower --ntasks-per-node, or raise --gpus-per-node"
     found += [check_results.warning("gpus", text, fix) for text in dict.fromkeys(shared.values())]
-    names_of_gpus = alike([Answer(a.member, a.value["name"]) for a in answers if a.value["gpu"]])
+    names_of_gpus = alike([Answer(member, own.name) for member, own in gpus if own.gpu])
     for name, group in names_of_gpus:
         found.append(check_results.ok("gpus", f"{who([answer.member for answer in group])}: {name}"))
     if not found:
@@ -62,7 +90,7 @@ def measure_gpu_health(team: Team, place: Place) -> Any:
         return {"gpus": None}
     nvml.nvmlInit()
     try:
-        return {"gpus": [read_gpu(nvml, handle) for handle in handles(nvml, seen)]}
+        return {"gpus": [asdict(read_gpu(nvml, handle)) for handle in handles(nvml, seen)]}
     finally:
         nvml.nvmlShutdown()
 
@@ -90,9 +118,7 @@ THROTTLE_REASONS = {
 """Reasons for a slowdown other than the GPU's own work, by NVML's names."""
 
 
-def read_gpu(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Return the health of one GPU according to NVML; None for values that this kind of GPU does not report."""
-
+def read_gpu(nvml: Any, handle: Any) -> GpuHealth:
     def known(read: Any, *arguments: Any) -> Any:
         try:
             return read(handle, *arguments)
@@ -103,19 +129,18 @@ def read_gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     reasons = known(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
     rows = known(nvml.nvmlDeviceGetRemappedRows)
     running = known(nvml.nvmlDeviceGetComputeRunningProcesses) or []
-    return {
-        "uuid": _text(known(nvml.nvmlDeviceGetUUID)),
-        "name": _text(known(nvml.nvmlDeviceGetName)),
-        "uncorrected": known(nvml.nvmlDeviceGetTotalEccErrors, *volatile),
-        "retirement_pending": known(nvml.nvmlDeviceGetRetiredPagesPendingStatus),
-        # correctable, uncorrectable, pending, failed
-        "remapping": list(rows) if rows is not None else None,
-        "slowed": [words for name, words in THROTTLE_REASONS.items() if reasons & getattr(nvml, name)],
-        "temperature": known(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+    return GpuHealth(
+        uuid=_text(known(nvml.nvmlDeviceGetUUID)),
+        name=_text(known(nvml.nvmlDeviceGetName)),
+        uncorrected=known(nvml.nvmlDeviceGetTotalEccErrors, *volatile),
+        retirement_pending=known(nvml.nvmlDeviceGetRetiredPagesPendingStatus),
+        remapping=list(rows) if rows is not None else None,
+        slowed=[words for name, words in THROTTLE_REASONS.items() if reasons & getattr(nvml, name)],
+        temperature=known(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
         # the run's own processes already have their contexts
-        "others": sum(process.usedGpuMemory or 0 for process in running if not _is_of_this_run(process.pid)),
-        "persistent": known(nvml.nvmlDeviceGetPersistenceMode),
-    }
+        others=sum(process.usedGpuMemory or 0 for process in running if not _is_of_this_run(process.pid)),
+        persistent=known(nvml.nvmlDeviceGetPersistenceMode),
+    )
 
 
 def _text(value: Any) -> str:
@@ -143,35 +168,35 @@ def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
         text = f"{names(strange)}: the health of the GPUs is not known: NVML does not list them (as with MIG)"
         found.append(check_results.ok("gpu health", text))
     for answer in answers:
-        gpus = answer.value["gpus"] or []
+        gpus = [GpuHealth(**gpu) for gpu in answer.value["gpus"] or []]
         ill = [finding for gpu in gpus for finding in _complaints(answer.member.node_name, gpu)]
         found += ill
         if gpus and not ill:
-            hottest = max((gpu["temperature"] or 0 for gpu in gpus), default=0)
+            hottest = max((gpu.temperature or 0 for gpu in gpus), default=0)
             text = f"{answer.member.node_name}: {len(gpus)} GPUs without memory errors or slowdown, {hottest} C at most"
-            if any(gpu["persistent"] == 0 for gpu in gpus):
+            if any(gpu.persistent == 0 for gpu in gpus):
                 text += "; persistence mode is off, so that the first use of a GPU takes seconds longer"
             found.append(check_results.ok("gpu health", text))
     return found
 
 
-def _complaints(node: str, gpu: dict[str, Any]) -> list[Finding]:
-    which = f"{node}: GPU {gpu['uuid']} ({gpu['name']})"
+def _complaints(node: str, gpu: GpuHealth) -> list[Finding]:
+    which = f"{node}: GPU {gpu.uuid} ({gpu.name})"
     found = []
     exclude = f"report it to the site, and leave the node out meanwhile: --exclude {node}"
-    if gpu["uncorrected"]:
-        text = f"{which} has had {gpu['uncorrected']} uncorrectable memory errors since its driver was loaded"
+    if gpu.uncorrected:
+        text = f"{which} has had {gpu.uncorrected} uncorrectable memory errors since its driver was loaded"
         found.append(check_results.failed("gpu health", text, exclude))
-    if gpu["remapping"] and (gpu["remapping"][2] or gpu["remapping"][3]):
+    if gpu.remapping and (gpu.remapping[2] or gpu.remapping[3]):
         text = f"{which} has memory rows that wait for a reset to be replaced, or cannot be"
         found.append(check_results.failed("gpu health", text, exclude))
-    if gpu["retirement_pending"]:
+    if gpu.retirement_pending:
         text = f"{which} has memory pages that wait for a reset to be retired"
         found.append(check_results.failed("gpu health", text, exclude))
-    if gpu["slowed"]:
-        text = f"{which} is slowed down: {', '.join(gpu['slowed'])}"
+    if gpu.slowed:
+        text = f"{which} is slowed down: {', '.join(gpu.slowed)}"
         found.append(check_results.warning("gpu health", text, exclude))
-    if gpu["others"] > GB:
-        text = f"{which}: processes outside of this run hold {gpu['others'] / GB:.1f} GB of its memory"
+    if gpu.others > GB:
+        text = f"{which}: processes outside of this run hold {gpu.others / GB:.1f} GB of its memory"
         found.append(check_results.warning("gpu health", text, f"see nvidia-smi on {node}; --exclude {node} meanwhile"))
     return found

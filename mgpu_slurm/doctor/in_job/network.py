@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,55 +50,65 @@ NETWORKS = Path("/sys/class/net")
 # -- names
 
 
+@dataclass
+class LookUp:
+    """How long a resolver takes; None if it does not answer."""
+
+    address: str | None = None
+    forward: float | None = None
+    """Seconds from the name to the address."""
+    backward: float | None = None
+    """Seconds from the address to a name."""
+
+
 def measure_names(team: Team, place: Place) -> Any:
     """Measure how long this node takes to resolve all nodes' names to addresses, and these back to names."""
     if not team.me.is_leader or place.is_one_machine:
         return None
-    return {leader.node_name: _look_up(leader.node_name) for leader in team.leaders}
+    return {leader.node_name: asdict(_look_up(leader.node_name)) for leader in team.leaders}
 
 
-def _look_up(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"address": None, "forward": None, "backward": None}
+def _look_up(name: str) -> LookUp:
+    found = LookUp()
 
     def look() -> None:
         with suppress(OSError):
             begun = time.perf_counter()
-            found["address"] = socket.gethostbyname(name)
-            found["forward"] = time.perf_counter() - begun
+            found.address = socket.gethostbyname(name)
+            found.forward = time.perf_counter() - begun
             begun = time.perf_counter()
             with suppress(OSError):
-                socket.gethostbyaddr(found["address"])
+                socket.gethostbyaddr(found.address)
             # "no such name" is an answer too
-            found["backward"] = time.perf_counter() - begun
+            found.backward = time.perf_counter() - begun
 
     # resolver calls have no time-out
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(LOOK_UP_WITHIN)
-    return dict(found)
+    return replace(found)
 
 
 def judge_names(answers: list[Answer]) -> list[Finding]:
     found = []
     slowest = 0.0
     for answer in answers:
-        unknown = [name for name, looked in answer.value.items() if looked["forward"] is None]
+        looks = {name: LookUp(**looked) for name, looked in answer.value.items()}
+        unknown = [name for name, looked in looks.items() if looked.forward is None]
         if unknown:
             text = f"{answer.member.node_name} finds no address for {', '.join(unknown)}"
             found.append(check_results.failed("names", text, "the site's DNS or /etc/hosts lacks the nodes: tell them"))
-        for name, looked in answer.value.items():
-            if looked["forward"] is None:
+        for name, looked in looks.items():
+            if looked.forward is None:
                 continue
-            backward = LOOK_UP_WITHIN if looked["backward"] is None else looked["backward"]
-            slowest = max(slowest, looked["forward"], backward)
+            backward = LOOK_UP_WITHIN if looked.backward is None else looked.backward
+            slowest = max(slowest, looked.forward, backward)
             if backward > SLOW_LOOK_UP:
-                text = (
-                    f"{answer.member.node_name} takes {span(backward)} to find the name to {looked['address']} ({name})"
-                )
+                text = f"{answer.member.node_name} takes {span(backward)} to find the name to {looked.address} ({name})"
                 fix = "each start waits for it: reverse DNS or /etc/hosts should know the nodes' addresses"
                 found.append(check_results.warning("names", text, fix))
-            elif looked["forward"] > SLOW_LOOK_UP:
-                text = f"{answer.member.node_name} takes {span(looked['forward'])} to find the address of {name}"
+            elif looked.forward > SLOW_LOOK_UP:
+                text = f"{answer.member.node_name} takes {span(looked.forward)} to find the address of {name}"
                 found.append(
                     check_results.warning("names", text, "each start waits for it: tell the site about its DNS")
                 )
@@ -110,6 +121,15 @@ def judge_names(answers: list[Answer]) -> list[Finding]:
 # -- ports
 
 
+@dataclass(frozen=True)
+class Reached:
+    """An attempt to connect to another node."""
+
+    port: int
+    seconds: float
+    problem: str = ""
+
+
 def measure_ports(team: Team, place: Place) -> Any:
     """Measure the seconds to connect to each other node, on a port that it has just bound; or return the problem."""
     if not team.me.is_leader:
@@ -120,7 +140,7 @@ def measure_ports(team: Team, place: Place) -> Any:
         for other in team.leaders:
             if other != team.me:
                 address = "127.0.0.1" if place.is_one_machine else other.node_name
-                reached[other.node_name] = _connect(address, team.hear(f"port/{other.rank}"))
+                reached[other.node_name] = asdict(_connect(address, team.hear(f"port/{other.rank}")))
         team.tell(f"port/{team.me.rank}/done")
         # keep listening until all have tried
         for other in team.leaders:
@@ -128,27 +148,29 @@ def measure_ports(team: Team, place: Place) -> Any:
     return reached
 
 
-def _connect(address: str, port: int) -> dict[str, Any]:
+def _connect(address: str, port: int) -> Reached:
     begun = time.perf_counter()
+    problem = ""
     try:
         socket.create_connection((address, port), CONNECT_WITHIN).close()
     except OSError as error:
-        return {"port": port, "problem": str(error)}
-    return {"port": port, "seconds": time.perf_counter() - begun}
+        problem = str(error)
+    return Reached(port, time.perf_counter() - begun, problem)
 
 
 def judge_ports(answers: list[Answer]) -> list[Finding]:
     found = []
     slowest = 0.0
     for answer in answers:
-        for name, reached in answer.value.items():
-            if "problem" in reached:
-                place = f"{name} on port {reached['port']}"
-                text = f"{answer.member.node_name} does not reach {place}: {reached['problem']}"
+        for name, value in answer.value.items():
+            reached = Reached(**value)
+            if reached.problem:
+                place = f"{name} on port {reached.port}"
+                text = f"{answer.member.node_name} does not reach {place}: {reached.problem}"
                 fix = "a firewall between the nodes: ask the site to let them connect to each other's ports above 10000"
                 found.append(check_results.failed("ports", text, fix))
             else:
-                slowest = max(slowest, reached["seconds"])
+                slowest = max(slowest, reached.seconds)
     if len(answers) > 1 and not found:
         nodes = names([answer.member for answer in answers])
         text = f"each of {nodes} binds a port and reaches the others': {span(slowest)} at most"
@@ -159,6 +181,14 @@ def judge_ports(answers: list[Answer]) -> list[Finding]:
 # -- the rendezvous
 
 
+@dataclass(frozen=True)
+class StoreTimes:
+    """How fast the store answers a rank, in seconds."""
+
+    connecting: float
+    round_trip: float
+
+
 def measure_store(team: Team, place: Place) -> Any:
     spans = []
     for turn in range(TURNS):
@@ -166,25 +196,32 @@ def measure_store(team: Team, place: Place) -> Any:
         team.tell(f"store/{team.me.rank}/{turn}")
         team.hear(f"store/{team.me.rank}/{turn}")
         spans.append((time.perf_counter() - begun) / 2)
-    return {"connecting": place.connecting, "round_trip": statistics.median(spans)}
+    return asdict(StoreTimes(place.connecting, statistics.median(spans)))
 
 
 def judge_store(answers: list[Answer]) -> list[Finding]:
     if not answers:
         return []
-    connecting = max(answer.value["connecting"] for answer in answers)
-    farthest = max(answers, key=lambda answer: float(answer.value["round_trip"]))
-    trip = farthest.value["round_trip"]
+    times = [(answer.member, StoreTimes(**answer.value)) for answer in answers]
+    connecting = max(own.connecting for _, own in times)
+    farthest, own = max(times, key=lambda pair: pair[1].round_trip)
+    trip = own.round_trip
     ranks = counted(len(answers), "rank")
     text = f"rendezvous: {ranks} met, connected in {span(connecting)}; a word and its answer take {span(trip)}"
     if trip > SLOW_RENDEZVOUS:
-        return [
-            check_results.warning("rendezvous", f"{text} for {farthest.member.words}", "look at the nodes' network")
-        ]
+        return [check_results.warning("rendezvous", f"{text} for {farthest.words}", "look at the nodes' network")]
     return [check_results.ok("rendezvous", text)]
 
 
 # -- clocks
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How far a node's clock is ahead of that of rank 0's node, and the uncertainty, in seconds."""
+
+    ahead: float
+    error: float
 
 
 def measure_clocks(team: Team, place: Place) -> Any:
@@ -196,39 +233,35 @@ def measure_clocks(team: Team, place: Place) -> Any:
         for other, turn in itertools.product(others, range(TURNS)):
             team.hear(f"clock/{other.rank}/{turn}")
             team.tell(f"clock/{other.rank}/{turn}/time", time.time())
-        return {"ahead": 0.0, "error": 0.0}
+        return asdict(Clock(0.0, 0.0))
     # the turn with the smallest uncertainty, since rank 0 serves one node at a time
-    return min((_clock_turn(team, turn) for turn in range(TURNS)), key=lambda measured: measured["error"])
+    return asdict(min((_clock_turn(team, turn) for turn in range(TURNS)), key=lambda clock: clock.error))
 
 
-def _clock_turn(team: Team, turn: int) -> dict[str, float]:
+def _clock_turn(team: Team, turn: int) -> Clock:
     before = time.time()
     team.tell(f"clock/{team.me.rank}/{turn}")
     there = team.hear(f"clock/{team.me.rank}/{turn}/time")
     after = time.time()
-    return {"ahead": (before + after) / 2 - there, "error": (after - before) / 2}
+    return Clock((before + after) / 2 - there, (after - before) / 2)
 
 
 def judge_clocks(answers: list[Answer]) -> list[Finding]:
     if len(answers) < 2:
         return []
-    first, others = answers[0], answers[1:]
+    first, others = answers[0].member, [(answer.member, Clock(**answer.value)) for answer in answers[1:]]
     found = []
-    for answer in others:
-        ahead, error = answer.value["ahead"], answer.value["error"]
-        if abs(ahead) > CLOCKS_MAY_DIFFER + error:
-            how = "ahead of" if ahead > 0 else "behind"
-            text = (
-                f"the clock of {answer.member.node_name} is {span(abs(ahead))} {how} that of {first.member.node_name}"
-            )
+    for member, clock in others:
+        if abs(clock.ahead) > CLOCKS_MAY_DIFFER + clock.error:
+            how = "ahead of" if clock.ahead > 0 else "behind"
+            text = f"the clock of {member.node_name} is {span(abs(clock.ahead))} {how} that of {first.node_name}"
             found.append(
                 check_results.warning("clocks", text, "times in logs and file ages mislead: tell the site (NTP)")
             )
     if not found:
-        farthest = max(others, key=lambda answer: abs(float(answer.value["ahead"])))
-        apart, error = abs(farthest.value["ahead"]), farthest.value["error"]
+        _, farthest = max(others, key=lambda pair: abs(pair[1].ahead))
         nodes = names([answer.member for answer in answers])
-        text = f"clocks of {nodes} are {span(apart)} apart at most (known to {span(error)})"
+        text = f"clocks of {nodes} are {span(abs(farthest.ahead))} apart at most (known to {span(farthest.error)})"
         found.append(check_results.ok("clocks", text))
     return found
 
@@ -236,12 +269,28 @@ def judge_clocks(answers: list[Answer]) -> list[Finding]:
 # -- all-reduce
 
 
+@dataclass(frozen=True)
+class AllReduce:
+    """Seconds that all-reduces of one rank took."""
+
+    making: float
+    """With the start of the process group."""
+    small: float
+    large: float | None
+    """None if the small one was too slow."""
+    backend: str
+    interfaces: dict[str, int]
+    """Network interfaces of the node and their speed in Mb/s; empty except on one rank of each node."""
+    transport: str = ""
+    """The network that NCCL uses between nodes, on rank 0."""
+
+
 def measure_gloo(team: Team, place: Place) -> Any:
     if team.size == 1:
         return None
     import torch
 
-    return _measure_all_reduce(team, "gloo", torch.device("cpu"))
+    return asdict(_measure_all_reduce(team, "gloo", torch.device("cpu")))
 
 
 def measure_nccl(team: Team, place: Place) -> Any:
@@ -249,11 +298,11 @@ def measure_nccl(team: Team, place: Place) -> Any:
         return None
     measured = _measure_all_reduce(team, "nccl", place.device)
     log = place.folder.rank_log(place.attempt, team.me.rank)
-    measured["transport"] = nccl_transport(log.read_text(errors="replace")) if team.is_first else ""
-    return measured
+    transport = nccl_transport(log.read_text(errors="replace")) if team.is_first else ""
+    return asdict(replace(measured, transport=transport))
 
 
-def _measure_all_reduce(team: Team, backend: str, device: torch.device) -> dict[str, Any]:
+def _measure_all_reduce(team: Team, backend: str, device: torch.device) -> AllReduce:
     import torch.distributed as dist
 
     team.meet(f"all-reduce/{backend}")
@@ -267,7 +316,7 @@ def _measure_all_reduce(team: Team, backend: str, device: torch.device) -> dict[
     slowest = max(team.hear(f"all-reduce/{backend}/{member.rank}") for member in team.members)
     large = _timed(lambda: _reduce(group, LARGE, device), times=3) if slowest < TOO_SLOW_FOR_LARGE else None
     interfaces = interfaces_of(NETWORKS) if team.me.is_leader else {}
-    return {"making": making, "small": small, "large": large, "backend": backend, "interfaces": interfaces}
+    return AllReduce(making, small, large, backend, interfaces)
 
 
 def _reduce(group: dist.ProcessGroup | None, size: int, device: torch.device) -> None:
@@ -314,7 +363,7 @@ def judge_gloo(answers: list[Answer]) -> list[Finding]:
 
 def judge_nccl(answers: list[Answer]) -> list[Finding]:
     found = _judge_all_reduce(answers, "NCCL_SOCKET_IFNAME")
-    transport = next((answer.value["transport"] for answer in answers if answer.value["transport"]), "")
+    transport = next((each.transport for each in _all_reduces(answers) if each.transport), "")
     if transport:
         found.append(check_results.ok("all-reduce", f"NCCL goes between nodes by {transport}"))
     return found
@@ -323,23 +372,27 @@ def judge_nccl(answers: list[Answer]) -> list[Finding]:
 def _judge_all_reduce(answers: list[Answer], variable: str) -> list[Finding]:
     if not answers:
         return []
-    backend = answers[0].value["backend"]
-    small = max(answer.value["small"] for answer in answers)
+    measured = _all_reduces(answers)
+    small, larges = max(each.small for each in measured), [each.large for each in measured if each.large is not None]
     ranks = who([answer.member for answer in answers])
-    text = f"all-reduce by {backend}, {ranks}: 1 MB in {span(small)}"
-    if any(answer.value["large"] is None for answer in answers):
-        return [check_results.warning("all-reduce", f"{text}, so 64 MB was not tried", _faster(answers, variable))]
-    large = max(answer.value["large"] for answer in answers)
+    text = f"all-reduce by {measured[0].backend}, {ranks}: 1 MB in {span(small)}"
+    if len(larges) < len(measured):
+        return [check_results.warning("all-reduce", f"{text}, so 64 MB was not tried", _faster(measured, variable))]
+    large = max(larges)
     rate = LARGE / large / 1e9
     text += f", 64 MB in {span(large)} ({rate:.2g} GB/s)"
     if rate < SLOW_GB_PER_SECOND:
-        return [check_results.warning("all-reduce", text, _faster(answers, variable))]
+        return [check_results.warning("all-reduce", text, _faster(measured, variable))]
     return [check_results.ok("all-reduce", text)]
 
 
-def _faster(answers: list[Answer], variable: str) -> str:
+def _all_reduces(answers: list[Answer]) -> list[AllReduce]:
+    return [AllReduce(**answer.value) for answer in answers]
+
+
+def _faster(measured: list[AllReduce], variable: str) -> str:
     known: dict[str, int] = {}
-    for answer in answers:
-        known |= answer.value["interfaces"]
+    for each in measured:
+        known |= each.interfaces
     listed = ", ".join(f"{name} ({speed / 1000:g} Gb/s)" if speed else name for name, speed in known.items())
     return f"choose the fastest interface ({listed}) by {variable} under environment: of mgpu.yaml"

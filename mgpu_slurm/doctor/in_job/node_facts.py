@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import interpreter
-from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
@@ -27,24 +26,32 @@ INFINIBAND = Path("/sys/class/infiniband")
 # -- versions
 
 
+@dataclass(frozen=True)
+class NodeVersions:
+    """How a node's versions differ from those at the submission."""
+
+    differences: list[str]
+    python: str
+    packages: int
+    """Number of installed packages."""
+
+
 def measure_versions(team: Team, place: Place) -> Any:
     if not team.me.is_leader:
         return None
-    submitted, here = read_json(place.folder.environment), interpreter.facts()
-    return {
-        "differences": preflight.differences(submitted, here),
-        "python": here["python"]["version"],
-        "packages": len(here["packages"]),
-    }
+    submitted, here = preflight.versions(place.folder)
+    assert submitted is not None
+    return asdict(NodeVersions(preflight.differences(submitted, here), here.python, len(here.packages)))
 
 
 def judge_versions(answers: list[Answer]) -> list[Finding]:
     found = []
     for value, group in alike(answers):
         nodes = names([answer.member for answer in group])
-        differences = value["differences"]
+        versions = NodeVersions(**value)
+        differences = versions.differences
         if not differences:
-            text = f"{nodes}: Python {value['python']} and all packages as at the submission"
+            text = f"{nodes}: Python {versions.python} and all packages as at the submission"
             found.append(check_results.ok("versions", text))
             continue
         level = (
@@ -60,64 +67,90 @@ def judge_versions(answers: list[Answer]) -> list[Finding]:
 # -- cores
 
 
+@dataclass(frozen=True)
+class Cores:
+    """The cores of a rank."""
+
+    asked: int | None
+    usable: int
+    on_machine: int
+    ranks: int
+    """Number of ranks on its node."""
+
+
 def measure_cores(team: Team, place: Place) -> Any:
     ranks = team.size if place.is_one_machine else sum(other.node == team.me.node for other in team.members)
     asked = place.spec.resources.cpus_per_task
-    return {"asked": asked, "usable": cores(), "on_machine": os.cpu_count() or 1, "ranks": ranks}
+    return asdict(Cores(asked, usable=cores(), on_machine=os.cpu_count() or 1, ranks=ranks))
 
 
 def judge_cores(answers: list[Answer]) -> list[Finding]:
     found = []
     for value, group in alike(answers):
         ranks = who([answer.member for answer in group])
-        asked, usable = value["asked"], value["usable"]
+        own = Cores(**value)
         problem = None
-        if asked is not None:
-            problem = preflight.cores_warning(asked, value["ranks"], usable, value["on_machine"])
+        if own.asked is not None:
+            problem = preflight.cores_warning(own.asked, own.ranks, own.usable, own.on_machine)
         if problem is not None:
             fix = "request as many cores per rank as there are, or check how the site binds tasks (TaskPlugin)"
             found.append(check_results.warning("cores", f"{ranks}: {problem}", fix))
         else:
-            is_bound = usable < value["on_machine"] or value["ranks"] == 1
-            share = "each" if is_bound else f"shared by {value['ranks']} ranks"
-            words = "none asked for" if asked is None else f"{asked} asked for"
-            found.append(check_results.ok("cores", f"{ranks}: {usable} cores {share} ({words})"))
+            is_bound = own.usable < own.on_machine or own.ranks == 1
+            share = "each" if is_bound else f"shared by {own.ranks} ranks"
+            words = "none asked for" if own.asked is None else f"{own.asked} asked for"
+            found.append(check_results.ok("cores", f"{ranks}: {own.usable} cores {share} ({words})"))
     return found
 
 
 # -- limits
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The limits of processes on a node."""
+
+    shared_memory: int
+    """Free bytes."""
+    files: int
+    """Open files of a process."""
+    locked: int
+    """Bytes of locked memory."""
+    infiniband: list[str]
+    """Names of the adapters."""
+
+
 def measure_limits(team: Team, place: Place) -> Any:
     if not team.me.is_leader:
         return None
     shared = os.statvfs("/dev/shm")
-    return {
-        "shared_memory": shared.f_bavail * shared.f_frsize,
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": sorted(os.listdir(INFINIBAND)) if INFINIBAND.is_dir() else [],
-    }
+    limits = Limits(
+        shared_memory=shared.f_bavail * shared.f_frsize,
+        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        infiniband=sorted(os.listdir(INFINIBAND)) if INFINIBAND.is_dir() else [],
+    )
+    return asdict(limits)
 
 
 def judge_limits(answers: list[Answer]) -> list[Finding]:
     if not answers:
         return []
-    least = min(answers, key=lambda answer: float(answer.value["shared_memory"]))
-    free = least.value["shared_memory"]
-    text = f"shared memory (/dev/shm): {free / GB:.1f} GB free on {least.member.node_name}"
-    if free < SMALL_SHARED_MEMORY:
+    limits = [(answer.member, Limits(**answer.value)) for answer in answers]
+    member, least = min(limits, key=lambda pair: pair[1].shared_memory)
+    text = f"shared memory (/dev/shm): {least.shared_memory / GB:.1f} GB free on {member.node_name}"
+    if least.shared_memory < SMALL_SHARED_MEMORY:
         fix = "loader workers pass batches through it: num_workers=0, or ask the site for a larger one"
         found = [check_results.warning("limits", f"{text}, which loader workers fill soon", fix)]
     else:
         found = [check_results.ok("limits", text)]
-    fewest = min(answers, key=lambda answer: float(answer.value["files"]))
-    if fewest.value["files"] < FEW_FILES:
-        text = f"open files: {fewest.value['files']} for each process on {fewest.member.node_name} (ulimit -n)"
+    member, fewest = min(limits, key=lambda pair: pair[1].files)
+    if fewest.files < FEW_FILES:
+        text = f"open files: {fewest.files} for each process on {member.node_name} (ulimit -n)"
         found.append(check_results.warning("limits", text, "ask the site for a higher hard limit: large runs need it"))
-    bounded = [a for a in answers if a.value["infiniband"] and a.value["locked"] != resource.RLIM_INFINITY]
+    bounded = [pair for pair in limits if pair[1].infiniband and pair[1].locked != resource.RLIM_INFINITY]
     if bounded:
-        limit, nodes = bounded[0].value["locked"] // 1024, names([answer.member for answer in bounded])
+        limit, nodes = bounded[0][1].locked // 1024, names([member for member, _ in bounded])
         text = f"locked memory: {limit} KB on {nodes} (ulimit -l), which have InfiniBand"
         found.append(
             check_results.warning("limits", text, "ask the site for memlock unlimited in jobs: NCCL needs it there")

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,20 @@ def judge_visibility(answers: list[Answer]) -> list[Finding]:
 # -- locks
 
 
+@dataclass(frozen=True)
+class Counted:
+    """The increments of one rank, each under a lock."""
+
+    done: int
+    """Increments that worked."""
+    problem: str
+    seconds: float
+    expected: int | None = None
+    """On rank 0: the increments of all ranks that worked."""
+    total: int = 0
+    """On rank 0: the number in the file afterwards."""
+
+
 def take_fcntl(descriptor: int) -> None:
     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -157,16 +172,17 @@ def measure_locks(team: Team, place: Place) -> Any:
         file = folder / f"counted-by-{kind}"
         team.meet(f"locks/{kind}")
         own = count(file, take)
-        team.tell(f"locks/{kind}/{team.me.rank}", own["done"])
+        team.tell(f"locks/{kind}/{team.me.rank}", own.done)
         if team.is_first:
             done = [team.hear(f"locks/{kind}/{member.rank}") for member in team.members]
-            own |= {"expected": sum(done), "total": int(file.read_text() or 0) if file.exists() else 0}
-        answer[kind] = own
+            total = int(file.read_text() or 0) if file.exists() else 0
+            own = replace(own, expected=sum(done), total=total)
+        answer[kind] = asdict(own)
     return answer
 
 
-def count(file: Path, take: Lock) -> dict[str, Any]:
-    """Increment the number in the file; return how often that worked, the problem if any, and the seconds taken."""
+def count(file: Path, take: Lock) -> Counted:
+    """Increment the number in the file."""
     begun = time.perf_counter()
     done = 0
     problem = ""
@@ -176,7 +192,7 @@ def count(file: Path, take: Lock) -> dict[str, Any]:
             done += 1
     except (OSError, TooLate) as error:
         problem = str(error)
-    return {"done": done, "problem": problem, "seconds": time.perf_counter() - begun}
+    return Counted(done, problem, time.perf_counter() - begun)
 
 
 def _increment(file: Path, take: Lock, give_up: float) -> None:
@@ -202,21 +218,24 @@ def _wait_for(take: Lock, descriptor: int, give_up: float) -> None:
 
 
 def judge_locks(answers: list[Answer]) -> list[Finding]:
-    if not answers or "expected" not in answers[0].value["fcntl"]:
-        return []
     nodes = names([answer.member for answer in answers])
-    return [_judge_lock(kind, [answer.value[kind] for answer in answers], nodes) for kind in LOCKS]
+    found = [_judge_lock(kind, [Counted(**answer.value[kind]) for answer in answers], nodes) for kind in LOCKS]
+    return [finding for finding in found if finding is not None]
 
 
-def _judge_lock(kind: str, counted: list[dict[str, Any]], nodes: str) -> Finding:
-    problem = next((own["problem"] for own in counted if own["problem"]), "")
-    lost = counted[0]["expected"] - counted[0]["total"]
+def _judge_lock(kind: str, counted: list[Counted], nodes: str) -> Finding | None:
+    expected = counted[0].expected if counted else None
+    if expected is None:
+        # rank 0 has not answered
+        return None
+    problem = next((own.problem for own in counted if own.problem), "")
+    lost = expected - counted[0].total
     fix = "two shells that act on one run at once may disturb each other: use another file system, or one at a time"
     if lost:
-        text = f"{kind} locks on {nodes} do not keep others out: {lost} of {counted[0]['expected']} counts were lost"
+        text = f"{kind} locks on {nodes} do not keep others out: {lost} of {expected} counts were lost"
         return check_results.failed("file locks", text, fix)
     if problem:
         return check_results.warning("file locks", f"{kind} locks on {nodes} do not work: {problem}", fix)
-    each = max(own["seconds"] for own in counted) / counted[0]["expected"]
-    text = f"{kind} locks hold on {nodes}: {counted[0]['expected']} counts by {len(counted)} ranks, {span(each)} each"
+    each = max(own.seconds for own in counted) / expected
+    text = f"{kind} locks hold on {nodes}: {expected} counts by {len(counted)} ranks, {span(each)} each"
     return check_results.ok("file locks", text)

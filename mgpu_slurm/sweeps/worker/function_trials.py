@@ -12,6 +12,7 @@ from mgpu_slurm.core.errors import ForgeryError, RunFailed, RunStopped, TrialPru
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import odd_result, result_of
 from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.collectives import Collectives
@@ -23,7 +24,6 @@ from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 from mgpu_slurm.training import entry, guard, job_loading
-from mgpu_slurm.training.reporting import Judge
 from mgpu_slurm.training.run import Run
 
 FAILED_EXIT_CODE = 1
@@ -104,7 +104,7 @@ class FunctionTrainer:
         raise RunStopped(code, "a trial has failed: the ranks restart") from None
 
 
-def _report_to(client: StudyClient | None) -> Judge:
+def _report_to(client: StudyClient | None) -> PruneCallback:
     """Return rank 0's prune callback; an error of the study in it is not an error of the trial."""
     return _nobody if client is None else lambda *report: undisturbed(lambda: client.report(*report))
 

@@ -185,8 +185,12 @@ def test_names() -> None:
     assert found.text == "n1 takes 15.0 s to find the name to 10.0.0.2 (n2)"
 
 
+def reached(problem: str = "") -> dict[str, Any]:
+    return {"port": 12345, "seconds": 0.1, "problem": problem}
+
+
 def test_a_port_behind_a_firewall() -> None:
-    (found,) = network.judge_ports(answered({"n2": {"port": 12345, "problem": "timed out"}}, {"n1": {"seconds": 0.1}}))
+    (found,) = network.judge_ports(answered({"n2": reached("timed out")}, {"n1": reached()}))
     assert (found.level, found.text) == ("failed", "n1 does not reach n2 on port 12345: timed out")
 
 
