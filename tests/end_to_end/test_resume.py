@@ -192,7 +192,7 @@ def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trai
 
 def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
-    folder = project.submit("train", "--nodes", "2", "block_at=10", "--signal", "USR2@8")
+    folder = project.submit("train", "--nodes", "2", "block_at=10", "--time", "1:00:00", "--signal", "USR2@8")
     announce_the_time_limit(folder)
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)

@@ -24,7 +24,7 @@ class TestSlurmExecutor(ExecutorContract):
 
     @pytest.fixture
     def start_again(self, cluster: Cluster) -> Callable[[Path], object]:
-        return lambda folder: cluster.start_now(records.read_state(RunFolder(folder))["job_id"])
+        return lambda folder: cluster.start_now(str(records.submissions(RunFolder(folder))[-1].job_id))
 
 
 class TestAllocationExecutor(ExecutorContract):
