@@ -20,8 +20,8 @@ demo-sweep: $(READY)
 	.venv/bin/python -m mgpu_slurm sweep sweeps/digits_hyperband.yaml --executor local study=demo trials=16 workers=2
 
 # tests that need a cluster or a database server are skipped if there is none; with CI=true they fail
-# four processes are for two cores: many tests wait, for SLURM or a time limit. Bytecode first: they start the program
-# hundreds of times, which may not write it itself (PYTHONDONTWRITEBYTECODE)
+# Four processes suit two cores, as many tests wait for SLURM or a time limit. The program is compiled first: tests start
+# it hundreds of times, and PYTHONDONTWRITEBYTECODE may keep it from storing its bytecode.
 test: $(READY)
 	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || [ "$$CI" = true ] \
 	    || echo 'The tests of SLURM and of database servers are skipped.'
