@@ -7,6 +7,7 @@ import pwd
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,10 @@ from tests.support import LACKING, Project, make_project, require
 if TYPE_CHECKING:
     from mgpu_slurm.training.run import Run
 
-LONGEST = ("tests/on_slurm/", "tests/end_to_end/", "tests/jobs/")
-"""They train, on real SLURMs and supervisors."""
+ON_SLURM = "tests/on_slurm/"
+"""They mostly wait, for SLURM."""
+TRAINING = ("tests/end_to_end/", "tests/jobs/", "tests/chaos/")
+"""They train, and need the processors."""
 
 # other tests run at the same time, and an example that takes long says nothing of the code
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,8 +36,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that no process of several is left alone with one at the end."""
-    items.sort(key=lambda item: min((place for place, name in enumerate(LONGEST) if name in item.nodeid), default=9))
+    """Put the longest modules first, so that no process of several is left alone with one at the end. Those that wait
+    take turns with those that compute, so that the processors are always in use."""
+    modules = [*dict.fromkeys(map(module_of, items))]
+    waiting = [name for name in modules if name.startswith(ON_SLURM)]
+    training = [name for name in modules if name.startswith(TRAINING)]
+    turns = [name for pair in zip_longest(waiting, training) for name in pair if name]
+    items.sort(key=lambda item: turns.index(module_of(item)) if module_of(item) in turns else len(turns))
+
+
+def module_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture

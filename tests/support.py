@@ -106,11 +106,13 @@ def log(folder: Path, rank: int, attempt: int = 1) -> str:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60, pause: float = 0.02) -> None:
-    """Looks again and again; a longer pause is for what costs something to look at."""
-    give_up = time.monotonic() + seconds
+    """Look again and again. A look that takes long is followed by a longer pause: what is awaited needs the machine."""
+    began = looked = time.monotonic()
     while not condition():
-        assert time.monotonic() < give_up, "it did not happen in time"
-        time.sleep(pause)
+        now = time.monotonic()
+        assert now < began + seconds, "it did not happen in time"
+        time.sleep(max(pause, min(2 * (now - looked), 1.0)))
+        looked = time.monotonic()
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,9 @@ JOB = '''
         state = run.restore(model=model, optimizer=optimizer, data=data)
         for epoch in state.epochs(config.epochs):
             for (batch,) in data:
+                if run.attempt == 1 and run.step == config.block_at > 0:
+                    Path(run.folder, f"blocked-{run.rank}").write_text(str(os.getpid()))
+                    run.rank and threading.Event().wait()
                 run.backward(model(batch).square().mean())
                 run.update(optimizer, clip=1.0)
                 if run.attempt == 1 and run.step == config.signal_at and run.rank == 1:
@@ -58,9 +63,6 @@ JOB = '''
                     Path(run.folder, f"waits-{run.rank}").touch()
                     while not run._steering.stop.asked:
                         time.sleep(0.01)
-                if run.attempt == 1 and run.step == config.block_at and run.rank == 1:
-                    Path(run.folder, "is-blocked").touch()
-                    threading.Event().wait()
                 if run.attempt <= 2 and run.step == config.kill_at and run.rank == 1:
                     # it may still be on its way to the disk
                     while not Path(run.folder, "checkpoints", "step-000000007").exists():
@@ -76,12 +78,44 @@ JOB = '''
 '''
 
 
-LIMIT = ("--time", "0:50", "--signal", "USR2@12")
-"""What ranks are stopped by that are blocked; on a busy machine they take long to come so far."""
+LONG_EPOCH = """
+    import threading
+
+    import torch
+
+
+    def train(run, config):
+        model = torch.nn.Linear(1, 1)
+        state = run.restore(model=model)
+        for epoch in state.epochs(3):
+            if epoch == 2:
+                # a loop of its own, in which a run cannot stop
+                threading.Event().wait()
+"""
 
 
 def events(folder: Path) -> list[Event]:
     return records.events(RunFolder(folder))
+
+
+def announce_the_time_limit(folder: Path) -> None:
+    """Send the lead signal to the ranks once they are blocked, however long they take to get there."""
+    files = [folder / f"blocked-{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    for file in files:
+        os.kill(int(file.read_text()), signal.SIGUSR2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Path, Path]:
+    """Two runs that only wait for their time limits, of `JOB` and of `LONG_EPOCH`: other tests run meanwhile."""
+    project = make_project(tmp_path_factory.mktemp("waiting"))
+    project.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
+    project.write("train.py", JOB)
+    project.write("long.py", LONG_EPOCH)
+    blocked = project.submit("train", "--nodes", "2", "block_at=3", "--time", "1:00", "--signal", "USR2@12")
+    long = project.submit("long", "--time", "0:24", "--signal", "USR2@6")
+    return project, blocked, long
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +192,8 @@ def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trai
 
 def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
-    folder = project.submit("train", "--nodes", "2", "block_at=10", *LIMIT)
+    folder = project.submit("train", "--nodes", "2", "block_at=10", "--time", "1:00:00", "--signal", "USR2@8")
+    announce_the_time_limit(folder)
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     code = (project.folder / "train.py").read_text().splitlines()
@@ -174,46 +209,11 @@ def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple
     assert (folder / "final.pt").read_bytes() == expected
 
 
-def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_attempts(project: Project) -> None:
-    project.write(
-        "long.py",
-        """
-        import threading
-        from pathlib import Path
-
-        import torch
-
-
-        def train(run, config):
-            model = torch.nn.Linear(1, 1)
-            state = run.restore(model=model)
-            for epoch in state.epochs(3):
-                if epoch == 2:
-                    # a loop of its own, in which a run cannot stop
-                    Path(run.folder, f"waits-{run.attempt}").touch()
-                    threading.Event().wait()
-        """,
-    )
-    project.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
-    folder = project.submit("long")
-    wait_until(lambda: (folder / "waits-1").exists())
-    assert project.call("cancel", folder.name).returncode == 0
-    assert project.finish(folder)["state"] == "CANCELLED"
-    project.call("resume", folder.name, "--no-follow", "--time", "0:22", "--signal", "USR2@6")
-    facts = project.finish(folder)
-    reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000000"
-    assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
-    told = project.call("why", folder.name).stdout
-    assert "why       the time limit was reached twice without a newer checkpoint\n" in told
-    assert f"error     {reason}; rank 0 on local1 left before the time limit; it could not save at long.py:" in told
-    assert "give it a longer `--time`, or more places to save at" in told
-
-
 def test_ranks_that_reach_no_boundary_say_where_they_are_when_they_are_cancelled(project: Project) -> None:
     project.write("train.py", JOB)
     project.write("mgpu.yaml", "clusters: {local: {kill-wait: 6}}\n")
     folder = project.submit("train", "--nodes", "2", "block_at=10", "--cluster", "local")
-    wait_until((folder / "is-blocked").exists)
+    wait_until((folder / "blocked-1").exists)
     project.call("cancel", folder.name)
     assert project.finish(folder)["state"] == "CANCELLED"
     for rank in range(2):
@@ -282,14 +282,6 @@ def test_the_lead_signal_does_not_kill_a_script_that_is_about_to_be_over(project
     assert project.finish(folder)["state"] == "COMPLETED"
 
 
-def test_without_a_checkpoint_they_stay(project: Project) -> None:
-    project.write("train.py", JOB)
-    project.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}")
-    folder = project.submit("train", "--nodes", "2", "block_at=3", *LIMIT)
-    facts = project.finish(folder)
-    assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 1)
-
-
 def test_without_requeues_left_the_run_says_so_and_keeps_its_checkpoint(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
     folder, facts = project.run("train", "--nodes", "2", "signal_at=5", "--max-requeues", "0")
@@ -305,3 +297,22 @@ def test_a_completed_run_is_not_resumed(trained: tuple[Project, bytes]) -> None:
     done = project.call("resume", name)
     assert done.returncode == 2
     assert "COMPLETED" in done.stderr
+
+
+def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_attempts(
+    waiting: tuple[Project, Path, Path],
+) -> None:
+    project, _, folder = waiting
+    facts = project.finish(folder)
+    reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000000"
+    assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
+    told = project.call("why", folder.name).stdout
+    assert "why       the time limit was reached twice without a newer checkpoint\n" in told
+    assert f"error     {reason}; rank 0 on local1 left before the time limit; it could not save at long.py:" in told
+    assert "give it a longer `--time`, or more places to save at" in told
+
+
+def test_without_a_checkpoint_they_stay(waiting: tuple[Project, Path, Path]) -> None:
+    project, folder, _ = waiting
+    facts = project.finish(folder)
+    assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 1)

@@ -40,11 +40,12 @@ SCRIPT = """
         os.kill(os.getpid(), signal.SIGKILL)
     elif given.kind == "terminated" and rank == 0:
         signal.raise_signal(signal.SIGTERM)
-    elif given.kind == "forged" and rank == 1:
+    elif given.kind == "forged":
         from mgpu_slurm.core.errors import ForgeryError
 
+        # both: a rank that does not end is waited for
         raise ForgeryError("not of a rank")
-    elif given.kind in ("fails", "terminated", "forged"):
+    elif given.kind in ("fails", "terminated"):
         signal.pause()
     else:
         import mgpu_slurm

@@ -618,12 +618,17 @@ def tail(log: Path) -> str:
 
 
 def until(what: str, condition: Callable[[], bool], seconds: float = 60, facts: object = "") -> None:
-    """Waits for a condition; raises ClusterProblem with what was awaited and the facts as they then are."""
-    give_up = time.monotonic() + seconds
+    """Waits for a condition; raises ClusterProblem with what was awaited and the facts as they then are.
+
+    A look that takes long is followed by a longer pause: what is awaited needs the machine.
+    """
+    began = looked = time.monotonic()
     while not condition():
-        if time.monotonic() > give_up:
+        now = time.monotonic()
+        if now > began + seconds:
             raise ClusterProblem(f"not in {seconds:g} s: {what} {facts}".rstrip())
-        time.sleep(0.02)
+        time.sleep(max(0.02, min(2 * (now - looked), 1.0)))
+        looked = time.monotonic()
 
 
 def main(verb: str, folder: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.core import records
+from mgpu_slurm.core.layout import RunFolder
 from tests.executors.contract import ExecutorContract
 from tests.on_slurm.cluster import Cluster
 from tests.support import Project
@@ -18,6 +21,10 @@ class TestSlurmExecutor(ExecutorContract):
     @pytest.fixture
     def place(self, slurm_project: Project) -> Project:
         return slurm_project
+
+    @pytest.fixture
+    def start_again(self, cluster: Cluster) -> Callable[[Path], object]:
+        return lambda folder: cluster.start_now(str(records.submissions(RunFolder(folder))[-1].job_id))
 
 
 class TestAllocationExecutor(ExecutorContract):

@@ -211,7 +211,8 @@ def test_one_rank_that_ends_badly_ends_the_others_at_once(
     slurm_project: Project, cluster: Cluster, end: str, how: str
 ) -> None:
     script = f"if [ $RANK = 1 ]; then echo last words; {end}; exit; fi; exec sleep 600"
-    done = slurm_project.call("submit", *TWO_NODES, "--ntasks-per-node", "1", "--follow", "--", "sh", "-c", script)
+    words = (*TWO_NODES, "--ntasks-per-node", "1", "--retries", "0", "--follow")
+    done = slurm_project.call("submit", *words, "--", "sh", "-c", script)
     assert done.returncode == 1
     (facts,) = slurm_project.json("status")
     assert (facts["state"], facts["reason"]) == ("FAILED", f"rank 1 on n2{how}")
