@@ -20,7 +20,7 @@ from tests.support import LACKING, Project, make_project, require
 if TYPE_CHECKING:
     from mgpu_slurm.training.run import Run
 
-LONGEST = ("tests/on_slurm/", "tests/end_to_end/", "tests/jobs/")
+LONGEST = ("tests/on_slurm/", "tests/test_examples.py", "tests/end_to_end/", "tests/jobs/")
 """They train, on real SLURMs and supervisors."""
 
 # other tests run at the same time, and an example that takes long says nothing of the code
