@@ -80,4 +80,4 @@ def test_most_blocks_are_run() -> None:
     examples = [block for found in BLOCKS.values() for block in found if block.kind in RUNS]
     marked = [block for block in examples if block.reason is not None]
     assert len(examples) > 60
-    assert len(marked) <= 32
+    assert len(marked) <= 36
