@@ -1,4 +1,4 @@
-.PHONY: demo demo-sweep test quick chaos check bench clean cluster cluster-deps cluster-env cluster-down
+.PHONY: demo demo-sweep test quick chaos check docs bench clean cluster cluster-deps cluster-env cluster-down
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -41,6 +41,10 @@ check: $(READY)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
+# the documentation as a site, in site/; neither this nor its readers need a network
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+
 bench: $(READY)
 	.venv/bin/python -m benchmarks
 
@@ -66,9 +70,9 @@ $(CLUSTER): tests/on_slurm/packages.py
 $(READY): pyproject.toml constraints.txt
 	$(if $(PROBLEM),$(error $(PYTHON) cannot make .venv ($(PROBLEM)): $(ADVICE)))
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
 clean:
-	rm -rf .venv .bench .chaos build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .chaos build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./runs -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

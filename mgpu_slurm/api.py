@@ -356,7 +356,11 @@ def submitted() -> list[Handle | Group]:
 
 
 def find(name: str) -> Handle | Group:
-    """Return the run or group of that name (see `registry.lookup.find`)."""
+    """Return the run, group or sweep with this name, prefix or job id; `<group>/<index>` is one run of a group.
+
+    Raises:
+        UserError: none or several match.
+    """
     return _seen(lookup.find(name))
 
 

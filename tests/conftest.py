@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ON_SLURM = "tests/on_slurm/"
 """They mostly wait, for SLURM."""
-TRAINING = ("tests/end_to_end/", "tests/jobs/", "tests/chaos/")
+TRAINING = ("tests/test_examples.py", "tests/end_to_end/", "tests/jobs/", "tests/chaos/")
 """They train, and need the processors."""
 
 # other tests run at the same time, and an example that takes long says nothing of the code

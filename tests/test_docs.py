@@ -14,7 +14,7 @@ from tests.support import REPOSITORY
 NAMED = sorted(
     {
         name
-        for path in (REPOSITORY / "docs").glob("*.md")
+        for path in (REPOSITORY / "docs").rglob("*.md")
         for name in re.findall(r"tests/[\w/]+\.py(?:::\w+)*", path.read_text())
     }
 )
@@ -31,6 +31,14 @@ def test_a_test_that_is_named_is_there(name: str) -> None:
     for part in parts:
         (found,) = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
         body = found.body
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_to_files(name: str) -> None:
+    """MkDocs checks those of the other pages."""
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", (REPOSITORY / name).read_text())
+    assert links
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
 
 
 # -- docs/architecture.md: who notices the end of a process or thread, and what bounds a wait
