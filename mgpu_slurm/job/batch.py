@@ -18,10 +18,9 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import allow_many_files
 from mgpu_slurm.job import output, retry_policy
 from mgpu_slurm.job.attempt import WATCHED, Ending, Launch, goes_on_in_place, own_group, run_attempt
-from mgpu_slurm.job.launch_watch import LaunchWatch
 from mgpu_slurm.job.requeue import Job, can_start_without, start_again, start_again_in_time, starts
 from mgpu_slurm.job.retry_policy import Retry
-from mgpu_slurm.job.srun_log import LaunchLog
+from mgpu_slurm.job.srun_watch import LaunchLog, LaunchWatch
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, read_spec
 from mgpu_slurm.slurm import commands, sbatch, steps
 from mgpu_slurm.slurm.outage import wait_out

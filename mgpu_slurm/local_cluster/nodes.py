@@ -22,7 +22,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.executors import held_allocation, simulated, supervisors
 from mgpu_slurm.executors.held_allocation import Allocation
 from mgpu_slurm.job import PARTS, attempt
-from mgpu_slurm.job.srun_log import LaunchLog
+from mgpu_slurm.job.srun_watch import LaunchLog
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.slurm import commands, script, site, steps
 from mgpu_slurm.slurm.outage import wait_out

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from mgpu_slurm.core import files, states
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
-from mgpu_slurm.core.sweep_summary import SweepSummary, TrialSummary
+from mgpu_slurm.core.record_types import RunState, SweepSummary, TrialSummary
 
 
 def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> SweepSummary:

@@ -9,8 +9,7 @@ from datetime import datetime, timezone
 from mgpu_slurm.core import records, states
 from mgpu_slurm.core.formatting import duration, program, short_path, time_of
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
-from mgpu_slurm.core.sweep_summary import SweepSummary, TrialSummary
+from mgpu_slurm.core.record_types import RunState, SweepSummary, TrialSummary
 from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
 

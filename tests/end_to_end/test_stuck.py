@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.reports import flight_records
+from mgpu_slurm.reports import diagnosis
 from tests.support import Project, log
 
 AFTER = ("--stuck-after", "0.15", "--nodes", "2")
@@ -140,7 +140,7 @@ def test_the_rank_that_holds_up_the_others_is_named_with_its_line(stuck: Project
     waits = log(folder, 0)
     assert "no progress for 9 s since step 8: it waits for other ranks in gloo:all_reduce at train.py" in waits
     assert "in train" in waits
-    told = flight_records.lagging(RunFolder(folder), 1)
+    told = diagnosis.lagging(RunFolder(folder), 1)
     assert told is not None
     assert told.startswith("rank 1 had not come to gloo:all_reduce, number ")
 

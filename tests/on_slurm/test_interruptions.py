@@ -423,9 +423,9 @@ def test_a_node_on_which_ranks_die_twice_is_left(project: Project, cluster: Clus
 
 
 HASTE = """
-from mgpu_slurm.job import launch_watch
+from mgpu_slurm.job import srun_watch
 
-launch_watch.PATIENCE = launch_watch.AGAIN_AFTER = 2.0
+srun_watch.PATIENCE = srun_watch.AGAIN_AFTER = 2.0
 """
 
 HANGING_SRUN = """#!/bin/sh

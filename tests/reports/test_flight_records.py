@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.reports import flight_records
+from mgpu_slurm.reports import diagnosis
 
 
 @pytest.fixture
@@ -34,16 +34,16 @@ def test_those_that_have_not_come_are_named(folder: RunFolder) -> None:
     # gloo counts its own
     leave(folder, "0-cpu", collective(50))
     leave(folder, "3", collective(1), collective(2))
-    assert flight_records.lagging(folder, 1) == (
+    assert diagnosis.lagging(folder, 1) == (
         "ranks 1, 2 had not come to nccl:sum, number 2 of its group, where rank 0 was"
     )
-    assert flight_records.lagging(folder, 2) is None
+    assert diagnosis.lagging(folder, 2) is None
 
 
 def test_where_all_are_at_the_same_nobody_is(folder: RunFolder) -> None:
     for rank in ("0", "1"):
         leave(folder, rank, collective(1), collective(2))
-    assert flight_records.lagging(folder, 1) is None
+    assert diagnosis.lagging(folder, 1) is None
 
 
 class Evil:
@@ -58,5 +58,5 @@ def test_what_is_none_is_left_out(
     monkeypatch.chdir(tmp_path)
     leave(folder, "0", collective(2))
     Path(f"{folder.flight_prefix(1)}1").write_bytes(content)
-    assert flight_records.lagging(folder, 1) is None
+    assert diagnosis.lagging(folder, 1) is None
     assert not Path("hacked").exists()

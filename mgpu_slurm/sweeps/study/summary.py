@@ -11,8 +11,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.record_types import SweepSummary, TrialSummary
 from mgpu_slurm.core.records import now
-from mgpu_slurm.core.sweep_summary import SweepSummary, TrialSummary
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space

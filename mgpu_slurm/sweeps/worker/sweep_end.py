@@ -6,7 +6,7 @@ import time
 
 from mgpu_slurm.core import log_lines, records
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.sweep_summary import SweepOver
+from mgpu_slurm.core.record_types import SweepOver
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.slurm import commands, job_identity
 from mgpu_slurm.sweeps.search import budget

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.job.srun_log import LaunchLog, first_failure
+from mgpu_slurm.job.srun_watch import LaunchLog, first_failure
 
 ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
 

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_slurm.core.record_types import Event, Failure, RunState, StateChange, SweepOver, SweepSummary, TrialSummary
+from tests.support import REPOSITORY
+
+TRIAL = TrialSummary(
+    number=3, state="COMPLETE", value=0.5, progress=10, params={"lr": 0.1, "sizes": [8, 8]}, seconds=1.5, reason=""
+)
+OVER = SweepOver(reason="2 of 2 hours are over", failed=False)
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        SweepSummary(),
+        SweepSummary(study="s", metric="loss", best=TRIAL, known=(TRIAL,), over=OVER),
+        # of a newer version
+        SweepSummary(study="s", others={"new": 1}),
+    ],
+)
+def test_a_summary_is_the_same_after_json(summary: SweepSummary) -> None:
+    assert SweepSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+
+
+def test_the_file_of_version_0_1_has_these_fields() -> None:
+    record = json.loads((REPOSITORY / "tests/version_0_1/runs/search/summary.json").read_text())
+    summary = SweepSummary.from_json(record)
+    assert (summary.best, summary.recent[0].number) == (summary.recent[0], 0)
+    assert json.loads(json.dumps(summary.to_json())) == record
+
+
+def recorded(name: str) -> list[Any]:
+    """Return the files of this name that version 0.1 has written, as parameters of a test."""
+    root = REPOSITORY / "tests" / "version_0_1" / "runs"
+    return [pytest.param(path, id=str(path.parent.relative_to(root))) for path in sorted(root.rglob(name))]
+
+
+def test_what_a_newer_version_has_written_is_written_again() -> None:
+    record = {"run": "digits", "state": "RUNNING", "attempts": 2, "new": {"a": 1}}
+    state = RunState.from_json(record)
+    assert (state.attempts, state.reason, state.others) == (2, "", {"new": {"a": 1}})
+    assert record.items() <= state.updated(StateChange(reason="slow")).to_json().items()
+
+
+def test_optional_values_are_written_only_if_there_are_any() -> None:
+    assert "supervisor" not in RunState(run="digits").to_json()
+    assert RunState(supervisor=[7, 9]).to_json()["supervisor"] == [7, 9]
+    assert Failure(message="killed").to_json() == {"message": "killed", "consequence": False}
+
+
+def test_a_change_replaces_only_what_it_knows() -> None:
+    state = RunState(state="RUNNING", reason="slow", job_id="7")
+    assert state.updated(StateChange("FAILED")) == RunState(state="FAILED", reason="slow", job_id="7")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "tests/version_0_1/runs").rglob("state.json")), ids=lambda path: path.parent.name
+)
+def test_states_of_version_0_1_are_read_and_written_whole(path: Path) -> None:
+    record = json.loads(path.read_text())
+    kept = {name: value for name, value in record.items() if (name, value) != ("trial", None)}
+    assert RunState.from_json(record).to_json() == kept
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "tests/version_0_1/runs").rglob("attempts.jsonl")), ids=lambda path: path.parent.name
+)
+def test_events_of_version_0_1_are_read(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        event = Event.from_json(record)
+        assert (event.event, event.time, event.attempt) == (record["event"], record["time"], record.get("attempt", 0))
