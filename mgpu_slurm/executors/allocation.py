@@ -77,8 +77,8 @@ class AllocationExecutor(Executor):
             return ended_unseen(folder, StateChange(states.FAILED, SUPERVISOR_LOST))
         return state
 
-    def cancel(self, folder: RunFolder, living: Callable[[], Living]) -> bool:
-        return supervisors.cancel_all(folder, living())
+    def cancel(self, folder: RunFolder, living: Living, look_again: Callable[[], Living]) -> bool:
+        return supervisors.cancel_all(folder, living)
 
     def shell(self, folder: RunFolder, state: RunState) -> Shell:
         job_id, _, _ = job_of(state).partition(".")

@@ -155,11 +155,12 @@ class Executor(ABC):
         """Return the state of a run that has not ended according to its own record."""
 
     @abstractmethod
-    def cancel(self, folder: RunFolder, living: Callable[[], Living]) -> bool:
+    def cancel(self, folder: RunFolder, living: Living, look_again: Callable[[], Living]) -> bool:
         """Ask the living runs of a run or group to save and end; return whether any could be reached.
 
         Args:
-            living: returns the runs that have not ended, with their current states.
+            living: the runs that have not ended, with their current states.
+            look_again: returns them as they are when it is called.
 
         Raises:
             UserError: the run cannot be reached from this machine.

@@ -50,8 +50,8 @@ class LocalExecutor(Executor):
             return state
         return ended_unseen(folder, StateChange(states.FAILED, SUPERVISOR_LOST))
 
-    def cancel(self, folder: RunFolder, living: Callable[[], Living]) -> bool:
-        return supervisors.cancel_all(folder, living())
+    def cancel(self, folder: RunFolder, living: Living, look_again: Callable[[], Living]) -> bool:
+        return supervisors.cancel_all(folder, living)
 
     def shell(self, folder: RunFolder, state: RunState) -> Shell:
         if not supervisors.is_here(state):

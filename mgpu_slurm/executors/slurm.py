@@ -77,17 +77,16 @@ class SlurmExecutor(Executor):
         # a run that never started has not recorded its job id itself
         return ended_unseen(folder, replace(settled, job_id=state.job_id))
 
-    def cancel(self, folder: RunFolder, living: Callable[[], Living]) -> bool:
-        alive = living()
-        if any(state.job_id is None for _, state in alive):
+    def cancel(self, folder: RunFolder, living: Living, look_again: Callable[[], Living]) -> bool:
+        if any(state.job_id is None for _, state in living):
             slurm_queue.look_for_jobs(folder.group)
-            alive = living()
-        started = [member for member, state in alive if state.attempts]
+            living = look_again()
+        started = [member for member, state in living if state.attempts]
         # their jobs may be about to requeue; an operator who cancels them may lack write access
         with contextlib.suppress(OSError):
             for member in started:
                 member.cancel_wish.touch()
-        told = _job_ids(alive)
+        told = _job_ids(living)
         try:
             _scancel(folder, told)
         except ClusterError:
@@ -96,7 +95,7 @@ class SlurmExecutor(Executor):
                     member.cancel_wish.unlink(missing_ok=True)
             raise
         # jobs that have not started end at once, and only SLURM reports that, for some minutes
-        left = living()
+        left = look_again()
         _scancel(folder, _job_ids(left) - told)
         unknown = [state.run for _, state in left if state.job_id is None]
         if unknown:

@@ -25,11 +25,11 @@ def cancel(folder: RunFolder) -> bool:
         UserError: the run belongs to another user, or is a local run of another machine.
         ClusterError: SLURM refuses or does not answer, or the job is on another cluster.
     """
-    alive = _living(folder)
-    if not alive:
+    living = _living(folder)
+    if not living:
         return False
-    current_state.check_are_of_this_cluster(state for _, state in alive)
-    _, state = alive[0]
+    current_state.check_are_of_this_cluster(state for _, state in living)
+    _, state = living[0]
     executor = EXECUTORS.get(state.executor)
     if executor is None:
         raise UserError(
@@ -38,7 +38,7 @@ def cancel(folder: RunFolder) -> bool:
     if not executor.is_queued:
         # SLURM itself knows who may cancel a job
         check_may_change(folder, "cancel")
-    return executor.cancel(folder, lambda: _living(folder))
+    return executor.cancel(folder, living, lambda: _living(folder))
 
 
 def _living(folder: RunFolder) -> Living:

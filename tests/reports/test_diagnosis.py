@@ -275,7 +275,7 @@ def test_a_command_that_is_not_there(project: Project) -> None:
     group = project.submit("--seeds", "1", "--", "no-such-command-{seed}")
     assert project.call("wait", group.name, "--timeout", "90").returncode == 1
     (facts,) = project.json("status", group.name)
-    found = why(RunFolder(group / "tasks" / "0"), facts)
+    found = why(RunFolder(group / "tasks" / "0"), RunState.from_json(facts))
     assert found is not None
     assert found.cause is failures.NO_COMMAND
 
