@@ -39,5 +39,6 @@ def choose(name: str) -> tuple[Executor, str]:
             return EXECUTORS[LocalExecutor.name], "there is no sbatch on PATH"
         return EXECUTORS[SlurmExecutor.name], f"sbatch is on PATH{here}"
     if name not in EXECUTORS:
-        raise UserError(f"--executor {name!r}: expected auto, slurm, allocation or local")
+        *names, last = "auto", *EXECUTORS
+        raise UserError(f"--executor {name!r}: expected {', '.join(names)} or {last}")
     return EXECUTORS[name], "asked for"
