@@ -36,6 +36,11 @@ def stack(innermost: FrameType) -> traceback.StackSummary:
 
 def place(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line of the user's code."""
-    own = [frame for frame in frames if not frame.filename.startswith(("<frozen", *_OTHERS))]
+    own = [frame for frame in frames if not _is_library(frame.filename)]
     frame = (own or frames)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+def _is_library(file: str) -> bool:
+    # a cluster's torch is often outside the environment that uses it
+    return file.startswith(("<frozen", *_OTHERS)) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
