@@ -10,6 +10,7 @@ from typing import Any
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import UserError, nearest
+from mgpu_slurm.core.record_types import from_known
 
 DIRECTIONS = ("minimize", "maximize")
 
@@ -77,7 +78,7 @@ class Best:
         if facts["best"] is None:
             return None
         # version 0.1 had one checkpoint of each step
-        return Best(**facts["best"], number=facts.get("best_number", 1))
+        return from_known(Best, {**facts["best"], "number": facts.get("best_number", 1)})
 
     @staticmethod
     def to_json(best: Best | None) -> dict[str, Any]:

@@ -7,11 +7,12 @@ values that a later version adds are ignored, as version 0.1 does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from mgpu_slurm.checkpoints.policy import Best
 from mgpu_slurm.checkpoints.writer import Written
+from mgpu_slurm.core.record_types import from_known
 from mgpu_slurm.rank.codec import Plain
 
 Record = TypeVar("Record")
@@ -71,9 +72,9 @@ class ProgressRecord:
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> ProgressRecord:
-        loader = _known(PassRecord, facts["loader"])
-        loaders = tuple(_known(LoaderRecord, each) for each in facts.get("loaders", ()))
-        return _known(ProgressRecord, {**facts, "loader": loader, "loaders": loaders})
+        loader = from_known(PassRecord, facts["loader"])
+        loaders = tuple(from_known(LoaderRecord, each) for each in facts.get("loaders", ()))
+        return from_known(ProgressRecord, {**facts, "loader": loader, "loaders": loaders})
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class RankRecord:
     def from_json(body: Mapping[str, Any]) -> RankRecord:
         shared = SharedRecord.from_json(body["shared"]) if "shared" in body else None
         content = Content(body["own"], shared, body.get("objects", {}))
-        return RankRecord(body["rank"], body["world_size"], Written(**body["tensors"]), content)
+        return RankRecord(body["rank"], body["world_size"], from_known(Written, body["tensors"]), content)
 
     def to_json(self) -> dict[str, Any]:
         content = self.content
@@ -138,9 +139,3 @@ class RankRecord:
             "own": content.own,
             **state,
         }
-
-
-def _known(kind: type[Record], values: Mapping[str, Any]) -> Record:
-    """Return a record with those of the values that it has a field for."""
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: values[name] for name in names if name in values})

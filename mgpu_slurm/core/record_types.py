@@ -10,10 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+D = TypeVar("D")
 R = TypeVar("R", bound="Record")
 
 UNRECORDED = "unrecorded"
 """Stands for a checkpoint's name that version 0.1 did not record."""
+
+
+def from_known(kind: type[D], values: Mapping[str, Any]) -> D:
+    """Return a dataclass with those of the values that it has a field for: a newer version may have written more."""
+    return kind(**{name: values[name] for name in _names(kind) if name in values})
+
+
+def _names(kind: type) -> list[str]:
+    return [each.name for each in fields(kind) if each.name != "others"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +35,18 @@ class Record:
 
     @classmethod
     def from_json(cls: type[R], values: Mapping[str, Any]) -> R:
-        """Return the record of a JSON object; fields that it lacks have their defaults."""
-        names = _names(cls)
-        others = {name: value for name, value in values.items() if name not in names}
-        return cls(**{name: value for name, value in values.items() if name in names}, others=others)
+        """Return the record of a JSON object.
+
+        Fields that it lacks have their defaults, as have those that are null and cannot be.
+        """
+        types = {each.name: each.type for each in fields(cls) if each.name != "others"}
+        others = {name: value for name, value in values.items() if name not in types}
+        known = {
+            name: value
+            for name, value in values.items()
+            if name in types and (value is not None or "None" in str(types[name]))
+        }
+        return cls(**known, others=others)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object, without optional fields that have their default."""
@@ -38,10 +56,6 @@ class Record:
             if each.name != "others" and not (each.metadata.get("optional") and value == each.default):
                 known[each.name] = value
         return {**known, **self.others}
-
-
-def _names(cls: type[Record]) -> list[str]:
-    return [name for name in cls.__dataclass_fields__ if name != "others"]
 
 
 def _optional(default: Any = None) -> Any:
@@ -200,15 +214,15 @@ class TrialSummary(Record):
     number: int
     state: str
     """One of `TRIAL_STATES`."""
-    value: float | None
+    value: float | None = None
     """The value of the metric, or the last one reported; None without any, or if it is NaN or infinite."""
-    progress: int | None
+    progress: int | None = None
     """The progress of the last report."""
-    params: dict[str, object]
+    params: dict[str, object] = field(default_factory=dict)
     """The parameters by name, as passed to the job."""
-    seconds: float | None
+    seconds: float | None = None
     """How long workers have had it; None until it has ended."""
-    reason: str
+    reason: str = ""
     """Why it failed or was pruned."""
 
 
@@ -216,8 +230,8 @@ class TrialSummary(Record):
 class SweepOver(Record):
     """Why no more trials start."""
 
-    reason: str
-    failed: bool
+    reason: str = ""
+    failed: bool = False
     """Whether the sweep has failed; if not, its budget is spent."""
 
 
@@ -253,9 +267,10 @@ class SweepSummary(Record):
         return replace(
             found,
             best=values.get("best") and TrialSummary.from_json(values["best"]),
-            known=tuple(map(TrialSummary.from_json, values.get("known", ()))),
+            known=tuple(map(TrialSummary.from_json, values.get("known") or ())),
             over=values.get("over") and SweepOver.from_json(values["over"]),
-            recent=tuple(map(TrialSummary.from_json, values.get("recent", ()))),
+            seconds={name: (count, seconds) for name, (count, seconds) in found.seconds.items()},
+            recent=tuple(map(TrialSummary.from_json, values.get("recent") or ())),
         )
 
     @property

@@ -17,7 +17,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import held_allocation
-from mgpu_slurm.executors.base import Living, Start, job_of
+from mgpu_slurm.executors.base import Living, Start
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.slurm import steps
 from mgpu_slurm.slurm.commands import scrubbed_environment
@@ -155,7 +155,7 @@ def is_supervised(state: RunState) -> bool:
     """Return whether the supervisor in a run's state is alive. On another host this is unknown: it counts as alive."""
     if not is_here(state):
         return True
-    return state.supervisor is not None and processes.is_alive(*_identity(state))
+    return bool(state.supervisor) and processes.is_alive(*_identity(state))
 
 
 def _identity(state: RunState) -> tuple[int, int]:
@@ -229,6 +229,7 @@ def _cancel_elsewhere(folder: RunFolder, state: RunState) -> bool:
         raise UserError(f"run {state.run} is a local run of {state.host or 'another machine'}: cancel it there")
     # its supervisor finds the request in the shared folder, which may take a while; scancel reaches the ranks at once
     folder.cancel_wish.touch()
-    with suppress(ClusterError):
-        steps.signal_ranks(job_of(state), state.run, "TERM")
+    if state.job_id is not None:
+        with suppress(ClusterError):
+            steps.signal_ranks(state.job_id, state.run, "TERM")
     return True

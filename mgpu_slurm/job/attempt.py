@@ -93,16 +93,16 @@ class Launch(ABC):
 
 def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     """Run one attempt, from its first event to its last. Expects `WATCHED` signals blocked in the calling thread."""
-    job_id, describe = launch.job_id, launch.describe
     records.note_unseen_end(folder, records.settle_event)
     attempt = records.attempts_started(folder) + 1
     # number of this start of the job, by which accounting identifies it
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    newest = retry_policy.newest_checkpoint(folder)
-    facts = {"attempt": attempt, "job_id": job_id, "nodes": launch.names, "restarts": restarts, "newest": newest}
-    records.settle_event(folder, "started", **facts)
+    started = {"attempt": attempt, "job_id": launch.job_id, "nodes": launch.names, "restarts": restarts}
+    records.settle_event(folder, "started", **started, **retry_policy.newest_checkpoint(folder))
     began = records.read_state(folder).started or records.now()
-    records.settle_state(folder, state="RUNNING", attempts=attempt, job_id=job_id, reason="", started=began, ended=None)
+    records.settle_state(
+        folder, state="RUNNING", attempts=attempt, job_id=launch.job_id, reason="", started=began, ended=None
+    )
     # the previous attempt's failure is over
     folder.failure.unlink(missing_ok=True)
     # several nodes have to reach the store; one node only needs loopback
@@ -136,12 +136,12 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     if wish.exists():
         # a sweep's remaining ranks request it if one has died, or a rank has given a reason
         said = wish.read_text().partition("\n")[0] or None
-        first = describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else said
+        first = launch.describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else said
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
     if ending.code == 0 and folder.terminated(attempt).exists():
         ending = replace(ending, code=TERMINATED_EXIT_CODE, who="a command")
     if ending.code not in (0, REQUEUE_EXIT_CODE):
-        cause = service.failure or _first_cause(folder, attempt, ending, describe, spec.resources.ranks)
+        cause = service.failure or _first_cause(folder, attempt, ending, launch.describe, spec.resources.ranks)
         # on real nodes ranks are on other machines too, and SLURM reports it
         killed = processes.oom_kills() - oom_kills if spec.nodes_are_simulated else 0
         failure = replace(cause, attempt=attempt, exit_code=ending.code, oom_kills=killed)
@@ -153,7 +153,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     if records.attempts_started(folder) > attempt:
         # for example on an abandoned node that is still alive; the next attempt has recorded the end of this one
         return replace(ending, superseded=True)
-    records.settle_event(folder, "ended", attempt=attempt, job_id=job_id, **facts)
+    records.settle_event(folder, "ended", attempt=attempt, job_id=launch.job_id, **facts)
     if failure is not None:
         record = failure.to_json()
         retry.for_the_disk(lambda: write_json(folder.failure, record), folder.failure)

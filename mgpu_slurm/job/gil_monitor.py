@@ -17,6 +17,7 @@ from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import in_words
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.log_lines import PREFIX
+from mgpu_slurm.core.record_types import Failure
 from mgpu_slurm.core.records import now
 from mgpu_slurm.job.stacks import place
 
@@ -67,8 +68,7 @@ class LockWatch:
         said = "this rank let none of its threads run"
         if self._stood > self._seconds:
             said = f"stuck: {message}; this rank was ended"
-            record = {"rank": 0, "node": node, "time": now(), "error": STUCK, "message": message, "doing": doing}
-            record |= {"consequence": False, "collectives": 0}
+            record = Failure(rank=0, node=node, time=now(), error=STUCK, message=message, doing=doing).to_json()
             retry.for_the_disk(lambda: write_json(self._record, record), self._record)
         with open(self._log, "a") as log:
             log.write(f"{PREFIX}{said}. Its threads:\n{shown}")

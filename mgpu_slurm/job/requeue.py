@@ -12,6 +12,7 @@ from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.hostlist import compress, expand
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.record_types import Event
+from mgpu_slurm.job import retry_policy
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, Spec
 from mgpu_slurm.slurm import commands, job_identity, sbatch
 from mgpu_slurm.slurm.outage import Patience
@@ -61,7 +62,7 @@ def start_again_in_time(job: Job, asked: Event) -> int:
     """
     # the time limit is near, and the disk may be full
     with contextlib.suppress(OSError):
-        facts = {"newest": asked.newest, "in_vain": asked.in_vain}
+        facts = retry_policy.facts_of(asked)
         records.record_event(job.folder, "requeued", job_id=job.id, token=job.token, **facts)
         records.update_state(job.folder, state="REQUEUED", reason="stopped before the time limit")
     # avoided nodes stay avoided if the run continues as another job

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ class Retry:
         facts |= {"avoid": list(self.avoid), "pause": self.pause}
         records.settle_event(folder, "retried", **facts)
         records.settle_state(folder, state=states.REQUEUED, reason=self.words)
-        return Event.from_json(facts)
+        return Event.from_json({"event": "retried", **facts})
 
     def wait(self) -> Iterator[None]:
         """Wait for the pause, yielding at the start and at intervals so that the caller can check for a cancel."""
@@ -106,13 +107,12 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid), cause.spoils_job)
 
 
-def newest_checkpoint(folder: RunFolder) -> str | None:
-    """Return the name of the newest checkpoint, for an event; None if there is none."""
-    try:
+def newest_checkpoint(folder: RunFolder) -> dict[str, str | None]:
+    """Return the part of an event that names the newest checkpoint; empty if that cannot be read."""
+    with suppress(OSError):
         newest = checkpoints.newest(folder)
-    except OSError:
-        return UNRECORDED
-    return None if newest is None else newest.name
+        return {"newest": None if newest is None else newest.name}
+    return {}
 
 
 def requeue_event(folder: RunFolder, spec: Spec, is_at_limit: Callable[[], bool]) -> Event:
@@ -126,14 +126,20 @@ def requeue_event(folder: RunFolder, spec: Spec, is_at_limit: Callable[[], bool]
         a newer one. `in_vain` is None if it did not reach the limit.
     """
     begins = [event for event in records.events(folder) if event.event == "started"][-1:]
-    newest = newest_checkpoint(folder)
+    newest = newest_checkpoint(folder).get("newest", UNRECORDED)
     # a command may save anywhere, and a sweep's worker saves in its trials
     shows_progress = spec.kind == "run" and (newest is not None or not spec.target.is_command)
     # version 0.1 did not record where an attempt begins
     is_stuck = newest != UNRECORDED and all(event.newest == newest for event in begins)
     if not (shows_progress and is_stuck):
-        return Event(newest=newest, in_vain=False)
-    return Event(newest=newest, in_vain=True if is_at_limit() else None)
+        return Event(event="requeued", newest=newest, in_vain=False)
+    return Event(event="requeued", newest=newest, in_vain=True if is_at_limit() else None)
+
+
+def facts_of(asked: Event) -> dict[str, object]:
+    """Return what to record of a requeue that `requeue_event` describes."""
+    newest = {} if asked.newest == UNRECORDED else {"newest": asked.newest}
+    return {**newest, "in_vain": asked.in_vain}
 
 
 def why_no_requeue(spec: Spec, earlier: Sequence[Event], asked: Event) -> str:

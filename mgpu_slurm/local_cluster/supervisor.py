@@ -118,7 +118,7 @@ class Supervisor:
             if problem:
                 return states.TIMEOUT, problem
             requeued.append(asked)
-            facts = {"newest": asked.newest, "in_vain": asked.in_vain}
+            facts = retry_policy.facts_of(asked)
             records.settle_event(self._folder, "requeued", job_id=self._nodes.job_id, **facts)
             records.settle_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
 

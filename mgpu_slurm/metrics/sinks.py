@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
@@ -69,7 +69,9 @@ class Tolerance:
     def _warn(self, kind: object, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            log_lines.warn(text)
+            # the disk that the log is on may be full too
+            with suppress(OSError):
+                log_lines.warn(text)
 
 
 class Tolerant(Sink):
@@ -101,13 +103,15 @@ class Tolerant(Sink):
     def _report_due(self) -> None:
         with self._tolerance.guard():
             while self._due:
-                report = self._due.popleft()
                 try:
-                    self._sink.report(report)
+                    self._sink.report(self._due[0])
                 except OSError:
-                    # with any other error, it would fail again and hold up those after it
-                    self._due.appendleft(report)
                     raise
+                except Exception:
+                    # it would fail again, and hold up those after it
+                    self._due.popleft()
+                    raise
+                self._due.popleft()
 
 
 class MetricsFile(Sink):

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mgpu_slurm.core import log_lines
+from mgpu_slurm.core.record_types import Failure
 from mgpu_slurm.core.records import now
 
 if TYPE_CHECKING:
@@ -43,17 +44,22 @@ def _is_of_this_package(frame: TracebackType) -> bool:
     return Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
-def record(error: BaseException, shown: str, facts: RankInfo) -> dict[str, Any]:
-    return {
-        "rank": facts.rank,
-        "node": facts.node_name,
-        "time": now(),
-        "error": type(error).__name__,
-        "message": str(error),
-        "traceback": shown,
+def record(error: BaseException, shown: str, facts: RankInfo) -> Failure:
+    """Return the record of an error in this rank.
+
+    Args:
+        shown: the traceback.
+    """
+    return Failure(
+        rank=facts.rank,
+        node=facts.node_name,
+        time=now(),
+        error=type(error).__name__,
+        message=str(error),
+        traceback=shown,
         # the other ranks lose their connection when one fails, so this is never the root cause
-        "consequence": _is_lost_connection(error),
-    }
+        consequence=_is_lost_connection(error),
+    )
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -116,12 +116,16 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def flight_recorder_dumps() -> dict[str, bytes]:
-    """Return the pickled dumps of the flight recorders that this build has, by the suffix of torch's file for each."""
+def flight_recorder_dumps() -> Iterator[tuple[str, bytes]]:
+    """Yield the suffix of torch's file and the pickled dump of each flight recorder that this build has.
+
+    The second is asked for only then: in a stuck rank that of NCCL may fail or block.
+    """
     from torch._C import _distributed_c10d as recorders
 
-    names = {"-cpu": "_dump_fr_trace", "": "_dump_nccl_trace"}
-    return {suffix: getattr(recorders, name)() for suffix, name in names.items() if hasattr(recorders, name)}
+    for suffix, name in (("-cpu", "_dump_fr_trace"), ("", "_dump_nccl_trace")):
+        if hasattr(recorders, name):
+            yield suffix, getattr(recorders, name)()
 
 
 _TORCH = Path(torch.__file__).parent

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -36,6 +36,7 @@ from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import in_words
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.log_lines import PREFIX
+from mgpu_slurm.core.record_types import Failure
 from mgpu_slurm.core.records import now
 from mgpu_slurm.job.stacks import place, stack
 from mgpu_slurm.rank import crash, torch_adapter
@@ -154,15 +155,15 @@ class Watchdog:
         try:
             record = self._record(sys._current_frames()[watched], seconds)
             # not print, in which another thread may be blocked
-            os.write(1, f"{PREFIX}stuck: {record['message']}; this rank ends. Its threads:\n".encode())
+            os.write(1, f"{PREFIX}stuck: {record.message}; this rank ends. Its threads:\n".encode())
             faulthandler.dump_traceback(1)
             if self._file is not None:
-                write_json(self._file, record)
+                write_json(self._file, record.to_json())
             time.sleep(self._grace)
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _record(self, innermost: FrameType, seconds: float) -> dict[str, Any]:
+    def _record(self, innermost: FrameType, seconds: float) -> Failure:
         frames = stack(innermost)
         collectives: list[Collective] = []
         with suppress(Exception):
@@ -172,16 +173,16 @@ class Watchdog:
         waits = bool(unfinished) or _is_where_ranks_wait(frames)
         what = f" in {unfinished[0]}" if unfinished else ""
         doing = f"{f'waits for other ranks{what}' if waits else 'is'} at {place(frames)}"
-        return {
-            "rank": self._facts.rank,
-            "node": self._facts.node_name,
-            "time": now(),
-            "error": STUCK,
-            "message": f"no progress for {in_words(seconds)} since step {self._step()}: it {doing}",
-            "doing": doing,
-            "consequence": waits,
-            "collectives": max((each.number for each in collectives), default=0),
-        }
+        return Failure(
+            rank=self._facts.rank,
+            node=self._facts.node_name,
+            time=now(),
+            error=STUCK,
+            message=f"no progress for {in_words(seconds)} since step {self._step()}: it {doing}",
+            doing=doing,
+            consequence=waits,
+            collectives=max((each.number for each in collectives), default=0),
+        )
 
 
 def watchdog(minutes: float, facts: RankInfo, folder: RunFolder | None, attempt: int) -> Watchdog | None:
@@ -211,12 +212,12 @@ def _collectives(rank: int) -> list[Collective]:
     if not dist.is_initialized():
         return []
     found: list[Collective] = []
-    for suffix, dump in torch_adapter.flight_recorder_dumps().items():
-        entries = pickle.loads(dump).get("entries", [])
-        found += [Collective(each["record_id"], each["profiling_name"], each["retired"]) for each in entries]
+    for suffix, dump in torch_adapter.flight_recorder_dumps():
         if prefix := os.environ.get(FLIGHT_VARIABLE):
             with suppress(OSError):
                 Path(f"{prefix}{rank}{suffix}").write_bytes(dump)
+        entries = pickle.loads(dump).get("entries", [])
+        found += [Collective(each["record_id"], each["profiling_name"], each["retired"]) for each in entries]
     return found
 
 

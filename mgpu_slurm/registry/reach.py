@@ -29,12 +29,11 @@ def cancel(folder: RunFolder) -> bool:
     if not living:
         return False
     current_state.check_are_of_this_cluster(state for _, state in living)
-    _, state = living[0]
-    executor = EXECUTORS.get(state.executor)
-    if executor is None:
-        raise UserError(
-            f"run {state.run}: {state.reason}, so it is unknown where it runs: cancel it with scancel or kill"
-        )
+    found = [EXECUTORS[state.executor] for _, state in living if state.executor in EXECUTORS]
+    if not found:
+        reason = living[0][1].reason or "its state is empty"
+        raise UserError(f"run {folder.run}: {reason}, so it is unknown where it runs: end it with scancel or kill")
+    executor = found[0]
     if not executor.is_queued:
         # SLURM itself knows who may cancel a job
         check_may_change(folder, "cancel")

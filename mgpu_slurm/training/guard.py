@@ -6,10 +6,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.core.files import write_json
+from mgpu_slurm.core.record_types import Failure
 from mgpu_slurm.job.stacks import place_of
 from mgpu_slurm.rank import crash
 from mgpu_slurm.rank.rank_info import Rank
@@ -69,10 +69,10 @@ def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
     rank.told.append(error)
 
 
-def record_failure(rank: Rank, record: dict[str, Any]) -> None:
+def record_failure(rank: Rank, record: Failure) -> None:
     """Record why this rank failed; the log contains it too."""
     with suppress(OSError):
-        write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record)
+        write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record.to_json())
 
 
 def _leave_at_last(rank: Rank) -> None:

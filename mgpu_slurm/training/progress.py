@@ -10,6 +10,7 @@ import torch
 
 from mgpu_slurm.checkpoints.rank_record import PassRecord, ProgressRecord
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.record_types import from_known
 from mgpu_slurm.data.loader_positions import LoaderPlaces
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.randomness import RandomState
@@ -192,5 +193,5 @@ class RankState:
 
     @staticmethod
     def from_state_dict(state: StateDict) -> RankState:
-        meters = {name: MeterState(**meter) for name, meter in state["meters"].items()}
-        return RankState(RandomState(**state["random"]), meters)
+        meters = {name: from_known(MeterState, meter) for name, meter in state["meters"].items()}
+        return RankState(from_known(RandomState, state["random"]), meters)

@@ -19,7 +19,7 @@ OVER = SweepOver(reason="2 of 2 hours are over", failed=False)
     "summary",
     [
         SweepSummary(),
-        SweepSummary(study="s", metric="loss", best=TRIAL, known=(TRIAL,), over=OVER),
+        SweepSummary(study="s", metric="loss", best=TRIAL, known=(TRIAL,), over=OVER, seconds={"complete": (2, 0.5)}),
         # of a newer version
         SweepSummary(study="s", others={"new": 1}),
     ],
@@ -46,6 +46,13 @@ def test_what_a_newer_version_has_written_is_written_again() -> None:
     state = RunState.from_json(record)
     assert (state.attempts, state.reason, state.others) == (2, "", {"new": {"a": 1}})
     assert record.items() <= state.updated(StateChange(reason="slow")).to_json().items()
+
+
+def test_null_stands_for_a_default_if_the_field_cannot_be_none() -> None:
+    state = RunState.from_json({"metrics": None, "reason": None, "job_id": None, "supervisor": []})
+    assert (state.metrics, state.reason, state.job_id) == ({}, "", None)
+    assert Event.from_json({"newest": None}).newest is None
+    assert SweepSummary.from_json({"known": None, "over": {}, "best": {"number": 1, "state": "FAIL"}}).known == ()
 
 
 def test_optional_values_are_written_only_if_there_are_any() -> None:

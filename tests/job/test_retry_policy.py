@@ -145,7 +145,7 @@ AT_LIMIT, NOT_AT_LIMIT = True, False
 def test_two_attempts_in_vain_are_enough(failing: Failing, ends: list[tuple[int | None, bool]], expected: str) -> None:
     reasons, requeued = [], []
     for step, is_at_limit in ends:
-        records.record_event(failing.folder, "started", newest=retry_policy.newest_checkpoint(failing.folder))
+        records.record_event(failing.folder, "started", **retry_policy.newest_checkpoint(failing.folder))
         if step is not None and not failing.folder.checkpoint(step).exists():
             failing.saves(step)
         asked = retry_policy.requeue_event(failing.folder, failing.spec, lambda is_at_limit=is_at_limit: is_at_limit)
@@ -166,5 +166,5 @@ def test_a_command_without_checkpoints_and_a_worker_of_a_sweep_may_save_elsewher
     worker = Failing(tmp_path, kind="sweep")
     command = Spec("run", Target(command=("true",)), "slurm", Resources())
     for spec in (worker.spec, command):
-        records.record_event(worker.folder, "started", newest=retry_policy.newest_checkpoint(worker.folder))
+        records.record_event(worker.folder, "started", **retry_policy.newest_checkpoint(worker.folder))
         assert retry_policy.requeue_event(worker.folder, spec, lambda: True).in_vain is False

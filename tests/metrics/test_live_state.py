@@ -31,7 +31,7 @@ def test_it_is_written_soon_without_another_call(folder: RunFolder) -> None:
     # the thread pauses now, and then finds these
     live.report(Report(2, 3, records.now(), 1, {}))
     live.step_done(4)
-    wait_until(lambda: [records.read_state(folder)[name] for name in ("step", "progress")] == [4, 2])
+    wait_until(lambda: [getattr(records.read_state(folder), name) for name in ("step", "progress")] == [4, 2])
     live.close(4)
 
 

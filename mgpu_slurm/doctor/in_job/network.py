@@ -127,7 +127,7 @@ class Reached:
 
     port: int
     seconds: float
-    problem: str = ""
+    problem: str | None = None
 
 
 def measure_ports(team: Team, place: Place) -> Any:
@@ -150,11 +150,11 @@ def measure_ports(team: Team, place: Place) -> Any:
 
 def _connect(address: str, port: int) -> Reached:
     begun = time.perf_counter()
-    problem = ""
+    problem = None
     try:
         socket.create_connection((address, port), CONNECT_WITHIN).close()
     except OSError as error:
-        problem = str(error)
+        problem = str(error) or type(error).__name__
     return Reached(port, time.perf_counter() - begun, problem)
 
 
@@ -164,7 +164,7 @@ def judge_ports(answers: list[Answer]) -> list[Finding]:
     for answer in answers:
         for name, value in answer.value.items():
             reached = Reached(**value)
-            if reached.problem:
+            if reached.problem is not None:
                 place = f"{name} on port {reached.port}"
                 text = f"{answer.member.node_name} does not reach {place}: {reached.problem}"
                 fix = "a firewall between the nodes: ask the site to let them connect to each other's ports above 10000"

@@ -18,6 +18,7 @@ from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from mgpu_slurm.core.record_types import from_known
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import Density, Samples, StudyView, TextCmaEs, WeightedTpe
 from mgpu_slurm.sweeps.scheduling import optimizers
@@ -54,7 +55,7 @@ class Doubt:
 def doubt_of(trial: FrozenTrial) -> Doubt | None:
     """Return the doubt about a failure of the trial; None if there is none."""
     found = trial.system_attrs.get(DOUBT)
-    return None if found is None else Doubt(**found)
+    return None if found is None else from_known(Doubt, found)
 
 
 def learning_from_failures(cls: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -94,9 +95,9 @@ class FunctionTrainer:
         print(shown, end="", file=sys.stderr, flush=True)
         record = crash.record(error, shown, self._rank.facts)
         if self._rank.facts.world_size == 1 and not _has_spoilt_the_device(error):
-            return Ending(lambda own: own.fail(f"{record['error']}: {first_line(record['message'])}"))
+            return Ending(lambda own: own.fail(f"{record.error}: {first_line(record.message)}"))
         # the others may be inside a collective, which this rank's next one would answer
-        guard.record_failure(self._rank, record | {"trial": order.number})
+        guard.record_failure(self._rank, replace(record, trial=order.number))
         # new ranks would not know that the time limit is near
         code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
         if code == FAILED_EXIT_CODE:
