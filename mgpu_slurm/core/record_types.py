@@ -26,6 +26,16 @@ def _names(kind: type) -> list[str]:
     return [each.name for each in fields(kind) if each.name != "others"]
 
 
+_MAY_BE_NONE: dict[type, dict[str, bool]] = {}
+"""For the fields of each class of records, whether they may be None; found once, as `status` reads many records."""
+
+
+def _may_be_none(cls: type) -> dict[str, bool]:
+    if cls not in _MAY_BE_NONE:
+        _MAY_BE_NONE[cls] = {each.name: "None" in str(each.type) for each in fields(cls) if each.name != "others"}
+    return _MAY_BE_NONE[cls]
+
+
 @dataclass(frozen=True)
 class Record:
     """A JSON object whose names are the fields of a subclass."""
@@ -39,13 +49,13 @@ class Record:
 
         Fields that it lacks have their defaults, as have those that are null and cannot be.
         """
-        types = {each.name: each.type for each in fields(cls) if each.name != "others"}
-        others = {name: value for name, value in values.items() if name not in types}
-        known = {
-            name: value
-            for name, value in values.items()
-            if name in types and (value is not None or "None" in str(types[name]))
-        }
+        may_be_none = _may_be_none(cls)
+        known, others = {}, {}
+        for name, value in values.items():
+            if name not in may_be_none:
+                others[name] = value
+            elif value is not None or may_be_none[name]:
+                known[name] = value
         return cls(**known, others=others)
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +115,7 @@ class RunState(Record):
 
     def updated(self, change: StateChange) -> RunState:
         """Return the state with the values that a change knows."""
-        return RunState.from_json({**self.to_json(), **change.known()})
+        return replace(self, **change.known())
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class StateChange:
     ended: str | None = None
     job_id: str | None = None
 
-    def known(self) -> dict[str, str]:
+    def known(self) -> dict[str, Any]:
         """Return the known values by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
