@@ -259,7 +259,7 @@ FAULTS = (
     Fault("any process is killed", any_process_dies, "", by_hand=True, ends_attempt=False),
     Fault("all processes are killed", the_power_fails, "killed", by_hand=True),
     Fault("killed in a phase of a save", dies_in_a_save, "SIGKILL", config=phase_of_a_save),
-    Fault("a rank hangs", a_rank_hangs, "did not answer any more|no progress", words=("--stuck-after", "0.1")),
+    Fault("a rank hangs", a_rank_hangs, "stopped responding|no progress", words=("--stuck-after", "0.1")),
     Fault("cancelled", it_is_cancelled, "CANCELLED", by_hand=True),
     Fault(
         "its time is up",

@@ -158,7 +158,7 @@ class TestStuckRanks:
         found = first_stuck([stuck(0, True), stuck(2, True)], 4)
         assert found is not None
         assert found.message == (
-            "ranks 1, 3 did not answer any more, and rank 0 had no progress for 30 min since step 8:"
+            "ranks 1, 3 stopped responding, and rank 0 made no progress for 30 min since step 8:"
             " it waits for other ranks"
         )
         assert cause_of(found).name == "stuck"

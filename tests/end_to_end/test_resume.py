@@ -309,7 +309,7 @@ def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_atte
     told = project.call("why", folder.name).stdout
     assert "why       the time limit was reached twice without a newer checkpoint\n" in told
     assert f"error     {reason}; rank 0 on local1 left before the time limit; it could not save at long.py:" in told
-    assert "give it a longer `--time`, or more places to save at" in told
+    assert "raise `--time`, or pass a `run.loader` to `run.restore`" in told
 
 
 def test_without_a_checkpoint_they_stay(waiting: tuple[Project, Path, Path]) -> None:

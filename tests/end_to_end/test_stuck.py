@@ -153,7 +153,7 @@ def test_one_that_holds_the_lock_of_the_interpreter_is_named_by_its_silence(stuc
     folder, facts = stuck.run("train:locked", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
     assert retried(folder)["why"].startswith(
-        "rank 1 did not answer any more, and rank 0 had no progress for 9 s since step 8: it waits for other ranks"
+        "rank 1 stopped responding, and rank 0 made no progress for 9 s since step 8: it waits for other ranks"
     )
     # its stack all the same
     assert "in holding_the_lock" in log(folder, 1)
