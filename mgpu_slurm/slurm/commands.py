@@ -129,7 +129,7 @@ def run(command: list[str], timeout: float = 30) -> str:
             check=False,
         )
     except FileNotFoundError:
-        raise ClusterError(f"no {name} on PATH: call this on a login node of the cluster") from None
+        raise ClusterError(f"no {name} on PATH: run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
         raise SlurmUnavailable(f"{name} did not answer within {timeout:g} s: try again later") from None
     except OSError as error:
