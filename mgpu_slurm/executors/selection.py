@@ -36,8 +36,8 @@ def choose(name: str) -> tuple[Executor, str]:
         held = os.environ.get(held_allocation.JOB_VARIABLE)
         here = f"; --executor allocation would use job {held}, which is held here" if held else ""
         if shutil.which("sbatch") is None:
-            return EXECUTORS[LocalExecutor.name], "there is no sbatch on PATH"
+            return EXECUTORS[LocalExecutor.name], "no sbatch on PATH"
         return EXECUTORS[SlurmExecutor.name], f"sbatch is on PATH{here}"
     if name not in EXECUTORS:
         raise UserError(f"--executor {name!r}: expected auto, slurm, allocation or local")
-    return EXECUTORS[name], "asked for"
+    return EXECUTORS[name], "requested"

@@ -80,7 +80,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
 
 def _with_resources(spec: Spec, given: Flags) -> Spec:
     had: Flags = {name.replace("_", "-"): getattr(spec.resources, name) for name in (*RESOURCE_FLAGS, "sbatch")}
-    resources = resources_from(configs.merge(had, given), "the call")
+    resources = resources_from(configs.merge(had, given), "resources")
     lead = spec.lead
     if resources.time != spec.resources.time:
         _, usual = announcement(spec.signal, spec.resources.time_limit, spec.is_queued)

@@ -214,7 +214,7 @@ def test_a_rehearsal_asks_slurm_when_it_would_start(slurm_project: Project, clus
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("SLURM would start it at 20")
-    assert last.endswith("on n[1-2] in partition main, as the queue is now")
+    assert last.endswith("on n[1-2] in partition main, by the current queue")
     facts = slurm_project.json(*words, "--", "true")
     assert (facts["check"]["nodes"], facts["check"]["partition"]) == ("n[1-2]", "main")
     assert cluster.run("squeue", "--noheader").stdout == ""
