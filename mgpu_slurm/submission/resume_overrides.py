@@ -112,7 +112,7 @@ def _new(given: T | None, before: T) -> T:
 def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[Config]) -> Iterator[Spec]:
     """Replace the code by a new snapshot, and keep the previous code as `code-<attempts>`."""
     if spec.target.pickled is not None:
-        raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by a name: submit it anew")
+        raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by name: submit it again")
     staging = RunFolder(folder.path / f"{layout.STAGING_PREFIX}code")
     shutil.rmtree(staging.path, ignore_errors=True)
     staging.create(spec.readable_by)
