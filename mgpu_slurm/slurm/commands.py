@@ -167,7 +167,7 @@ def error_line(text: str) -> str:
     for form in (r"s\w+: (error|fatal): ", r".*error:", r"s\w+: "):
         if found := next((line for line in lines if re.match(form, line)), None):
             return found
-    return lines[0] if lines else "it said nothing"
+    return lines[0] if lines else "no message"
 
 
 def marked_command() -> list[str]:

@@ -113,7 +113,7 @@ BAD = {
     "sys.exit on import": imported("exits", "'exits'", "exits.py:2", "SystemExit: 3"),
     "process ends on import": imported("dies", "'dies:train'", "import it by hand"),
     "file that is no module": local("notes", "'notes'", "neither a Python file", "after --", files={"notes": ""}),
-    "script that is not there": local("-- python trian.py", "python trian.py", "has no trian.py", "git ignores"),
+    "script that is not there": local("-- python trian.py", "python trian.py", "has no trian.py", "git-ignored"),
     "command as one word": Bad((*ASK_ONLY, "--", "python -V"), ("'python -V'", "quotes")),
     "two targets": local("train other", "'train'", "'other'", "put it after"),
     "target and command": local("train -- echo", "(train)", "give only one"),
@@ -181,7 +181,7 @@ BAD = {
     ),
     "snapshot over the limit": local(
         "train",
-        "limit of 6.0 KB",
+        "limit is 6.0 KB",
         "'large.bin' 9.0 KB, 'middle.bin' 2.0 KB",
         "raise snapshot-limit",
         files={

@@ -80,7 +80,7 @@ def test_a_group_that_is_at_work_is_not_resumed_until_it_has_ended(project: Proj
     for name in (folder.name, f"{folder.name}/0"):
         done = project.call("resume", name, "--no-follow")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"group {folder.name} is at work" in done.stderr
+        assert f"group {folder.name} is running" in done.stderr
         assert f"cancel {folder.name}` first" in done.stderr
     assert states(project, folder.name) == ["FAILED", "RUNNING", "PENDING", "PENDING"]
     gate.touch()

@@ -144,13 +144,13 @@ def test_ranks_that_are_killed_cost_attempts_and_nothing_else(trained: tuple[Pro
     done = project.call("submit", "train", "--nodes", "2", "--executor", "local", "kill_at=10")
     assert done.returncode == 0, done.stdout + done.stderr
     for soon in ("", " in 5 s"):
-        assert f"-- failed: rank 1 was ended by SIGKILL\n-- it starts again{soon} from step 7\n" in done.stdout
+        assert f"-- failed: rank 1 was killed by SIGKILL\n-- restarting{soon} from step 7\n" in done.stdout
     (facts, *_) = project.json("status")
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 21, 3)
     folder = project.runs / facts["run"]
     assert (folder / "final.pt").read_bytes() == expected
     (event, _) = [each for each in events(folder) if each.event == "retried"]
-    assert (event.why, event.checkpoint) == ("rank 1 was ended by SIGKILL", 7)
+    assert (event.why, event.checkpoint) == ("rank 1 was killed by SIGKILL", 7)
 
 
 @pytest.mark.parametrize(("words", "attempts"), [((), 1), (("--retries", "1"), 2)])
@@ -203,7 +203,7 @@ def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple
         assert f'train.py", line {line} in train' in log(folder, rank)
     told = project.call("why", folder.name).stdout
     assert re.search(
-        r"attempt 1 rank [01] on local[12] left before the time limit; it could not save at train.py:", told
+        r"attempt 1: rank [01] on local[12] left before the time limit; it could not save at train.py:", told
     )
     assert "restored step 7 from step-000000007 (attempt 2)" in log(folder, 0, attempt=2)
     assert (folder / "final.pt").read_bytes() == expected
@@ -304,7 +304,7 @@ def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_atte
 ) -> None:
     project, _, folder = waiting
     facts = project.finish(folder)
-    reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000000"
+    reason = "two attempts in a row reached the time limit without a newer checkpoint than step-000000000"
     assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
     told = project.call("why", folder.name).stdout
     assert "why       the time limit was reached twice without a newer checkpoint\n" in told

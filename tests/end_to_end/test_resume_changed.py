@@ -117,7 +117,7 @@ def test_a_change_waits_for_all_that_share_it(project: Project) -> None:
     wait_until(lambda: project.json("status", f"{folder.name}/0")[0]["state"] == "FAILED")
     done = project.call("resume", folder.name, "--time", "5")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"run {folder.name}/1 is RUNNING, and all of group {folder.name} shares its resources" in done.stderr
+    assert f"run {folder.name}/1 is RUNNING, and group {folder.name} shares its resources" in done.stderr
     gate.touch()
     assert project.call("wait", folder.name).returncode == 1
     done = project.call("resume", folder.name, "--time", "5", "--json", "--no-follow")

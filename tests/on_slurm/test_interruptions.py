@@ -356,7 +356,7 @@ def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
     cluster.start_now(facts_of(run)["job_id"])
     facts = finish(run)
     assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 2)
-    assert facts["reason"] == "asked to be started again, and all of --max-requeues 1 are used"
+    assert facts["reason"] == "asked for a restart, but all of --max-requeues 1 are used"
 
 
 def test_a_run_that_reaches_its_time_limit_twice_without_a_newer_checkpoint_ends(
@@ -369,7 +369,7 @@ def test_a_run_that_reaches_its_time_limit_twice_without_a_newer_checkpoint_ends
         wait_until(lambda held=(*HELD_BACK[:2], attempt): standing(run) == held, pause=LOOK_EVERY)
         cluster.start_now(facts_of(run)["job_id"])
     facts = finish(run)
-    reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000001"
+    reason = "two attempts in a row reached the time limit without a newer checkpoint than step-000000001"
     assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
     assert cause_of(run) is failures.NO_CHECKPOINT_IN_TIME
 
