@@ -197,6 +197,6 @@ def test_where() -> None:
 
 def test_what_this_package_warned_of_is_no_cause() -> None:
     """A full disk that has passed, and then somebody kills the rank."""
-    said = "mgpu_slurm: WARNING: metrics have to wait in memory: [Errno 28] No space left on device; training goes on\n"
+    said = "mgpu_slurm: WARNING: metrics are kept in memory for now: [Errno 28] No space; training continues\n"
     killed = Failure(message="rank 0 was killed by SIGKILL", who="rank 0")
     assert cause_of(killed, f"{said}[  1]  step 7      loss 0.1\n") is failures.KILLED
