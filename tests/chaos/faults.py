@@ -264,7 +264,7 @@ FAULTS = (
     Fault(
         "its time is up",
         its_time_is_up,
-        "it asked to be started again|left before the time limit",
+        "it stopped before its time limit to be requeued|left before the time limit",
         words=("--time", "0:09", "--signal", "USR2@5"),
         config=lambda draw: {"pace": draw.uniform(0.08, 0.12)},
     ),
@@ -272,7 +272,7 @@ FAULTS = (
     Fault(
         "the disk is full",
         the_disk_fills,
-        "could not write|have to wait in memory",
+        "could not write|are kept in memory",
         costs_checkpoints=True,
         ends_attempt=False,
         place=small_disk,

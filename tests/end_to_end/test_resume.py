@@ -198,7 +198,7 @@ def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     code = (project.folder / "train.py").read_text().splitlines()
     for rank, blocked in [(0, "run.backward("), (1, "threading.Event().wait()")]:
-        assert "this rank leaves, and could not save from here:" in log(folder, rank)
+        assert "this rank exits, because it cannot save from here:" in log(folder, rank)
         line = 1 + next(index for index, text in enumerate(code) if blocked in text)
         assert f'train.py", line {line} in train' in log(folder, rank)
     told = project.call("why", folder.name).stdout
@@ -217,7 +217,7 @@ def test_ranks_that_reach_no_boundary_say_where_they_are_when_they_are_cancelled
     project.call("cancel", folder.name)
     assert project.finish(folder)["state"] == "CANCELLED"
     for rank in range(2):
-        told = log(folder, rank).partition("WARNING: asked to end, and has come to no place where it could save:")[2]
+        told = log(folder, rank).partition("WARNING: asked to end, but has reached no place where it could save:")[2]
         assert 'train.py", line ' in told
 
 
@@ -253,7 +253,7 @@ def test_a_script_that_reaches_no_boundary_leaves_too(project: Project) -> None:
     folder = project.submit("--nodes", "2", "--time", "1:00:00", "--signal", "USR2@12", "--", "python", "script.py")
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
-    assert "this rank leaves, and could not save from here:" in log(folder, 1)
+    assert "this rank exits, because it cannot save from here:" in log(folder, 1)
     assert "restored step 6 from step-000000006 (attempt 2)" in log(folder, 0, attempt=2)
 
 

@@ -316,7 +316,7 @@ def test_on_this_machine_there_is_nothing_to_ask(project: Project) -> None:
 def test_only_a_rehearsal_asks(project: Project) -> None:
     done = project.call("submit", "--check", "--", "true")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "mgpu-slurm: --check: it goes with --dry-run, and asks when the run would start\n"
+    assert done.stderr == "mgpu-slurm: --check only works with --dry-run\n"
     assert not project.runs.exists()
 
 

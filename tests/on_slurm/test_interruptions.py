@@ -327,7 +327,7 @@ def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_i
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", STEPS, 2)
     assert facts["job_id"] == job
     assert (facts_of_blocked["state"], facts_of_blocked["attempts"]) == ("COMPLETED", 2)
-    assert "this rank leaves, and could not save from here:" in log(blocked, 0)
+    assert "this rank exits, because it cannot save from here:" in log(blocked, 0)
     assert f"restored step {STEPS // 3} from " in log(blocked, 0, attempt=2)
     assert (blocked / "final.pt").read_bytes() == undisturbed
     assert f"restored step {step} from " in log(run, 0, attempt=2)
