@@ -1,5 +1,6 @@
-"""Processes that are forked from a server which has imported what they need, and done nothing with it, so that forks of
-it are sound and fast. There is one such server for all tests of a process: what it imports is said here alone."""
+"""Fork processes from a server that has imported the modules they need and run nothing, so forks are safe and fast.
+
+All tests of a process share the server, so its imports are listed here only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes with a gloo group between them, and what each of them returned."""
+"""Run functions on real ranks: processes that form a gloo group."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Failed(str):
 def run_ranks(
     work: Work, world_size: int, *arguments: Any, folder: Path | None = None, may_fail: bool = False
 ) -> list[Any]:
-    """Call `work(run, *arguments)` on each rank; return what each returned, or that it was stopped or killed, as text.
+    """Call `work(run, *arguments)` on each rank; return the result of each, or as text that it was stopped or killed.
 
     Args:
-        may_fail: return the error of a rank that raises one as text too.
+        may_fail: also return a rank's error as text.
 
     Raises:
-        AssertionError: a rank has failed, and none may.
+        AssertionError: a rank failed, and `may_fail` is not set.
     """
     folder = folder or Path(tempfile.mkdtemp())
     facts = [RankInfo(rank, world_size, rank, world_size) for rank in range(world_size)]
@@ -51,7 +51,7 @@ def run_ranks(
 
 
 def join_ranks(body: Work, facts: list[RankInfo], *arguments: Any) -> list[Any]:
-    """Calls `body(facts, *arguments)` in a process for each of the facts, with a rendezvous to meet at."""
+    """Call `body(facts, *arguments)` in one process per rank, with a rendezvous; return the results."""
     listener = store_server.bind("127.0.0.1")
     secret_file = Path(tempfile.mkdtemp()) / "secret"
     store_secret.create(secret_file)
@@ -72,7 +72,7 @@ def join_ranks(body: Work, facts: list[RankInfo], *arguments: Any) -> list[Any]:
             process.join(60)
             assert process.exitcode in (0, -signal.SIGKILL)
     finally:
-        # else this program would wait for them at its end
+        # this program would wait for them at its end
         for process in processes:
             process.kill()
     del store
@@ -84,7 +84,7 @@ def _answer(here: Connection, processes: list[ForkServerProcess]) -> Any:
     while not here.poll(0.1):
         assert time.monotonic() < give_up, "a rank did not answer"
         if any(process.exitcode == -signal.SIGKILL for process in processes) and not here.poll(10):
-            # what starts ranks ends them too when one has died: this one may wait for it
+            # a launcher would end the other ranks: this one may wait for the killed one
             for process in processes:
                 process.kill()
     try:

@@ -1,4 +1,4 @@
-"""What tests share: the program run as a person runs it, in a project folder of its own."""
+"""Helpers of many tests: run the program as a user does, in a separate project folder."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 LACKING = "this machine lacks something: "
-"""How the reason of a skipped test begins; see `require`."""
+"""Prefix of the reason for a skipped test; see `require`."""
 
 
 @dataclass
 class Project:
-    """A user's folder with a runs folder, and the program to use in it; `executor` is that of `submit` and `run`."""
+    """A user's project folder, and the program run in it."""
 
     folder: Path
     environ: dict[str, str] = field(default_factory=dict)
     executor: str = "local"
+    """The executor of `submit` and `run`."""
 
     @property
     def runs(self) -> Path:
@@ -43,7 +44,8 @@ class Project:
         return path
 
     def start(self, *words: str, prefix: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
-        """
+        """Start the program.
+
         Args:
             prefix: a command that runs the program.
         """
@@ -52,35 +54,36 @@ class Project:
         return subprocess.Popen(command, text=True, env=os.environ | self.environ, **options)
 
     def call(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Runs the program to its end."""
+        """Run the program, and wait for its end."""
         process = self.start(*words, **options)
         out, err = process.communicate(timeout=100)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def json(self, *words: str) -> Any:
-        """The one JSON value that a command prints; the command has to succeed."""
+        """Return the JSON value that a command prints; the command must succeed."""
         done = self.call(words[0], "--json", *words[1:])
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     def submit(self, *words: str) -> Path:
-        """Starts a run without following it; its folder."""
+        """Start a run without following it, and return its folder."""
         return Path(self.json("submit", "--executor", self.executor, "--no-follow", *words)["folder"])
 
     def finish(self, folder: Path) -> dict[str, Any]:
-        """Waits for a run's end; how it ended."""
+        """Wait for the end of a run, and return its final state."""
         done = self.call("wait", folder.name, "--json", "--timeout", "90")
         assert done.returncode in (0, 1), done.stderr
         (facts,) = json.loads(done.stdout)
         return dict(facts)
 
     def run(self, *words: str) -> tuple[Path, dict[str, Any]]:
+        """Submit a run and wait for its end; return its folder and its final state."""
         folder = self.submit(*words)
         return folder, self.finish(folder)
 
 
 def require(problem: str | None) -> None:
-    """Skip this test if there is a problem with the machine; with CI=true fail, so that a green run has tested all.
+    """Skip this test if the machine lacks something; with CI=true fail, so that a passing run has tested everything.
 
     Args:
         problem: what the machine lacks, and how to get it; None if it lacks nothing.
@@ -90,9 +93,9 @@ def require(problem: str | None) -> None:
 
 
 def make_project(base: Path) -> Project:
-    """An empty folder outside of any git repository, with an index of runs of its own.
+    """Return a project in an empty folder outside of any git repository, with a separate index of runs.
 
-    What runs in it is this checkout's code, whichever the interpreter has installed.
+    It runs this checkout's code, whatever version is installed.
     """
     folder = base / "project"
     folder.mkdir()
@@ -106,7 +109,7 @@ def log(folder: Path, rank: int, attempt: int = 1) -> str:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60, pause: float = 0.02) -> None:
-    """Look again and again. A look that takes long is followed by a longer pause: what is awaited needs the machine."""
+    """Poll until the condition holds. After a slow check the pause is longer, to leave the CPU to what is awaited."""
     began = looked = time.monotonic()
     while not condition():
         now = time.monotonic()
@@ -117,13 +120,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60, pause: float 
 
 @contextmanager
 def stderr_as(path: Path) -> Iterator[Path]:
-    """A file that has what threads and forks write to `sys.stderr`: capfd may lose what is written while it reads."""
+    """Redirect `sys.stderr`, also of threads and forks, to a file: capfd may lose text written while it reads."""
     with open(path, "w", buffering=1) as file, redirect_stderr(file):
         yield path
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Living processes of a run: those that carry its variable, as every process of a run does."""
+    """Return the ids of a run's living processes, found by the variable that all of them have."""
     needle = f"MGPU_RUN_FOLDER={folder}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -137,19 +140,20 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def shows(text: str) -> str:
-    """A shell script that prints it."""
+    """Return a shell script that prints a text."""
     return f"cat <<'END'\n{text}END"
 
 
 UNKNOWN_JOB = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-"""A shell script that says what SLURM says of a job that it does not know."""
+"""A shell script that prints SLURM's error for an unknown job."""
 
 
 HOSTILE = ("mgpu_slurm", "torch", "yaml", "runpy", "pydantic", "submitit", "tensorboard", "optuna", "numpy")
+"""Modules that `make_hostile` shadows."""
 
 
 def make_hostile(folder: Path) -> Path:
-    """A folder with files in it whose import leaves a mark; the mark."""
+    """Write modules into a folder whose import creates a marker file; return the path of that file."""
     mark = folder.parent / f"{folder.name}-was-imported"
     for name in HOSTILE:
         (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write({name!r}); raise SystemExit({name!r})")
@@ -157,7 +161,7 @@ def make_hostile(folder: Path) -> Path:
 
 
 def restore_version_0_1(project: Project) -> dict[str, Path]:
-    """Put what version 0.1 has made into a project (see tests/version_0_1); its folders by the first part of their
+    """Copy runs of version 0.1 (tests/version_0_1) into a project; return their folders by the first part of their
     names."""
     shutil.copytree(REPOSITORY / "tests" / "version_0_1", project.folder, dirs_exist_ok=True)
     of_this_machine = {"@PROJECT@": str(project.folder), "@PYTHON@": sys.executable, "@HOST@": socket.gethostname()}

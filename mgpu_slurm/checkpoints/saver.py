@@ -177,7 +177,7 @@ class Saver:
         except OSError as error:
             log_lines.warn(
                 f"rank {self._rank} could not write {_name(progress)}: {error};"
-                " training goes on, the checkpoint before it stays"
+                " training continues, the previous checkpoint stays"
             )
             return False
         return True
@@ -193,7 +193,7 @@ class Saver:
         self._save_barrier.forget(number)
         if is_lost:
             if not self._has_lost:
-                log_lines.warn(f"not all ranks could write {_name(progress)}: their logs say why")
+                log_lines.warn(f"not all ranks could write {_name(progress)}: see their logs")
             self._best.lost()
             self._keeper.discard(progress.step)
         else:
@@ -203,13 +203,13 @@ class Saver:
         try:
             key = self._keeper.publish(progress.step)
         except OSError as error:
-            log_lines.warn(f"{_name(progress)} cannot get its name: {error}")
+            log_lines.warn(f"cannot publish {_name(progress)}: {error}")
             return
         best = self._best.published(key)
         try:
             self._keeper.tidy(self.plan.keep, best)
         except OSError as error:
-            log_lines.warn(f"the link to the best checkpoint cannot be made: {error}")
+            log_lines.warn(f"cannot update the link to the best checkpoint: {error}")
 
     def finish(self) -> None:
         """Wait until the checkpoint in progress is published or abandoned."""

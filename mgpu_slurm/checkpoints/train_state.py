@@ -100,7 +100,7 @@ class Keeper:
         """
         names = list(self.objects)
         if any(self._collectives.differ(digest(names, {}))):
-            raise UserError(f"run.restore: every rank has to give the same names, and this one gave {', '.join(names)}")
+            raise UserError(f"run.restore: every rank must pass the same names, and this one passed {', '.join(names)}")
 
     def _state(self, name: str) -> _State:
         value = self.objects[name]
@@ -231,7 +231,7 @@ class Keeper:
         """Return what is wrong with this rank's share of a checkpoint's files, or None if they are intact."""
         path = self._run.checkpoint(*key)
         if not folders.is_whole(path):
-            return "the record of a rank is damaged or not there"
+            return "the record of a rank is damaged or missing"
         return folders.problem(path, folders.ranks(path)[self._rank :: self._world_size])
 
     def set_aside(self, key: checkpoint_names.Key) -> None:
@@ -256,7 +256,7 @@ class Keeper:
         for name in names:
             if name not in known:
                 raise UserError(
-                    f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: keep the names of run.restore"
+                    f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: use the same names in run.restore"
                 )
         own = self._own_objects(path, first)
         for value in self.objects.values():
@@ -287,9 +287,9 @@ class Keeper:
         differing = [name for name in (shared and shared.differing) or [] if name in self.objects]
         if differing and first.world_size != self._world_size:
             raise UserError(
-                f"checkpoint {path.name} has its own {' and '.join(map(repr, differing))} for each of"
-                f" {first.world_size} ranks, and this run has {self._world_size}: resume it on as many ranks, or"
-                " leave that out of run.restore"
+                f"checkpoint {path.name} has a separate {' and '.join(map(repr, differing))} for each of"
+                f" {first.world_size} ranks, but this run has {self._world_size}: resume it on {first.world_size}"
+                " ranks, or leave that out of run.restore"
             )
         return folders.record(path, self._rank).content.objects if differing and self._rank else {}
 

@@ -189,7 +189,7 @@ def refuse_unwritable(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         kind = _unwritable_kind(tensor)
         if kind is not None:
-            raise UserError(f"{name} is {kind}: a checkpoint cannot hold that")
+            raise UserError(f"{name} is {kind}, which a checkpoint cannot hold")
 
 
 def _unwritable_kind(tensor: torch.Tensor) -> str | None:

@@ -131,7 +131,7 @@ def cancel(names: tuple[str, ...]) -> None:
     for found in [api.find(name) for name in names]:
         if found.cancel():
             asked = "asked to end" if found.is_command else "asked to save and end"
-            print(f"{found.name}: {asked}; `{program()} resume {found.name}` starts it again")
+            print(f"{found.name}: {asked}; continue later with `{program()} resume {found.name}`")
         else:
             print(f"{found.name}: already ended ({found.state})")
 
@@ -149,7 +149,7 @@ def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     for name, handle in zip(names, chosen, strict=False):
         handle.check_deletable()
         if yes and handle.name.startswith(name) and handle.name != name:
-            raise UserError(f"--yes: {name!r} is only the beginning of {handle.name}: give the whole name")
+            raise UserError(f"--yes needs the full name: {handle.name}")
     if not chosen:
         print("no runs, nothing to clean")
         return

@@ -31,7 +31,7 @@ _RESOURCE_FLAGS = [
 
 
 def resource_flags(command: Any) -> Any:
-    """Add the options for nodes, GPUs and all else that sbatch reserves."""
+    """Add the options for nodes, GPUs and other resources that sbatch reserves."""
     for flag in reversed(_RESOURCE_FLAGS):
         command = flag(command)
     return command
@@ -60,7 +60,7 @@ def restart_flags(of_new_runs: bool) -> Callable[[Any], Any]:
             "--retries",
             type=int,
             metavar="N",
-            help="How often to restart after a failure of any kind." + default("3 where the cluster failed"),
+            help="Maximum consecutive restarts after failures of any kind." + default("3 if the cluster failed"),
         ),
         click.option(
             "--stuck-after",

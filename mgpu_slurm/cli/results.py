@@ -17,9 +17,9 @@ from mgpu_slurm.core.formatting import program
 @click.argument("name", metavar="RUN")
 @json_flag
 def why(name: str, as_json: bool) -> None:
-    """Show why a run has failed, in plain words, and what to do.
+    """Explain why a run failed, and how to fix it.
 
-    Of a group, and of a sweep's workers, each that did not complete.
+    For a group or a sweep: each run or worker that did not complete.
     """
     from mgpu_slurm.registry import current_state, lookup
     from mgpu_slurm.reports import diagnosis as reasons
@@ -47,16 +47,16 @@ def why(name: str, as_json: bool) -> None:
     help="Align runs by step or by progress (epoch).",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="[default: aggregate-NAME]")
-@click.option("--parquet/--no-parquet", default=None, help="Write Parquet too.  [default: where pyarrow is installed]")
+@click.option("--parquet/--no-parquet", default=None, help="Write Parquet too.  [default: if pyarrow is installed]")
 @json_flag
 def aggregate(
     words: tuple[str, ...], by: str | None, on: Any, out: Path | None, parquet: bool | None, as_json: bool
 ) -> None:
     """Average the curves of several runs.
 
-    Mean, standard deviation, min, max, median and a 95% interval of the mean, step by step, over runs that differ in
-    their seed only: as CSV, Parquet and runs for TensorBoard. PATH is a folder: each one below it with event files is a
-    run, such as those of Lightning. Default: the newest group.
+    Mean, standard deviation, min, max, median and a 95% interval of the mean, step by step, over runs that differ
+    only in their seed: as CSV, Parquet and runs for TensorBoard. If PATH is a folder, each folder below it with event
+    files is a run, such as those of Lightning. Default: the newest group.
 
     \b
       mgpu-slurm aggregate                        # the newest group
@@ -69,7 +69,7 @@ def aggregate(
     aggregate_files.check(out, parquet)
     keys = [key for key in (by or "").split(",") if key]
     if by is not None and not keys:
-        raise UserError("--by: it takes names of config values, such as --by lr,width")
+        raise UserError("--by: expected names of config values, such as --by lr,width")
     found = aggregates.aggregate(words, on, keys, print_note)
     out = out or aggregate_files.default_folder(found)
     written = aggregate_files.write(found, out, parquet)
@@ -92,8 +92,8 @@ def aggregate(
 def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None:
     """Show runs in TensorBoard, until Ctrl-C.
 
-    Exactly those that are named, or the newest 20 runs and groups; those of a group and the trials of a sweep appear as
-    they start. It listens on this machine only, where everybody who is logged in can reach it.
+    Shows those you name, or the newest 20 runs and groups; runs of a group and trials of a sweep appear as they start.
+    It listens on this machine only, where everyone who is logged in can reach it.
     """
     from mgpu_slurm.reports import tensorboard_server
 

@@ -39,9 +39,9 @@ def doctor(
 ) -> None:
     """Check this machine and its cluster.
 
-    With --submit also the nodes and what lies between them, by a job on two of them.
+    With --submit, also check the nodes and the network between them, by a job on two nodes.
 
-    All flags except --json apply to the --submit job. Exit code 1 when something failed.
+    All flags except --json apply to the --submit job. Exit code 1 if a check failed.
     """
     from mgpu_slurm import doctor as doctors
     from mgpu_slurm.doctor import job_checks

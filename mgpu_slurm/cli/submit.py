@@ -68,7 +68,7 @@ def submit(
     from mgpu_slurm.submission import submit as submitting
 
     if check and not dry_run:
-        raise UserError("--check: it goes with --dry-run, and asks when the run would start")
+        raise UserError("--check only works with --dry-run")
     request = _request(command, words, config_file, extra, dry_run, check=check, **options)
     if dry_run:
         _show_rehearsal(submitting.rehearse(request, print_note), check, as_json)
@@ -158,8 +158,8 @@ def resume(
 ) -> None:
     """Resume a run that has ended.
 
-    It continues from its newest checkpoint; options given here override the old ones. Of a group, the runs that did not
-    complete; of a sweep, workers for the trials that are left.
+    It continues from its newest checkpoint; options given here override the old ones. For a group: the runs that
+    did not complete; for a sweep: workers for the remaining trials.
     """
     from mgpu_slurm import api
     from mgpu_slurm.request.restart_policy import RestartPolicy
@@ -167,7 +167,7 @@ def resume(
     from mgpu_slurm.submission.resume_overrides import Change
 
     if words:
-        raise UserError(f"{words[0]}: a run keeps its config; submit a new one to train with another")
+        raise UserError(f"{words[0]}: a run keeps its config; submit a new run to change it")
     found = api.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
     restart = RestartPolicy.taken_from(flags)

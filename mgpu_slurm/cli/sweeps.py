@@ -34,9 +34,9 @@ def sweep(
 ) -> None:
     """Run the hyperparameter search described in FILE.
 
-    Workers, a job array on SLURM, take one trial after the other out of one study. Called again with the same FILE it
-    adds what FILE has more: trials, workers, budget; the study keeps the code that it began with, unless --code says
-    otherwise. key=value changes FILE's values: trials=100, budget.hours=4.
+    Workers, a job array on SLURM, take one trial after another from one study. Called again with the same FILE, it adds
+    the new trials, workers or budget; the study keeps its code unless --code new is given. key=value changes FILE's
+    values: trials=100, budget.hours=4.
     """
     from mgpu_slurm import api
     from mgpu_slurm.executors.selection import EXECUTORS
@@ -90,7 +90,7 @@ def best(name: str, as_yaml: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("name", metavar="STUDY")
 def repair(name: str) -> None:
-    """Write what can be kept of a sweep's damaged journal into a new file, next to it."""
+    """Recover a sweep's damaged journal into a new file next to it."""
     from mgpu_slurm.registry import lookup
     from mgpu_slurm.sweeps.study import journal_repair
 

@@ -48,7 +48,7 @@ GPU_LIBRARY = Cause(
 GPU_ASSERT = Cause(
     "gpu-assert",
     "GPU code asserted: a value is invalid, such as a class or an index out of range",
-    "run it once on the CPU, or with CUDA_LAUNCH_BLOCKING=1, so that the traceback ends at the line; check labels and"
+    "run once on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see the right line in the traceback; check labels and"
     " vocabulary sizes",
 )
 GPU = Cause(
@@ -85,12 +85,12 @@ RENDEZVOUS = Cause(
 PORT = Cause(
     "port",
     "a port was in use already",
-    "let the run choose it: take MASTER_PORT from the environment, or bind port 0",
+    "let the run choose the port: take MASTER_PORT from the environment, or bind port 0",
 )
 FORGERY = Cause(
     "forgery",
     "a process that is not a rank of the run wrote to its rendezvous",
-    "find out who is on the nodes and tell your admins; docs/security.md shows how to keep others away",
+    "find out who is logged in to the nodes and tell your admins; see docs/security.md",
 )
 SHARED_MEMORY = Cause(
     "shared-memory",
@@ -187,13 +187,13 @@ UNKNOWN = Cause("unknown", "it failed before any rank reported an error", "look 
 TIME_LIMIT = Cause(
     "time-limit",
     "the time limit was reached and the run was not restarted",
-    "`resume` continues from the newest checkpoint; give it a longer `--time`, or save more often",
+    "`resume` continues from the newest checkpoint; raise `--time`, or save more often",
 )
 NO_CHECKPOINT_IN_TIME = Cause(
     "no-checkpoint-in-time",
     "the time limit was reached twice without a newer checkpoint",
-    "give it a longer `--time`, or more places to save at: a run saves at each batch of a `run.loader` that is given to"
-    " `run.restore`, and in any other loop at the end of an epoch only; then `resume` continues",
+    "raise `--time`, or pass a `run.loader` to `run.restore` (the run then saves at any batch, not only at the end of"
+    " an epoch); `resume` continues",
 )
 PREEMPTED = Cause(
     "preempted",
@@ -267,7 +267,7 @@ _OF_AN_END = [
         (r"^(?:[\w\- ]+ on \S+|[\w ]+) was (?:ended|killed) by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
         (r"^[\w\- ]+ (?:on \S+ )?was (?:ended|killed) by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
         (r"was (?:ended|killed) by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
-        (rf": {PREFIX}command '.*' (?:is not|may not) ", NO_COMMAND),
+        (rf": {PREFIX}command '.*' (?:is not|may not|does not) ", NO_COMMAND),
         (
             r"was (?:ended|killed) by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)",
             CRASH,
@@ -289,8 +289,8 @@ _OF_A_STATE = {
 
 _OF_A_REASON = (
     (r"its supervisor process (?:is gone|was killed)", SUPERVISOR),
-    (r"^two attempts in a row ended by the time limit", NO_CHECKPOINT_IN_TIME),
-    # the first wording is that of version 0.1
+    # the first wording of each is that of version 0.1
+    (r"^two attempts in a row (?:ended by|reached) the time limit", NO_CHECKPOINT_IN_TIME),
     ("^what it waited for is not to be found |^the run it waited for no longer exists ", DEPENDENCY_GONE),
     (r"^waited for run .*, which is |^the run it waited for ", DEPENDENCY),
 )
@@ -379,5 +379,5 @@ def first_stuck(records: Sequence[Failure], world_size: int) -> Failure | None:
         return replace(first, message=f"{first.message}, and rank {other.rank} {other.doing}")
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
     waits = stuck[0]
-    message = f"{ranks} did not answer any more, and rank {waits.rank} had {waits.message}"
+    message = f"{ranks} stopped responding, and rank {waits.rank} made {waits.message}"
     return Failure(rank=silent[0], time=waits.time, is_silent=True, message=message)

@@ -290,5 +290,5 @@ def make_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"runs folder {str(folder)!r} cannot be written ({error.strerror}): set MGPU_RUNS to a folder of yours"
+            f"runs folder {str(folder)!r} cannot be written ({error.strerror}): set MGPU_RUNS to a folder of your own"
         ) from None

@@ -81,7 +81,7 @@ class Cutter:
                 break
             if plan is not _Cut.NOT:
                 return rows
-        raise UserError(f"a batch of type {type(samples).__name__} cannot be cut between samples: {problem}")
+        raise UserError(f"a batch of type {type(samples).__name__} cannot be split between samples: {problem}")
 
     def cut(self, samples: Any, rows: int, begin: int, end: int) -> Any:
         """Return the samples from `begin` to `end` of a batch of `rows` samples, as returned by `rows`."""
@@ -135,14 +135,14 @@ def _plan(part: Any, rows: int) -> _Plan:
     if isinstance(part, CONSTANTS):
         return _Cut.NOT
     if isinstance(part, torch.Tensor) and (part.is_nested or part.layout is not torch.strided):
-        raise _Unfit(f"a {'nested' if part.is_nested else 'sparse'} tensor has no rows to cut: make a dense one of it")
+        raise _Unfit(f"a {'nested' if part.is_nested else 'sparse'} tensor has no rows to cut: make it dense")
     if isinstance(part, ARRAYS):
         if part.ndim and part.shape[0] != rows:
             raise _Unfit(f"{type(part).__name__} of shape {[*part.shape]} in a batch of {rows} samples")
         return _Cut.ROWS if part.ndim else _Cut.NOT
     children = children_of(part)
     if children is None or isinstance(part, PackedSequence):
-        raise _Unfit(f"{type(part).__name__} is none of tensors, arrays, tuples, lists, mappings and dataclasses")
+        raise _Unfit(f"{type(part).__name__} is not a tensor, array, tuple, list, mapping or dataclass")
     has_as_many = type(part) in (tuple, list) and len(children) == rows
     may_hold_samples = has_as_many and len({*map(_kind, children)}) == 1
     try:
@@ -252,15 +252,14 @@ class Accumulation:
                     self._batch_weights.check_innermost(split)
                     if uses == self._batch_weights.uses and torch.is_grad_enabled() and not split.is_at_last:
                         raise UserError(
-                            "run.accumulate: a micro-batch was fetched before the one before it was used: iterate over"
-                            " it directly, not over a list of it, and multiply the loss of one that you leave out by 0"
+                            "run.accumulate: a micro-batch was fetched before the previous one was used: iterate over"
+                            " it directly, not over a list of it; to skip a micro-batch, multiply its loss by 0"
                         )
                     have_losses.add(self._batch_weights.losses > losses)
                     if len(have_losses) > 1:
                         raise UserError(
-                            "run.accumulate: a micro-batch without run.backward among others: ranks exchange their"
-                            " gradients with the last one, and each has samples of its own: to leave one out, multiply"
-                            " its loss by 0"
+                            "run.accumulate: some micro-batches have no run.backward, but ranks exchange gradients once"
+                            " for all of them: to skip a micro-batch, multiply its loss by 0"
                         )
 
     def _rows(self, batch: object, shares: set[Share]) -> int:

@@ -162,7 +162,7 @@ class BatchWeights:
         """
         if self._splits[-1] is not split:
             raise UserError(
-                "run.accumulate: two loops over it alternate, as in zip: split both batches at once, as in"
+                "run.accumulate: two loops over it alternate, as in zip: split both batches together, as in"
                 " run.accumulate((a, b), parts)"
             )
 
@@ -174,7 +174,7 @@ class BatchWeights:
         """
         if not all(split.is_at_last for split in self._splits):
             raise UserError(
-                "run.accumulate: a step of the optimizer before the last micro-batch, with which ranks exchange their"
+                "run.accumulate: the optimizer stepped before the last micro-batch, at which ranks exchange their"
                 " gradients: call run.update after the loop; if you have left the loop, close its iterator"
             )
 
@@ -217,7 +217,7 @@ class BatchWeights:
             shares, part = self._of_named(batch)
         if len({*map(self._kind, shares)}) > 1:
             raise UserError(
-                f"run.backward: several batches may be meant ({_said(shares)}); name the one that the loss is the mean"
+                f"run.backward: the loss may be of several batches ({_said(shares)}); name the one that it is the mean"
                 " of, as in run.backward(loss, images), and evaluate with run.shard or under torch.no_grad()"
                 + "; for data of your own, call loss.backward()"
                 * (None in shares)
@@ -307,7 +307,7 @@ class BatchWeights:
         meant = self._history.holding(batch)
         if not meant:
             raise UserError(
-                "run.backward(loss, batch): no tensor of this batch is as run.loader has given it: name the batch"
+                "run.backward(loss, batch): no tensor of this batch comes unchanged from run.loader: pass the batch"
                 " before it is changed, or any tensor that came with it"
             )
         rest = {each: has_trained for each, has_trained in self._inputs.batches.items() if each not in meant}
@@ -361,18 +361,18 @@ def _total(share: Share | None) -> int | None:
 
 def _fetched_within(call: str) -> UserError:
     return UserError(
-        f"{call}: a batch was fetched within a loop over run.accumulate, or that loop was left and its iterator kept:"
-        " name the batch, as in run.backward(loss, images), or close the iterator"
+        f"{call}: a batch was fetched within a loop over run.accumulate, or after leaving that loop with its iterator"
+        " open: name the batch, as in run.backward(loss, images), or close the iterator"
     )
 
 
 def _unclear_count(shares: Collection[Share | None]) -> UserError:
     return UserError(
-        f"meter.add: several batches may be meant ({_said(shares)}); specify the number of samples as `count`"
+        f"meter.add: the value may be of several batches ({_said(shares)}); specify the number of samples as `count`"
     )
 
 
 def _said(shares: Collection[Share | None]) -> str:
     """Return a text that lists the batches that may be meant."""
-    batches = sorted(f"one of which this rank has {each.count} of {each.total} samples" for each in shares if each)
+    batches = sorted(f"one with {each.count} of {each.total} samples on this rank" for each in shares if each)
     return " or ".join(batches + ["data of your own"] * (None in shares))

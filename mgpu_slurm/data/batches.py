@@ -54,8 +54,8 @@ def size_of(dataset: Dataset[Any]) -> int:
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
-            f"{type(dataset).__name__} has no length and index: run.loader and run.shard need a map-style dataset, or a"
-            " torch.utils.data.IterableDataset, which they can iterate again in each pass"
+            f"{type(dataset).__name__} has no __len__ and __getitem__: run.loader and run.shard need a map-style"
+            " dataset or a torch.utils.data.IterableDataset, which they can iterate again in each pass"
         )
     size = len(cast(Sized, dataset))
     if size == 0:
@@ -134,11 +134,11 @@ class ListedBatches(Sampler[list[int]]):
         name = "sampler" if batch_size else "batch_sampler"
         if getattr(sampler, "num_replicas", 1) > 1:
             raise UserError(
-                f"run.loader({name}=...): {type(sampler).__name__} gives one rank's part: give a sampler of the whole"
-                " dataset, which run.loader shares out"
+                f"run.loader({name}=...): {type(sampler).__name__} yields one rank's part: pass a sampler of the whole"
+                " dataset, which run.loader distributes"
             )
         if not hasattr(sampler, "__len__"):
-            raise UserError(f"run.loader({name}=...): {type(sampler).__name__} has no length: a pass has to end")
+            raise UserError(f"run.loader({name}=...): {type(sampler).__name__} has no __len__: a pass needs an end")
         self._sampler = sampler
         self.name = type(sampler).__name__
         self.size = len(sampler)
@@ -169,15 +169,15 @@ class ListedBatches(Sampler[list[int]]):
             drawn = list(itertools.islice(self._sampler, self.size))
         if len(self._sampler) != self.size:
             raise UserError(
-                f"run.loader: {type(self._sampler).__name__} had a length of {self.size}, and has one of"
-                f" {len(self._sampler)} since it was iterated: have it decide its length in set_epoch(epoch)"
+                f"run.loader: the length of {type(self._sampler).__name__} changed from {self.size} to"
+                f" {len(self._sampler)} when it was iterated: set its length in set_epoch(epoch)"
             )
         if self.batch_size:
             drawn = [drawn[begin : begin + self.batch_size] for begin in range(0, len(drawn), self.batch_size)]
         self._lists = [[int(index) for index in batch] for batch in drawn[: len(self)]]
         if len(self._lists) < len(self) or not all(self._lists):
             raise UserError(
-                f"run.loader: {type(self._sampler).__name__} has a length of {self.size}, and gave {len(drawn)}"
+                f"run.loader: {type(self._sampler).__name__} has a length of {self.size}, but yielded {len(drawn)}"
                 f" batches, the smallest of {min(map(len, self._lists), default=0)} samples"
             )
 

@@ -217,7 +217,7 @@ class LoaderPlaces:
             if record.active:
                 log_lines.warn(
                     f"the checkpoint was saved in the middle of a run.loader of {record.size}"
-                    f" samples in batches of {record.batch_size}, and the job has made none like it"
+                    f" samples in batches of {record.batch_size}, but the job has created no such loader"
                 )
 
     def _take_saved(self, place: LoaderPlace) -> None:

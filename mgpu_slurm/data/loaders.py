@@ -108,8 +108,8 @@ class Indexed:
             self.order = self._batches.digest()
             if not self._is_same(self.order):
                 raise UserError(
-                    "run.loader: the sampler lists other samples on other ranks: have it draw from Python's, NumPy's or"
-                    " torch's own generators, or from an attribute `generator`, which are seeded alike"
+                    "run.loader: the sampler yields different samples on each rank: draw from Python's, NumPy's or"
+                    " torch's global generators, or from an attribute `generator`, which are seeded alike"
                 )
         # different for each rank, epoch and first batch, and reproducible
         self._workers.manual_seed(mixed(self._batches.seed, epoch, self._batches.rank, first))
@@ -157,7 +157,7 @@ class Streamed:
 
     def __len__(self) -> int:
         if not hasattr(self._stream.dataset, "__len__"):
-            raise TypeError(f"{type(self._stream.dataset).__name__} has no length: nobody knows its number of batches")
+            raise TypeError(f"{type(self._stream.dataset).__name__} has no length, so its number of batches is unknown")
         return batches_of(len(self._stream.dataset), self.batch_size, self._stream.drop_last)
 
     def begin(self, epoch: int, first: int) -> Iterator[Any]:
@@ -238,20 +238,20 @@ def make_loader(
     if batch_sampler is not None:
         if batch_size is not None or shuffle or drop_last or sampler is not None:
             raise UserError(
-                "run.loader(batch_sampler=...): leave out batch_size, shuffle, drop_last and sampler, which it decides"
+                "run.loader(batch_sampler=...): it decides batch_size, shuffle, drop_last and sampler: leave them out"
             )
         return _indexed(dataset, ListedBatches(batch_sampler, None, False, *ranks), run, options)
     if batch_size is None or batch_size < 1:
         raise UserError(f"batch_size={batch_size}: must be at least 1 (it is the total over all ranks)")
     if shuffle and (sampler is not None or isinstance(dataset, IterableDataset)):
-        raise UserError("run.loader(shuffle=True): the order is that of the sampler or of the stream: shuffle there")
+        raise UserError("run.loader(shuffle=True): the sampler or stream decides the order: shuffle there")
     if isinstance(dataset, IterableDataset):
         collate = options.pop("collate_fn", None) or default_collate
         stream = Stream(dataset, batch_size, drop_last, collate, *ranks)
         return Loader(Streamed(stream, run.device, run.drawn, run.sync, run.take_batch, **options), run)
     size = size_of(dataset)
     if drop_last and size < batch_size:
-        raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower one")
+        raise UserError(f"drop_last leaves nothing of {size} samples with batch_size={batch_size}: lower batch_size")
     if sampler is not None:
         return _indexed(dataset, ListedBatches(sampler, batch_size, drop_last, *ranks), run, options)
     return _indexed(dataset, GlobalBatches(size, batch_size, shuffle, drop_last, *ranks), run, options)
@@ -266,7 +266,7 @@ def _indexed(
 def _check_stream(options: Mapping[str, object]) -> None:
     for name in ("sampler", "batch_sampler", "persistent_workers"):
         if options.get(name):
-            raise UserError(f"run.loader({name}=...): a stream is read from its beginning in each pass: leave that out")
+            raise UserError(f"run.loader({name}=...): a stream is read from the start in each pass: leave this out")
 
 
 class Loader:
@@ -350,20 +350,20 @@ class Loader:
             frame = frame.f_back
         log_lines.warn(
             f"{frame.f_code.co_filename}:{frame.f_lineno}: an evaluation with run.loader counts a"
-            " sample twice if there are fewer in a batch than ranks: use run.shard(dataset, batch_size) instead"
+            " sample twice if there are fewer samples in a batch than ranks: use run.shard(dataset, batch_size) instead"
         )
 
 
 def _in_other_order(name: str) -> UserError:
     return UserError(
-        f"run.loader: {name} gives other samples than before the restart, or in another order: have it draw from"
-        " Python's, NumPy's or torch's own generators, which are seeded for each epoch, or seed a generator of its own"
+        f"run.loader: {name} yields different samples than before the restart, or in a different order: draw from"
+        " Python's, NumPy's or torch's global generators, which are seeded for each epoch, or seed its own generator"
         " in set_epoch(epoch)"
     )
 
 
 def _overtaken() -> UserError:
     return UserError(
-        "run.loader: a loop over it continues after another one over the same has begun in its body: make a second"
-        " run.loader for that"
+        "run.loader: a loop continues after its body has started another loop over the same loader: create a second"
+        " run.loader for the inner loop"
     )

@@ -125,8 +125,8 @@ class Drawn:
         if differing:
             where = f"rank{'s' * (len(differing) > 1)} {ranges(differing)}"
             raise UserError(
-                f"{' or '.join(sorted(self._names))} gives other samples on {where} than on rank 0: have it give all of"
-                " them in the same order on each rank; run.loader and run.shard share them out"
+                f"{' or '.join(sorted(self._names))} yields different samples on {where} than on rank 0: it must yield"
+                " all samples in the same order on each rank; run.loader and run.shard distribute them"
             )
 
 

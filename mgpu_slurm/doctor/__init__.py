@@ -41,7 +41,7 @@ def _guarded(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Find
         yield from look()
     except Exception as error:
         text = f"{check}: the check itself failed: {type(error).__name__}: {error}"
-        yield check_results.failed(check, text, "this is a fault of the program: report it with this line")
+        yield check_results.failed(check, text, "this is a bug in mgpu_slurm: report it with this line")
 
 
 def is_silence(finding: Finding) -> bool:

@@ -26,7 +26,7 @@ def findings_of_file(cwd: Path, note: Note, slurm_answers: bool) -> Iterator[Fin
     """
     files = [str(path) for path in (clusters.user_file(), cwd / clusters.FILE_NAME) if path.exists()]
     if not files:
-        text = f"no {clusters.FILE_NAME} here, nor {clusters.user_file()}: all comes from the command line"
+        text = f"no {clusters.FILE_NAME} (here or {clusters.user_file()}): only command-line options are used"
         yield check_results.ok("cluster file", text)
         if slurm_answers:
             yield _taken(None, cwd, note, is_meant=True)
@@ -61,7 +61,7 @@ def _taken(name: str | None, cwd: Path, note: Note, is_meant: bool) -> Finding:
         start = slurm_queue.check(made.spec, made.folder)
     except (UserError, ClusterError) as error:
         if is_meant:
-            fix = "fix its flags in mgpu.yaml" if name else "give what it lacks by flags: in mgpu.yaml"
+            fix = "fix its flags in mgpu.yaml" if name else "add the missing options under flags: in mgpu.yaml"
             return check_results.failed("flags", f"{what}: {error}", fix)
         fix = "ignore this if that cluster is at another site"
         return check_results.warning("flags", f"{what} does not fit this SLURM: {error}", fix)

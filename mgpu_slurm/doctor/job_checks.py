@@ -63,7 +63,7 @@ def findings_of_job(flags: Mapping[str, object], executor: str, cluster: str | N
             note(f"cancelled {handle.name}")
         raise
     if check_results.has_failed(told):
-        note(f"the run of the checkup stays: {handle.folder}; look with: {program()} logs {handle.name}")
+        note(f"the checkup's run is kept: {handle.folder}; see its log: {program()} logs {handle.name}")
     else:
         tidy(handle, note)
 
@@ -73,7 +73,7 @@ def tidy(handle: api.Handle, note: Note) -> None:
     try:
         handle.delete()
     except MgpuError as problem:
-        note(f"the run of the checkup, {handle.name}, is not gone: {problem}")
+        note(f"cannot delete the checkup's run {handle.name}: {problem}")
 
 
 def _submit(flags: Mapping[str, object], executor: str, cluster: str | None, note: Note) -> submitting.Submission:
@@ -99,8 +99,8 @@ def requeue_findings(job_id: str) -> list[Finding]:
     except ClusterError:
         return []
     if may is False:
-        text = "this site takes the wish to be requeued from jobs"
-        fix = "at their time limit runs go on as the next job, which they submit; preempted ones go on by `resume`"
+        text = "this site disables requeueing (--requeue is dropped)"
+        fix = "at its time limit a run submits a job that continues it; after preemption, use `resume`"
         return [check_results.warning("requeue", text, fix)]
     return [check_results.ok("requeue", "the job may be requeued")] if may else []
 
@@ -134,13 +134,13 @@ def ended_badly(folder: RunFolder, state: RunState, shown: int) -> Finding:
     Args:
         shown: Number of findings that it had written before.
     """
-    text = f"the checkup ended as {state.state}: {state.reason or 'nobody said why'}"
+    text = f"the checkup ended as {state.state}: {state.reason or 'no reason was recorded'}"
     if state.state == states.CANCELLED:
         return check_results.failed("job", text, "try again")
     if not shown and not any(folder.logs.glob("[0-9]*-*.log")):
         fix = (
-            f"no rank has written anything: most often nodes do not see the runs folder {folder.path.parent}, or this"
-            " Python; have both on a folder that all nodes share (MGPU_RUNS sets the first)"
+            f"no rank has written anything: usually nodes do not see the runs folder {folder.path.parent} or this"
+            " Python; put both on a file system that all nodes share (MGPU_RUNS sets the runs folder)"
         )
         return check_results.failed("job", text, fix)
     return check_results.failed("job", text, f"look at the logs of the ranks in {folder.logs}")

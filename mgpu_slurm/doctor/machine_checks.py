@@ -42,13 +42,13 @@ def python_findings() -> Iterator[Finding]:
     text = f"Python {version} at {sys.executable}"
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        yield check_results.failed("python", f"{text} is too old", f"have Python {oldest} or newer")
+        yield check_results.failed("python", f"{text} is too old", f"use Python {oldest} or newer")
     else:
         yield check_results.ok("python", text)
     try:
         requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        text = f"{DISTRIBUTION} is not installed for this Python, and runs from a folder"
+        text = f"{DISTRIBUTION} is not installed for this Python; it runs from a folder"
         yield check_results.warning(
             "packages", text, f"install it where nodes see it: {sys.executable} -m pip install ."
         )
@@ -75,7 +75,7 @@ def package_findings(requirements: list[str], packages: dict[str, str]) -> Itera
         fix = f"{sys.executable} -m pip install --upgrade {DISTRIBUTION}"
         yield check_results.failed("packages", f"packages: {', '.join(wrong)}", fix)
     else:
-        yield check_results.ok("packages", f"packages: all {len(bounds)} that are needed, none too old")
+        yield check_results.ok("packages", f"packages: all {len(bounds)} required ones present")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -148,22 +148,22 @@ def torch_findings(facts: TorchFacts | None, problem: str, partitions_with_gpus:
     text = f"torch {facts.version} ({built}; GPUs here: {seen}), imported in {span(facts.seconds)}"
     fix = "install a torch build for the nodes' GPUs (see pytorch.org), and submit from that environment"
     if not facts.gloo:
-        yield check_results.failed("torch", f"{text}: built without gloo, by which ranks agree", fix)
+        yield check_results.failed("torch", f"{text}: built without gloo, which runs need", fix)
     elif facts.cuda is None and partitions_with_gpus:
         text += f": runs on the GPUs of {', '.join(partitions_with_gpus)} would compute on the CPU"
         yield check_results.warning("torch", text, fix)
     elif facts.cuda is None and Path("/proc/driver/nvidia/version").exists():
         yield check_results.warning(
-            "torch", f"{text}: this machine has a GPU driver, and this torch does not use it", fix
+            "torch", f"{text}: this machine has a GPU driver, but this torch does not use it", fix
         )
     else:
         yield check_results.ok("torch", text)
     if facts.torchvision is None and facts.torchvision_problem:
-        fix = f"{sys.executable} -m pip install the torchvision that belongs to torch {facts.version}"
+        fix = f"{sys.executable} -m pip install the torchvision for torch {facts.version}"
         text = f"torchvision fails on import: {facts.torchvision_problem}"
         yield check_results.warning("torchvision", text, fix)
     elif facts.torchvision is not None:
-        without = " (its box operators do not load beside this torch; all else works)" if facts.declared else ""
+        without = " (its box operators do not load with this torch; everything else works)" if facts.declared else ""
         yield check_results.ok("torchvision", f"torchvision {facts.torchvision}{without}")
 
 
@@ -207,8 +207,8 @@ def folder_findings(cwd: Path, runs: Path, has_slurm: bool, will_be_proven: bool
         environment, base = Path(sys.prefix).resolve(), Path(os.path.realpath(sys.executable))
         places = {"the environment": environment, "its Python": base, "this folder": cwd, "the runs folder": runs}
         yield from shared_findings({name: _existing(path) for name, path in places.items()}, mounts, will_be_proven)
-    yield from writable_findings("runs folder", runs, "set MGPU_RUNS to a folder of yours, on a large file system")
-    fix = "set XDG_STATE_HOME to a folder of yours; until then runs are found from their own folder only"
+    yield from writable_findings("runs folder", runs, "set MGPU_RUNS to a folder of your own, on a large file system")
+    fix = "set XDG_STATE_HOME to a folder of your own; until then runs are found from their own folder only"
     yield from writable_findings("index of runs", layout.state_home(), fix, small=True)
 
 
@@ -220,9 +220,9 @@ def shared_findings(places: dict[str, Path], mounts: list[Mount], will_be_proven
         if type_ not in LOCAL_FILE_SYSTEMS:
             yield check_results.ok("shared", text)
         elif will_be_proven:
-            yield check_results.ok("shared", f"{text}, and the job below shows whether nodes see it")
+            yield check_results.ok("shared", f"{text}; the job below checks that nodes see it")
         else:
-            fix = "`doctor --submit` shows whether they do; a folder on a network file system is the usual place"
+            fix = "`doctor --submit` checks that; usually it is on a network file system"
             yield check_results.warning("shared", f"{text} of this machine, which nodes may not see", fix)
 
 
@@ -246,11 +246,11 @@ def writable_findings(name: str, folder: Path, fix: str, small: bool = False) ->
             pass
     except OSError as error:
         level = check_results.warning if small else check_results.failed
-        yield level("folders", f"{name} {folder}: cannot be written ({error.strerror})", fix)
+        yield level("folders", f"{name} {folder}: not writable ({error.strerror})", fix)
         return
     room = os.statvfs(place)
     free = room.f_bavail * room.f_frsize
-    text = f"{name} {folder}: can be written, {human_size(free)} free"
+    text = f"{name} {folder}: writable, {human_size(free)} free"
     # file systems that create inodes on demand report 0
     if not small and (free < LITTLE_SPACE or 0 < room.f_favail < FEW_INODES):
         files = f" and room for {room.f_favail} files" if 0 < room.f_favail < FEW_INODES else ""
@@ -267,7 +267,7 @@ def local_findings() -> Iterator[Finding]:
     gpus = len(simulated.visible_gpus())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{cores()} cores, {human_size(memory)} of memory, {gpus or 'no'} GPU{'s' if gpus != 1 else ''}"
-    yield check_results.ok("slurm", f"no sbatch here: runs go to the local executor, with {text}")
+    yield check_results.ok("slurm", f"no sbatch on PATH: runs use the local executor, with {text}")
 
 
 def has_slurm() -> bool:

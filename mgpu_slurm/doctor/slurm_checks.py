@@ -64,8 +64,8 @@ def findings_of_slurm(found: Site) -> Iterator[Finding]:
     for partition in found.partitions:
         yield partition_finding(partition)
     if not any(partition.is_default for partition in found.partitions):
-        fix = "give --partition, or set it under flags: of mgpu.yaml"
-        yield check_results.warning("partitions", "no partition is the default one", fix)
+        fix = "pass --partition, or set it under flags: in mgpu.yaml"
+        yield check_results.warning("partitions", "there is no default partition", fix)
     yield from setting_findings(settings, found.partitions)
     yield from _accounting_findings(settings)
     yield from variable_findings(os.environ)
@@ -79,14 +79,14 @@ def version_finding(version: tuple[int, ...]) -> Finding:
         return check_results.failed(
             "version", f"{text}: srun has no --overlap before 20.11", "ask the site to update it"
         )
-    how = "SRUN_CPUS_PER_TASK" if version >= CPUS_BY_VARIABLE else "what sbatch was asked"
-    return check_results.ok("version", f"{text}: has all that is used; ranks get their cores by {how}")
+    how = "SRUN_CPUS_PER_TASK" if version >= CPUS_BY_VARIABLE else "sbatch's options"
+    return check_results.ok("version", f"{text}: supported; ranks get their cores by {how}")
 
 
 def controller_finding(cluster: str, seconds: float) -> Finding:
     text = f"controller of {cluster or 'the cluster'} answers in {span(seconds)}"
     if seconds > SLOW_CONTROLLER:
-        fix = "it is busy: ask for many runs at once (--seeds), and follow few of them"
+        fix = "it is busy: submit many runs at once (--seeds), and follow few of them"
         return check_results.warning(CONTROLLER, text, fix)
     return check_results.ok(CONTROLLER, text)
 
@@ -106,7 +106,7 @@ def partition_finding(partition: Partition) -> Finding:
         )
     if not partition.usable_nodes:
         level = check_results.failed if partition.is_default else check_results.warning
-        return level("partitions", f"{text}: no node of it is usable", "use another one with --partition, or wait")
+        return level("partitions", f"{text}: none of its nodes is usable", "use another one with --partition, or wait")
     return check_results.ok("partitions", text)
 
 
@@ -130,20 +130,20 @@ def setting_findings(settings: Mapping[str, str], partitions: list[Partition]) -
     """Judge the SLURM settings that affect runs; those that this version does not report are skipped."""
     if "JobRequeue" in settings:
         by_default = "" if settings["JobRequeue"] == "1" else ", which is not the site's default (JobRequeue=0)"
-        text = f"runs ask to be requeued{by_default}; where that is refused they submit their own next job"
+        text = f"runs request requeueing{by_default}; if it is refused, they submit a job that continues them"
         yield check_results.ok("requeue", text)
     if settings.get("MaxArraySize", "").isdigit():
-        text = f"a job array holds {settings['MaxArraySize']} runs at most; larger groups are several arrays"
+        text = f"a job array holds at most {settings['MaxArraySize']} runs; larger groups use several arrays"
         yield check_results.ok("arrays", text)
     yield from _kill_wait_findings(settings, partitions)
     if settings.get("SelectType", "").endswith(("linear", "cons_res")):
-        text = f"{settings['SelectType']}: SLURM does not count GPUs with --gpus-per-node there"
+        text = f"{settings['SelectType']}: SLURM does not count GPUs with --gpus-per-node"
         fix = 'set rename: {gpus-per-node: "gres=gpu:{}"} in mgpu.yaml'
         yield check_results.warning("select", text, fix)
     plugins = settings.get("JobSubmitPlugins", "(null)")
     if plugins not in ("", "(null)"):
         yield check_results.ok(
-            "plugins", f"JobSubmitPlugins={plugins}: the site may change or refuse what a run asks for"
+            "plugins", f"JobSubmitPlugins={plugins}: the site may change or refuse the options of a run"
         )
 
 
@@ -153,18 +153,18 @@ def _kill_wait_findings(settings: Mapping[str, str], partitions: list[Partition]
         return
     seconds = int(wait)
     graces = [partition.grace for partition in partitions if partition.preempt_mode != "OFF"]
-    text = f"a run that is cancelled has {seconds} s to save its work (KillWait)"
+    text = f"a cancelled run has {seconds} s to save (KillWait)"
     if graces:
-        text += f", one that is preempted {seconds + min(graces)} s"
+        text += f", a preempted one {seconds + min(graces)} s"
     if seconds < SHORT_KILL_WAIT:
-        fix = "what takes longer to save is lost back to the checkpoint before: call run.save() now and then"
+        fix = "a save that takes longer is lost, and the previous checkpoint counts: call run.save() now and then"
         yield check_results.warning("kill wait", text, fix)
     else:
         yield check_results.ok("kill wait", text)
     cancelling = [partition.name for partition in partitions if "CANCEL" in partition.preempt_mode]
     if cancelling:
         text = f"preemption cancels runs in {', '.join(cancelling)}, and does not requeue them"
-        yield check_results.warning("preemption", text, "`resume` starts such a run again from its checkpoint")
+        yield check_results.warning("preemption", text, "`resume` continues such a run from its checkpoint")
 
 
 def _accounting_findings(settings: Mapping[str, str]) -> Iterator[Finding]:
@@ -193,10 +193,10 @@ def _user() -> str:
 
 
 def no_accounting_finding(problem: str, min_job_age: str) -> Finding:
-    text = f"no accounting ({problem}): how a run ended is known from its own folder"
+    text = f"no accounting ({problem}): the end of a run is known only from its own folder"
     if min_job_age:
-        text += f", and from SLURM for {min_job_age} only (MinJobAge)"
-    fix = "nothing to fix here: a run whose job was killed, and that nobody asks about in that time, counts as lost"
+        text += f", and for {min_job_age} from SLURM (MinJobAge)"
+    fix = "nothing to fix: a run whose job is killed counts as lost unless `status` is called in that time"
     return check_results.warning("accounting", text, fix)
 
 
@@ -220,5 +220,5 @@ def variable_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     names = sorted(name for name in environ if name.startswith("SBATCH_") and name not in commands.DEFAULTS_OF_SBATCH)
     if names:
         text = f"{', '.join(names)} in this shell {'does' if len(names) == 1 else 'do'} not reach runs"
-        fix = "say the same under flags: of mgpu.yaml, or on the command line"
+        fix = "set the same under flags: in mgpu.yaml, or on the command line"
         yield check_results.warning("variables", text, fix)

@@ -37,14 +37,14 @@ class AllocationExecutor(Executor):
         held = wait_out(lambda: held_allocation.held(os.environ), note)
         resources = held_allocation.take(held, asked.flags)
         count = resources.gpus_per_node
-        how = "as asked" if asked.flags.get("gpus-per-node") is not None else f"as {held.label} has"
+        how = "as requested" if asked.flags.get("gpus-per-node") is not None else f"as in {held.label}"
         notes = [f"gpus      {count} per node, {how}" if count else f"gpus      none, {how}"]
         nodes = held_allocation.choose(held, resources)
         if held_allocation.shares_cores(nodes, resources):
             least = min(node.cpus for node in nodes)
             notes.append(
-                f"cores     {least} on a node for {resources.ranks_per_node} ranks, which share:"
-                f" salloc takes --ntasks-per-node and --cpus-per-task"
+                f"cores     {least} on a node, shared by {resources.ranks_per_node} ranks:"
+                " pass --ntasks-per-node and --cpus-per-task to salloc for more"
             )
         return Resolved(resources, held.limit(resources), tuple(notes), held.describe())
 

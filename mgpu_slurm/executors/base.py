@@ -101,7 +101,7 @@ class SlurmView:
     def last_known(self, state: RunState) -> RunState | None:
         """Return the last known state of a run that SLURM does not speak for here; None if it does."""
         if is_elsewhere(state, self.cluster) and self.cluster is not None:
-            why = f"last known state (its job is on cluster {state.slurm_cluster}, and this is {self.cluster})"
+            why = f"last known state (its job is on cluster {state.slurm_cluster}, this is {self.cluster})"
         elif is_elsewhere(state, self.cluster) or self.is_silent:
             why = "last known state (SLURM's controller does not answer)"
         else:

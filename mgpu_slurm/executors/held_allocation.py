@@ -96,18 +96,18 @@ def held(environ: Mapping[str, str]) -> Allocation:
     inside = environ.get(JOB_VARIABLE)
     if inside is None:
         raise UserError(
-            f"--executor allocation: no allocation is held here ({JOB_VARIABLE} is not set):"
-            f" get one, such as {_EXAMPLE}, and call this in its shell"
+            f"--executor allocation: you hold no allocation here ({JOB_VARIABLE} is not set):"
+            f" request one, such as {_EXAMPLE}, and run this in its shell"
         )
     found = ask(inside)
     if found is None or not _is_held(found):
         how = "" if found is None else f" ({found.state})"
         raise UserError(
             f"{JOB_VARIABLE}={inside}: that allocation has ended{how}:"
-            f" leave this shell, and get another, such as {_EXAMPLE}"
+            f" leave this shell and request another, such as {_EXAMPLE}"
         )
     if not found.nodes:
-        raise ClusterError(f"`{' '.join(show_command(inside))}` does not tell what the job has on its nodes")
+        raise ClusterError(f"`{' '.join(show_command(inside))}` does not show the job's resources on its nodes")
     return found
 
 
@@ -169,7 +169,7 @@ def take(found: Allocation, given: Mapping[str, Any]) -> Resources:
     Raises:
         UserError: a flag cannot apply, or asks for more than there is.
     """
-    asked = resources_from(dict(given), "the call")
+    asked = resources_from(dict(given), "resources")
     nodes = _eligible(found, asked)
     gpus = min(node.gpus for node in nodes) if asked.gpus_per_node is None else asked.gpus_per_node
     resources = replace(
@@ -197,7 +197,7 @@ def check(found: Allocation, resources: Resources) -> None:
     if left is not None and resources.time_limit is not None and resources.time_limit > left:
         raise UserError(
             f"--time {resources.time}: {found.label} has {timedelta(seconds=left)} left:"
-            " ask for less, or leave it out to use all of it"
+            " request less, or leave it out to use all of it"
         )
 
 
@@ -227,11 +227,11 @@ def _eligible(found: Allocation, asked: Resources) -> list[Node]:
     for name in _DECIDED:
         if getattr(asked, name) is not None:
             raise UserError(
-                f"--{name} {getattr(asked, name)}: was decided when {found.label} was asked for:"
+                f"--{name} {getattr(asked, name)}: {found.label} has fixed this already:"
                 " leave it out, or use --executor slurm"
             )
     for name in asked.sbatch:
-        raise UserError(f"--sbatch {name}: nothing goes through sbatch inside {found.label}: leave it out")
+        raise UserError(f"--sbatch {name}: {found.label} does not use sbatch: leave it out")
     names = [node.name for node in found.nodes]
     for name in expand(asked.nodelist or ""):
         if name not in names:
@@ -245,12 +245,12 @@ def _eligible(found: Allocation, asked: Resources) -> list[Node]:
 
 def _shortage(found: Allocation, node: Node, asked: Resources) -> str:
     """Return what the node lacks for its ranks; empty if nothing."""
-    here = f"{found.label} has {{}} on {node.name}: ask for less, or hold more"
+    here = f"{found.label} has {{}} on {node.name}: request less, or a larger allocation"
     if (asked.gpus_per_node or 0) > node.gpus:
         return f"--gpus-per-node {asked.gpus_per_node}: {here.format(node.gpus)}"
     cores = asked.ranks_per_node * (asked.cpus_per_task or 0)
     if cores > node.cpus:
-        of = f"{asked.ranks_per_node} ranks on a node take {cores} cores, and {here.format(node.cpus)}"
+        of = f"{asked.ranks_per_node} ranks on a node need {cores} cores, but {here.format(node.cpus)}"
         return f"--cpus-per-task {asked.cpus_per_task}: {of}"
     if asked.mem is not None and node.memory and _megabytes(asked.mem) > node.memory:
         return f"--mem {asked.mem}: {here.format(f'{node.memory}M')}"

@@ -34,7 +34,7 @@ class LocalExecutor(Executor):
     is_this_machine = True
 
     def resolve(self, asked: Asked, note: Note) -> Resolved:
-        resources = resources_from(configs.merge(asked.defaults, asked.flags), "the call")
+        resources = resources_from(configs.merge(asked.defaults, asked.flags), "resources")
         resources, how = _with_gpus(resources, asked.workers)
         return Resolved(resources, resources.time_limit, (f"gpus      {how}",))
 
@@ -55,7 +55,7 @@ class LocalExecutor(Executor):
 
     def shell(self, folder: RunFolder, state: RunState) -> Shell:
         if not supervisors.is_here(state):
-            raise UserError(f"run {folder.run} is a local run of {state.host}: call this there")
+            raise UserError(f"run {folder.run} is a local run on {state.host}: run this there")
         return Shell(supervisors.started_nodes(folder), None)
 
 
@@ -73,7 +73,7 @@ def _with_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
                 f"--gpus-per-node {asked} on {resources.nodes} simulated nodes needs {asked * resources.nodes} GPUs,"
                 f" but this machine has {available}: lower one of them, or use --gpus-per-node 0"
             )
-        return resources, f"{asked} per simulated node, as asked"
+        return resources, f"{asked} per simulated node, as requested"
     share = max(available // (resources.nodes * workers), min(1, available // resources.nodes))
     if share == 0:
         few = f"{available} for {resources.nodes} nodes" if available else "no GPU on this machine"

@@ -36,9 +36,9 @@ def choose(name: str) -> tuple[Executor, str]:
         held = os.environ.get(held_allocation.JOB_VARIABLE)
         here = f"; --executor allocation would use job {held}, which is held here" if held else ""
         if shutil.which("sbatch") is None:
-            return EXECUTORS[LocalExecutor.name], "there is no sbatch on PATH"
+            return EXECUTORS[LocalExecutor.name], "no sbatch on PATH"
         return EXECUTORS[SlurmExecutor.name], f"sbatch is on PATH{here}"
     if name not in EXECUTORS:
         *names, last = "auto", *EXECUTORS
         raise UserError(f"--executor {name!r}: expected {', '.join(names)} or {last}")
-    return EXECUTORS[name], "asked for"
+    return EXECUTORS[name], "requested"

@@ -36,7 +36,7 @@ class SlurmExecutor(Executor):
                 "--executor slurm: there is no sbatch on PATH: log in to the cluster, or use --executor local"
             )
         profile = commands.flags_of_profile(os.environ)
-        resources = resources_from(profile | configs.merge(asked.defaults, asked.flags), "the call")
+        resources = resources_from(profile | configs.merge(asked.defaults, asked.flags), "resources")
         resources, how = _with_gpus(resources, asked.is_dry_run, note)
         return Resolved(resources, resources.time_limit, (f"gpus      {how}",))
 
@@ -99,7 +99,7 @@ class SlurmExecutor(Executor):
         _scancel(folder, _job_ids(left) - told)
         unknown = [state.run for _, state in left if state.job_id is None]
         if unknown:
-            raise ClusterError(f"run {unknown[0]}: SLURM does not have its job, or not yet: try again in a minute")
+            raise ClusterError(f"run {unknown[0]}: SLURM does not know its job yet: try again in a minute")
         return True
 
     def shell(self, folder: RunFolder, state: RunState) -> Shell:
@@ -148,17 +148,17 @@ def _scancel(folder: RunFolder, job_ids: set[str]) -> None:
         if "permission denied" not in str(error):
             raise
         owner = name_of_owner(folder.group.path)
-        raise ClusterError(f"run {folder.run} is {owner}'s, and SLURM does not let you cancel it") from None
+        raise ClusterError(f"run {folder.run} belongs to {owner}: SLURM does not let you cancel it") from None
 
 
 def _with_gpus(resources: Resources, is_dry_run: bool, note: Note) -> tuple[Resources, str]:
     """Return the resources with the GPUs per node decided, and the reason."""
     if resources.gpus_per_node is not None:
-        return resources, f"{resources.gpus_per_node} per node, as asked"
+        return resources, f"{resources.gpus_per_node} per node, as requested"
     if is_dry_run and shutil.which("sinfo") is None:
-        return resources, "not known here: there is no sinfo to ask; set gpus-per-node"
+        return resources, "unknown: no sinfo on PATH; set gpus-per-node"
     found = wait_out(lambda: site.gpus_per_node(resources.partition), note)
     where = f"partition {resources.partition}" if resources.partition else "the default partition"
     if not found:
-        return resources, f"none: the nodes of {where} have none"
+        return resources, f"none: the nodes of {where} have no GPUs"
     return replace(resources, gpus_per_node=found), f"{found} per node, all that the nodes of {where} have"

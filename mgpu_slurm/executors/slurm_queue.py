@@ -146,7 +146,7 @@ def _find_out(submission: ExactlyOnceSubmission, folder: RunFolder, note: Note) 
         except ClusterError as unknown:
             note(str(unknown))
     if submission.job_id is not None:
-        note(f"queued before that, as job {submission.job_id}: end it with `{program()} cancel {folder.run}`")
+        note(f"already queued as job {submission.job_id}: cancel it with `{program()} cancel {folder.run}`")
 
 
 @contextlib.contextmanager

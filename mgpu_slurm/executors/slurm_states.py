@@ -25,17 +25,15 @@ from mgpu_slurm.slurm.jobs import QueuedJob
 LOST = StateChange(
     states.FAILED, "lost: SLURM does not know its job, and its end was not recorded; continue with `resume`"
 )
-LOST_SO_FAR = StateChange(
-    states.FAILED, "lost: SLURM has forgotten it, and its accounting, which may know more, does not answer"
-)
+LOST_SO_FAR = StateChange(states.FAILED, "lost: SLURM no longer lists it, and its accounting does not answer")
 
 # SLURM keeps no record of a task that was cancelled while pending if other tasks of its array still exist
 DROPPED = StateChange(states.CANCELLED, "cancelled before it started")
 
-UNLISTED = StateChange(reason="not listed by squeue: as it was last seen, since nothing else says that it is gone")
+UNLISTED = StateChange(reason="not listed by squeue: last known state, as nothing shows that it is gone")
 """For a job that nothing knows about; see `settled`."""
 
-ACCOUNTED_ALIVE = StateChange(reason="not listed by squeue, and alive as far as accounting knows")
+ACCOUNTED_ALIVE = StateChange(reason="not listed by squeue, but alive according to accounting")
 """For a job about which the controller reports nothing. It is not counted as missing; see `settled`."""
 
 NO_WORD = (LOST, LOST_SO_FAR, DROPPED, UNLISTED, ACCOUNTED_ALIVE)

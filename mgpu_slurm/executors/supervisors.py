@@ -117,7 +117,7 @@ def await_coordinator(group: RunFolder) -> None:
         is_at_work = any(states.is_alive(each.state) for _, each in records.read_states(group))
         if is_at_work or time.monotonic() > give_up:
             raise UserError(
-                f"group {group.run} is at work, and starts its runs itself: `{program()} wait {group.run}` for its end,"
+                f"group {group.run} is running and starts its runs itself: `{program()} wait {group.run}`,"
                 f" or `{program()} cancel {group.run}` first"
             )
         # its last run ended a moment ago; or all were cancelled one by one, and it still waits for other runs
@@ -226,7 +226,7 @@ def cancel(folder: RunFolder, state: RunState) -> bool:
 
 def _cancel_elsewhere(folder: RunFolder, state: RunState) -> bool:
     if state.executor != "allocation":
-        raise UserError(f"run {state.run} is a local run of {state.host or 'another machine'}: cancel it there")
+        raise UserError(f"run {state.run} is a local run on {state.host or 'another machine'}: cancel it there")
     # its supervisor finds the request in the shared folder, which may take a while; scancel reaches the ranks at once
     folder.cancel_wish.touch()
     if state.job_id is not None:

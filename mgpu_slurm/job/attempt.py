@@ -63,7 +63,7 @@ class Ending:
 def describe_exit(ending: Ending) -> str:
     if ending.code > 128:
         with contextlib.suppress(ValueError):
-            return f"{ending.who} was ended by {signal.Signals(ending.code - 128).name}"
+            return f"{ending.who} was killed by {signal.Signals(ending.code - 128).name}"
     return f"{ending.who} ended with exit code {ending.code}"
 
 

@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     job = Job(folder, spec, _job_id(), token)
     holder = sbatch.claim(folder, job.token, job.id)
     if holder != job.id:
-        log_lines.say(f"run {folder.run} is the work of job {holder}: nothing is left for job {job.id}")
+        log_lines.say(f"run {folder.run} belongs to job {holder}: job {job.id} has nothing to do")
         return 0
     if folder.cancel_wish.exists():
         records.cancel_unstarted(folder, "cancelled")
@@ -110,7 +110,7 @@ def _after(job: Job, ending: Ending, log: LaunchLog) -> int | None:
         return None
     except ClusterError as problem:
         why = retry.why if retry is not None else records.failure_line(folder)
-        reason = f"{why}; it did not start again: {problem}"
+        reason = f"{why}; it was not restarted: {problem}"
         records.settle_state(folder, state=states.FAILED, ended=records.now(), reason=reason)
         return ending.code
 

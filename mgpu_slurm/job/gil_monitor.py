@@ -65,9 +65,9 @@ class LockWatch:
     def _write_down(self, node: str, shown: str) -> None:
         doing = f"holds the interpreter's lock in C code, its main thread at {_place(shown)}"
         message = f"no progress for more than {in_words(2 * self._seconds)}: it {doing}"
-        said = "this rank let none of its threads run"
+        said = "no thread of this rank could run"
         if self._stood > self._seconds:
-            said = f"stuck: {message}; this rank was ended"
+            said = f"stuck: {message}; this rank was killed"
             record = Failure(rank=0, node=node, time=now(), error=STUCK, message=message, doing=doing).to_json()
             retry.for_the_disk(lambda: write_json(self._record, record), self._record)
         with open(self._log, "a") as log:
@@ -78,4 +78,4 @@ def _place(shown: str) -> str:
     # faulthandler prints the main thread last, and the innermost frame of each thread first
     main = shown.rstrip().rpartition("\n\n")[2]
     frames = [traceback.FrameSummary(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(main)]
-    return place(frames[::-1]) if frames else "a place that is not known"
+    return place(frames[::-1]) if frames else "an unknown place"

@@ -76,7 +76,7 @@ class _Log(io.FileIO):
     def _write_held(self, data: bytes) -> None:
         due = self.held + data
         if self._lost:
-            due = f"\n{WARNING}the disk was full: {self._lost} bytes are lost here\n".encode() + due
+            due = f"\n{WARNING}the disk was full: {self._lost} bytes of output are lost here\n".encode() + due
         try:
             written = super().write(due)
         except OSError as error:

@@ -88,11 +88,11 @@ def start_again(job: Job, avoid: Sequence[str] = ()) -> int:
     if refused is None:
         _cancel_if_wished(folder, job.id)
         return REQUEUE_EXIT_CODE
-    log_lines.say(f"job {job.id} is not requeued ({refused}): submitting another one behind it")
+    log_lines.say(f"cannot requeue job {job.id} ({refused}): submitting a job that continues it")
     try:
         successor = _submit_behind(job, excluded)
     except ClusterError as also:
-        raise ClusterError(f"{refused}; nor is another job known to be in the queue: {also}") from None
+        raise ClusterError(f"{refused}; nor could a job that continues it be queued: {also}") from None
     records.update_state(folder, job_id=successor, reason=f"continues as job {successor}: {refused}")
     if _cancel_if_wished(folder, successor):
         return REQUEUE_EXIT_CODE
@@ -140,7 +140,7 @@ def _requeue(job: Job, excluded: dict[str, str]) -> ClusterError | None:
             # only now: SLURM does not change this for a running job
             commands.run(commands.exclude_command(job.id, excluded["exclude"]), SCONTROL_TAKES)
         except ClusterError as refused:
-            log_lines.say(f"job {job.id} may get {excluded['exclude']} again: {refused}")
+            log_lines.say(f"job {job.id} may run on {excluded['exclude']} again: {refused}")
     return None
 
 

@@ -56,7 +56,7 @@ class Retry:
 
     @property
     def words(self) -> str:
-        return f"starts again ({self.number} of {self.of}): {self.why}"
+        return f"restarting ({self.number} of {self.of}): {self.why}"
 
     def write_down(self, folder: RunFolder, **facts: Any) -> Event:
         """Record it in the run's history and state; return the event."""
@@ -150,12 +150,12 @@ def why_no_requeue(spec: Spec, earlier: Sequence[Event], asked: Event) -> str:
         asked: See `requeue_event`.
     """
     if len(earlier) >= spec.max_requeues:
-        return f"asked to be started again, and all of --max-requeues {spec.max_requeues} are used"
+        return f"asked for a restart, but all of --max-requeues {spec.max_requeues} are used"
     before = [event for event in earlier if event.in_vain is not None][-1:]
     if not asked.in_vain or not any(event.in_vain and event.newest == asked.newest for event in before):
         return ""
     newest = f"a newer checkpoint than {asked.newest}" if asked.newest else "a checkpoint"
-    return f"two attempts in a row ended by the time limit without {newest}"
+    return f"two attempts in a row reached the time limit without {newest}"
 
 
 def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:

@@ -303,7 +303,7 @@ class HeldNodes(Nodes):
         except UserError:
             left = 0
         except ClusterError as silent:
-            return f"{silent}; `resume` goes on"
+            return f"{silent}; `resume` continues"
         if left is None or left > 2 * (lead or 0):
             return ""
         return f"its allocation {self.job_id} is used up; continue with `resume` inside a new one"

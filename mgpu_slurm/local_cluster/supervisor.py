@@ -120,7 +120,7 @@ class Supervisor:
             requeued.append(asked)
             facts = retry_policy.facts_of(asked)
             records.settle_event(self._folder, "requeued", job_id=self._nodes.job_id, **facts)
-            records.settle_state(self._folder, state=states.REQUEUED, reason="asked to be started again")
+            records.settle_state(self._folder, state=states.REQUEUED, reason="asked for a restart")
 
     def _goes_on_in_place(self, code: int) -> bool:
         is_wanted = attempt.goes_on_in_place(self._folder, self._spec, code)

@@ -54,7 +54,7 @@ def odd_result(returned: Any) -> str | None:
     if not others:
         return None
     shown = ", ".join(f"{name} = {_shown(value)} ({type(value).__name__})" for name, value in others.items())
-    return f"the job function returned what is not a number: {shown}: the result is without it"
+    return f"the job function returned {shown}, which is not a number: the result omits it"
 
 
 def _told_apart(returned: Any) -> tuple[dict[str, float], dict[str, object]]:

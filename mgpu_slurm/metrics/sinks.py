@@ -62,9 +62,9 @@ class Tolerance:
         try:
             yield
         except OSError as error:
-            self._warn(error.errno, f"metrics have to wait in memory: {error}; training goes on")
+            self._warn(error.errno, f"metrics are kept in memory for now: {error}; training continues")
         except Exception as error:
-            self._warn(type(error), f"metrics cannot be written: {type(error).__name__}: {error}; training goes on")
+            self._warn(type(error), f"metrics cannot be written: {type(error).__name__}: {error}; training continues")
 
     def _warn(self, kind: object, text: str) -> None:
         if kind not in self._warned:

@@ -68,10 +68,10 @@ def different_calls(made: Iterable[tuple[int, Call]]) -> MgpuError:
     ]
     error, every = CollectiveMismatch, "Every"
     if Call.END in ranks_at:
-        error, every = UserError, "A stream has to give all of its samples in the same order on each rank, and every"
+        error, every = UserError, "A stream must yield all of its samples in the same order on each rank, and every"
     return error(
-        f"the ranks make different calls: {', '.join(parts)}. {every} rank has to make these calls: "
-        "move the call out of `if run.is_main:` so that every rank makes it"
+        f"the ranks make different calls: {', '.join(parts)}. {every} rank must make these calls: "
+        "move them out of `if run.is_main:`"
     )
 
 

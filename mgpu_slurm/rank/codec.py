@@ -70,7 +70,7 @@ def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Plain:
         return value
     if isinstance(value, torch.Tensor):
         if is_lazy(value):
-            raise UserError(f"{place} has no shape yet: call the module once with a batch before")
+            raise UserError(f"{place} has no shape yet: call the module once with a batch first")
         return _typed("tensor", _named(value.detach(), place, tensors))
     if kind is list:
         return _each(value, place, tensors)
@@ -95,8 +95,8 @@ def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Plain:
     if kind in (torch.dtype, torch.device):
         return _typed(kind.__name__, str(value).removeprefix("torch."))
     raise UserError(
-        f"{place} is of type {kind.__name__}, and a checkpoint holds numbers, texts, tensors, lists and dicts:"
-        " make it plain"
+        f"{place} is of type {kind.__name__}, but a checkpoint holds numbers, strings, tensors, lists and dicts:"
+        " convert it to these"
     )
 
 

@@ -240,7 +240,7 @@ class Collectives:
     def _say_who_waits(self, call: Call) -> None:
         log_lines.say(
             f"rank {self._facts.rank} has waited {sum(LOOKS):.0f} s at {call.words} for the other ranks;"
-            " every rank has to make that call"
+            " every rank must make that call"
         )
 
 
@@ -264,8 +264,8 @@ def _check_same_place(passed: Sequence[int]) -> None:
     most, least = max(passed), min(passed)
     if most != least:
         raise CollectiveMismatch(
-            f"rank {passed.index(most)} has taken {most - least} batches of run.loader more than rank"
-            f" {passed.index(least)}: every rank has to take as many, also if only one of them needs what comes of it"
+            f"rank {passed.index(most)} has taken {most - least} more batches of run.loader than rank"
+            f" {passed.index(least)}: every rank must take the same number, even if only one of them needs the result"
         )
 
 

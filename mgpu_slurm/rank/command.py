@@ -87,4 +87,4 @@ def program_of(spec: Spec, command: Sequence[str]) -> tuple[str | None, list[str
 def why_not_found(name: str) -> str:
     if "/" not in name:
         return f"is not on PATH of {os.uname().nodename}"
-    return "may not be executed: chmod +x, or name its interpreter" if os.path.exists(name) else "is not there"
+    return "is not executable: chmod +x, or name its interpreter" if os.path.exists(name) else "does not exist"

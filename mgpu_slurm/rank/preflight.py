@@ -102,9 +102,9 @@ def cores_warning(asked: int, ranks_on_node: int, usable: int, on_machine: int) 
         on_machine: number of cores of the node; a process that may run on all of them is not bound to any.
     """
     if usable < asked:
-        return f"asked for {asked} cores for each rank, and this one may use {usable}"
+        return f"requested {asked} cores per rank, but this rank may use {usable}"
     if usable == on_machine and usable < asked * ranks_on_node:
-        return f"asked for {asked} cores for each rank, and {ranks_on_node} ranks share the {usable} of this node"
+        return f"requested {asked} cores per rank, but {ranks_on_node} ranks share the {usable} of this node"
     return None
 
 
@@ -115,7 +115,7 @@ def missing_gpus_warning(asked: int | None, visible: int) -> str | None:
     """
     if not asked or visible:
         return None
-    return f"asked for {counted(asked, 'GPU')} on each node, and torch sees none: it computes on the CPU"
+    return f"requested {counted(asked, 'GPU')} per node, but torch sees none: running on the CPU"
 
 
 def shared_gpu_warnings(gpus: Sequence[RankGpu]) -> dict[int, str]:

@@ -134,7 +134,7 @@ def _check_in(store: Store, facts: RankInfo, gpu: str | None, timeout: timedelta
         store.wait(["verdict"], timeout * 1.2)
     except dist.DistStoreError:
         raise RendezvousError(
-            f"rank 0 has not arrived after {timeout.total_seconds():.0f} s (told by rank {facts.rank} on"
+            f"rank 0 has not arrived after {timeout.total_seconds():.0f} s (reported by rank {facts.rank} on"
             f" {facts.node_name}): look at the log of rank 0"
         ) from None
     problem, warnings = json.loads(store.get("verdict"))
@@ -155,7 +155,7 @@ def _verdict(store: Store, facts: RankInfo, timeout: timedelta) -> tuple[str, di
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
         problem = f"rank {names} of {facts.world_size} has not arrived after {timeout.total_seconds():.0f} s"
-        return f"{problem}: look at its log, and whether its node reaches this one", {}
+        return f"{problem}: look at its log, and check that its node can reach this one", {}
     gpus = []
     for rank, key in enumerate(keys):
         node, world_size, gpu = json.loads(store.get(key))

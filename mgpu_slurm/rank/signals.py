@@ -98,7 +98,7 @@ class StopFlag:
                 elif signum == signal.SIGTERM:
                     time.sleep(SAYS_AFTER)
                     if not self.is_heeded:
-                        _say_where(b"asked to end, and has come to no place where it could save")
+                        _say_where(b"asked to end, but has reached no place where it could save")
 
         crash.guarded_thread(wait, "signals")
 
@@ -138,7 +138,7 @@ def leave_from_here(exit_code: int, tell: Callable[[], None] = lambda: None) -> 
         tell: called before the exit.
     """
     try:
-        _say_where(b"the time limit is near: this rank leaves, and could not save from here")
+        _say_where(b"the time limit is near: this rank exits, because it cannot save from here")
         tell()
     finally:
         os._exit(exit_code)

@@ -74,8 +74,8 @@ class SignedStore(Store):
         signature, body = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, body)):
             raise ForgeryError(
-                f"the rendezvous has a value of {key!r} that no rank of this attempt has written: another process,"
-                " maybe of another user, has connected to it"
+                f"the rendezvous has a value of {key!r} that no rank of this attempt wrote: another process,"
+                " possibly another user's, has connected to it"
             )
         return body[_HEAD.size :]
 

@@ -27,7 +27,7 @@ def delete(folder: RunFolder, only_checkpoints: bool = False) -> None:
         for part in [*members, *sweep_state.trials(folder)]:
             delete_checkpoints(part)
     elif folder.task is not None:
-        raise UserError(f"run {folder.run} is a part of group {folder.group.run}: delete that one")
+        raise UserError(f"run {folder.run} is part of group {folder.group.run}: delete the group")
     else:
         delete_run(folder)
 
@@ -43,8 +43,8 @@ def check_has_ended(folder: RunFolder, state: str) -> None:
     """
     if states.is_alive(state):
         raise UserError(
-            f"run {folder.run} is {state}: `{program()} cancel {folder.run}` first;"
-            f" where its cluster is gone for good, delete {str(folder.path)!r} by hand"
+            f"run {folder.run} is {state}: `{program()} cancel {folder.run}` first,"
+            f" or delete {str(folder.path)!r} by hand if its cluster no longer exists"
         )
 
 
@@ -103,5 +103,5 @@ def _cannot_delete(path: Path, error: OSError) -> UserError:
     place = str(error.filename or path)
     return UserError(
         f"cannot delete all of {str(path)!r} ({error.strerror}: {place!r}):"
-        " end what still uses it or mend its permissions, then delete again"
+        " stop what still uses it or fix its permissions, then try again"
     )

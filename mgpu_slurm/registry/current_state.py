@@ -69,8 +69,8 @@ def check_are_of_this_cluster(found: Iterable[RunState]) -> None:
     for state in named:
         if here is not None and is_elsewhere(state, here):
             raise ClusterError(
-                f"run {state.run} has its job on cluster {state.slurm_cluster}, and this is {here}:"
-                " call this on a login node there"
+                f"run {state.run} has its job on cluster {state.slurm_cluster}, this is {here}:"
+                " run this on a login node there"
             )
 
 

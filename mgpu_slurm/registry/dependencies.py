@@ -97,12 +97,12 @@ def sbatch_option(after: Iterable[str]) -> str:
     """
     found = standing(after)
     if found.broken:
-        raise UserError(f"{found.broken}: use --after-any to start all the same, or `resume` that one first")
+        raise UserError(f"{found.broken}: use --after-any to start anyway, or `resume` that run first")
     jobs: dict[str, list[str]] = {}
     current_state.check_are_of_this_cluster(state for _, state in found.waiting_for)
     for kind, state in found.waiting_for:
         if not is_queued(state) or state.job_id is None:
-            raise UserError(f"run {state.run} is no job in SLURM's queue: only such a one can be waited for")
+            raise UserError(f"run {state.run} is not in SLURM's queue: a SLURM job can wait only for SLURM jobs")
         job = state.job_id.partition("_")[0] if _is_whole(after, state) else state.job_id
         if job not in jobs.setdefault(kind, []):
             jobs[kind].append(job)

@@ -78,7 +78,7 @@ def find(name: str) -> RunFolder:
         return here[0]
     if len(found) > 1 and len({folder.run for folder in found}) == 1:
         places = ", ".join(str(folder.path) for folder in found[-5:])
-        raise UserError(f"run {name!r} is there more than once: name one by its folder: {places}")
+        raise UserError(f"run {name!r} exists in several places: name it by its folder: {places}")
     if len(found) > 1:
         names = ", ".join(sorted(folder.run for folder in found)[-5:])
         raise UserError(f"run {name!r} matches several runs ({names}): type more of the name")
@@ -93,7 +93,7 @@ def _task(folder: RunFolder, task: int) -> RunFolder:
     if not is_group(folder):
         raise UserError(f"run {folder.run} is a single run, not a group: it has no run {task}")
     if task >= runs:
-        raise UserError(f"group {folder.run} has runs {folder.run}/0 to {folder.run}/{runs - 1}, and no {task}")
+        raise UserError(f"group {folder.run} has runs {folder.run}/0 to {folder.run}/{runs - 1}, not {task}")
     return folder.of_task(task)
 
 

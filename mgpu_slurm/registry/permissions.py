@@ -27,7 +27,7 @@ def check_may_change(folder: RunFolder, what: str) -> None:
     """
     # in a runs folder that many may write to, it could be renamed anyway
     if not os.access(folder.group.path, os.W_OK):
-        raise UserError(f"run {folder.run} is {owner(folder)}'s: only they can {what} it")
+        raise UserError(f"run {folder.run} belongs to {owner(folder)}: only they can {what} it")
 
 
 def refuse_closed(name: str) -> None:
@@ -41,8 +41,8 @@ def refuse_closed(name: str) -> None:
             os.stat(path / "spec.yaml")
         except PermissionError:
             raise UserError(
-                f"run {str(path)!r} is not open to you: its owner shares runs by `readable-by: group` in mgpu.yaml,"
-                " in a runs folder of a group that both are in"
+                f"run {str(path)!r} is not readable by you: its owner can set `readable-by: group` in mgpu.yaml"
+                " and use a runs folder of a group that you share"
             ) from None
         except OSError:
             continue

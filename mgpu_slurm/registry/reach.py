@@ -62,7 +62,7 @@ def words(folder: RunFolder, state: RunState, node: str | None, command: Sequenc
     current_state.check_are_of_this_cluster([state])
     way = EXECUTORS[state.executor].shell(folder, state)
     if node is not None and node not in way.nodes:
-        raise UserError(f"--node {node}: run {folder.run} has {compress(way.nodes)}")
+        raise UserError(f"--node {node}: run {folder.run} is on {compress(way.nodes)}")
     inner = list(command) or [os.environ.get("SHELL") or "/bin/bash"]
     if way.job_id is None:
         return inner

@@ -79,7 +79,7 @@ def aggregate(words: Sequence[str], on: On = "step", by: Sequence[str] = (), not
     """
     found = history.read(run_sources.sources(words or [newest_group()]), on, note)
     if not any(history.curves for history in found):
-        raise UserError(f"{_none_to_reckon(found, on)}: see `{program()} status`, or name others")
+        raise UserError(f"{_none_to_reckon(found, on)}: see `{program()} status`, or name other runs")
     groups = grouped(found, by)
     notes = _notes_of_runs(found) + _note_of_lonely_runs(groups, by)
     for group in groups:
@@ -254,7 +254,7 @@ def _notes(group: Group, on: On, several: bool) -> list[str]:
     ended = ("", history.PRUNED)
     alive = [run for run in group.runs if run.state not in ended and states.is_alive(run.state) and run.curves]
     if alive:
-        found.append(f"{len(alive)} {of_all} still at work: {_names(alive)}")
+        found.append(f"{len(alive)} {of_all} still running: {_names(alive)}")
     silent = [run for run in group.runs if not run.curves]
     if silent:
         found.append(f"{len(silent)} {of_all} without metrics: {_names(silent)}")

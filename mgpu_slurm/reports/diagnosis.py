@@ -104,7 +104,7 @@ def _of_state(folder: RunFolder, state: RunState, cause: Cause | None) -> Why | 
         who="",
         node=None,
         time=state.ended,
-        error="; ".join(dict.fromkeys(filter(None, [state.reason, said, takers and f"{takers} began there"]))),
+        error="; ".join(dict.fromkeys(filter(None, [state.reason, said, takers and f"then {takers} started there"]))),
         line=None,
         lagged=None,
         log=_launch_log(folder, state),
@@ -247,7 +247,7 @@ def lines(folder: RunFolder, state: RunState) -> Iterator[str]:
     if found.error:
         yield f"error     {found.error}"
     if found.lagged is not None:
-        yield f"lagged    {found.lagged}"
+        yield f"straggler {found.lagged}"
     yield f"fix       {found.fix}"
     if found.log is not None:
         yield f"log       {found.log}"
@@ -290,7 +290,7 @@ def _waits(state: RunState, found: Why | None) -> bool:
 def _history(folder: RunFolder, waits: bool) -> Iterator[str]:
     """Yield the earlier attempts, each with its end, and what was lost of them."""
     for each in attempts.before(folder, waits):
-        yield f"attempt {each.attempt} {each.ended}; {each.then}"
+        yield f"attempt {each.attempt}: {each.ended}; {each.then}"
     for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")):
         yield f"damaged   {short_path(path)} was damaged and was skipped"
 
@@ -302,7 +302,7 @@ _RANK = re.compile(r"-flight-(\d+)(.*)")
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in what a flight recorder has left")
+        raise pickle.UnpicklingError(f"{module}.{name} in a dump of a flight recorder")
 
 
 def lagging(folder: RunFolder, attempt: int) -> str | None:
@@ -342,4 +342,4 @@ def _behind(of_ranks: dict[int, Collective]) -> str | None:
     first = next(rank for rank, count in sorted(counts.items()) if count == most)
     ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
     what = of_ranks[first].get("profiling_name", "a collective")
-    return f"{ranks} had not come to {what}, number {most} of its group, where rank {first} was"
+    return f"{ranks} never reached {what} (#{most} of its group), in which rank {first} was"

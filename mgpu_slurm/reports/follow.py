@@ -132,12 +132,12 @@ def _told(event: Event) -> Iterator[str]:
         attempt = f", attempt {event.attempt}" if event.attempt > 1 else ""
         yield f"-- started on {compress(event.nodes)}{attempt}\n"
     elif event.event == "requeued":
-        yield "-- requeued: it starts again from its newest checkpoint\n"
+        yield "-- requeued: it restarts from its newest checkpoint\n"
     elif event.event == "retried":
         # the next attempt also finds a complete checkpoint that has no name yet
         place = "" if event.checkpoint is None else f" from step {event.checkpoint}"
         soon = f" in {event.pause:.0f} s" if event.pause else ""
-        yield f"-- failed: {event.why}\n-- it starts again{soon}{place}\n"
+        yield f"-- failed: {event.why}\n-- restarting{soon}{place}\n"
 
 
 class _Tail:

@@ -203,7 +203,7 @@ def _read_metrics(path: Path, on: On, history: History) -> None:
         repeated = max(repeated, sum(map(_repeated, arrays)))
     if repeated:
         fix = ", --on progress keeps them apart" if on == "step" else ""
-        history.notes.append(f"{counted(repeated, 'report')} at the {on} of a later one left out{fix}")
+        history.notes.append(f"{counted(repeated, 'report')} superseded by a later one at the same {on}{fix}")
     if damaged:
         history.notes.append(f"{counted(damaged, 'damaged line')} of {path.name} skipped")
 
@@ -231,7 +231,7 @@ def _lightning_config(folder: Path) -> dict[str, Any]:
 
 def _read_events(files: list[EventFile], on: On, history: History) -> None:
     if files and on != "step":
-        history.notes.append(f"its event files do not tell {on}")
+        history.notes.append(f"its event files have no {on}")
         return
     for file in files:
         history.config |= file.config
@@ -245,7 +245,7 @@ def _read_events(files: list[EventFile], on: On, history: History) -> None:
         if len(curve.steps):
             history.curves[tag] = curve
     if repeated:
-        history.notes.append(f"{counted(repeated, 'point')} at the step of a later one of the same writer left out")
+        history.notes.append(f"{counted(repeated, 'point')} superseded by a later one of its writer at the same step")
 
 
 def _still_true(files: list[EventFile], tag: str) -> Iterator[tuple[Integers, Floats]]:

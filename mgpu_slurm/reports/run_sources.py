@@ -74,7 +74,7 @@ def _sources_of(word: str, made_here: bool) -> Iterator[Source]:
             yield from below
             return
         if os.sep in word or word in (os.curdir, os.pardir):
-            raise UserError(f"folder {word!r} holds no run and no event files: name another")
+            raise UserError(f"folder {word!r} has neither a run nor event files: name another")
     yield from _members(lookup.find(word))
 
 
@@ -93,7 +93,7 @@ def _trials(study: Source) -> Iterator[Source]:
 def _one_trial(study: RunFolder, number: int) -> Source:
     found = _trial(study.of_trial(number))
     if not found.path.is_dir():
-        raise UserError(f"there is no trial {number} in {study.run}, or it has not begun: see `{program()} status`")
+        raise UserError(f"{study.run} has no trial {number}, or it has not started: see `{program()} status`")
     return found
 
 

@@ -106,7 +106,7 @@ def fitting(told: list[str], room: os.terminal_size) -> list[str]:
     if len(told) <= height:
         return told
     kept = told[: height - 1]
-    return [*kept, f"... {counted(len(told) - len(kept), 'more line')}, for a taller window"[: room.columns]]
+    return [*kept, f"... {counted(len(told) - len(kept), 'more line')} (enlarge the window)"[: room.columns]]
 
 
 def show(asked: Sequence[RunFolder], note: Note = quiet) -> None:
@@ -150,7 +150,7 @@ def overview(states: list[RunState], room: os.terminal_size | None = None) -> st
     if room is not None and max(map(len, lines)) > room.columns:
         lines = [_cut(line, room.columns) for line in _narrow_lines(shown, room.columns, _LEAST_ROOM_FOR_METRICS)]
     if left := len(entries) - len(shown):
-        lines.append(f"and {left} older ones, which have ended; all of them: {program()} status | less")
+        lines.append(f"and {left} older ones that have ended; show all: {program()} status | less")
     return "\n".join(lines)
 
 

@@ -105,7 +105,7 @@ def linked(chosen: Choice) -> Iterator[Links]:
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
-            f"{str(base)!r} cannot be written ({error.strerror}): set XDG_STATE_HOME to a folder of yours"
+            f"{str(base)!r} cannot be written ({error.strerror}): set XDG_STATE_HOME to a folder of your own"
         ) from None
     try:
         yield links
@@ -197,7 +197,7 @@ def described(chosen: Choice) -> str:
     silent = sum(not any(source.curves.glob(EVENT_FILES)) for source in runs)
     words = [runs[0].name if len(chosen.sources) == len(runs) == 1 else counted(len(runs), "run")]
     if chosen.studies:
-        words.append(f"trials of {', '.join(study.run for study in chosen.studies)} appear as they begin")
+        words.append(f"trials of {', '.join(study.run for study in chosen.studies)} appear as they start")
     if chosen.left_out:
         words.append(f"the newest {NEWEST} of {NEWEST + chosen.left_out} runs and groups, name others to see them")
     if silent:
@@ -233,7 +233,7 @@ class Server:
             MgpuError: it does not start; with its output.
         """
         if port is not None and not _is_free(port):
-            raise UserError(f"--port {port}: it is taken on this machine: leave --port out for a free one")
+            raise UserError(f"--port {port}: it is in use on this machine: leave --port out for a free one")
         for attempt in range(STARTS):
             self.port = _free_port(attempt) if port is None else port
             # next to the links, not among them
@@ -247,7 +247,7 @@ class Server:
             if not taken:
                 return
             self.stop()
-        raise MgpuError(f"port {self.port} was taken by somebody else at the same time: try again")
+        raise MgpuError(f"port {self.port} was taken by another process at the same time: try again")
 
     @property
     def address(self) -> str:
@@ -274,7 +274,7 @@ class Server:
             # a temporary file system error must not end the server
             with contextlib.suppress(OSError):
                 meanwhile()
-        raise MgpuError(f"TensorBoard has ended with exit code {self._process.returncode}: {self._last_words()}")
+        raise MgpuError(f"TensorBoard ended with exit code {self._process.returncode}: {self._last_words()}")
 
     def stop(self) -> None:
         self._process.terminate()
@@ -302,7 +302,7 @@ class Server:
         return self._log.read_text(errors="replace")
 
     def _last_words(self) -> str:
-        return (self._said().strip().splitlines() or ["it said nothing"])[-1]
+        return (self._said().strip().splitlines() or ["no output"])[-1]
 
 
 def _start(folder: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
@@ -341,7 +341,7 @@ def _free_port(skip: int) -> int:
         next(free, None)
     found = next(free, None)
     if found is None:
-        raise MgpuError(f"ports {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are all taken: name one by --port")
+        raise MgpuError(f"ports {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are all in use: choose one with --port")
     return found
 
 

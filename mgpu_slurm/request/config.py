@@ -44,7 +44,7 @@ def _loader() -> Any:
                 key = self.construct_object(key_node, deep=True)
                 if key in seen:
                     mark = key_node.start_mark
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", mark)
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", mark)
                 seen.add(key)
             return super().construct_mapping(node, deep)
 
@@ -106,7 +106,7 @@ def parse_overrides(items: typing.Sequence[str]) -> Config:
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", key):
-            raise UserError(f"{item!r} is not key=value: write the key, nested ones with dots, before the =")
+            raise UserError(f"{item!r} is not key=value: put the key before the =, with dots if it is nested")
         put(values, key, _parse_value(item, text), item)
     return values
 
@@ -125,7 +125,7 @@ def put(values: Config, key: str, value: object, what: str) -> None:
     for parent in parents:
         inner = place.setdefault(parent, {})
         if not isinstance(inner, dict):
-            raise UserError(f"{what!r} sets a key inside {parent!r}, which another key=value sets whole")
+            raise UserError(f"{what!r} sets a key inside {parent!r}, but another key=value sets all of it")
         place = inner
     place[last] = value
 
@@ -136,7 +136,7 @@ def _parse_value(item: str, text: str) -> Any:
     try:
         return parse_yaml(text, item)
     except UserError:
-        raise UserError(f"{item!r}: the value is no whole YAML value: put it in quotes that reach it") from None
+        raise UserError(f"{item!r}: incomplete YAML value: quote it for the shell") from None
 
 
 def merge(base: Config, over: Config) -> Config:

@@ -50,13 +50,13 @@ class JobFunction:
         what = f"config of {self.name}"
         if self.untyped in values and not isinstance(value := values[self.untyped], (dict, type(None))):
             raise UserError(
-                f"{what}: {self.untyped!r} is a parameter without an annotation, which takes all values as one mapping:"
-                f" annotate it, {self.untyped}: {type(value).__name__}, to be given {value!r}"
+                f"{what}: parameter {self.untyped!r} has no annotation, so it takes all values as one mapping:"
+                f" annotate it ({self.untyped}: {type(value).__name__}) to pass {value!r}"
             )
         for key in values:
             if key in self.beside and key not in (configs.field_types(self.config_class) or ()):
                 raise UserError(
-                    f"{what}: {key!r} is a parameter next to the one that takes all values: make it one of those"
+                    f"{what}: {key!r} is a parameter besides the one for all config values: move it into that one"
                 )
         if self.config_class is None:
             return values
@@ -93,8 +93,8 @@ def from_callable(function: Any, name: str) -> JobFunction:
     """
     if not callable(function):
         raise UserError(
-            f"target {name!r} is of type {type(function).__name__}, no function:"
-            " name one of the form train(run, config)"
+            f"target {name!r} is of type {type(function).__name__}, not a function:"
+            " name a function such as train(run, config)"
         )
     parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].kind is Parameter.VAR_POSITIONAL:
@@ -103,7 +103,7 @@ def from_callable(function: Any, name: str) -> JobFunction:
     others = parameters[1:]
     if not others or parameters[0].kind not in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
         raise UserError(
-            f"target {name!r} cannot be called with (run, config): it is {_form(function)}; give it these two"
+            f"target {name!r} cannot be called with (run, config): it is {_form(function)}; it must accept both"
         )
     types_of = _annotations(function, others)
     if _takes_all(others, types_of):
@@ -173,13 +173,13 @@ def _check_can_be_named(function: Any, name: str, parameters: Iterable[Parameter
     for each in parameters:
         if each.kind is Parameter.VAR_KEYWORD:
             raise UserError(
-                f"target {name!r} is {_form(function)}: with **{each.name} nobody can tell which config values it"
-                " takes: name them, such as lr=0.1, or take one mapping: train(run, config)"
+                f"target {name!r} is {_form(function)}: the config values that **{each.name} takes are"
+                " unknown: name them, such as lr=0.1, or take one mapping: train(run, config)"
             )
         if each.kind is Parameter.POSITIONAL_ONLY:
             raise UserError(
-                f"target {name!r} is {_form(function)}: config values are passed by name, and {each.name!r} cannot be:"
-                " leave out the /"
+                f"target {name!r} is {_form(function)}: config values are passed by name, but {each.name!r} is"
+                " positional-only: remove the /"
             )
 
 

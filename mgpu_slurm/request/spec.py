@@ -80,7 +80,7 @@ def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
     name, at, lead_text = text.partition("@")
     name = name.upper().removeprefix("SIG")
     if f"SIG{name}" not in signals.Signals.__members__ or name in ("KILL", "STOP", "TERM", "CHLD", "HUP"):
-        raise UserError(f"--signal {text!r}: {name!r} is no signal to announce the time limit with; use USR1 or USR2")
+        raise UserError(f"--signal {text!r}: {name!r} cannot announce the time limit; use USR1 or USR2")
     if not at:
         return name, None if limit is None else min(DEFAULT_LEAD, max(1, limit // 5))
     if not lead_text.isdigit():
@@ -89,10 +89,7 @@ def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
     if limit is None:
         raise UserError(f"--signal {text!r}: seconds before the limit need a --time")
     if lead >= limit:
-        raise UserError(
-            f"--signal {text!r}: the lead of {lead} s is not shorter than the time limit of {limit} s:"
-            " lower the one or raise the other"
-        )
+        raise UserError(f"--signal {text!r}: the lead of {lead} s must be shorter than the time limit of {limit} s")
     return name, lead
 
 
@@ -281,12 +278,12 @@ class Spec:
         if self.target.command is not None:
             if not any(SEED_PLACE in word for word in self.target.command):
                 raise UserError(
-                    f"--seeds {self.tasks}: nothing in the command takes the seed; write {SEED_PLACE} where it belongs,"
+                    f"--seeds {self.tasks}: the command does not use the seed; write {SEED_PLACE} where it belongs,"
                     f" for example --seed {SEED_PLACE}"
                 )
         elif type(self.config.get("seed")) is not int:
             raise UserError(
-                f"--seeds {self.tasks}: the config of {self.target.label} has no whole number `seed`;"
+                f"--seeds {self.tasks}: the config of {self.target.label} has no integer `seed`;"
                 " add `seed: int = 0` and use it"
             )
 
@@ -309,7 +306,7 @@ def parse_seeds(text: str) -> tuple[int, int | None]:
     """Return the number of runs and how many may run at once, from `5` or, in sbatch's notation, `100%10`."""
     match = _SEEDS.fullmatch(text)
     if match is None:
-        raise UserError(f"--seeds {text!r}: expected a number of runs, or one with a limit at a time: 100%10")
+        raise UserError(f"--seeds {text!r}: expected a number of runs, or RUNS%AT_ONCE such as 100%10")
     return int(match["runs"]), int(match["at_once"]) if match["at_once"] else None
 
 
@@ -317,7 +314,7 @@ def check_run_name(name: str) -> None:
     if not RUN_NAME.fullmatch(name):
         raise UserError(
             f"run name {name!r}: use letters, digits, '.', '_' and '-'"
-            f" (at most {LONGEST_NAME} with the time that is added, the first a letter or digit)"
+            f" (at most {LONGEST_NAME} with the time appended, starting with a letter or digit)"
         )
 
 

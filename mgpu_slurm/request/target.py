@@ -106,7 +106,7 @@ def _import(module_name: str, workdir: Path) -> ModuleType:
 def existing_file(path: Path, shown: str) -> Path:
     """Return the path of a target's file; raise UserError if it does not exist."""
     if not path.is_file():
-        raise UserError(f"target: there is no file {shown!r}; files that git ignores are not in the run's code")
+        raise UserError(f"target: no file {shown!r} in the run's code (git-ignored files are not copied)")
     return path
 
 

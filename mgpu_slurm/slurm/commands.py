@@ -129,7 +129,7 @@ def run(command: list[str], timeout: float = 30) -> str:
             check=False,
         )
     except FileNotFoundError:
-        raise ClusterError(f"no {name} on PATH: call this on a login node of the cluster") from None
+        raise ClusterError(f"no {name} on PATH: run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
         raise SlurmUnavailable(f"{name} did not answer within {timeout:g} s: try again later") from None
     except OSError as error:
@@ -167,7 +167,7 @@ def error_line(text: str) -> str:
     for form in (r"s\w+: (error|fatal): ", r".*error:", r"s\w+: "):
         if found := next((line for line in lines if re.match(form, line)), None):
             return found
-    return lines[0] if lines else "it said nothing"
+    return lines[0] if lines else "no message"
 
 
 def marked_command() -> list[str]:

@@ -74,6 +74,6 @@ def check(folder: RunFolder, job_ids: Collection[str]) -> None:
     """
     for job in strangers(folder, job_ids):
         raise ClusterError(
-            f"job {job.job_id} is not run {folder.run}'s any more: SLURM has used the id again"
-            f" (job {job.name!r}, submitted at {job.submit}); nothing was done to it"
+            f"job {job.job_id} no longer belongs to run {folder.run}: SLURM has reused the id"
+            f" (job {job.name!r}, submitted at {job.submit}); it was left alone"
         )

@@ -135,7 +135,7 @@ def queued(job_ids: Sequence[str], note: Note = quiet) -> dict[str, QueuedJob] |
         form = re.sub(r"\d+", "0", line)
         if form not in _told and note is not quiet:
             _told.add(form)
-            note(f"squeue printed a line that cannot be read: {line.strip()[:200]!r}")
+            note(f"cannot parse a line of squeue: {line.strip()[:200]!r}")
     return {job.job_id: job for job in parse_squeue(output)}
 
 
@@ -195,5 +195,5 @@ def place_of(job_id: str) -> tuple[str, list[str]]:
     """
     place = parse_place(commands.run(place_command(job_id), commands.SQUEUE_TAKES))
     if place is None:
-        raise ClusterError(f"job {job_id} does not run, as SLURM says: try again in a moment")
+        raise ClusterError(f"job {job_id} is not running according to SLURM: try again in a moment")
     return place

@@ -38,9 +38,9 @@ class Patience:
         if self._told:
             return
         self._told = True
-        what = "takes no jobs at the moment" if problem.request == commands.BUSY else "does not answer"
+        what = "accepts no jobs at the moment" if problem.request == commands.BUSY else "does not answer"
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._give_up - time.monotonic()))
-        self._note(f"SLURM's controller {what}; trying again until {until}; Ctrl-C gives up")
+        self._note(f"SLURM's controller {what}; trying again until {until}; Ctrl-C stops waiting")
 
     def pause(self) -> None:
         time.sleep(PAUSES[min(self._pauses, len(PAUSES) - 1)])

@@ -94,7 +94,7 @@ def job_id_in(output: str) -> str:
     """
     ids = [found["id"] for found in map(_ANSWER.fullmatch, output.splitlines()) if found]
     if not ids:
-        raise commands.SlurmUnavailable(f"sbatch answered without a job id: {commands.error_line(output)[:200]}")
+        raise commands.SlurmUnavailable(f"sbatch printed no job id: {commands.error_line(output)[:200]}")
     return ids[-1]
 
 
@@ -110,7 +110,7 @@ def failure(code: int, output: str) -> ClusterError:
     if code == _TIMED_OUT:
         return commands.SlurmUnavailable(f"sbatch did not answer within {TIME_LIMIT} s")
     if code < 0 or (code > 128 and not _is_wrong_option(code, output)):
-        return commands.SlurmUnavailable(f"sbatch was ended by {_signal_name(abs(code) % 128)}")
+        return commands.SlurmUnavailable(f"sbatch was killed by {_signal_name(abs(code) % 128)}")
     request = commands.passing(output)
     if request is None:
         return ClusterError(f"sbatch refused the job: {said}")
@@ -227,7 +227,7 @@ class ExactlyOnceSubmission:
         if not self.is_unsure:
             return _nothing_queued(problem)
         return MayBeQueued(
-            f"{problem}; whether the job is queued all the same is not known, because {silent}:"
+            f"{problem}; the job may be queued nevertheless, because {silent}:"
             f" look for {self._token} in squeue -o '%i %k'"
         )
 
@@ -308,11 +308,11 @@ class Start:
         at = datetime.fromisoformat(self.at)
         if at > datetime.now().astimezone() + commands.FORESEEABLE:
             return (
-                f"SLURM would start it on {self.nodes} of {self.partition}, and cannot say when: before it are jobs"
-                " that have no time limit, or that never start"
+                f"SLURM would start it on {self.nodes} of {self.partition}, but cannot tell when: jobs ahead of it"
+                " have no time limit or never start"
             )
         when = at.strftime("%Y-%m-%d %H:%M:%S")
-        return f"SLURM would start it at {when} on {self.nodes} in partition {self.partition}, as the queue is now"
+        return f"SLURM would start it at {when} on {self.nodes} in partition {self.partition}, by the current queue"
 
 
 def start_in(output: str) -> Start:
@@ -323,6 +323,6 @@ def start_in(output: str) -> Start:
     """
     found = _START.search(output)
     if found is None:
-        raise ClusterError(f"sbatch --test-only was not understood: {commands.error_line(output)}")
+        raise ClusterError(f"cannot parse the output of sbatch --test-only: {commands.error_line(output)}")
     at = datetime.fromisoformat(found["at"]).astimezone().isoformat()
     return Start(at, found["nodes"], found["partition"])

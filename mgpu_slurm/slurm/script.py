@@ -25,19 +25,19 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TAKEN = {
     "dependency": "use --after or --after-any",
     "array": "use --seeds",
-    "clusters": "runs are looked after in one cluster: submit from a login node of that one",
-    "error": "it lies in the run folder, with the output",
+    "clusters": "a run belongs to one cluster: submit from a login node of that cluster",
+    "error": "it is in the run folder, with the output",
     "job-name": "it is the name of the run",
     "no-requeue": "use --max-requeues 0",
     "open-mode": "a requeued run appends to its log",
-    "output": "it lies in the run folder",
-    "parsable": "the answer of sbatch is read",
-    "quiet": "the answer of sbatch is read",
+    "output": "it is in the run folder",
+    "parsable": "the output of sbatch is parsed",
+    "quiet": "the output of sbatch is parsed",
     "requeue": "use --max-requeues",
     "signal": "use --signal",
     "test-only": "use --dry-run",
     "wait": "use the command wait",
-    "wrap": "the script is made here",
+    "wrap": "the batch script is generated",
 }
 """Options of sbatch that this package sets, and what to use instead."""
 
@@ -117,7 +117,7 @@ def _pattern(folder: RunFolder, job: str) -> str:
     place = str(folder.path)
     if "\\" in place:
         raise UserError(
-            f"runs folder {place!r}: sbatch cannot log below a name with a backslash: set MGPU_RUNS elsewhere"
+            f"runs folder {place!r}: sbatch cannot log to a path with a backslash: set MGPU_RUNS to another folder"
         )
     return str(RunFolder(Path(place.replace("%", "%%"))).launch_log(job))
 
@@ -134,7 +134,7 @@ def _line(option: str, value: str, rename: dict[str, str | None]) -> list[str]:
 def _quoted(option: str, value: str) -> str:
     """Return the value quoted for sbatch's parser of `#SBATCH` lines; a shell never sees it."""
     if any(ord(character) < 32 for character in value):
-        raise UserError(f"--{option} {value!r}: a line break or control character cannot stand in a batch script")
+        raise UserError(f"--{option} {value!r}: a batch script cannot contain line breaks or control characters")
     if _PLAIN.fullmatch(value):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

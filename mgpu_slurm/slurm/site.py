@@ -165,7 +165,7 @@ def gpus_per_node(partition: str | None) -> int:
     """
     groups = parse_sinfo(commands.run(sinfo_command(partition)))
     if partition is not None and not groups:
-        raise ClusterError(f"--partition {partition}: the cluster has none of that name; `sinfo` lists them")
+        raise ClusterError(f"--partition {partition}: no such partition; `sinfo` lists them")
     return gpus_of(groups, partition)
 
 

@@ -67,7 +67,8 @@ def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
     place = str(folder.path / "submitit")
     if any(pattern in place for pattern in _SUBMITIT_PATTERNS):
         raise UserError(
-            f"runs folder {str(folder.path.parent)!r}: %j, %t, %A and %a mean something to SLURM: set MGPU_RUNS"
+            f"runs folder {str(folder.path.parent)!r}: SLURM replaces %j, %t, %A and %a:"
+            " set MGPU_RUNS to another folder"
         )
     if shutil.which("sbatch", path=environ.get("PATH", "")) is None:
         raise ClusterError("no sbatch on PATH: log in to the cluster, or run here with --executor local")
@@ -77,7 +78,7 @@ def submit(script: str, folder: RunFolder, environ: Mapping[str, str]) -> str:
         except FailedJobError as error:
             failed = error.__cause__
             if not isinstance(failed, subprocess.CalledProcessError):
-                raise SlurmUnavailable(f"sbatch was not waited for: {failed}") from None
+                raise SlurmUnavailable(f"waiting for sbatch failed: {failed}") from None
             raise sbatch.failure(failed.returncode, failed.output) from None
 
 

@@ -111,8 +111,8 @@ def _check_script(spec: Spec, stand: Path) -> None:
     is_known = Path(interpreter).name.startswith("python") and script.endswith(".py") and SEED_PLACE not in script
     if is_known and not (stand / script).exists():
         raise UserError(
-            f"command {interpreter} {script}: the run's code, as it is taken from {spec.project!r}, has no {script};"
-            " files that git ignores are not in it"
+            f"command {interpreter} {script}: the code snapshot of {spec.project!r} has no {script}"
+            " (git-ignored files are not copied)"
         )
 
 
@@ -123,10 +123,10 @@ def _program(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
         return name, None
     path, problem = _look_for(name, spec, stand)
     if problem is None:
-        return path, None if path == name else f"{name} is not in the snapshot: it is started as {path}"
+        return path, None if path == name else f"{name} is not in the snapshot: it runs as {path}"
     if not _is_brought_in_the_job(spec):
         raise UserError(f"command {shlex.quote(name)} {problem}")
-    return name, f"{shlex.quote(name)} {problem}, unless the job's setup or container brings it"
+    return name, f"{shlex.quote(name)} {problem}, unless the job's setup or container provides it"
 
 
 def _look_for(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
@@ -140,11 +140,11 @@ def _look_for(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
     if not os.path.exists(stand / name) and os.path.exists(spec.original / name):
         name = os.path.normpath(spec.original / name)
     if not os.path.exists(stand / name):
-        return name, "is not there: check the path"
+        return name, "does not exist: check the path"
     if os.path.isdir(stand / name):
         return name, "is a folder: name the program in it"
     if not os.access(stand / name, os.X_OK):
-        return name, "may not be executed: chmod +x, or name its interpreter"
+        return name, "is not executable: chmod +x, or name its interpreter"
     return name, None
 
 

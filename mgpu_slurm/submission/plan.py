@@ -44,7 +44,7 @@ from mgpu_slurm.submission.job_config import Completed
 DEMO_TARGET = "jobs.digits"
 
 _NOT_CHECKED = (
-    "check     when the job starts: its source does not tell all of its config (`--dry-run --check` imports it)"
+    "check     when the job starts: its source does not show the whole config (`--dry-run --check` imports it)"
 )
 
 WORKER_REQUEUES = 1000

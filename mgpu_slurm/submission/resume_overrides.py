@@ -80,7 +80,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
 
 def _with_resources(spec: Spec, given: Flags) -> Spec:
     had: Flags = {name.replace("_", "-"): getattr(spec.resources, name) for name in (*RESOURCE_FLAGS, "sbatch")}
-    resources = resources_from(configs.merge(had, given), "the call")
+    resources = resources_from(configs.merge(had, given), "resources")
     lead = spec.lead
     if resources.time != spec.resources.time:
         _, usual = announcement(spec.signal, spec.resources.time_limit, spec.is_queued)
@@ -112,7 +112,7 @@ def _new(given: T | None, before: T) -> T:
 def _new_code(folder: RunFolder, spec: Spec, probes: Sequence[Config]) -> Iterator[Spec]:
     """Replace the code by a new snapshot, and keep the previous code as `code-<attempts>`."""
     if spec.target.pickled is not None:
-        raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by a name: submit it anew")
+        raise UserError(f"--code new: {spec.target.pickled} was given as an object, not by name: submit it again")
     staging = RunFolder(folder.path / f"{layout.STAGING_PREFIX}code")
     shutil.rmtree(staging.path, ignore_errors=True)
     staging.create(spec.readable_by)

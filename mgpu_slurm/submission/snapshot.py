@@ -97,13 +97,13 @@ def take(root: Path, destination: Path, limit: int, skip: Path, workdir: str = "
     tracked = _git_names(root, skipped) if (root / ".git").exists() else None
     if tracked is None:
         commit, dirty = None, False
-        mend = "move data out of the folder, or keep the code in a git repository with a .gitignore"
-        entries = _entries(root, _walk_names(root, skipped), mend)
+        advice = "move data out of the folder, or keep the code in a git repository with a .gitignore"
+        entries = _entries(root, _walk_names(root, skipped), advice)
     else:
         commit, dirty = _git_state(root, skipped)
-        mend = "add what is not code to .gitignore"
-        entries = _entries(root, tracked, mend)
-    _check_size(root, entries, limit, mend)
+        advice = "add what is not code to .gitignore"
+        entries = _entries(root, tracked, advice)
+    _check_size(root, entries, limit, advice)
     destination.mkdir()
     try:
         files, size, digest = _copy(root, destination, entries)
@@ -151,7 +151,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
             f" run `git config --global --add safe.directory {_repository_in(message) or folder}`"
         )
     first_line = (message.splitlines() or [f"exit code {done.returncode}"])[0]
-    raise UserError(f"git cannot read the repository of {str(folder)!r} ({first_line}): mend it, or submit elsewhere")
+    raise UserError(f"git cannot read the repository of {str(folder)!r} ({first_line}): fix it, or submit elsewhere")
 
 
 def _repository_in(message: str) -> str | None:
@@ -249,7 +249,7 @@ def _is_below(name: str, folder: str) -> bool:
 # --- how much it is --------------------------------------------------------------------------------------------------
 
 
-def _entries(root: Path, names: Iterable[str], mend: str) -> list[_Entry]:
+def _entries(root: Path, names: Iterable[str], advice: str) -> list[_Entry]:
     """Return the files and links among the names, sorted, without vanished ones and others (pipes, sockets)."""
     entries = []
     for name in names:
@@ -264,7 +264,7 @@ def _entries(root: Path, names: Iterable[str], mend: str) -> list[_Entry]:
         size = facts.st_size if stat.S_ISREG(facts.st_mode) else 0
         entries.append(_Entry(name, facts.st_mode, size, facts.st_mtime_ns))
         if len(entries) > MAX_FILES:
-            raise _too_many(root, entries, mend)
+            raise _too_many(root, entries, advice)
     entries = _without_names_behind_links(entries)
     return sorted(entries, key=lambda entry: os.fsencode(entry.name))
 
@@ -280,20 +280,20 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _too_many(root: Path, entries: list[_Entry], mend: str) -> UserError:
+def _too_many(root: Path, entries: list[_Entry], advice: str) -> UserError:
     (most, _), *_ = Counter(entry.name.split("/")[0] for entry in entries).most_common(1)
-    return UserError(f"the code in {str(root)!r} has more than {MAX_FILES:,} files, most of them in {most!r}: {mend}")
+    return UserError(f"the code in {str(root)!r} has more than {MAX_FILES:,} files, most of them in {most!r}: {advice}")
 
 
-def _check_size(root: Path, entries: list[_Entry], limit: int, mend: str) -> None:
+def _check_size(root: Path, entries: list[_Entry], limit: int, advice: str) -> None:
     total = sum(entry.size for entry in entries)
     if total <= limit:
         return
     largest = sorted(entries, key=lambda entry: -entry.size)[:_LARGEST_SHOWN]
     shown = ", ".join(f"{entry.name!r} {human_size(entry.size)}" for entry in largest)
     raise UserError(
-        f"the code in {str(root)!r} takes {human_size(total)}, over the limit of {human_size(limit)}"
-        f" (largest: {shown}): {mend}, or raise snapshot-limit: in mgpu.yaml"
+        f"the code in {str(root)!r} is {human_size(total)}; the limit is {human_size(limit)}"
+        f" (largest: {shown}): {advice}, or raise snapshot-limit: in mgpu.yaml"
     )
 
 
@@ -380,4 +380,4 @@ def _link_text(root: Path, name: str, text: str, present: set[str]) -> str:
 
 
 def _cannot_copy(path: str, error: OSError) -> UserError:
-    return UserError(f"cannot copy {path!r} into the code snapshot ({error.strerror}): mend that or move it away")
+    return UserError(f"cannot copy {path!r} into the code snapshot ({error.strerror}): fix that or move it away")

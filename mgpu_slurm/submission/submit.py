@@ -68,7 +68,7 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
     made = plan.make(request, cwd, runs, note)
     layout.make_writable(runs)
     if not os.environ.get(layout.RUNS_VARIABLE):
-        why = "who could replace your runs in it: set MGPU_RUNS to a folder of yours, or to this one if you trust them"
+        why = "who could replace your runs in it: set MGPU_RUNS to your own folder, or to this one if you trust them"
         files.refuse_strangers(runs, why)
     _remove_stale_staging(runs)
     executor = EXECUTORS[made.spec.executor]
@@ -95,7 +95,7 @@ def _show(staging: RunFolder, made: Plan) -> None:
     except OSError:
         if not made.folder.path.exists():
             raise
-        raise UserError(f"{made.spec.run!r} was made by somebody else at the same moment: try again") from None
+        raise UserError(f"{made.spec.run!r} was created by another process at the same time: try again") from None
 
 
 def rehearse(request: Request, note: Note = quiet, add: Addition = nothing) -> Plan:
@@ -128,7 +128,7 @@ def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_
         now = dict(current_state.current([asked]))
         for folder in folders:
             if states.is_alive(now[folder].state):
-                raise UserError(f"run {folder.run} is being resumed by somebody else")
+                raise UserError(f"run {folder.run} is being resumed by another process")
         if change:
             _check_shares_with_none_alive(asked, now)
         _check_has_none_elsewhere(asked.group)
@@ -149,8 +149,8 @@ def _check_shares_with_none_alive(asked: RunFolder, now: dict[RunFolder, RunStat
     alive = [folder for folder, state in now.items() if states.is_alive(state.state)]
     if alive:
         raise UserError(
-            f"run {alive[0].run} is {now[alive[0]].state}, and all of group {asked.run} shares its resources and"
-            " code: resume it with a change when all have ended, or without one now"
+            f"run {alive[0].run} is {now[alive[0]].state}, and group {asked.run} shares its resources and code:"
+            " resume the group with changes once all have ended, or without changes now"
         )
 
 

@@ -144,7 +144,7 @@ def _name_from_rank0(name: str, facts: RankInfo) -> str:
         store.set("mgpu_slurm folder", name)
     told = str(store.get("mgpu_slurm folder"), "utf-8")
     if not layout.RUN_NAME.fullmatch(told):
-        raise ForgeryError(f"{told!r}, which came as rank 0's name of the new run, is none")
+        raise ForgeryError(f"rank 0 sent {told!r} as the name of the new run, which is not a valid name")
     return told
 
 

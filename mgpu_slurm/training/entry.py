@@ -92,7 +92,7 @@ def run_target(rank: Rank) -> int:
 def _check_world(spec: Spec, facts: RankInfo) -> None:
     asked = spec.resources.ranks
     if asked != facts.world_size:
-        raise UserError(f"the run asked for {asked} ranks, and {facts.world_size} were started")
+        raise UserError(f"the run requested {asked} ranks, but {facts.world_size} were started")
 
 
 def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:

@@ -174,9 +174,9 @@ class Steering:
         began, now = self._epoch_of_pass if not is_first else None, self._position.epoch
         if began is not None and now not in (None, began):
             raise UserError(
-                f"run.loader: a loop over {self._position.loader_name!r} has lasted from epoch {began} to epoch {now},"
-                " where a restarted run could not continue it: begin a loop over it in each epoch, or do not give it to"
-                " run.restore: then the run stops between epochs only"
+                f"run.loader: a loop over {self._position.loader_name!r} lasted from epoch {began} to epoch {now},"
+                " where a restarted run could not continue it: start a loop over it in each epoch, or do not pass it to"
+                " run.restore (the run then stops between epochs only)"
             )
         self._epoch_of_pass = now
 
@@ -200,8 +200,7 @@ class Steering:
         """Warn if a checkpoint was requested that can no longer be written."""
         if self.keeps and (self.save_wanted or self._agreed.save or self.saver.is_due_at(self._position.step)):
             log_lines.warn(
-                "a checkpoint that was asked for has not been written: call run.finish() at the"
-                " end of the script, on all ranks"
+                "a requested checkpoint has not been written: call run.finish() at the end of the script, on all ranks"
             )
 
     def _is_wanted(self) -> bool:
@@ -215,12 +214,11 @@ class Steering:
             return "run.restore has not been called, so there is nothing to save"
         if self.has_gradients:
             return (
-                "each batch comes between run.backward and the optimizer's step, which counts if it is made by"
-                " run.update or by a torch optimizer"
+                "each batch comes between run.backward and the optimizer step (only steps by run.update or a torch"
+                " optimizer count)"
             )
         return (
-            "the loop is over no run.loader that was given to run.restore, whose batches are such places, as the ends"
-            " of epochs of state.epochs are"
+            "the loop is not over a run.loader that was passed to run.restore, nor has an epoch of state.epochs ended"
         )
 
     def reported(self) -> None:
@@ -331,7 +329,7 @@ class Overdue:
         if self._steps >= AFTER and not self._has_warned:
             self._has_warned = True
             log_lines.warn(
-                f"a checkpoint or a stop has been wanted for {AFTER} steps, and there was no place for it: {reason()}"
+                f"a checkpoint or a stop has been pending for {AFTER} steps, but there was no place for it: {reason()}"
             )
 
     def at_boundary(self) -> None:

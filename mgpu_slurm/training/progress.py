@@ -62,7 +62,7 @@ class Meter:
         """
         count = self._samples(value) if count is None else count
         if count is None:
-            raise UserError("meter.add: not in a batch of run.loader: say of how many samples it is, as `count`")
+            raise UserError("meter.add: not in a batch of run.loader: pass the number of samples as `count`")
         number = torch.as_tensor(value).detach()
         if number.numel() != 1:
             raise UserError(f"meter.add: expected a number, got a tensor of shape {[*number.shape]}: take its mean")
@@ -132,8 +132,8 @@ class Position:
         """
         if self.loader is not None:
             raise UserError(
-                f"run.restore({name}=...): {self.loader_name!r} is a loader already: give the one that drives the loop,"
-                " at whose batches the run can stop; the others are restored with it"
+                f"run.restore({name}=...): {self.loader_name!r} is a loader already: pass only the one that drives the"
+                " loop, at whose batches the run can stop; the others are restored with it"
             )
         self.loader_name, self.loader = name, loader
         self.loaders.driver = loader.place

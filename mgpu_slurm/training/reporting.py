@@ -43,7 +43,7 @@ class Reporting:
         try:
             progress = operator.index(progress)
         except TypeError:
-            raise UserError(f"run.report({progress!r}): progress is a whole number, such as the epoch") from None
+            raise UserError(f"run.report({progress!r}): progress must be an integer, such as the epoch") from None
         position, saver = self._position, self._steering.saver
         numbers = as_numbers(metrics)
         if self._reporter is not None and self._steering.keeps and saver.hear_report(position.step, numbers):
@@ -51,7 +51,7 @@ class Reporting:
         self._steering.sync(Call.REPORT)
         if progress <= position.progress:
             raise UserError(
-                f"report(progress={progress}): progress must increase, from 1 on; it was {position.progress} before"
+                f"report(progress={progress}): progress must increase, starting at 1 (last value: {position.progress})"
             )
         position.progress, position.metrics = progress, numbers
         if self._reporter is not None:

@@ -80,9 +80,9 @@ class CheckpointFinder:
         path = self._files.checkpoint(*key)
         said = f"checkpoint {str(path)!r} is damaged{f' ({problem})' if problem else ''}"
         if is_last:
-            raise MgpuError(f"{said}, and there is none before it: delete it to start at the beginning")
+            raise MgpuError(f"{said}, and there is no earlier one: delete it to start from the beginning")
         if problem is not None:
-            log_lines.warn(f"{said}: going back to the one before it")
+            log_lines.warn(f"{said}: falling back to the previous one")
         if self._is_main:
             self._keeper.set_aside(key)
         self._steering.sync(Call.RESTORE)

@@ -220,7 +220,7 @@ class Run:
             if not hasattr(optimizer, "param_groups"):
                 raise UserError(
                     f"run.update(clip={clip!r}): a {type(optimizer).__name__} has no param_groups: clip the gradients"
-                    " before, or give it that attribute"
+                    " before run.update, or add that attribute"
                 )
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, clip)
@@ -276,9 +276,9 @@ class Run:
             UserError: there is a meter of that name, or `restore` has already been called.
         """
         if name in self._steering.meters:
-            raise UserError(f"run.meter({name!r}): there is one of that name: take it, or another name")
+            raise UserError(f"run.meter({name!r}): a meter of that name exists: use it, or choose another name")
         if self._steering.keeps:
-            raise UserError(f"run.meter({name!r}): run.restore has been called: make it before that")
+            raise UserError(f"run.meter({name!r}): create it before calling run.restore")
         self._steering.meters[name] = Meter(self.device, self.mean, self._batch_weights.samples)
         return self._steering.meters[name]
 

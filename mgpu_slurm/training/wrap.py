@@ -117,8 +117,8 @@ def refuse_first_fsdp(model: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules()):
         raise UserError(
-            f"run.wrap({type(model).__name__}): FullyShardedDataParallel is not supported: shard the model by torch's"
-            " fully_shard instead"
+            f"run.wrap({type(model).__name__}): FullyShardedDataParallel is not supported: use torch's fully_shard"
+            " instead"
         )
 
 

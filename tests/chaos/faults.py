@@ -259,12 +259,12 @@ FAULTS = (
     Fault("any process is killed", any_process_dies, "", by_hand=True, ends_attempt=False),
     Fault("all processes are killed", the_power_fails, "killed", by_hand=True),
     Fault("killed in a phase of a save", dies_in_a_save, "SIGKILL", config=phase_of_a_save),
-    Fault("a rank hangs", a_rank_hangs, "did not answer any more|no progress", words=("--stuck-after", "0.1")),
+    Fault("a rank hangs", a_rank_hangs, "stopped responding|no progress", words=("--stuck-after", "0.1")),
     Fault("cancelled", it_is_cancelled, "CANCELLED", by_hand=True),
     Fault(
         "its time is up",
         its_time_is_up,
-        "it asked to be started again|left before the time limit",
+        "it stopped before its time limit to be requeued|left before the time limit",
         words=("--time", "0:09", "--signal", "USR2@5"),
         config=lambda draw: {"pace": draw.uniform(0.08, 0.12)},
     ),
@@ -272,7 +272,7 @@ FAULTS = (
     Fault(
         "the disk is full",
         the_disk_fills,
-        "could not write|have to wait in memory",
+        "could not write|are kept in memory",
         costs_checkpoints=True,
         ends_attempt=False,
         place=small_disk,

@@ -48,7 +48,7 @@ class Slurm:
             Fault(
                 "its time is up",
                 self.time_up,
-                "it asked to be started again|left before the time limit",
+                "it stopped before its time limit to be requeued|left before the time limit",
                 words=("--time", "3", "--signal", "USR2@30"),
                 config=lambda draw: {"pace": 0.7},
             ),

@@ -96,7 +96,7 @@ class Holds:
     [
         (
             lambda: torch.eye(2).to_sparse(),
-            "is a torch.sparse_coo tensor of torch.float32: a checkpoint cannot hold that",
+            "is a torch.sparse_coo tensor of torch.float32, which a checkpoint cannot hold",
         ),
         (lambda: torch.eye(2).to_sparse_csr(), "is a torch.sparse_csr tensor of torch.float32"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "is a quantized tensor of torch.qint8"),
@@ -104,7 +104,7 @@ class Holds:
         (lambda: torch.ones(2, device="meta"), "is a tensor on the meta device, without values"),
         (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "is a nested tensor"),
         (lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "is a nested tensor"),
-        (lambda: nn.LazyLinear(2).weight, "has no shape yet: call the module once with a batch before"),
+        (lambda: nn.LazyLinear(2).weight, "has no shape yet: call the module once with a batch first"),
         (lambda: np.ones(2, np.complex128), "is a torch.strided tensor of torch.complex128"),
         (lambda: np.ones(2, np.longdouble), "is a NumPy <f16, which torch does not have: convert it"),
         (lambda: np.ones(2, ">f4"), "is a NumPy >f4, which torch does not have: convert it"),

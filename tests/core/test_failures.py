@@ -25,7 +25,7 @@ def of_rank(error: str, message: str, consequence: bool = False) -> Failure:
 @pytest.mark.parametrize(
     ("failure", "name"),
     [
-        (Failure(message="rank 1 was ended by SIGKILL"), "killed"),
+        (Failure(message="rank 1 was killed by SIGKILL"), "killed"),
         (Failure(message="rank 1 on n2: Killed"), "killed"),
         (Failure(message="srun was ended by SIGKILL"), "killed"),
         (Failure(message=NO_LAUNCH), "launch"),
@@ -50,7 +50,11 @@ def test_what_the_cluster_did(failure: Failure, name: str) -> None:
         ("its supervisor process was killed", "supervisor"),
         ("the run it waited for did not complete", "dependency"),
         ("waited for run first, which is FAILED", "dependency"),
-        ("the run it waited for no longer exists (there is no run 'first'): submit it anew", "dependency-gone"),
+        ("two attempts in a row reached the time limit without a checkpoint", "no-checkpoint-in-time"),
+        # wordings of version 0.1
+        ("two attempts in a row ended by the time limit without a checkpoint", "no-checkpoint-in-time"),
+        ("what it waited for is not to be found (there is no run 'first')", "dependency-gone"),
+        ("the run it waited for no longer exists (there is no run 'first'): submit it again", "dependency-gone"),
     ],
 )
 def test_why_a_run_that_no_rank_ended_has_ended(reason: str, name: str) -> None:
@@ -158,7 +162,7 @@ class TestStuckRanks:
         found = first_stuck([stuck(0, True), stuck(2, True)], 4)
         assert found is not None
         assert found.message == (
-            "ranks 1, 3 did not answer any more, and rank 0 had no progress for 30 min since step 8:"
+            "ranks 1, 3 stopped responding, and rank 0 made no progress for 30 min since step 8:"
             " it waits for other ranks"
         )
         assert cause_of(found).name == "stuck"
@@ -185,7 +189,7 @@ def test_where() -> None:
     assert place(Failure(message=NO_LAUNCH)) == "n2"
     # of several nobody knows which, and a machine has no other node
     assert place(Failure(message="ranks 1-2 on n[1-2]: Killed")) is None
-    assert place(Failure(message="rank 1 was ended by SIGKILL")) is None
+    assert place(Failure(message="rank 1 was killed by SIGKILL")) is None
     # who waited was not the one
     assert place(of_rank("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete")) is None
     assert place(of_rank("RuntimeError", "Connection closed by peer", consequence=True)) is None
@@ -193,6 +197,6 @@ def test_where() -> None:
 
 def test_what_this_package_warned_of_is_no_cause() -> None:
     """A full disk that has passed, and then somebody kills the rank."""
-    said = "mgpu_slurm: WARNING: metrics have to wait in memory: [Errno 28] No space left on device; training goes on\n"
-    killed = Failure(message="rank 0 was ended by SIGKILL", who="rank 0")
+    said = "mgpu_slurm: WARNING: metrics are kept in memory for now: [Errno 28] No space; training continues\n"
+    killed = Failure(message="rank 0 was killed by SIGKILL", who="rank 0")
     assert cause_of(killed, f"{said}[  1]  step 7      loss 0.1\n") is failures.KILLED

@@ -113,12 +113,12 @@ def test_a_rank_with_fewer_samples_makes_as_many_parts() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ((ROW, Graph(ROW)), "Graph is none of tensors, arrays, tuples"),
-        ((ROW, pack_sequence([ROW])), "PackedSequence is none of tensors"),
-        ((ROW, torch.ones(4)), r"tuple cannot be cut between samples: Tensor of shape \[6\] in a batch of 4 samples"),
+        ((ROW, Graph(ROW)), "Graph is not a tensor, array, tuple"),
+        ((ROW, pack_sequence([ROW])), "PackedSequence is not a tensor"),
+        ((ROW, torch.ones(4)), r"tuple cannot be split between samples: Tensor of shape \[6\] in a batch of 4 samples"),
         ({"scale": torch.tensor(1.0), "name": "a"}, "dict cannot .*: nothing in it has an entry for each sample"),
-        (np.ones(()), "ndarray cannot be cut"),
-        (torch.eye(ROWS).to_sparse(), "a sparse tensor has no rows to cut: make a dense one of it"),
+        (np.ones(()), "ndarray cannot be split"),
+        (torch.eye(ROWS).to_sparse(), "a sparse tensor has no rows to cut: make it dense"),
         ((torch.eye(ROWS).to_sparse(), ROW), "a sparse tensor has no rows to cut"),
         (torch.nested.nested_tensor([ROW, ROW[:3]], layout=torch.jagged), "a nested tensor has no rows to cut"),
     ],

@@ -687,7 +687,7 @@ def metered_beside_a_held_evaluation(job: Job) -> None:
             meter.add(batch.mean())
 
 
-AMBIGUOUS = r"UserError: run.backward: several batches may be meant .*name the one .* run.backward\(loss, images\)"
+AMBIGUOUS = r"UserError: run.backward: the loss may be of several .*name the one .* run.backward\(loss, images\)"
 
 LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     plain: MEANS,
@@ -717,18 +717,18 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     summed_over_batches: AMBIGUOUS,
     skipped: MEANS,
     own_data: [*MEANS, (1 + 2 + 25 + 8) / 4],
-    named_after_a_change: "UserError: run.backward.loss, batch.: no tensor of this batch is as run.loader has",
+    named_after_a_change: "UserError: run.backward.loss, batch.: no tensor of this batch comes unchanged",
     micro_batches: MEANS,
-    micro_batches_left: "UserError: run.accumulate: a step .*; if you have left the loop, close its iterator",
+    micro_batches_left: "UserError: run.accumulate: the optimizer .*; if you have left the loop, close its iterator",
     fetched_among_micro_batches: [MEANS[0] + 1.5 + 16.5, MEANS[1] + 16.0],
     fetched_among_changed_micro_batches: "UserError: run.backward: a batch was fetched within .* run.accumulate",
-    updated_among_micro_batches: "UserError: run.accumulate: a step of the optimizer .*: call run.update after",
-    stepped_among_micro_batches: "UserError: run.accumulate: a step of the optimizer before the last micro-batch",
-    without_the_first_micro_batch: "UserError: run.accumulate: a micro-batch without run.backward among others",
-    without_the_last_micro_batch: "UserError: run.accumulate: a micro-batch without .* multiply its loss by 0",
+    updated_among_micro_batches: "UserError: run.accumulate: the optimizer stepped .*: call run.update after",
+    stepped_among_micro_batches: "UserError: run.accumulate: the optimizer stepped before the last micro-batch",
+    without_the_first_micro_batch: "UserError: run.accumulate: some micro-batches have no run.backward",
+    without_the_last_micro_batch: "UserError: run.accumulate: some micro-batches .* multiply its loss by 0",
     alternating_micro_batches: "UserError: run.accumulate: two loops over it alternate",
     metered: [VALUES.mean().item()] * 2,
-    metered_over_a_shard: "UserError: meter.add: not in a batch of run.loader: say of how many samples",
+    metered_over_a_shard: "UserError: meter.add: not in a batch of run.loader: pass the number of samples",
     changed: MEANS,
     changed_after_a_look: MEANS,
     changed_after_evaluations_with_gradients: MEANS * 2,
@@ -752,22 +752,22 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     changed_and_skipped_with_a_part_of_all: MEANS,
     one_of_two_named: [MEANS[0]],
     with_a_part_of_all: AMBIGUOUS,
-    micro_batches_in_a_list: "UserError: run.accumulate: a micro-batch was fetched before the one before it was used",
+    micro_batches_in_a_list: "UserError: run.accumulate: a micro-batch was fetched before the previous one was used",
     fetched_ahead: MEANS,
     fetched_ahead_and_left_early: AMBIGUOUS,
     texts_fetched_ahead: AMBIGUOUS,
     fetched_while_differentiated: MEANS,
     metered_when_fetched_ahead: [9.0, 16.0, VALUES.mean().item()],
-    metered_before_it_is_differentiated: "UserError: meter.add: several batches may be meant",
+    metered_before_it_is_differentiated: "UserError: meter.add: the value may be of several batches",
     kept_and_used_in_another_loop: MEANS[:1] * 2,
     kept_and_used_in_another_loop_with_it: AMBIGUOUS,
     kept_and_metered_in_another_loop: [9.0] * 5,
     kept_labels: [*MEANS, VALUES.mean().item()],
     changed_into_a_list_for_another_loop: AMBIGUOUS,
     metered_beside_an_evaluation_of_before: [VALUES.mean().item()],
-    metered_beside_a_held_evaluation: "UserError: meter.add: several batches may be meant",
+    metered_beside_a_held_evaluation: "UserError: meter.add: the value may be of several batches",
     a_loss_is_that_of_the_batch_for_training: [VALUES.mean().item()],
-    metered_over_two: "UserError: meter.add: several batches may be meant .* specify the number of samples as `count`",
+    metered_over_two: "UserError: meter.add: the value may be of several batches .* specify .* as `count`",
 }
 
 

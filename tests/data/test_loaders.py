@@ -330,7 +330,7 @@ def lasts_for_epochs(run: Run) -> None:
 def test_a_pass_over_the_driver_that_lasts_into_the_next_epoch_is_refused() -> None:
     """A restarted run would lose the rest of it."""
     for answer in run_ranks(lasts_for_epochs, 2, may_fail=True):
-        assert answer.startswith("UserError: run.loader: a loop over 'data' has lasted from epoch 1 to epoch 2")
+        assert answer.startswith("UserError: run.loader: a loop over 'data' lasted from epoch 1 to epoch 2")
 
 
 def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> None:
@@ -367,7 +367,7 @@ def test_a_loop_within_a_loop_over_the_same_loader_is_refused_unless_it_evaluate
     if how == "evaluation":
         assert answer == "went on"
     else:
-        assert answer.startswith("UserError: run.loader: a loop over it continues after another one over the same")
+        assert answer.startswith("UserError: run.loader: a loop continues after its body has started another loop")
 
 
 def as_v01_saved(run: Path) -> None:

@@ -207,10 +207,10 @@ def refused(run: Run) -> list[str]:
 
 def test_what_differs_between_ranks_is_named() -> None:
     for of_stream, of_shard, of_sampler, of_distributed, of_weighted in run_ranks(refused, 2):
-        assert "ByRank gives other samples on rank 1 than on rank 0: have it give all of them" in of_stream
+        assert "ByRank yields different samples on rank 1 than on rank 0: it must yield all" in of_stream
         assert of_shard == of_stream
-        assert "the sampler lists other samples on other ranks" in of_sampler
-        assert "DistributedSampler gives one rank's part" in of_distributed
+        assert "the sampler yields different samples on each rank" in of_sampler
+        assert "DistributedSampler yields one rank's part" in of_distributed
         assert of_weighted == "2"
 
 
@@ -273,7 +273,7 @@ def trains_on(run: Run, dataset: type[Any], batches: int | None, exchanges_gradi
     ("dataset", "batches"), [(SplitSamples, None), (DifferentLater, None), (DifferentLater, 2), (ShorterOnRank1, None)]
 )
 def test_a_stream_that_is_not_the_same_on_all_ranks_is_refused(dataset: type[Any], batches: int | None) -> None:
-    refused = f"UserError: {dataset.__name__} gives other samples on rank 1 than on rank 0: have it give all of them"
+    refused = f"UserError: {dataset.__name__} yields different samples on rank 1 than on rank 0: it must yield all"
     # what a rank says that has waited for a slow one at the end of a stream
     waited = "UserError: the ranks make different calls: rank 0 at the next batch of a loader, rank 1 at the end of a"
     for answer in run_ranks(trains_on, 2, dataset, batches, False, may_fail=True):
@@ -309,7 +309,7 @@ def test_what_collate_changes_in_a_rank_s_samples_is_not_compared() -> None:
 def test_all_ranks_that_differ_are_named() -> None:
     drawn = Drawn()
     drawn.add(ShorterOnRank1(0), None)
-    with pytest.raises(UserError, match=r"^ShorterOnRank1 gives other samples on ranks 1,3-4 than on rank 0: "):
+    with pytest.raises(UserError, match=r"^ShorterOnRank1 yields different samples on ranks 1,3-4 than on rank 0: "):
         drawn.check([5, 6, 5, 7, 6])
 
 
@@ -317,7 +317,7 @@ def test_a_stream_that_ends_while_another_rank_waits_for_gradients_is_told() -> 
     _, answer = run_ranks(trains_on, 2, ShorterOnRank1, None, True, may_fail=True)
     assert answer.startswith(
         "UserError: the ranks make different calls: rank 0 at the next batch of a loader, rank 1 at the end of a"
-        " stream. A stream has to give all of its samples in the same order on each rank"
+        " stream. A stream must yield all of its samples in the same order on each rank"
     )
 
 
@@ -431,7 +431,7 @@ def test_an_order_that_is_another_one_after_a_restart_is_refused(which: str, dri
     assert run_ranks(draws_its_own, 1, which, False, drives, 0, folder=own) == [[]]
     (refused,) = run_ranks(draws_its_own, 1, which, False, drives, folder=own, may_fail=True)
     name = "OwnStream" if which == "stream" else "OwnNumbers"
-    assert f"run.loader: {name} gives other samples than before the restart, or in another order" in refused
+    assert f"run.loader: {name} yields different samples than before the restart, or in a different order" in refused
 
 
 class Growing:
@@ -502,5 +502,5 @@ def test_an_evaluation_in_the_loop_leaves_the_length_of_its_epoch() -> None:
 
 
 def test_a_sampler_that_changes_its_length_as_it_goes_is_refused(run: Run) -> None:
-    with pytest.raises(UserError, match="GrowingAsItGoes had a length of 1, and has one of 2 since it was iterated"):
+    with pytest.raises(UserError, match="the length of GrowingAsItGoes changed from 1 to 2 when it was iterated"):
         list(run.loader(DATA, batch_sampler=GrowingAsItGoes()))

@@ -29,7 +29,7 @@ def test_ranks_that_left_no_word_most_often_do_not_see_the_folder(tmp_path: Path
     folder.launch_log("42").write_text("slurmstepd: error: execve(): /opt/python: No such file or directory\n")
     found = ended_badly(folder, LOST, shown=0)
     assert (found.level, found.text) == ("failed", "the checkup ended as FAILED: lost")
-    assert f"nodes do not see the runs folder {tmp_path}/runs, or this Python" in found.fix
+    assert f"nodes do not see the runs folder {tmp_path}/runs or this Python" in found.fix
 
 
 def test_ranks_that_left_a_word_are_to_be_read(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_ranks_that_left_a_word_are_to_be_read(tmp_path: Path) -> None:
 
 def test_a_cancelled_checkup_is_no_fault_of_the_cluster(tmp_path: Path) -> None:
     found = ended_badly(made(tmp_path), RunState(state="CANCELLED"), shown=3)
-    assert (found.text, found.fix) == ("the checkup ended as CANCELLED: nobody said why", "try again")
+    assert (found.text, found.fix) == ("the checkup ended as CANCELLED: no reason was recorded", "try again")
 
 
 def test_a_run_that_cannot_be_deleted_is_named_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,5 +53,5 @@ def test_a_run_that_cannot_be_deleted_is_named_and_no_error(tmp_path: Path, monk
     notes: list[str] = []
     tidy(Handle(folder), notes.append)
     (note,) = notes
-    assert note.startswith("the run of the checkup, doctor-1, is not gone: cannot delete all of ")
+    assert note.startswith("cannot delete the checkup's run doctor-1: cannot delete all of ")
     assert "/logs/.nfs0001" in note

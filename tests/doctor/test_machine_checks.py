@@ -22,7 +22,7 @@ def seen(found: list[Finding]) -> list[tuple[str, str]]:
 def test_packages_that_are_new_enough() -> None:
     packages = {"click": "8.1", "pyyaml": "6.0.3", "torch": "2.13.0+cpu"}
     found = list(machine_checks.package_findings(REQUIREMENTS, packages))
-    assert seen(found) == [("ok", "packages: all 3 that are needed, none too old")]
+    assert seen(found) == [("ok", "packages: all 3 required ones present")]
 
 
 def test_packages_that_are_missing_or_too_old_are_all_named() -> None:
@@ -79,14 +79,14 @@ def test_where_a_job_will_show_what_nodes_see_nothing_is_guessed(tmp_path: Path)
 def test_a_folder_that_cannot_be_written_is_named() -> None:
     (found,) = machine_checks.writable_findings("runs folder", Path("/proc/runs"), "set MGPU_RUNS")
     assert found.level == "failed"
-    assert found.text.startswith("runs folder /proc/runs: cannot be written (")
+    assert found.text.startswith("runs folder /proc/runs: not writable (")
     (found,) = machine_checks.writable_findings("index of runs", Path("/proc/state"), "set XDG_STATE_HOME", small=True)
     assert found.level == "warning"
 
 
 def test_looking_at_a_folder_makes_none(tmp_path: Path) -> None:
     (found,) = machine_checks.writable_findings("runs folder", tmp_path / "runs", "")
-    assert found.text.startswith(f"runs folder {tmp_path}/runs: can be written, ")
+    assert found.text.startswith(f"runs folder {tmp_path}/runs: writable, ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -21,8 +21,8 @@ def seen(finding: Finding) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("version", "level", "words"),
     [
-        ((22, 5, 8), "ok", "SLURM 22.05.8: has all that is used; ranks get their cores by SRUN_CPUS_PER_TASK"),
-        ((21, 8), "ok", "SLURM 21.08: has all that is used; ranks get their cores by what sbatch was asked"),
+        ((22, 5, 8), "ok", "SLURM 22.05.8: supported; ranks get their cores by SRUN_CPUS_PER_TASK"),
+        ((21, 8), "ok", "SLURM 21.08: supported; ranks get their cores by sbatch's options"),
         ((20, 2, 7), "failed", "SLURM 20.02.7: srun has no --overlap before 20.11"),
     ],
 )
@@ -55,12 +55,12 @@ def test_versions(version: tuple[int, ...], level: str, words: str) -> None:
         (
             replace(MAIN, nodes=Counter({"drained": 1})),
             "failed",
-            "partition main (default): 1 node (1 drained), 2 GPUs each, no time limit: no node of it is usable",
+            "partition main (default): 1 node (1 drained), 2 GPUs each, no time limit: none of its nodes is usable",
         ),
         (
             replace(MAIN, is_default=False, nodes=Counter({"drained": 1})),
             "warning",
-            "partition main: 1 node (1 drained), 2 GPUs each, no time limit: no node of it is usable",
+            "partition main: 1 node (1 drained), 2 GPUs each, no time limit: none of its nodes is usable",
         ),
     ],
     ids=["plain", "limits", "some down", "closed", "default without nodes", "other without nodes"],
@@ -82,9 +82,9 @@ def settings(**changed: str) -> dict[str, str]:
 def test_usual_settings_are_fine() -> None:
     found = list(slurm_checks.setting_findings(settings(), [MAIN]))
     assert [seen(finding) for finding in found] == [
-        ("ok", "runs ask to be requeued; where that is refused they submit their own next job"),
-        ("ok", "a job array holds 1001 runs at most; larger groups are several arrays"),
-        ("ok", "a run that is cancelled has 30 s to save its work (KillWait)"),
+        ("ok", "runs request requeueing; if it is refused, they submit a job that continues them"),
+        ("ok", "a job array holds at most 1001 runs; larger groups use several arrays"),
+        ("ok", "a cancelled run has 30 s to save (KillWait)"),
     ]
 
 
@@ -92,10 +92,10 @@ def test_usual_settings_are_fine() -> None:
     ("changed", "partition", "level", "words"),
     [
         ({"JobRequeue": "0"}, MAIN, "ok", "which is not the site's default (JobRequeue=0)"),
-        ({"KillWait": "15 sec"}, MAIN, "warning", "a run that is cancelled has 15 s to save its work"),
-        ({}, replace(MAIN, preempt_mode="REQUEUE", grace=60), "ok", "one that is preempted 90 s"),
+        ({"KillWait": "15 sec"}, MAIN, "warning", "a cancelled run has 15 s to save"),
+        ({}, replace(MAIN, preempt_mode="REQUEUE", grace=60), "ok", "a preempted one 90 s"),
         ({}, replace(MAIN, preempt_mode="CANCEL"), "warning", "preemption cancels runs in main, and does not requeue"),
-        ({"SelectType": "select/cons_res"}, MAIN, "warning", "SLURM does not count GPUs with --gpus-per-node there"),
+        ({"SelectType": "select/cons_res"}, MAIN, "warning", "SLURM does not count GPUs with --gpus-per-node"),
         ({"JobSubmitPlugins": "lua"}, MAIN, "ok", "JobSubmitPlugins=lua: the site may change or refuse"),
     ],
 )

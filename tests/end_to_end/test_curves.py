@@ -109,9 +109,9 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 def test_calls_that_are_wrong_are_told_in_one_line(project: Project) -> None:
     assert "no group found: name runs" in refused(project.call("aggregate"))
     assert "there is no run 'nothing'" in refused(project.call("aggregate", "nothing"))
-    assert "holds no run and no event files" in refused(project.call("aggregate", "."))
+    assert "has neither a run nor event files" in refused(project.call("aggregate", "."))
     project.write("mine/notes.txt", "")
     assert "exists and was not written by" in refused(project.call("aggregate", "--out", "mine"))
-    assert "--by: it takes names of config values" in refused(project.call("aggregate", "--by", ","))
+    assert "--by: expected names of config values" in refused(project.call("aggregate", "--by", ","))
     folder, _ = project.run("--", "true")
     assert f"no metrics yet of {folder.name}: see" in refused(project.call("aggregate", folder.name))

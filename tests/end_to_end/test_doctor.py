@@ -57,7 +57,7 @@ def test_what_is_broken_is_told_line_by_line_and_ends_nothing(bare: Project) -> 
     assert done.returncode == 1, done.stdout
     failed = [line for line in done.stdout.splitlines() if line.startswith("failed")]
     assert len(failed) == 4, done.stdout
-    assert failed[0].startswith("failed   runs folder /proc/runs: cannot be written (")
+    assert failed[0].startswith("failed   runs folder /proc/runs: not writable (")
     assert failed[1].startswith(f"failed   {bare.folder}/mgpu.yaml: cluster 'hpc': unknown key 'flag'")
     assert failed[2] == "failed   torch fails on import: ImportError: libcudart.so.13: cannot open shared object file"
     assert failed[3].startswith(f"failed   the checkup was not submitted: {bare.folder}/mgpu.yaml: cluster 'hpc'")
@@ -89,7 +89,7 @@ def test_the_job_measures_what_lies_between_two_nodes_and_leaves_nothing(bare: P
         assert {finding["level"] for finding in told[check]} <= {"ok", "warning"}, told[check]
     (cores,) = told["cores"]
     assert cores["level"] == "warning"
-    assert cores["text"].startswith("ranks 0-1 on local[1-2]: asked for 999 cores for each rank")
+    assert cores["text"].startswith("ranks 0-1 on local[1-2]: requested 999 cores per rank")
     assert len(told["file locks"]) == 2
     assert "64 MB in " in told["all-reduce"][0]["text"]
     assert "the checkup is job " in done.stderr

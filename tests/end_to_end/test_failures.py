@@ -186,7 +186,7 @@ def test_a_script_that_fails_on_one_rank_shows_the_end_of_that_ranks_log(project
 def test_a_killed_rank_ends_the_others_within_seconds(failing: Project) -> None:
     folder, facts = failing.run("fails:killed", "--nodes", "2", "--retries", "0")
     assert facts["state"] == "FAILED"
-    assert facts["reason"] == "rank 1 was ended by SIGKILL"
+    assert facts["reason"] == "rank 1 was killed by SIGKILL"
     wait_until(lambda: processes_of(folder) == [], seconds=20)
 
 
@@ -284,7 +284,7 @@ def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing:
     assert facts["state"] == "TIMEOUT"
     assert "time limit of 4 s" in facts["reason"]
     assert log(folder, 0).split() == ["ready", "SIGUSR2", "SIGTERM"]
-    assert json.loads((folder / "failure.json").read_text())["message"] == "rank 0 was ended by SIGKILL"
+    assert json.loads((folder / "failure.json").read_text())["message"] == "rank 0 was killed by SIGKILL"
     wait_until(lambda: processes_of(folder) == [], seconds=20)
 
 

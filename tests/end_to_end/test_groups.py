@@ -80,7 +80,7 @@ def test_a_group_that_is_at_work_is_not_resumed_until_it_has_ended(project: Proj
     for name in (folder.name, f"{folder.name}/0"):
         done = project.call("resume", name, "--no-follow")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"group {folder.name} is at work" in done.stderr
+        assert f"group {folder.name} is running" in done.stderr
         assert f"cancel {folder.name}` first" in done.stderr
     assert states(project, folder.name) == ["FAILED", "RUNNING", "PENDING", "PENDING"]
     gate.touch()
@@ -143,7 +143,7 @@ def test_the_seed_of_a_job_function_counts_up_from_its_own(project: Project) -> 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--seeds", "3", "--", "true"], "nothing in the command takes the seed; write {seed}"),
+        (["--seeds", "3", "--", "true"], "the command does not use the seed; write {seed}"),
         (["--seeds", "0", "--", "true", "{seed}"], "--seeds '0': expected a number of runs"),
         (["--seeds", "3%", "--", "true", "{seed}"], "--seeds '3%': expected a number of runs"),
     ],
@@ -161,7 +161,7 @@ def test_commands_that_want_one_run_name_one(project: Project) -> None:
     for words, error in [
         (["logs", folder.name], f"is a group of 2 runs: name one of them, such as {folder.name}/0"),
         (["logs", f"{folder.name}/2"], f"has runs {folder.name}/0 to {folder.name}/1, and no 2"),
-        (["clean", "--yes", f"{folder.name}/1"], f"is a part of group {folder.name}"),
+        (["clean", "--yes", f"{folder.name}/1"], f"is part of group {folder.name}"),
     ]:
         done = project.call(*words)
         assert done.returncode == 2, words

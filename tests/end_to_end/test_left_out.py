@@ -60,7 +60,7 @@ def test_a_program_that_git_ignores_is_started_by_its_path_and_data_is_named(pro
     assert done.returncode == 1
     tool = project.folder / ".venv" / "bin" / "python"
     lines = done.stdout.splitlines()
-    assert f"command   .venv/bin/python is not in the snapshot: it is started as {tool}" in lines
+    assert f"command   .venv/bin/python is not in the snapshot: it runs as {tool}" in lines
     assert f"target    {tool} reads.py --data=data/digits/train.txt" in lines
     assert f"note      {ADVICE}" in lines
     (facts,) = project.json("status", "reads")
@@ -98,7 +98,7 @@ def test_a_program_that_the_job_may_bring_is_only_warned_of(
     done = project.call(*DRY_RUN, *flags, "--", program, "x")
     assert done.returncode == 0, done.stderr
     assert f"command   {program} is not " in done.stdout
-    assert "unless the job's setup or container brings it" in done.stdout
+    assert "unless the job's setup or container provides it" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_a_program_that_the_job_may_bring_is_only_warned_of(
     [
         ("no-such-tool", "command no-such-tool is not on PATH: install it, or give its path"),
         ("reads.py", "command reads.py is not on PATH: write ./reads.py for the file here"),
-        ("./no/such/tool", "command ./no/such/tool is not there: check the path"),
-        ("/opt/no/such/tool", "command /opt/no/such/tool is not there: check the path"),
-        ("./reads.py", "command ./reads.py may not be executed: chmod +x, or name its interpreter"),
+        ("./no/such/tool", "command ./no/such/tool does not exist: check the path"),
+        ("/opt/no/such/tool", "command /opt/no/such/tool does not exist: check the path"),
+        ("./reads.py", "command ./reads.py is not executable: chmod +x, or name its interpreter"),
         ("./data", "command ./data is a folder: name the program in it"),
     ],
 )

@@ -64,8 +64,8 @@ def test_a_group_has_its_seeds_and_no_parent_of_the_package_on_its_path(project:
     [
         (["job", "lr=fast"], "config of job:train: lr='fast': expected a valid number"),
         (["job", "epoch=2"], "config of job:train: unknown key 'epoch' (did you mean 'epochs'?)"),
-        (["job:anything", "lr=1"], "with **values nobody can tell which config values it takes"),
-        (["job:untyped", "lr=0.5"], "'lr' is a parameter without an annotation, which takes all values as one mapping"),
+        (["job:anything", "lr=1"], "the config values that **values takes are unknown"),
+        (["job:untyped", "lr=0.5"], "parameter 'lr' has no annotation, so it takes all values as one mapping"),
     ],
 )
 def test_wrong_values_are_refused_at_submission(project: Project, words: list[str], says: str) -> None:

@@ -144,13 +144,13 @@ def test_ranks_that_are_killed_cost_attempts_and_nothing_else(trained: tuple[Pro
     done = project.call("submit", "train", "--nodes", "2", "--executor", "local", "kill_at=10")
     assert done.returncode == 0, done.stdout + done.stderr
     for soon in ("", " in 5 s"):
-        assert f"-- failed: rank 1 was ended by SIGKILL\n-- it starts again{soon} from step 7\n" in done.stdout
+        assert f"-- failed: rank 1 was killed by SIGKILL\n-- restarting{soon} from step 7\n" in done.stdout
     (facts, *_) = project.json("status")
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 21, 3)
     folder = project.runs / facts["run"]
     assert (folder / "final.pt").read_bytes() == expected
     (event, _) = [each for each in events(folder) if each.event == "retried"]
-    assert (event.why, event.checkpoint) == ("rank 1 was ended by SIGKILL", 7)
+    assert (event.why, event.checkpoint) == ("rank 1 was killed by SIGKILL", 7)
 
 
 @pytest.mark.parametrize(("words", "attempts"), [((), 1), (("--retries", "1"), 2)])
@@ -198,12 +198,12 @@ def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     code = (project.folder / "train.py").read_text().splitlines()
     for rank, blocked in [(0, "run.backward("), (1, "threading.Event().wait()")]:
-        assert "this rank leaves, and could not save from here:" in log(folder, rank)
+        assert "this rank exits, because it cannot save from here:" in log(folder, rank)
         line = 1 + next(index for index, text in enumerate(code) if blocked in text)
         assert f'train.py", line {line} in train' in log(folder, rank)
     told = project.call("why", folder.name).stdout
     assert re.search(
-        r"attempt 1 rank [01] on local[12] left before the time limit; it could not save at train.py:", told
+        r"attempt 1: rank [01] on local[12] left before the time limit; it could not save at train.py:", told
     )
     assert "restored step 7 from step-000000007 (attempt 2)" in log(folder, 0, attempt=2)
     assert (folder / "final.pt").read_bytes() == expected
@@ -217,7 +217,7 @@ def test_ranks_that_reach_no_boundary_say_where_they_are_when_they_are_cancelled
     project.call("cancel", folder.name)
     assert project.finish(folder)["state"] == "CANCELLED"
     for rank in range(2):
-        told = log(folder, rank).partition("WARNING: asked to end, and has come to no place where it could save:")[2]
+        told = log(folder, rank).partition("WARNING: asked to end, but has reached no place where it could save:")[2]
         assert 'train.py", line ' in told
 
 
@@ -253,7 +253,7 @@ def test_a_script_that_reaches_no_boundary_leaves_too(project: Project) -> None:
     folder = project.submit("--nodes", "2", "--time", "1:00:00", "--signal", "USR2@12", "--", "python", "script.py")
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
-    assert "this rank leaves, and could not save from here:" in log(folder, 1)
+    assert "this rank exits, because it cannot save from here:" in log(folder, 1)
     assert "restored step 6 from step-000000006 (attempt 2)" in log(folder, 0, attempt=2)
 
 
@@ -304,12 +304,12 @@ def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_atte
 ) -> None:
     project, _, folder = waiting
     facts = project.finish(folder)
-    reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000000"
+    reason = "two attempts in a row reached the time limit without a newer checkpoint than step-000000000"
     assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
     told = project.call("why", folder.name).stdout
     assert "why       the time limit was reached twice without a newer checkpoint\n" in told
     assert f"error     {reason}; rank 0 on local1 left before the time limit; it could not save at long.py:" in told
-    assert "give it a longer `--time`, or more places to save at" in told
+    assert "raise `--time`, or pass a `run.loader` to `run.restore`" in told
 
 
 def test_without_a_checkpoint_they_stay(waiting: tuple[Project, Path, Path]) -> None:

@@ -107,7 +107,7 @@ def test_a_lead_that_was_asked_for_stays(project: Project) -> None:
     assert (read_spec(RunFolder(folder)).resources.time, read_spec(RunFolder(folder)).lead) == ("20", 200)
     done = project.call("resume", folder.name, "--time", "2")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "the lead of 200 s is not shorter than the time limit of 120 s" in done.stderr
+    assert "the lead of 200 s must be shorter than the time limit of 120 s" in done.stderr
 
 
 def test_a_change_waits_for_all_that_share_it(project: Project) -> None:
@@ -117,7 +117,7 @@ def test_a_change_waits_for_all_that_share_it(project: Project) -> None:
     wait_until(lambda: project.json("status", f"{folder.name}/0")[0]["state"] == "FAILED")
     done = project.call("resume", folder.name, "--time", "5")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"run {folder.name}/1 is RUNNING, and all of group {folder.name} shares its resources" in done.stderr
+    assert f"run {folder.name}/1 is RUNNING, and group {folder.name} shares its resources" in done.stderr
     gate.touch()
     assert project.call("wait", folder.name).returncode == 1
     done = project.call("resume", folder.name, "--time", "5", "--json", "--no-follow")

@@ -92,7 +92,7 @@ def test_a_sweep_submitted_from_there(project: Project, strangers: Path, mark: P
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(("name", "advice"), [("mgpu.yaml", "use a copy of your own"), ("runs", "set MGPU_RUNS")])
+@pytest.mark.parametrize(("name", "advice"), [("mgpu.yaml", "use your own copy"), ("runs", "set MGPU_RUNS")])
 def test_what_a_stranger_has_left_where_it_is_looked_for_is_refused(
     project: Project, tmp_path: Path, name: str, advice: str
 ) -> None:

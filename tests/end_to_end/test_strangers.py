@@ -60,7 +60,7 @@ def test_forgery_ends_the_attempt_and_is_told_by_why(project: Project) -> None:
     prefix = forge(folder / "port", "bell/0/1")
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("FAILED", 1)
-    forged = f"the rendezvous has a value of '{prefix}bell/0/1' that no rank of this attempt has written"
+    forged = f"the rendezvous has a value of '{prefix}bell/0/1' that no rank of this attempt wrote"
     assert forged in facts["reason"]
     assert forged in log(folder, 1)
     told = project.call("why", folder.name).stdout
@@ -82,7 +82,7 @@ def test_forgery_is_no_fault_of_a_trial(project: Project) -> None:
     assert project.call("wait", "s", "--timeout", "90").returncode == 1
     (worker,) = project.json("status", "s/0")
     assert (worker["state"], worker["attempts"]) == ("FAILED", 1)
-    assert "that no rank of this attempt has written" in worker["reason"]
+    assert "that no rank of this attempt wrote" in worker["reason"]
     assert "a process that is not a rank of the run wrote to its rendezvous" in project.call("why", "s").stdout
     # it can be trained again
     assert project.call("resume", "s", "--no-follow").returncode == 0

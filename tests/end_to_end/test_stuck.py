@@ -142,7 +142,7 @@ def test_the_rank_that_holds_up_the_others_is_named_with_its_line(stuck: Project
     assert "in train" in waits
     told = diagnosis.lagging(RunFolder(folder), 1)
     assert told is not None
-    assert told.startswith("rank 1 had not come to gloo:all_reduce, number ")
+    assert told.startswith("rank 1 never reached gloo:all_reduce (#")
 
 
 def lines(project: Project) -> list[str]:
@@ -153,7 +153,7 @@ def test_one_that_holds_the_lock_of_the_interpreter_is_named_by_its_silence(stuc
     folder, facts = stuck.run("train:locked", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
     assert retried(folder)["why"].startswith(
-        "rank 1 did not answer any more, and rank 0 had no progress for 9 s since step 8: it waits for other ranks"
+        "rank 1 stopped responding, and rank 0 made no progress for 9 s since step 8: it waits for other ranks"
     )
     # its stack all the same
     assert "in holding_the_lock" in log(folder, 1)
@@ -167,7 +167,7 @@ def test_alone_it_is_ended_from_outside(stuck: Project) -> None:
         "rank 0 on local1: Stuck: no progress for more than 12 s: it holds the interpreter's lock in C code, its main"
         f" thread at train.py:{line} in holding_the_lock"
     )
-    assert "in holding_the_lock" in log(folder, 0).partition("this rank was ended. Its threads:")[2]
+    assert "in holding_the_lock" in log(folder, 0).partition("this rank was killed. Its threads:")[2]
     assert "restored step 6 from" in log(folder, 0, attempt=2)
     assert not list((folder / "logs").glob("*.stacks"))
 

@@ -343,7 +343,7 @@ def test_status_shows_the_newest_first_and_clean_shows_and_deletes(project: Proj
     assert project.json("status", "midd")[0]["run"] == project.json("status", "middle")[0]["run"] == middle.name
     done = project.call("clean", "--yes", "middle")
     assert (done.returncode, middle.exists()) == (2, True)
-    assert f"'middle' is only the beginning of {middle.name}: give the whole name" in done.stderr
+    assert f"--yes needs the full name: {middle.name}" in done.stderr
     assert project.call("clean", "--yes", middle.name).returncode == 0
     assert {path.name for path in project.runs.iterdir()} == {old.name, new.name}
     assert project.call("logs", middle.name).returncode == 2

@@ -115,7 +115,7 @@ def test_a_rank_that_fails_ends_the_trial_and_is_told_by_its_words(swept: Projec
 
 def test_one_that_is_killed_is_tried_again(swept: Project) -> None:
     failure = json.loads((trial(swept, 3) / "failure.json").read_text())
-    assert failure["message"] == "its command was ended by SIGKILL (2 of 2 times)"
+    assert failure["message"] == "its command was killed by SIGKILL (2 of 2 times)"
     assert "kind='killed'" in log(swept, 3, attempt=2)
     assert not (trial(swept, 3) / "logs" / "3-0.log").exists()
 
@@ -132,7 +132,7 @@ def test_a_trial_that_is_given_up_ends_on_all_ranks_past_except_exception(swept:
 
 def test_a_rank_that_somebody_terminates_does_not_wait_for_the_other(swept: Project) -> None:
     failure = json.loads((trial(swept, 5) / "failure.json").read_text())
-    assert failure["message"] == "its command was ended by SIGTERM (2 of 2 times)"
+    assert failure["message"] == "its command was killed by SIGTERM (2 of 2 times)"
 
 
 def test_a_stranger_in_its_rendezvous_is_no_fault_of_a_trial(swept: Project) -> None:

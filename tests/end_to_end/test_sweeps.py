@@ -114,7 +114,7 @@ def test_two_ranks_train_trial_after_trial_and_what_goes_wrong_ends_one_alone(pr
     assert epochs(killed_once) == {1: [1, 2], 2: [2, 3]}
     assert [line["restored"] for line in seen(killed_once, rank=1) if "restored" in line] == [0, 1]
     assert epochs(killed) == {1: [1, 2], 2: [2]}
-    assert ends(folder, 7)["message"] == "its ranks died: rank 1 was ended by SIGKILL (2 of 2 times)"
+    assert ends(folder, 7)["message"] == "its ranks died: rank 1 was killed by SIGKILL (2 of 2 times)"
 
     # all of that in the same processes, but where ranks may be out of step or hold too much
     for rank in range(2):

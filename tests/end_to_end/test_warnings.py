@@ -12,7 +12,7 @@ def test_too_few_cores_are_told_in_the_log_while_following_and_at_the_end(projec
     words = ("submit", "--executor", "local", "--nodes", "2", "--cpus-per-task", "999", "--follow", "--", "true")
     done = project.call(*words)
     assert done.returncode == 0, done.stderr
-    few = f"asked for 999 cores for each rank, and this one may use {len(os.sched_getaffinity(0))}"
+    few = f"requested 999 cores per rank, but this rank may use {len(os.sched_getaffinity(0))}"
     lines = done.stdout.splitlines()
     # rank 0's own, as it stands in its log; the other's beside it, once; and both at the end
     assert lines.count(f"mgpu_slurm: warning: {few}") == 1
@@ -56,6 +56,6 @@ def test_a_result_that_is_not_a_number_fails_no_training_and_the_last_save_is_wr
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = project.runs.iterdir()
     assert project.json("status", folder.name)[0]["state"] == "COMPLETED"
-    assert "the job function returned what is not a number: model = 'trained' (str)" in done.stdout
+    assert "the job function returned model = 'trained' (str), which is not a number" in done.stdout
     assert json.loads((folder / "result.json").read_text())["result"] == {"loss": 0.5}
     assert (folder / "checkpoints" / "step-000000008").is_dir()

@@ -114,16 +114,16 @@ def test_the_cores_of_a_task_are_srun_s_too_where_they_suffice() -> None:
         ({"nodes": 3}, r"--nodes 3: allocation 42 has 2 for this run \(n\[1-2\]\)"),
         ({"nodes": 2, "nodelist": "n2"}, r"--nodes 2: allocation 42 has 1 for this run \(n2\)"),
         ({"gpus-per-node": 3}, "--gpus-per-node 3: allocation 42 has 2 on n1"),
-        ({"cpus-per-task": 3}, "--cpus-per-task 3: 2 ranks on a node take 6 cores, and allocation 42 has 4 on n1"),
+        ({"cpus-per-task": 3}, "--cpus-per-task 3: 2 ranks on a node need 6 cores, but allocation 42 has 4 on n1"),
         ({"mem": "1G"}, "--mem 1G: allocation 42 has 1000M on n1"),
         ({"mem": "much"}, "--mem 'much': expected a number with K, M, G or T"),
         ({"time": "2:00:00"}, "--time 2:00:00: allocation 42 has 0:59:5.* left"),
-        ({"partition": "gpu"}, "--partition gpu: was decided when allocation 42 was asked for"),
-        ({"account": "a"}, "--account a: was decided"),
-        ({"qos": "high"}, "--qos high: was decided"),
-        ({"constraint": "a100"}, "--constraint a100: was decided"),
-        ({"reservation": "r"}, "--reservation r: was decided"),
-        ({"sbatch": {"mail-type": "END"}}, "--sbatch mail-type: nothing goes through sbatch inside allocation 42"),
+        ({"partition": "gpu"}, "--partition gpu: allocation 42 has fixed this"),
+        ({"account": "a"}, "--account a: allocation 42 has fixed"),
+        ({"qos": "high"}, "--qos high: allocation 42 has fixed"),
+        ({"constraint": "a100"}, "--constraint a100: allocation 42 has fixed"),
+        ({"reservation": "r"}, "--reservation r: allocation 42 has fixed"),
+        ({"sbatch": {"mail-type": "END"}}, "--sbatch mail-type: allocation 42 does not use sbatch"),
         ({"nodelist": "n[2-3]"}, r"--nodelist n\[2-3\]: n3 is not in allocation 42, which has n\[1-2\]"),
         ({"exclude": "n[1-4]"}, r"--exclude n\[1-4\]: leaves no node of allocation 42"),
     ],
@@ -205,7 +205,7 @@ SILENT = "echo 'slurm_load_jobs error: Unable to contact slurm controller (conne
 
 
 def test_outside_of_an_allocation_salloc_is_named() -> None:
-    with pytest.raises(UserError, match=r"no allocation is held here \(SLURM_JOB_ID is not set\): get one, .*`salloc "):
+    with pytest.raises(UserError, match=r"you hold no allocation here \(SLURM_JOB_ID is not set\): .*`salloc "):
         held_allocation.held({})
 
 

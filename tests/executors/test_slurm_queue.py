@@ -283,7 +283,7 @@ def test_a_run_whose_job_slurm_does_not_have_cannot_be_cancelled_yet(
     first_event = folder.attempts.read_text().splitlines(keepends=True)[0]
     folder.attempts.write_text(first_event)
     (slurm.state / "queue").write_text("")
-    with pytest.raises(ClusterError, match="does not have its job, or not yet"):
+    with pytest.raises(ClusterError, match="does not know its job yet"):
         api.Handle(folder).cancel()
 
 
@@ -297,7 +297,7 @@ def test_what_slurm_has_of_a_group_is_cancelled_though_the_rest_may_still_come(
     # as if killed before it wrote down the second answer, and SLURM took a while to have that job
     folder.attempts.write_text("".join(lines[:-1]))
     (slurm.state / "queue").write_text("42|mgpu-other\n")
-    with pytest.raises(ClusterError, match=f"run {folder.run}/3: SLURM does not have its job, or not yet"):
+    with pytest.raises(ClusterError, match=f"run {folder.run}/3: SLURM does not know its job yet"):
         api.Group(folder).cancel()
     # one request for all of the array
     assert (slurm.state / "cancelled").read_text() == "42\n"
@@ -316,7 +316,7 @@ def test_on_this_machine_there_is_nothing_to_ask(project: Project) -> None:
 def test_only_a_rehearsal_asks(project: Project) -> None:
     done = project.call("submit", "--check", "--", "true")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "mgpu-slurm: --check: it goes with --dry-run, and asks when the run would start\n"
+    assert done.stderr == "mgpu-slurm: --check only works with --dry-run\n"
     assert not project.runs.exists()
 
 
@@ -420,7 +420,7 @@ def start(project: Project, slurm: StandIn, *words: str) -> subprocess.Popen[str
 def test_ctrl_c_while_the_controller_is_down_leaves_nothing(project: Project, slurm: StandIn, here: Path) -> None:
     slurm.go_down()
     with start(project, slurm, "--gpus-per-node", "0", "--", "true") as process:
-        assert "Ctrl-C gives up" in process.stderr.readline()
+        assert "Ctrl-C stops waiting" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
         assert runs_of(here) == []
@@ -437,7 +437,7 @@ def test_ctrl_c_waits_for_the_answer_of_sbatch_and_tells_of_the_job(
         slurm.go()
         folder_name = only_run(here).run
         assert process.stderr.readline().endswith(
-            f"queued before that, as job 42: end it with `mgpu-slurm cancel {folder_name}`\n"
+            f"already queued as job 42: cancel it with `mgpu-slurm cancel {folder_name}`\n"
         )
         assert process.wait() == 130
         assert events(only_run(here)) == ["submitting", "submitted"]
@@ -455,7 +455,7 @@ def test_ctrl_c_while_the_answer_of_sbatch_is_lost_tells_of_the_job_all_the_same
         told = process.stderr.read()
         assert process.wait() == 130
     folder = only_run(here)
-    assert f"queued before that, as job 42: end it with `mgpu-slurm cancel {folder.run}`\n" in told
+    assert f"already queued as job 42: cancel it with `mgpu-slurm cancel {folder.run}`\n" in told
     assert events(folder) == ["submitting", "submitted"]
     assert slurm.calls == ["take-wait-and-time-out"]
 

@@ -150,7 +150,7 @@ def test_a_run_that_comes_to_its_time_limit_twice_without_a_newer_checkpoint_end
     # a command that saves nothing here may save elsewhere
     assert attempt("0:45") == ("TIMEOUT" if saves else "REQUEUED")
     if saves:
-        reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000001"
+        reason = "two attempts in a row reached the time limit without a newer checkpoint than step-000000001"
         assert records.read_state(folder).reason == reason
 
 
@@ -189,7 +189,7 @@ def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFol
     assert start_batch(shell("echo here")).wait() == 0
     after = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     log = folder.launch_log("9")
-    assert after.pop(log).decode() == "mgpu_slurm: run try is the work of job 8: nothing is left for job 9\n"
+    assert after.pop(log).decode() == "mgpu_slurm: run try belongs to job 8: job 9 has nothing to do\n"
     del after[folder.spec]
     assert after == before
 
@@ -246,7 +246,7 @@ def test_a_node_that_kills_twice_is_left_for_others(folder: RunFolder, start_bat
     assert "--test-only --exclude=n2" in Path(f"{sbatch}.calls").read_text()
     state = records.read_state(folder)
     assert (state.state, state.attempts) == ("REQUEUED", 2)
-    assert state.reason.startswith("starts again (2 of 3): rank 1 on n2")
+    assert state.reason.startswith("restarting (2 of 3): rank 1 on n2")
 
 
 def test_where_there_is_no_other_node_it_stays_and_fails_in_the_end(
@@ -301,11 +301,11 @@ def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
     state = records.read_state(folder)
     assert (state.state, state.attempts) == ("FAILED", 1)
     assert "rank 1 on n2" in state.reason
-    assert "it did not start again:" in state.reason
+    assert "it was not restarted:" in state.reason
 
 
 @pytest.mark.parametrize(
-    ("end", "how"), [("kill -9 $$", "was ended by SIGKILL"), ("exit 4", "ended with exit code 4: last words")]
+    ("end", "how"), [("kill -9 $$", "was killed by SIGKILL"), ("exit 4", "ended with exit code 4: last words")]
 )
 def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
     folder: RunFolder, start_batch: StartBatch, end: str, how: str

@@ -45,7 +45,7 @@ def test_of_much_the_last_is_kept_and_the_rest_counted(tmp_path: Path) -> None:
     lines = written(tmp_path / "log", 2000, "")
     assert lines[:2] == [
         "",
-        f"mgpu_slurm: WARNING: the disk was full: {len(full(2000)) - (1 << 16)} bytes are lost here",
+        f"mgpu_slurm: WARNING: the disk was full: {len(full(2000)) - (1 << 16)} bytes of output are lost here",
     ]
     assert lines[-2:] == [f"line 1999 {'x' * 90}", "an error"]
 

@@ -73,7 +73,7 @@ def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
 
 def test_another_job_that_has_the_id_by_now_is_not_requeued(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("squeue", "echo '9|RUNNING|2025-05-01T12:00:00|0|N/A|N/A|other|None|'\n")
-    with pytest.raises(ClusterError, match=r"job 9 is not run digits's any more"):
+    with pytest.raises(ClusterError, match=r"job 9 no longer belongs to run digits"):
         start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
     assert not (slurm.state / "requeued").exists()
     assert slurm.calls == []
@@ -162,7 +162,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
 
 def test_where_neither_works_both_reasons_are_told(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.plan("refuse")
-    with pytest.raises(ClusterError, match=r"presently disabled for job 9; nor is another .*: .*Invalid partition"):
+    with pytest.raises(ClusterError, match=r"presently disabled for job 9; nor could a job .*: .*Invalid partition"):
         start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
     assert slurm.queue == []
 

@@ -119,7 +119,7 @@ def test_what_is_written_down(failing: Failing) -> None:
     told = {"why": why, "node": "n1", "checkpoint": 5, "avoid": ["n1"], "pause": 0.0}
     assert event == Event.from_json({"event": "retried", "time": event.time, **told})
     state = records.read_state(failing.folder)
-    assert (state.state, state.reason) == ("REQUEUED", f"starts again (1 of 3): {why}")
+    assert (state.state, state.reason) == ("REQUEUED", f"restarting (1 of 3): {why}")
 
 
 def test_later_ones_wait_longer(failing: Failing) -> None:

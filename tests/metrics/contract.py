@@ -64,8 +64,8 @@ class SinkContract:
     @pytest.mark.parametrize(
         ("error", "warning", "lost"),
         [
-            (OSError(28, "No space"), "metrics have to wait in memory: [Errno 28] No space; training goes on", 0),
-            (ValueError("a bug"), "metrics cannot be written: ValueError: a bug; training goes on", 2),
+            (OSError(28, "No space"), "metrics are kept in memory for now: [Errno 28] No space; training continues", 0),
+            (ValueError("a bug"), "metrics cannot be written: ValueError: a bug; training continues", 2),
         ],
         ids=["full disk", "bug"],
     )

@@ -34,7 +34,7 @@ def test_the_result_is_what_was_returned_or_else_reported(
 def test_what_is_not_a_number_is_named() -> None:
     assert odd_result({"loss": 1.0}) is odd_result(None) is odd_result(3) is None
     assert odd_result("done") == (
-        "the job function returned what is not a number: value = 'done' (str): the result is without it"
+        "the job function returned value = 'done' (str), which is not a number: the result omits it"
     )
     assert "history = [1, 2] (list)" in (odd_result({"loss": 1.0, "history": [1, 2]}) or "")
     assert len(odd_result("x" * 10**6) or "") < 200
@@ -52,7 +52,7 @@ def test_an_integer_that_no_float_holds_is_no_number(digits: int) -> None:
     assert result_of(returned, {}) == {"loss": 0.5}
     warning = odd_result(returned) or ""
     assert "states = " in warning
-    assert "(int): the result is without it" in warning
+    assert "(int), which is not a number: the result omits it" in warning
     assert len(warning) < 200
     with pytest.raises(TypeError, match="metric 'states': expected a number"):
         as_numbers(returned)

@@ -125,7 +125,7 @@ def test_it_runs_at_once_on_all_that_is_held_again_and_again(
     assert "ranks     4 = 2 nodes x 2" in done.stdout
     assert f"gpus      2 per node, as allocation {shell.job_id} has" in done.stdout
     # salloc gives one core where nobody asks for more
-    assert "cores     1 on a node for 2 ranks, which share" in done.stdout
+    assert "cores     1 on a node, shared by 2 ranks" in done.stdout
     assert "-- started on n[1-2]\nrank 0 of 4 on n1 sees 0,1\nCOMPLETED" in done.stdout
     (folder,) = slurm_project.runs.iterdir()
     assert log(folder, rank=3) == "rank 3 of 4 on n2 sees 0,1\n"
@@ -172,11 +172,11 @@ def test_what_is_not_held_is_refused_in_one_line(hold: Callable[..., Shell], slu
     refused = {
         ("--nodes", "3"): f"--nodes 3: allocation {job} has 2 for this run (n[1-2])",
         ("--gpus-per-node", "3"): f"--gpus-per-node 3: allocation {job} has 2 on n1",
-        ("--cpus-per-task", "2"): "--cpus-per-task 2: 2 ranks on a node take 4 cores",
+        ("--cpus-per-task", "2"): "--cpus-per-task 2: 2 ranks on a node need 4 cores",
         ("--mem", "600M"): f"--mem 600M: allocation {job} has 500M on n1",
         ("--time", "31"): f"--time 31: allocation {job} has 0:2",
-        ("--partition", "high"): f"--partition high: was decided when allocation {job} was asked for",
-        ("--sbatch", "mail-type=END"): "--sbatch mail-type: nothing goes through sbatch",
+        ("--partition", "high"): f"--partition high: allocation {job} has fixed this",
+        ("--sbatch", "mail-type=END"): "--sbatch mail-type: allocation {job} does not use sbatch",
     }
     for words, said in refused.items():
         done = shell.call(*SUBMIT, *words, "--", "true")
@@ -188,7 +188,7 @@ def test_what_is_not_held_is_refused_in_one_line(hold: Callable[..., Shell], slu
     assert shell.call(*SUBMIT, "--", "true").returncode == 0
     outside = slurm_project.call(*SUBMIT, "--", "true")
     assert outside.returncode == 2
-    assert "no allocation is held here (SLURM_JOB_ID is not set): get one, such as `salloc " in outside.stderr
+    assert "you hold no allocation here (SLURM_JOB_ID is not set): request one, such as `salloc " in outside.stderr
     assert len(list(slurm_project.runs.iterdir())) == 1
 
 
@@ -254,7 +254,7 @@ def test_a_run_whose_allocation_is_released_goes_on_in_a_new_one(
 
     outside = slurm_project.call("resume", folder.name)
     assert outside.returncode == 2
-    assert "no allocation is held here" in outside.stderr
+    assert "you hold no allocation here" in outside.stderr
     small = hold("--nodes=1").call("resume", folder.name)
     assert small.returncode == 2
     assert "--nodes 2: allocation" in small.stderr

@@ -17,7 +17,7 @@ SOUND = {"versions", "cores", "gpus", "ports", "file locks"}
 TIMED = {
     "limits": r"GB free on n\d",
     "names": r"n\[?[12]",
-    "rendezvous": r"2 ranks met, connected in [\d.]+ .?s; a word and its answer take [\d.]+ .?s",
+    "rendezvous": r"2 ranks met, connected in [\d.]+ .?s; round trip [\d.]+ .?s",
     "clocks": r"n\[?[12].* [\d.]+ .?s",
     "shared folder": r"n\[1-2\] see each other's files \(.* [\d.]+ .?s",
     "all-reduce": r"n\[1-2\].*: 1 MB in [\d.]+ .?s",
@@ -44,9 +44,7 @@ def texts(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def test_a_sound_cluster_is_described_and_measured(slurm_project: Project) -> None:
     code, told, said = doctor(slurm_project, "--submit", "--gpus-per-node", "0", "--cpus-per-task", "1")
     assert code == 0, told
-    assert texts(told["version"]) == [
-        ("ok", "SLURM 22.05.8: has all that is used; ranks get their cores by SRUN_CPUS_PER_TASK")
-    ]
+    assert texts(told["version"]) == [("ok", "SLURM 22.05.8: supported; ranks get their cores by SRUN_CPUS_PER_TASK")]
     assert texts(told["partitions"]) == [
         ("ok", "partition main (default): 4 nodes, 2 GPUs each, no time limit"),
         ("ok", "partition high: 4 nodes, 2 GPUs each, no time limit"),
@@ -98,14 +96,14 @@ def test_what_is_wrong_with_a_cluster_is_told(cluster: Cluster, slurm_project: P
     assert meant["text"].startswith("cluster 'a': ")
     assert "cluster 'b' does not fit this SLURM: --partition x" in other["text"]
     assert texts(told["gpus"]) == [
-        ("failed", "ranks 0-1 on n[2-3]: asked for 2 GPUs on each node, and torch sees none: it computes on the CPU")
+        ("failed", "ranks 0-1 on n[2-3]: requested 2 GPUs per node, but torch sees none: running on the CPU")
     ]
     (cores,) = told["cores"]
     assert cores["level"] == "warning"
-    assert "asked for 4 cores for each rank" in cores["text"]
+    assert "requested 4 cores per rank" in cores["text"]
     # the run of a checkup that failed stays, and is named
     (folder,) = slurm_project.runs.iterdir()
-    assert f"the run of the checkup stays: {folder}" in said
+    assert f"the checkup's run is kept: {folder}" in said
 
 
 def test_a_site_that_forbids_requeueing_is_seen_at_its_job(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +111,7 @@ def test_a_site_that_forbids_requeueing_is_seen_at_its_job(cluster: Cluster, mon
     monkeypatch.setenv("PATH", cluster.environ["PATH"])
     submitted = cluster.run("sbatch", "--parsable", "--requeue", "--hold", "--output=/dev/null", "--wrap=true")
     (found,) = requeue_findings(submitted.stdout.strip())
-    assert (found.level, found.text) == ("warning", "this site takes the wish to be requeued from jobs")
+    assert (found.level, found.text) == ("warning", "this site disables requeueing (--requeue is dropped)")
 
 
 def test_a_slurm_that_does_not_answer_is_not_asked_to_run_a_job(cluster: Cluster, slurm_project: Project) -> None:
@@ -154,9 +152,7 @@ def test_ranks_say_at_their_start_what_their_node_has_otherwise(cluster: Cluster
     lines = done.stdout.splitlines()
     other = f"this node has torch {here} instead of 9.9, no absent (1.0 at the submission)"
     assert f"warning   ranks 0-1 on n[1-2]: {other}" in lines
-    assert any(
-        line.startswith("warning   ranks 0-1 on n[1-2]: asked for 4 cores for each rank, and ") for line in lines
-    )
+    assert any(line.startswith("warning   ranks 0-1 on n[1-2]: requested 4 cores per rank, but ") for line in lines)
     shown = slurm_project.call("logs", folder.name)
     assert f"mgpu_slurm: warning: {other}\n" in shown.stdout
     assert f"-- warning: rank 1 on n2: {other}\n" in shown.stderr

@@ -327,7 +327,7 @@ def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_i
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", STEPS, 2)
     assert facts["job_id"] == job
     assert (facts_of_blocked["state"], facts_of_blocked["attempts"]) == ("COMPLETED", 2)
-    assert "this rank leaves, and could not save from here:" in log(blocked, 0)
+    assert "this rank exits, because it cannot save from here:" in log(blocked, 0)
     assert f"restored step {STEPS // 3} from " in log(blocked, 0, attempt=2)
     assert (blocked / "final.pt").read_bytes() == undisturbed
     assert f"restored step {step} from " in log(run, 0, attempt=2)
@@ -356,7 +356,7 @@ def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
     cluster.start_now(facts_of(run)["job_id"])
     facts = finish(run)
     assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 2)
-    assert facts["reason"] == "asked to be started again, and all of --max-requeues 1 are used"
+    assert facts["reason"] == "asked for a restart, but all of --max-requeues 1 are used"
 
 
 def test_a_run_that_reaches_its_time_limit_twice_without_a_newer_checkpoint_ends(
@@ -369,7 +369,7 @@ def test_a_run_that_reaches_its_time_limit_twice_without_a_newer_checkpoint_ends
         wait_until(lambda held=(*HELD_BACK[:2], attempt): standing(run) == held, pause=LOOK_EVERY)
         cluster.start_now(facts_of(run)["job_id"])
     facts = finish(run)
-    reason = "two attempts in a row ended by the time limit without a newer checkpoint than step-000000001"
+    reason = "two attempts in a row reached the time limit without a newer checkpoint than step-000000001"
     assert (facts["state"], facts["attempts"], facts["reason"]) == ("TIMEOUT", 3, reason)
     assert cause_of(run) is failures.NO_CHECKPOINT_IN_TIME
 

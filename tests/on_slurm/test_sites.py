@@ -170,7 +170,7 @@ def test_an_ordinary_user_follows_cancels_and_resumes_and_keeps_others_out(stude
     for command in ("status", "logs", "cancel"):
         said = one_line(colleague.call(command, place), 2)
         assert said.startswith(
-            f"mgpu-slurm: run '{place}' is not open to you: its owner shares runs by `readable-by: group`"
+            f"mgpu-slurm: run '{place}' is not readable by you: its owner can set `readable-by: group`"
         )
     assert student.call("cancel", name).returncode == 0
     assert student.call("wait", name).returncode == 1
@@ -198,9 +198,9 @@ def test_a_colleague_reads_runs_that_are_open_to_the_group_and_leaves_them_alone
     listed = colleague.call("status", "--json", **runs)
     assert [(facts["run"], facts["state"]) for facts in json.loads(listed.stdout)] == [(name, "RUNNING")]
     assert colleague.call("logs", name, **runs).stdout == "hello\n"
-    assert "is not open to you" in one_line(colleague.call("logs", closed, **runs), 2)
+    assert "is not readable by you" in one_line(colleague.call("logs", closed, **runs), 2)
     said = one_line(colleague.call("cancel", name, **runs), 3)
-    assert said == f"mgpu-slurm: run {name} is student's, and SLURM does not let you cancel it\n"
+    assert said == f"mgpu-slurm: run {name} belongs to student: SLURM does not let you cancel it\n"
     # where SLURM keeps it to itself how others' jobs stand, the run's own records tell
     student.cluster.configure("PrivateData=jobs")
     assert colleague.state(name, **runs) == "RUNNING"
@@ -209,9 +209,9 @@ def test_a_colleague_reads_runs_that_are_open_to_the_group_and_leaves_them_alone
     # SLURM's word on the end is told, though it cannot be written down
     wait_until(lambda: colleague.state(name, **runs) == "CANCELLED")
     said = one_line(colleague.call("resume", name, **runs), 2)
-    assert said == f"mgpu-slurm: run {name} is student's: only they can resume it\n"
+    assert said == f"mgpu-slurm: run {name} belongs to student: only they can resume it\n"
     said = colleague.call("clean", name, "--yes", **runs).stderr
-    assert said == f"mgpu-slurm: run {name} is student's: only they can delete it\n"
+    assert said == f"mgpu-slurm: run {name} belongs to student: only they can delete it\n"
     assert student.state(name, **runs) == "CANCELLED"
 
 
@@ -492,9 +492,7 @@ def test_what_slurm_refuses_is_told_in_its_words_and_leaves_nothing(slurm_projec
         assert said in line, (words, line)
         assert list(slurm_project.runs.glob("*")) == [], words
     done = slurm_project.call("submit", "--partition", "nowhere", "--", "true")
-    assert one_line(done, 3) == (
-        "mgpu-slurm: --partition nowhere: the cluster has none of that name; `sinfo` lists them\n"
-    )
+    assert one_line(done, 3) == ("mgpu-slurm: --partition nowhere: no such partition; `sinfo` lists them\n")
 
 
 def test_what_slurm_takes_and_cannot_start_says_why(slurm_project: Project) -> None:

@@ -198,10 +198,10 @@ def test_a_run_of_another_cluster_that_shares_its_files_is_left_alone(
     slurm_project.environ["SLURM_CONF"] = str(elsewhere)
     commands(asked)
     found = slurm_project.json("status")
-    seen = "last known state (its job is on cluster testbed, and this is neighbour)"
+    seen = "last known state (its job is on cluster testbed, this is neighbour)"
     assert sorted((facts["state"], facts["reason"]) for facts in found) == [("PENDING", seen)] * 3 + [("RUNNING", seen)]
     assert {facts["job_id"] for facts in found} >= {job_of(run), job_of(waits), f"{job_of(group)}_1"}
-    refused = f"run {run.name} has its job on cluster testbed, and this is neighbour: call this on a login node there"
+    refused = f"run {run.name} has its job on cluster testbed, this is neighbour: run this on a login node there"
     for words in (
         ("cancel", run.name),
         ("shell", run.name, "--", "true"),
@@ -229,8 +229,8 @@ def test_a_database_that_is_down_takes_no_certainty_for_good(slurm_project: Proj
     cluster.stop_database()
     assert state_of(slurm_project, cancelled) == ("CANCELLED", "cancelled")
     state, reason = state_of(slurm_project, vanished)
-    assert (state, reason.partition(",")[0]) == ("FAILED", "lost: SLURM has forgotten it")
-    assert "accounting, which may know more, does not answer" in reason
+    assert (state, reason.partition(",")[0]) == ("FAILED", "lost: SLURM no longer lists it")
+    assert "its accounting does not answer" in reason
     cluster.start_database()
     # the word of accounting on a job whose controller has lost it
     wait_until(lambda: state_of(slurm_project, vanished) == ("CANCELLED", ""))

@@ -117,7 +117,7 @@ def test_of_two_jobs_with_one_token_one_works(slurm_project: Project, cluster: C
         cluster.until_job(job_id, "COMPLETED")
     assert facts["attempts"] == 1
     other = second if facts["job_id"] == first else first
-    said = f"mgpu_slurm: run {folder.run} is the work of job {facts['job_id']}: nothing is left for job {other}\n"
+    said = f"mgpu_slurm: run {folder.run} belongs to job {facts['job_id']}: job {other} has nothing to do\n"
     assert folder.launch_log(other).read_text() == said
 
 
@@ -129,7 +129,7 @@ def test_where_a_requeue_is_refused_another_job_goes_on(slurm_project: Project, 
     assert facts["attempts"] == 2
     assert sorted(jobs_of(cluster, folder)) == sorted([first, facts["job_id"]])
     assert slurm_project.call("logs", folder.run).stdout == "done\n"
-    assert f"job {first} is not requeued" in folder.launch_log(first).read_text()
+    assert f"cannot requeue job {first}" in folder.launch_log(first).read_text()
     assert facts["job_id"] != first
 
 
@@ -203,7 +203,7 @@ def test_a_requeue_that_works_late_and_a_job_that_was_queued_instead_are_not_two
     wait_for(slurm_project, folder)
     (other,) = set(jobs_of(cluster, folder)) - {first}
     cluster.until_job(other, "COMPLETED")
-    assert f"is the work of job {first}: nothing is left for job {other}" in folder.launch_log(other).read_text()
+    assert f"belongs to job {first}: job {other} has nothing to do" in folder.launch_log(other).read_text()
     facts = slurm_project.json("status", folder.run)[0]
     assert (facts["state"], facts["attempts"], facts["job_id"]) == ("COMPLETED", 2, first)
 
@@ -214,7 +214,7 @@ def test_a_rehearsal_asks_slurm_when_it_would_start(slurm_project: Project, clus
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("SLURM would start it at 20")
-    assert last.endswith("on n[1-2] in partition main, as the queue is now")
+    assert last.endswith("on n[1-2] in partition main, by the current queue")
     facts = slurm_project.json(*words, "--", "true")
     assert (facts["check"]["nodes"], facts["check"]["partition"]) == ("n[1-2]", "main")
     assert cluster.run("squeue", "--noheader").stdout == ""

@@ -119,5 +119,5 @@ def test_keys_that_give_two_tensors_one_name_do_not_mix_them_up() -> None:
 
 @pytest.mark.parametrize("value", [object(), lambda: None, np.array(["text"]), np.array([object()])])
 def test_anything_else_is_refused_by_its_place(value: Any) -> None:
-    with pytest.raises(UserError, match=r"^model\.layers\.1 is of type .* make it plain$"):
+    with pytest.raises(UserError, match=r"^model\.layers\.1 is of type .* convert it to these$"):
         split({"layers": [1, value]}, "model")

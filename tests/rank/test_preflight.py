@@ -53,8 +53,8 @@ def test_a_run_without_a_record_of_its_submission_has_nothing_to_compare() -> No
     [
         (4, 2, 4, 16, None),
         (4, 2, 16, 16, None),
-        (4, 1, 2, 16, "asked for 4 cores for each rank, and this one may use 2"),
-        (4, 2, 4, 4, "asked for 4 cores for each rank, and 2 ranks share the 4 of this node"),
+        (4, 1, 2, 16, "requested 4 cores per rank, but this rank may use 2"),
+        (4, 2, 4, 4, "requested 4 cores per rank, but 2 ranks share the 4 of this node"),
     ],
     ids=["bound to its own", "room for all", "too few", "shared"],
 )
@@ -69,8 +69,8 @@ def test_fewer_cores_than_asked_for(asked: int, ranks: int, usable: int, on_mach
         (0, 0, None),
         (4, 4, None),
         (4, 1, None),
-        (1, 0, "asked for 1 GPU on each node, and torch sees none: it computes on the CPU"),
-        (4, 0, "asked for 4 GPUs on each node, and torch sees none: it computes on the CPU"),
+        (1, 0, "requested 1 GPU per node, but torch sees none: running on the CPU"),
+        (4, 0, "requested 4 GPUs per node, but torch sees none: running on the CPU"),
     ],
 )
 def test_gpus_that_were_asked_for_and_are_not_there(asked: int | None, visible: int, warning: str | None) -> None:

@@ -37,7 +37,7 @@ def test_a_missing_rank_is_named_by_every_rank_that_came(tmp_path: Path) -> None
 
 def test_a_missing_rank_0_is_named() -> None:
     (answer,) = join_ranks(joined, [RankInfo(1, 2, 1, 2, node_name="n7")])
-    assert answer.startswith("RendezvousError: rank 0 has not arrived after 2 s (told by rank 1 on n7)")
+    assert answer.startswith("RendezvousError: rank 0 has not arrived after 2 s (reported by rank 1 on n7)")
 
 
 def test_ranks_that_believe_in_different_worlds_are_told_so(tmp_path: Path) -> None:

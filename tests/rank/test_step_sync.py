@@ -153,7 +153,7 @@ def evaluates_alone(run: Run) -> None:
 
 def test_a_loader_that_one_rank_alone_goes_over_is_told() -> None:
     for answer in run_ranks(evaluates_alone, 2, may_fail=True):
-        assert answer.startswith("CollectiveMismatch: rank 1 has taken 4 batches of run.loader more than rank 0")
+        assert answer.startswith("CollectiveMismatch: rank 1 has taken 4 more batches of run.loader than rank 0")
 
 
 def goes_past(run: Run) -> None:

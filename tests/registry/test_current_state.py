@@ -263,7 +263,7 @@ def test_an_accounting_that_does_not_answer_lets_nothing_be_cancelled(
     sacct.write_text("#!/bin/sh\necho 'sacct: error: slurm_persist_conn_open: failed' >&2; exit 1\n")
     sacct.chmod(0o755)
     state = current_state.current([group])[0][1]
-    assert state.reason.startswith("lost: SLURM has forgotten it, and its accounting")
+    assert state.reason.startswith("lost: SLURM no longer lists it, and its accounting")
     assert not group.of_task(0).state.exists()
 
 

@@ -135,7 +135,7 @@ def test_many_runs_that_say_the_same_are_one_line(tmp_path: Path) -> None:
 
 def test_nothing_to_reckon_with_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "logs" / "a" / "events.out.tfevents.1.h", [])
-    with pytest.raises(UserError, match=r"no metrics yet of a: see .*, or name others"):
+    with pytest.raises(UserError, match=r"no metrics yet of a: see .*, or name other runs"):
         aggregate([str(tmp_path / "logs")])
 
 

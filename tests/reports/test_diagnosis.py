@@ -149,7 +149,7 @@ def test_one_that_the_kernel_has_killed_for_want_of_memory(project: Project, lit
     found = why(RunFolder(folder), RunState.from_json(facts))
     assert found is not None
     assert found.cause is failures.HOST_MEMORY
-    assert found.error == "rank 0 was ended by SIGKILL"
+    assert found.error == "rank 0 was killed by SIGKILL"
 
 
 FUNCTION = """
@@ -192,7 +192,7 @@ def test_what_went_wrong_before_is_told_too(project: Project) -> None:
     folder, _ = project.run("--", "sh", "train.sh")
     assert project.call("why", folder.name).stdout.splitlines() == [
         f"COMPLETED  {folder.name}",
-        "attempt 1 rank 0 was ended by SIGKILL; restarted",
+        "attempt 1: rank 0 was killed by SIGKILL; restarted",
         "no problems: the run completed",
     ]
 
@@ -211,7 +211,7 @@ def test_what_ended_the_attempt_before(project: Project, first: str, told: str) 
     if facts["state"] != "COMPLETED":
         done = project.call("resume", folder.name, "--follow")
         assert done.returncode == 0, done.stdout
-    assert project.call("why", folder.name).stdout.splitlines()[1] == f"attempt 1 {told}"
+    assert project.call("why", folder.name).stdout.splitlines()[1] == f"attempt 1: {told}"
     (answer,) = json.loads(project.call("why", folder.name, "--json").stdout)
     ended, _, then = told.partition("; ")
     assert answer["before"] == [{"attempt": 1, "ended": ended, "then": then}]

@@ -34,9 +34,7 @@ def test_those_that_have_not_come_are_named(folder: RunFolder) -> None:
     # gloo counts its own
     leave(folder, "0-cpu", collective(50))
     leave(folder, "3", collective(1), collective(2))
-    assert diagnosis.lagging(folder, 1) == (
-        "ranks 1, 2 had not come to nccl:sum, number 2 of its group, where rank 0 was"
-    )
+    assert diagnosis.lagging(folder, 1) == ("ranks 1, 2 never reached nccl:sum (#2 of its group), in which rank 0 was")
     assert diagnosis.lagging(folder, 2) is None
 
 

@@ -75,7 +75,7 @@ def test_points_that_one_writer_gave_twice_are_said(tmp_path: Path) -> None:
     write(tmp_path / "events.out.tfevents.1.a", [scalar("loss", 3, 1.0), scalar("loss", 3, 2.0)])
     history = only(tmp_path)
     assert points(history.curves["loss"]) == {3: 2.0}
-    assert history.notes == ["1 point at the step of a later one of the same writer left out"]
+    assert history.notes == ["1 point superseded by a later one of its writer at the same step"]
 
 
 def test_damage_is_said_with_the_file(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_broken_lines_are_counted_and_a_torn_last_one_is_not(tmp_path: Path) -> 
 def test_a_loop_that_counts_no_steps_is_told_how_to_be_aligned(tmp_path: Path) -> None:
     history = only(own(tmp_path, [said(0, n, 1, loss=float(n), accuracy=0.5) for n in range(1, 5)]))
     assert points(history.curves["loss"]) == {0: 4.0}
-    assert history.notes == ["3 reports at the step of a later one left out, --on progress keeps them apart"]
+    assert history.notes == ["3 reports superseded by a later one at the same step, --on progress keeps them apart"]
 
 
 def test_a_run_without_metrics_of_its_own_is_read_from_its_event_files(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_run_without_metrics_of_its_own_is_read_from_its_event_files(tmp_path:
     write(folder / "tensorboard" / "events.out.tfevents.1.a", [scalar("loss", 3, 1.0)])
     assert points(only(folder).curves["loss"]) == {3: 1.0}
     (history,) = read(sources([str(folder)]), "progress")
-    assert (history.curves, history.notes) == ({}, ["its event files do not tell progress"])
+    assert (history.curves, history.notes) == ({}, ["its event files have no progress"])
 
 
 def test_a_commands_config_is_what_its_options_say(tmp_path: Path) -> None:

@@ -44,5 +44,5 @@ def test_one_run_of_a_group_is_named_by_its_number(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_with_nothing_in_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run and no event files: name another"):
+    with pytest.raises(UserError, match="has neither a run nor event files: name another"):
         sources([str(tmp_path)])

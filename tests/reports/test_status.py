@@ -34,7 +34,7 @@ def test_a_small_terminal_shows_what_is_alive_and_the_newest_of_the_rest() -> No
     runs = [RunState(run=f"run-{place}", state="RUNNING" if place in (3, 18) else "COMPLETED") for place in range(20)]
     lines = status.overview(runs, os.terminal_size((40, 10))).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-18"]
-    assert lines[-1].startswith("and 13 older ones, which have ended")
+    assert lines[-1].startswith("and 13 older ones that have ended")
     assert max(map(len, lines[:-1])) <= 40
     assert len(status.overview(runs).splitlines()) == 21
 
@@ -108,5 +108,5 @@ def test_a_run_that_is_named_is_told_whole_in_a_narrow_terminal() -> None:
 def test_a_screen_is_filled_and_says_what_it_leaves_out() -> None:
     told = [f"line {number}" for number in range(10)]
     assert status.fitting(told, os.terminal_size((80, 11))) == told
-    assert status.fitting(told, os.terminal_size((80, 5))) == [*told[:3], "... 7 more lines, for a taller window"]
+    assert status.fitting(told, os.terminal_size((80, 5))) == [*told[:3], "... 7 more lines (enlarge the window)"]
     assert status.fitting(told, os.terminal_size((8, 2))) == ["line 0", "... 9 mo"]

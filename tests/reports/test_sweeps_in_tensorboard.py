@@ -169,7 +169,7 @@ def test_one_trial_can_be_named_and_a_sweep_that_has_not_begun_waits(project: Pr
             wait_until(lambda server=server: server.get("runs") == ["digits/trials/1"], pause=0.2)
     done = project.call("tensorboard", "digits/trials/2")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "there is no trial 2 in digits, or it has not begun: see" in done.stderr
+    assert "digits has no trial 2, or it has not started: see" in done.stderr
 
 
 # -- aggregate
@@ -199,7 +199,7 @@ def test_each_trial_is_a_run_with_its_own_config(project: Project) -> None:
         widths = {made.values[int(run["run"].rpartition("/")[2])]["width"] for run in group["runs"]}
         assert widths == {group["config"]["width"]}
     assert sum(group["metrics"]["loss"]["count"] for group in found["groups"]) >= 2
-    assert any("1 of" in note and "still at work: digits/trials/8 (UNKNOWN)" in note for note in found["notes"])
+    assert any("1 of" in note and "still running: digits/trials/8 (UNKNOWN)" in note for note in found["notes"])
     assert any("without metrics: digits/trials/7 (FAILED)" in note for note in found["notes"])
 
 

@@ -191,7 +191,7 @@ def test_a_port_that_is_taken_is_an_error(project: Project) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, said = refused(project, "alone", "--port", str(port))
-    assert (code, f"--port {port}: it is taken on this machine: leave --port out" in said) == (2, True)
+    assert (code, f"--port {port}: it is in use on this machine: leave --port out" in said) == (2, True)
 
 
 def test_a_tensorboard_that_does_not_start_says_why(project: Project) -> None:
@@ -210,7 +210,7 @@ def test_a_server_that_ends_by_itself_is_an_error(project: Project) -> None:
         os.kill(pid, signal.SIGKILL)
         _, err = server.process.communicate(timeout=30)
     assert server.process.returncode == 1
-    assert "TensorBoard has ended with exit code -9" in err
+    assert "TensorBoard ended with exit code -9" in err
 
 
 def command(pid: int) -> str:
@@ -251,5 +251,5 @@ def test_names_that_clash_are_kept_apart_and_nothing_is_written_into_runs(projec
 
 def test_a_state_home_that_cannot_be_written_is_an_error(project: Project) -> None:
     project.environ["XDG_STATE_HOME"] = str(project.write("file", ""))
-    with pytest.raises(UserError, match="set XDG_STATE_HOME to a folder of yours"), linked_in(project, []):
+    with pytest.raises(UserError, match="set XDG_STATE_HOME to a folder of your own"), linked_in(project, []):
         pass

@@ -59,7 +59,7 @@ def test_a_file_is_overlaid_by_the_line_key_by_key() -> None:
         ("layers=[1, a]", r"layers.1='a': expected a valid integer"),
         ("lr", "'lr' is not key=value"),
         ("=3", "'=3' is not key=value"),
-        ("lr=[1", r"'lr=\[1': the value is no whole YAML value"),
+        ("lr=[1", r"'lr=\[1': incomplete YAML value"),
     ],
 )
 def test_what_does_not_fit_is_named(override: str, words: str) -> None:
@@ -76,7 +76,7 @@ def test_a_key_inside_of_one_that_is_set_whole() -> None:
     ("text", "words"),
     [
         ("a: [1\nb: 2\n", r"f\.yaml:2:2: .*fix the YAML"),
-        ("a: 1\na: 2\n", r"f\.yaml:2:1: the key 'a' is there twice"),
+        ("a: 1\na: 2\n", r"f\.yaml:2:1: duplicate key 'a'"),
         ("a: !!python/object/apply:os.system [true]\n", r"f\.yaml:1:4: could not determine a constructor"),
         ("- 1\n", "expected `key: value` lines, found a list"),
     ],

@@ -134,7 +134,7 @@ def test_one_parameter_takes_the_whole_dataclass() -> None:
 
     assert called(train, {"width": "2"}) == (Model(2, HERE / "data"), False)
     assert called(optional, {"width": "2"}) == Model(2, HERE / "data")
-    with pytest.raises(UserError, match="'verbose' is a parameter next to the one that takes all values"):
+    with pytest.raises(UserError, match="'verbose' is a parameter besides the one for all config values"):
         called(train, {"verbose": True})
 
 
@@ -146,7 +146,7 @@ def test_two_dataclasses_are_two_values() -> None:
 
 
 def test_a_key_that_names_a_parameter_next_to_the_mapping_is_refused() -> None:
-    with pytest.raises(UserError, match="config of job:train: 'verbose' is a parameter next to the one"):
+    with pytest.raises(UserError, match="config of job:train: 'verbose' is a parameter besides the one"):
         called(mapped, {"verbose": True})
 
 
@@ -155,7 +155,7 @@ def test_a_value_for_a_parameter_that_would_take_them_all_is_refused(values: dic
     def train(run, lr, epochs=3):  # type: ignore[no-untyped-def]
         return lr
 
-    with pytest.raises(UserError, match=r"'lr' is a parameter without .*: annotate it, lr: float, to be given 0.5"):
+    with pytest.raises(UserError, match=r"parameter 'lr' has no .*: annotate it \(lr: float\) to pass 0.5"):
         called(train, values)
     # one that is said to take them all may have a key of its own name
     assert called(mapped, {"values": 1}) == {"values": 1}
@@ -164,13 +164,13 @@ def test_a_value_for_a_parameter_that_would_take_them_all_is_refused(values: dic
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda run: None, r"cannot be called with \(run, config\): it is <lambda>\(run\); give it these two"),
+        (lambda run: None, r"cannot be called with \(run, config\): it is <lambda>\(run\); it must accept both"),
         (lambda: None, r"cannot be called with \(run, config\): it is <lambda>\(\)"),
         (lambda *, run, lr: None, r"cannot be called with \(run, config\)"),
-        (lambda run, **values: None, r"with \*\*values nobody can tell which config values it takes"),
-        (lambda run, lr=0.1, **values: None, r"with \*\*values nobody can tell"),
-        (lambda run, lr=0.1, /: None, "config values are passed by name, and 'lr' cannot be: leave out the /"),
-        (3, r"target 'job:train' is of type int, no function"),
+        (lambda run, **values: None, r"the config values that \*\*values takes are unknown"),
+        (lambda run, lr=0.1, **values: None, r"the config values that \*\*values takes"),
+        (lambda run, lr=0.1, /: None, "config values are passed by name, but 'lr' is positional-only: remove the /"),
+        (3, r"target 'job:train' is of type int, not a function"),
     ],
 )
 def test_functions_that_cannot_be_called_so_are_refused(function: Any, words: str) -> None:

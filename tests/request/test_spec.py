@@ -43,12 +43,12 @@ def test_signals_and_their_lead(text: str, limit: int | None, expected: tuple[st
 @pytest.mark.parametrize(
     ("text", "limit", "words"),
     [
-        ("USR2@60", 60, "lead of 60 s is not shorter than the time limit of 60 s"),
+        ("USR2@60", 60, "lead of 60 s must be shorter than the time limit of 60 s"),
         ("USR2@60", None, "need a --time"),
-        ("USR3", 60, "'USR3' is no signal"),
-        ("KILL", 60, "'KILL' is no signal to announce the time limit with"),
-        ("TERM", 60, "'TERM' is no signal"),
-        ("_IGN", 60, "'_IGN' is no signal"),
+        ("USR3", 60, "'USR3' cannot announce"),
+        ("KILL", 60, "'KILL' cannot announce the time limit"),
+        ("TERM", 60, "'TERM' cannot announce"),
+        ("_IGN", 60, "'_IGN' cannot announce"),
         ("USR2@soon", 60, "expected NAME@SECONDS"),
     ],
 )

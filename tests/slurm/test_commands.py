@@ -91,7 +91,7 @@ def test_run_gives_standard_output_and_hides_the_user_s_own_filters(
 
 
 def test_run_without_the_command(fake_command: FakeCommand) -> None:
-    with pytest.raises(ClusterError, match=r"^no sinfo on PATH: call this on a login node of the cluster$"):
+    with pytest.raises(ClusterError, match=r"^no sinfo on PATH: run this on a login node of the cluster$"):
         commands.run(["sinfo"])
 
 

@@ -105,7 +105,7 @@ def test_a_line_that_looks_like_a_job_and_cannot_be_read_is_told_once(answers: A
     jobs.queued(["44"])
     for _ in range(2):
         assert list(jobs.queued(["44"], notes.append) or []) == ["44"]
-    prefix = "squeue printed a line that cannot be read: "
+    prefix = "cannot parse a line of squeue: "
     assert notes == [f"{prefix}{strange[0]!r}", f"{prefix}{strange[2]!r}"]
 
 

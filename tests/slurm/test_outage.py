@@ -23,13 +23,13 @@ def test_the_user_is_told_once_and_until_when(notes: list[str]) -> None:
     expected = time.strftime("%H:%M", time.localtime(time.time() + 120))
     (note,) = notes
     assert re.fullmatch(
-        rf"SLURM's controller does not answer; trying again until {expected}:\d\d; Ctrl-C gives up", note
+        rf"SLURM's controller does not answer; trying again until {expected}:\d\d; Ctrl-C stops waiting", note
     )
 
 
 def test_a_controller_that_answers_is_not_called_silent(notes: list[str]) -> None:
     Patience(notes.append).tell(SlurmUnavailable("queue full", BUSY))
-    assert notes[0].startswith("SLURM's controller takes no jobs at the moment; trying again until ")
+    assert notes[0].startswith("SLURM's controller accepts no jobs at the moment; trying again until ")
 
 
 def test_the_pauses_grow_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:

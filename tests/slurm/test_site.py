@@ -160,7 +160,7 @@ def test_gpus_per_node_asks_the_cluster(fake_command: FakeCommand) -> None:
 def test_a_partition_that_sinfo_does_not_list_is_named(fake_command: FakeCommand) -> None:
     # sinfo says nothing of it, and that with exit code 0
     fake_command("sinfo", "true")
-    with pytest.raises(ClusterError, match=r"^--partition gpuu: the cluster has none of that name"):
+    with pytest.raises(ClusterError, match=r"^--partition gpuu: no such partition"):
         site.gpus_per_node("gpuu")
 
 

@@ -127,8 +127,8 @@ def test_a_refusal_is_one_line_and_nothing_is_printed(
 @pytest.mark.parametrize(
     ("body", "limit", "problem"),
     [
-        ("echo Welcome to job 500", sbatch.TIME_LIMIT, "sbatch answered without a job id: Welcome to job 500"),
-        ("kill -KILL $$", sbatch.TIME_LIMIT, "sbatch was ended by SIGKILL"),
+        ("echo Welcome to job 500", sbatch.TIME_LIMIT, "sbatch printed no job id: Welcome to job 500"),
+        ("kill -KILL $$", sbatch.TIME_LIMIT, "sbatch was killed by SIGKILL"),
         ("echo half; exec sleep 600", 0.2, r"sbatch did not answer within 0\.2 s"),
         (
             'echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1',

@@ -145,7 +145,7 @@ def test_an_unknown_cluster_is_answered_with_the_nearest(project: Path) -> None:
         ("clusters: {hpc: {setup: module load cuda}}", "setup='module load cuda': expected"),
         ("clusters: {hpc: {environment: {A-B: x}}}", "environment 'A-B'"),
         ("clusters: {hpc: {environment: {DEBUG: on}}}", "environment.DEBUG=True: expected"),
-        ("clusters: {hpc: {signal: KILL}}", "'KILL' is no signal"),
+        ("clusters: {hpc: {signal: KILL}}", "'KILL' cannot announce"),
         ("clusters: {hpc: {signal: USR2@soon}}", "expected NAME@SECONDS"),
         ("clusters: {hpc: {kill-wait: -1}}", "kill-wait -1: expected 0 or more"),
         ("clusters: {hpc: {snapshot-limit: big}}", "snapshot-limit: size 'big'"),

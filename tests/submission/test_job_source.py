@@ -230,10 +230,10 @@ def test_what_may_be_no_field_is_not_asked_for(annotation: str, tmp_path: Path) 
         ("def trian(run, lr=0.1):\n    load('train')", "job:train", r"job has no 'train' \(did you mean 'trian'\?\)"),
         (BY_NAME, "job.py:other", r"job.py has no 'other' \(known: train\); a script runs as a command"),
         (BY_NAME, "jop:train", r"target 'jop': there is no such module or file here \(did you mean 'job'\?\)"),
-        (BY_NAME, "none.py:train", "there is no file 'none.py'; files that git ignores are not in the run's code"),
+        (BY_NAME, "none.py:train", "no file 'none.py' in the run's code"),
         ("def train(run, config):\n    return 1 +\n", "job:train", "job.py:2: SyntaxError: invalid syntax"),
         ("def train(run): pass", "job:train", r"cannot be called with \(run, config\): it is train\(run\)"),
-        ("def train(run, **more): pass", "job:train", r"with \*\*more nobody can tell"),
+        ("def train(run, **more): pass", "job:train", r"the config values that \*\*more takes"),
     ],
 )
 def test_what_cannot_be_a_job_is_refused(text: str, name: str, says: str, tmp_path: Path) -> None:

@@ -436,7 +436,7 @@ def test_over_the_limit_names_the_largest_files_and_leaves_nothing(
     with pytest.raises(UserError, match=mend) as caught:
         copy(project)
     text = str(caught.value)
-    assert "takes 1.2 MB, over the limit of 1.0 MB" in text
+    assert "is 1.2 MB; the limit is 1.0 MB" in text
     assert "'c' 500 KB, 'a' 400 KB, 'data/b' 300 KB)" in text
     assert "snapshot-limit: in mgpu.yaml" in text
     assert "\n" not in text
@@ -446,7 +446,7 @@ def test_over_the_limit_names_the_largest_files_and_leaves_nothing(
 def test_just_at_the_limit_is_fine(project: Path, copy: Copy) -> None:
     write(project, {"a": "x" * 600, "b": "x" * 400})
     assert copy(project, limit=1000)[0].bytes == 1000
-    with pytest.raises(UserError, match="over the limit of 999 B"):
+    with pytest.raises(UserError, match="the limit is 999 B"):
         copy(project, limit=999)
 
 

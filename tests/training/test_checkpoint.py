@@ -117,8 +117,8 @@ def test_the_only_one_is_not_lost_silently(tmp_path: Path) -> None:
     (newest / "rank-00000.json").unlink()
     (answer,) = run_ranks(trained, 1, 3, folder=tmp_path, may_fail=True)
     assert answer == (
-        f"MgpuError: checkpoint {str(newest)!r} is damaged (the record of a rank is damaged or not there), and there is"
-        " none before it: delete it to start at the beginning"
+        f"MgpuError: checkpoint {str(newest)!r} is damaged (the record of a rank is damaged or missing), and there is"
+        " no earlier one: delete it to start from the beginning"
     )
 
 
@@ -224,7 +224,7 @@ def saves_something_odd(run: Run) -> None:
 
 def test_what_could_not_be_read_back_is_named_at_once(tmp_path: Path) -> None:
     (answer,) = run_ranks(saves_something_odd, 1, folder=tmp_path, may_fail=True)
-    assert answer.startswith("UserError: run.restore(odd=...): odd.where is of type PosixPath, and a checkpoint holds")
+    assert answer.startswith("UserError: run.restore(odd=...): odd.where is of type PosixPath, but a checkpoint holds")
     assert checkpoint_names.newest(RunFolder(tmp_path)) is None
 
 

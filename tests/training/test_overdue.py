@@ -63,9 +63,9 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 REASONS = {
-    "own loader": "the loop is over no run.loader that was given to run.restore",
+    "own loader": "the loop is not over a run.loader that was passed to run.restore",
     "no restore": "run.restore has not been called, so there is nothing to save",
-    "uncounted": "each batch comes between run.backward and the optimizer's step, which counts if it is made by",
+    "uncounted": "each batch comes between run.backward and the optimizer step (only steps by",
 }
 
 
@@ -109,7 +109,7 @@ def test_a_script_that_ends_without_the_save_it_asked_for_is_told(run: Run, caps
     run.restore(model=model)
     run.save()
     run.close(waits=True)
-    assert "WARNING: a checkpoint that was asked for has not been written: call run.finish()" in capsys.readouterr().out
+    assert "WARNING: a requested checkpoint has not been written: call run.finish()" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("progress", [np.int64(3), torch.tensor(3), True])
@@ -121,5 +121,5 @@ def test_progress_is_any_integer(progress: Any, run: Run) -> None:
 
 @pytest.mark.parametrize("progress", [3.0, "3", None, torch.tensor(3.0)])
 def test_progress_that_is_no_integer_is_named(progress: Any, run: Run) -> None:
-    with pytest.raises(UserError, match=r"run.report\(.*\): progress is a whole number, such as the epoch"):
+    with pytest.raises(UserError, match=r"run.report\(.*\): progress must be an integer, such as the epoch"):
         run.report(progress, loss=1.0)

@@ -139,7 +139,7 @@ def wrongly_reported(run: Run) -> None:
 
 def test_progress_has_to_rise_and_every_rank_is_told(tmp_path: Path) -> None:
     answers = run_ranks(wrongly_reported, 2, folder=tmp_path, may_fail=True)
-    assert all("progress must increase, from 1 on; it was 1 before" in answer for answer in answers)
+    assert all("progress must increase, starting at 1 (last value: 1)" in answer for answer in answers)
 
 
 class _Numbers(torch.utils.data.IterableDataset[int]):
@@ -158,23 +158,23 @@ def _loader(run: Run) -> Any:
         (lambda run: run.loader(TensorDataset(torch.arange(0)), batch_size=1), "empty"),
         (lambda run: run.loader(iter([1]), batch_size=1), "map-style"),
         (lambda run: run.loader(TensorDataset(torch.arange(3))), "batch_size=None"),
-        (lambda run: run.loader(TensorDataset(torch.arange(3)), 1, batch_sampler=[[0]]), "leave out batch_size"),
+        (lambda run: run.loader(TensorDataset(torch.arange(3)), 1, batch_sampler=[[0]]), "it decides batch_size"),
         (lambda run: run.loader(TensorDataset(torch.arange(3)), 1, True, sampler=[0]), "shuffle=True"),
-        (lambda run: run.loader(TensorDataset(torch.arange(3)), 1, sampler=iter([0])), "has no length"),
+        (lambda run: run.loader(TensorDataset(torch.arange(3)), 1, sampler=iter([0])), "has no __len__"),
         (lambda run: next(iter(run.loader(TensorDataset(torch.arange(3)), batch_sampler=[[], [0]]))), "of 0 samples"),
         (lambda run: run.loader(_Numbers(), 1, shuffle=True), "shuffle there"),
-        (lambda run: run.loader(_Numbers(), 1, sampler=[0]), r"sampler=...\): a stream is read from its beginning"),
+        (lambda run: run.loader(_Numbers(), 1, sampler=[0]), r"sampler=...\): a stream is read from the start"),
         (lambda run: len(run.loader(_Numbers(), 1)), "_Numbers has no length"),
         (lambda run: run.loader(TensorDataset(torch.arange(3)), batch_size=4, drop_last=True), "drop_last"),
         (lambda run: run.restore(model=3), "int has no state_dict"),
         (
             lambda run: run.restore(a=_loader(run), b=_loader(run)),
-            r"restore\(b=...\): 'a' is a loader already: give the one .*drives",
+            r"restore\(b=...\): 'a' is a loader already: pass only the one .*drives",
         ),
         (lambda run: next(run.accumulate(torch.ones(2), parts=0)), "parts=0"),
-        (lambda run: [run.meter("loss") for _ in "12"], "'loss'.: there is one of that name"),
-        (lambda run: (run.restore(), run.meter("loss")), "make it before"),
-        (lambda run: run.meter("loss").add(torch.ones(2)), "say of how many"),
+        (lambda run: [run.meter("loss") for _ in "12"], "'loss'.: a meter of that name exists"),
+        (lambda run: (run.restore(), run.meter("loss")), "create it before"),
+        (lambda run: run.meter("loss").add(torch.ones(2)), "pass the number"),
         (lambda run: run.meter("loss").add(torch.ones(2), 2), r"shape \[2\]"),
         (lambda run: next(run.accumulate({"mode": "text"}, parts=1)), "run.accumulate: .* nothing in it has an entry"),
     ],

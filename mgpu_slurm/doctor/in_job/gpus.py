@@ -66,13 +66,13 @@ def judge_gpus(answers: list[Answer]) -> list[Finding]:
         fix = "install a torch build for CUDA that fits the nodes' driver (nvidia-smi shows the CUDA version)"
         found.append(check_results.failed("gpus", f"{who([member for member, _ in missing])}: {text}", fix))
     shared = preflight.shared_gpu_warnings([(member.node_name, own.gpu) for member, own in gpus])
-    fix = "one rank for each GPU: lower --ntasks-per-node, or raise --gpus-per-node"
+    fix = "use one rank per GPU: lower --ntasks-per-node, or raise --gpus-per-node"
     found += [check_results.warning("gpus", text, fix) for text in dict.fromkeys(shared.values())]
     names_of_gpus = alike([Answer(member, own.name) for member, own in gpus if own.gpu])
     for name, group in names_of_gpus:
         found.append(check_results.ok("gpus", f"{who([answer.member for answer in group])}: {name}"))
     if not found:
-        found.append(check_results.ok("gpus", "no GPUs were asked for, and none are seen"))
+        found.append(check_results.ok("gpus", "no GPUs were requested, and none are visible"))
     return found
 
 
@@ -110,10 +110,10 @@ def handles(nvml: Any, seen: set[str]) -> Iterator[Any]:
 
 
 THROTTLE_REASONS = {
-    "nvmlClocksThrottleReasonHwThermalSlowdown": "too hot (hardware)",
-    "nvmlClocksThrottleReasonSwThermalSlowdown": "too hot",
-    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply brakes it",
-    "nvmlClocksThrottleReasonHwSlowdown": "the hardware slows it",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "thermal slowdown (hardware)",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "thermal slowdown",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power brake slowdown",
+    "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",
 }
 """Reasons for a slowdown other than the GPU's own work, by NVML's names."""
 
@@ -161,11 +161,11 @@ def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
     found = []
     unread = [answer.member for answer in answers if answer.value["gpus"] is None]
     if unread:
-        text = f"{names(unread)}: the health of the GPUs was not read: nvidia-ml-py is not installed"
+        text = f"{names(unread)}: GPU health was not read: nvidia-ml-py is not installed"
         found.append(check_results.warning("gpu health", text, "pip install nvidia-ml-py"))
     strange = [answer.member for answer in answers if answer.value["gpus"] == []]
     if strange:
-        text = f"{names(strange)}: the health of the GPUs is not known: NVML does not list them (as with MIG)"
+        text = f"{names(strange)}: GPU health is unknown: NVML does not list them (as with MIG)"
         found.append(check_results.ok("gpu health", text))
     for answer in answers:
         gpus = [GpuHealth(**gpu) for gpu in answer.value["gpus"] or []]
@@ -175,7 +175,7 @@ def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
             hottest = max((gpu.temperature or 0 for gpu in gpus), default=0)
             text = f"{answer.member.node_name}: {len(gpus)} GPUs without memory errors or slowdown, {hottest} C at most"
             if any(gpu.persistent == 0 for gpu in gpus):
-                text += "; persistence mode is off, so that the first use of a GPU takes seconds longer"
+                text += "; persistence mode is off, so the first use of a GPU takes seconds longer"
             found.append(check_results.ok("gpu health", text))
     return found
 
@@ -183,18 +183,18 @@ def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
 def _complaints(node: str, gpu: GpuHealth) -> list[Finding]:
     which = f"{node}: GPU {gpu.uuid} ({gpu.name})"
     found = []
-    exclude = f"report it to the site, and leave the node out meanwhile: --exclude {node}"
+    exclude = f"report it to the site, and exclude the node meanwhile: --exclude {node}"
     if gpu.uncorrected:
         text = f"{which} has had {gpu.uncorrected} uncorrectable memory errors since its driver was loaded"
         found.append(check_results.failed("gpu health", text, exclude))
     if gpu.remapping and (gpu.remapping[2] or gpu.remapping[3]):
-        text = f"{which} has memory rows that wait for a reset to be replaced, or cannot be"
+        text = f"{which} has memory rows that a GPU reset has to remap, or that cannot be remapped"
         found.append(check_results.failed("gpu health", text, exclude))
     if gpu.retirement_pending:
-        text = f"{which} has memory pages that wait for a reset to be retired"
+        text = f"{which} has memory pages that a GPU reset has to retire"
         found.append(check_results.failed("gpu health", text, exclude))
     if gpu.slowed:
-        text = f"{which} is slowed down: {', '.join(gpu.slowed)}"
+        text = f"{which} is throttled: {', '.join(gpu.slowed)}"
         found.append(check_results.warning("gpu health", text, exclude))
     if gpu.others > GB:
         text = f"{which}: processes outside of this run hold {gpu.others / GB:.1f} GB of its memory"

@@ -96,25 +96,25 @@ def judge_names(answers: list[Answer]) -> list[Finding]:
         looks = {name: LookUp(**looked) for name, looked in answer.value.items()}
         unknown = [name for name, looked in looks.items() if looked.forward is None]
         if unknown:
-            text = f"{answer.member.node_name} finds no address for {', '.join(unknown)}"
-            found.append(check_results.failed("names", text, "the site's DNS or /etc/hosts lacks the nodes: tell them"))
+            text = f"{answer.member.node_name} cannot resolve {', '.join(unknown)}"
+            found.append(check_results.failed("names", text, "ask the site to add the nodes to its DNS or /etc/hosts"))
         for name, looked in looks.items():
             if looked.forward is None:
                 continue
             backward = LOOK_UP_WITHIN if looked.backward is None else looked.backward
             slowest = max(slowest, looked.forward, backward)
             if backward > SLOW_LOOK_UP:
-                text = f"{answer.member.node_name} takes {span(backward)} to find the name to {looked.address} ({name})"
-                fix = "each start waits for it: reverse DNS or /etc/hosts should know the nodes' addresses"
+                text = f"{answer.member.node_name} takes {span(backward)} to look up {looked.address} ({name})"
+                fix = "each start waits for it: ask the site to add the nodes' addresses to reverse DNS or /etc/hosts"
                 found.append(check_results.warning("names", text, fix))
             elif looked.forward > SLOW_LOOK_UP:
-                text = f"{answer.member.node_name} takes {span(looked.forward)} to find the address of {name}"
+                text = f"{answer.member.node_name} takes {span(looked.forward)} to look up {name}"
                 found.append(
-                    check_results.warning("names", text, "each start waits for it: tell the site about its DNS")
+                    check_results.warning("names", text, "each start waits for it: ask the site to check its DNS")
                 )
     if answers and not found:
         nodes = names([answer.member for answer in answers])
-        found.append(check_results.ok("names", f"names of nodes are found on {nodes}: {span(slowest)} at most"))
+        found.append(check_results.ok("names", f"node names resolve on {nodes}: {span(slowest)} at most"))
     return found
 
 
@@ -166,14 +166,14 @@ def judge_ports(answers: list[Answer]) -> list[Finding]:
             reached = Reached(**value)
             if reached.problem is not None:
                 place = f"{name} on port {reached.port}"
-                text = f"{answer.member.node_name} does not reach {place}: {reached.problem}"
-                fix = "a firewall between the nodes: ask the site to let them connect to each other's ports above 10000"
+                text = f"{answer.member.node_name} cannot reach {place}: {reached.problem}"
+                fix = "probably a firewall: ask the site to allow connections between nodes on ports above 10000"
                 found.append(check_results.failed("ports", text, fix))
             else:
                 slowest = max(slowest, reached.seconds)
     if len(answers) > 1 and not found:
         nodes = names([answer.member for answer in answers])
-        text = f"each of {nodes} binds a port and reaches the others': {span(slowest)} at most"
+        text = f"{nodes} reach each other's ports: {span(slowest)} at most"
         found.append(check_results.ok("ports", text))
     return found
 
@@ -207,9 +207,9 @@ def judge_store(answers: list[Answer]) -> list[Finding]:
     farthest, own = max(times, key=lambda pair: pair[1].round_trip)
     trip = own.round_trip
     ranks = counted(len(answers), "rank")
-    text = f"rendezvous: {ranks} met, connected in {span(connecting)}; a word and its answer take {span(trip)}"
+    text = f"rendezvous: {ranks} met, connected in {span(connecting)}; round trip {span(trip)}"
     if trip > SLOW_RENDEZVOUS:
-        return [check_results.warning("rendezvous", f"{text} for {farthest.words}", "look at the nodes' network")]
+        return [check_results.warning("rendezvous", f"{text} for {farthest.words}", "check the nodes' network")]
     return [check_results.ok("rendezvous", text)]
 
 
@@ -256,12 +256,12 @@ def judge_clocks(answers: list[Answer]) -> list[Finding]:
             how = "ahead of" if clock.ahead > 0 else "behind"
             text = f"the clock of {member.node_name} is {span(abs(clock.ahead))} {how} that of {first.node_name}"
             found.append(
-                check_results.warning("clocks", text, "times in logs and file ages mislead: tell the site (NTP)")
+                check_results.warning("clocks", text, "times in logs and file ages mislead: ask the site to check NTP")
             )
     if not found:
         _, farthest = max(others, key=lambda pair: abs(pair[1].ahead))
         nodes = names([answer.member for answer in answers])
-        text = f"clocks of {nodes} are {span(abs(farthest.ahead))} apart at most (known to {span(farthest.error)})"
+        text = f"clocks of {nodes} differ by at most {span(abs(farthest.ahead))} (known to {span(farthest.error)})"
         found.append(check_results.ok("clocks", text))
     return found
 
@@ -365,7 +365,7 @@ def judge_nccl(answers: list[Answer]) -> list[Finding]:
     found = _judge_all_reduce(answers, "NCCL_SOCKET_IFNAME")
     transport = next((each.transport for each in _all_reduces(answers) if each.transport), "")
     if transport:
-        found.append(check_results.ok("all-reduce", f"NCCL goes between nodes by {transport}"))
+        found.append(check_results.ok("all-reduce", f"NCCL connects nodes by {transport}"))
     return found
 
 
@@ -395,4 +395,4 @@ def _faster(measured: list[AllReduce], variable: str) -> str:
     for each in measured:
         known |= each.interfaces
     listed = ", ".join(f"{name} ({speed / 1000:g} Gb/s)" if speed else name for name, speed in known.items())
-    return f"choose the fastest interface ({listed}) by {variable} under environment: of mgpu.yaml"
+    return f"set {variable} to the fastest interface ({listed}) under environment: in mgpu.yaml"

@@ -51,7 +51,7 @@ def judge_versions(answers: list[Answer]) -> list[Finding]:
         versions = NodeVersions(**value)
         differences = versions.differences
         if not differences:
-            text = f"{nodes}: Python {versions.python} and all packages as at the submission"
+            text = f"{nodes}: Python {versions.python} and all packages as at submission"
             found.append(check_results.ok("versions", text))
             continue
         level = (
@@ -98,7 +98,7 @@ def judge_cores(answers: list[Answer]) -> list[Finding]:
         else:
             is_bound = own.usable < own.on_machine or own.ranks == 1
             share = "each" if is_bound else f"shared by {own.ranks} ranks"
-            words = "none asked for" if own.asked is None else f"{own.asked} asked for"
+            words = "none requested" if own.asked is None else f"{own.asked} requested"
             found.append(check_results.ok("cores", f"{ranks}: {own.usable} cores {share} ({words})"))
     return found
 
@@ -140,7 +140,7 @@ def judge_limits(answers: list[Answer]) -> list[Finding]:
     member, least = min(limits, key=lambda pair: pair[1].shared_memory)
     text = f"shared memory (/dev/shm): {least.shared_memory / GB:.1f} GB free on {member.node_name}"
     if least.shared_memory < SMALL_SHARED_MEMORY:
-        fix = "loader workers pass batches through it: num_workers=0, or ask the site for a larger one"
+        fix = "loader workers pass batches through it: use num_workers=0, or ask the site for more"
         found = [check_results.warning("limits", f"{text}, which loader workers fill soon", fix)]
     else:
         found = [check_results.ok("limits", text)]

@@ -131,7 +131,7 @@ def judge_visibility(answers: list[Answer]) -> list[Finding]:
     nodes = names([answer.member for answer in answers])
     text = f"shared folder {folder}: {nodes} see each other's files ({listed} at most)"
     if max(slowest.values()) > SLOW_TO_SEE:
-        fix = "runs work, and what follows them lags: a folder on a faster file system helps, or actimeo of its mount"
+        fix = "runs work, but following them lags: use a faster file system, or lower actimeo of its mount"
         return [check_results.warning("shared folder", text, fix)]
     return [check_results.ok("shared folder", text)]
 
@@ -230,12 +230,12 @@ def _judge_lock(kind: str, counted: list[Counted], nodes: str) -> Finding | None
         return None
     problem = next((own.problem for own in counted if own.problem), "")
     lost = expected - counted[0].total
-    fix = "two shells that act on one run at once may disturb each other: use another file system, or one at a time"
+    fix = "two commands on one run at once may conflict: use another file system, or one command at a time"
     if lost:
-        text = f"{kind} locks on {nodes} do not keep others out: {lost} of {expected} counts were lost"
+        text = f"{kind} locks on {nodes} do not exclude each other: {lost} of {expected} counts were lost"
         return check_results.failed("file locks", text, fix)
     if problem:
         return check_results.warning("file locks", f"{kind} locks on {nodes} do not work: {problem}", fix)
     each = max(own.seconds for own in counted) / expected
-    text = f"{kind} locks hold on {nodes}: {expected} counts by {len(counted)} ranks, {span(each)} each"
+    text = f"{kind} locks work on {nodes}: {expected} counts by {len(counted)} ranks, {span(each)} each"
     return check_results.ok("file locks", text)

@@ -134,7 +134,7 @@ class Team:
             # at least 10 ms: with a time-out of 0 the store fails even if the key exists
             self._store.wait([key], timedelta(seconds=max(0.01, give_up - time.monotonic())))
         except dist.DistStoreError:
-            raise TooLate(f"{key} was not told within {self.patience:g} s") from None
+            raise TooLate(f"{key} did not arrive within {self.patience:g} s") from None
 
 
 def names(members: list[Member]) -> str:

@@ -193,7 +193,7 @@ def _tell(own: StudyClient, folder: RunFolder, heard: _Heard, exited: _Exit) -> 
         own.prune(heard.prune_reason, heard.progress)
     elif exited.code < 0 or exited.code == TERMINATED_EXIT_CODE:
         signum = -exited.code if exited.code < 0 else signal.SIGTERM
-        own.lose(f"its command was ended by {signal.Signals(signum).name}")
+        own.lose(f"its command was killed by {signal.Signals(signum).name}")
     elif exited.code:
         lines = _lines(folder, exited.rank)
         reason = f"its command ended with exit code {exited.code}" + "".join(f": {line[:200]}" for line in lines[-1:])

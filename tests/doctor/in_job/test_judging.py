@@ -35,7 +35,7 @@ def versions(*differences: str) -> dict[str, Any]:
 
 def test_nodes_with_the_versions_of_the_submission_are_one_line() -> None:
     found = node_facts.judge_versions(answered(versions(), versions()))
-    assert seen(found) == [("ok", "n[1-2]: Python 3.11.2 and all packages as at the submission")]
+    assert seen(found) == [("ok", "n[1-2]: Python 3.11.2 and all packages as at submission")]
 
 
 def test_other_versions_fail_where_ranks_could_not_work_together() -> None:
@@ -49,12 +49,12 @@ def test_cores() -> None:
     few = {"asked": 4, "usable": 1, "on_machine": 16, "ranks": 2}
     found = node_facts.judge_cores(answered(enough, enough, few, few, ranks_per_node=2))
     assert seen(found) == [
-        ("ok", "ranks 0-1 on n1: 4 cores each (4 asked for)"),
-        ("warning", "ranks 2-3 on n2: asked for 4 cores for each rank, and this one may use 1"),
+        ("ok", "ranks 0-1 on n1: 4 cores each (4 requested)"),
+        ("warning", "ranks 2-3 on n2: requested 4 cores per rank, but this rank may use 1"),
     ]
     unbound = {"asked": None, "usable": 16, "on_machine": 16, "ranks": 2}
     found = node_facts.judge_cores(answered(unbound, unbound, ranks_per_node=2))
-    assert seen(found) == [("ok", "ranks 0-1 on n1: 16 cores shared by 2 ranks (none asked for)")]
+    assert seen(found) == [("ok", "ranks 0-1 on n1: 16 cores shared by 2 ranks (none requested)")]
 
 
 def limits(**changed: Any) -> dict[str, Any]:
@@ -88,10 +88,10 @@ def test_gpus() -> None:
     assert seen(found) == [("ok", "ranks 0-1 on n1: NVIDIA H200")]
     found = gpus.judge_gpus(answered(gpu("GPU-a"), gpu("GPU-a"), gpu(None, visible=0), ranks_per_node=2))
     assert [finding.level for finding in found] == ["failed", "warning", "ok"]
-    assert found[0].text.startswith("rank 2 on n2: asked for 2 GPUs on each node, and torch sees none")
+    assert found[0].text.startswith("rank 2 on n2: requested 2 GPUs per node, but torch sees none")
     assert found[1].text == "ranks 0-1 compute on the same GPU, GPU-a of n1"
     found = gpus.judge_gpus(answered(gpu(None, asked=None, visible=0)))
-    assert seen(found) == [("ok", "no GPUs were asked for, and none are seen")]
+    assert seen(found) == [("ok", "no GPUs were requested, and none are visible")]
 
 
 def health(**changed: Any) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def test_healthy_gpus_are_one_line() -> None:
     ("changed", "level", "words"),
     [
         ({"uncorrected": 3}, "failed", "has had 3 uncorrectable memory errors since its driver was loaded"),
-        ({"remapping": [0, 1, 1, 0]}, "failed", "has memory rows that wait for a reset"),
-        ({"retirement_pending": 1}, "failed", "has memory pages that wait for a reset"),
-        ({"slowed": ["too hot"]}, "warning", "is slowed down: too hot"),
+        ({"remapping": [0, 1, 1, 0]}, "failed", "has memory rows that a GPU reset has to remap"),
+        ({"retirement_pending": 1}, "failed", "has memory pages that a GPU reset has to retire"),
+        ({"slowed": ["thermal slowdown"]}, "warning", "is throttled: thermal slowdown"),
         ({"others": 20 * GB}, "warning", "processes outside of this run hold 20.0 GB of its memory"),
     ],
 )
@@ -130,13 +130,13 @@ def test_gpus_that_do_not_know_some_values_are_not_ill() -> None:
 
 def test_without_the_library_the_health_is_not_read() -> None:
     found = gpus.judge_gpu_health(answered({"gpus": None}, {"gpus": None}))
-    words = "n[1-2]: the health of the GPUs was not read: nvidia-ml-py is not installed"
+    words = "n[1-2]: GPU health was not read: nvidia-ml-py is not installed"
     assert seen(found) == [("warning", words)]
 
 
 def test_gpus_that_nvml_does_not_list_are_not_called_healthy() -> None:
     found = gpus.judge_gpu_health(answered({"gpus": []}))
-    assert seen(found) == [("ok", "n1: the health of the GPUs is not known: NVML does not list them (as with MIG)")]
+    assert seen(found) == [("ok", "n1: GPU health is unknown: NVML does not list them (as with MIG)")]
 
 
 def test_gpus_of_other_jobs_on_the_node_are_left_alone() -> None:
@@ -174,15 +174,15 @@ def looked_up(forward: float | None = 0.001, backward: float | None = 0.001) -> 
 
 def test_names() -> None:
     assert seen(network.judge_names(answered({"n1": looked_up(), "n2": looked_up()}))) == [
-        ("ok", "names of nodes are found on n1: 1 ms at most")
+        ("ok", "node names resolve on n1: 1 ms at most")
     ]
     assert seen(network.judge_names(answered({"n2": looked_up(forward=None), "n3": looked_up(backward=1.0)}))) == [
-        ("failed", "n1 finds no address for n2"),
-        ("warning", "n1 takes 1.0 s to find the name to 10.0.0.2 (n3)"),
+        ("failed", "n1 cannot resolve n2"),
+        ("warning", "n1 takes 1.0 s to look up 10.0.0.2 (n3)"),
     ]
     # a resolver that did not answer in the time that it was given
     (found,) = network.judge_names(answered({"n2": looked_up(backward=None)}))
-    assert found.text == "n1 takes 15.0 s to find the name to 10.0.0.2 (n2)"
+    assert found.text == "n1 takes 15.0 s to look up 10.0.0.2 (n2)"
 
 
 def reached(problem: str = "") -> dict[str, Any]:
@@ -191,7 +191,7 @@ def reached(problem: str = "") -> dict[str, Any]:
 
 def test_a_port_behind_a_firewall() -> None:
     (found,) = network.judge_ports(answered({"n2": reached("timed out")}, {"n1": reached()}))
-    assert (found.level, found.text) == ("failed", "n1 does not reach n2 on port 12345: timed out")
+    assert (found.level, found.text) == ("failed", "n1 cannot reach n2 on port 12345: timed out")
 
 
 def reduced(**changed: Any) -> dict[str, Any]:
@@ -205,14 +205,14 @@ def test_all_reduce() -> None:
     ]
     (found,) = network.judge_gloo(answered(reduced(), reduced(large=6.4)))
     assert found.level == "warning"
-    assert "the fastest interface (eth0 (1 Gb/s), ib0) by GLOO_SOCKET_IFNAME" in found.fix
+    assert "set GLOO_SOCKET_IFNAME to the fastest interface (eth0 (1 Gb/s), ib0)" in found.fix
     (found,) = network.judge_gloo(answered(reduced(small=0.7, large=None), reduced(small=0.6, large=None)))
     assert found.text == "all-reduce by gloo, ranks 0-1 on n[1-2]: 1 MB in 700 ms, so 64 MB was not tried"
 
 
 def test_the_network_that_nccl_goes_by_is_told() -> None:
     found = network.judge_nccl(answered(reduced(backend="nccl", transport="IB"), reduced(backend="nccl")))
-    assert seen(found)[1:] == [("ok", "NCCL goes between nodes by IB")]
+    assert seen(found)[1:] == [("ok", "NCCL connects nodes by IB")]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def waits_for_nobody(facts: RankInfo) -> str:
 
 
 def test_a_wait_has_an_end() -> None:
-    assert join_ranks(waits_for_nobody, [RankInfo()]) == ["never told was not told within 0.2 s"]
+    assert join_ranks(waits_for_nobody, [RankInfo()]) == ["never told did not arrive within 0.2 s"]
 
 
 def judged(facts: RankInfo, folder: Path, measure: Any, judge: Any) -> Any:
@@ -129,7 +129,7 @@ def test_locks_that_hold_lose_no_count(tmp_path: Path) -> None:
     (tmp_path / "checkup").mkdir()
     found = levels(join_ranks(judged, TWO_NODES, tmp_path, shared_files.measure_locks, shared_files.judge_locks))
     assert [level for level, _ in found] == ["ok", "ok"]
-    assert found[0][1].startswith(f"fcntl locks hold on n[1-2]: {4 * shared_files.INCREMENTS} counts by 4 ranks")
+    assert found[0][1].startswith(f"fcntl locks work on n[1-2]: {4 * shared_files.INCREMENTS} counts by 4 ranks")
 
 
 def counts_without_locks(team: Team, place: Place) -> Any:
@@ -152,7 +152,7 @@ def test_locks_that_keep_nobody_out_and_locks_that_are_refused_are_found(tmp_pat
 def test_nodes_reach_each_others_ports(tmp_path: Path) -> None:
     ((level, text),) = levels(join_ranks(judged, TWO_NODES, tmp_path, network.measure_ports, network.judge_ports))
     assert level == "ok"
-    assert text.startswith("each of n[1-2] binds a port and reaches the others': ")
+    assert text.startswith("n[1-2] reach each other's ports: ")
 
 
 def measures_a_clock_that_is_ahead(team: Team, place: Place) -> Any:

@@ -60,10 +60,10 @@ def test_of_one_that_nobody_saw_end_the_trial_waits_again(tmp_path: Path) -> Non
 def test_one_that_has_come_back_does_not_speak_for_its_attempt_before(tmp_path: Path) -> None:
     folder = make(tmp_path)
     begin(worker(folder, 0))
-    records.record_event(folder.of_task(0), "ended", attempt=1, trial=None, message="rank 1 was ended by SIGKILL")
+    records.record_event(folder.of_task(0), "ended", attempt=1, trial=None, message="rank 1 was killed by SIGKILL")
     worker(folder, 0, attempt=2)
     assert recover(folder) == [0]
-    assert lost(folder, 0) == ["its ranks died: rank 1 was ended by SIGKILL (1 of 3 times)"]
+    assert lost(folder, 0) == ["its ranks died: rank 1 was killed by SIGKILL (1 of 3 times)"]
 
 
 def test_an_error_of_its_own_code_would_come_again(tmp_path: Path) -> None:
