@@ -57,7 +57,7 @@ JOB = """
             if config.does == "leaks":
                 LEAKED.extend(open(os.devnull) for _ in range(40))
             while config.does == "waits" and epoch == 2 and run.attempt == 1:
-                if run._steering.stop.asked or (place / "gate").exists():
+                if run._loop_control.stop.asked or (place / "gate").exists():
                     break
                 time.sleep(0.01)
             if config.does == "goes on until told" and (place / "gate").exists():

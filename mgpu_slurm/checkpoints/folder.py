@@ -47,13 +47,13 @@ def write_part(
     world_size: int,
     content: Content,
     parts: Mapping[str, Part],
-    came_on: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a rank's part of a checkpoint, its record last.
 
     Args:
         content: the part of the state that JSON can hold.
-        came_on: called after each piece.
+        on_progress: called after each piece.
 
     Raises:
         OSError: a file cannot be written.
@@ -61,7 +61,7 @@ def write_part(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = folder / f"{_name(rank)}{SUFFIX}"
     tensors.unlink(missing_ok=True)
-    written = write(tensors, parts, came_on)
+    written = write(tensors, parts, on_progress)
     body = {"format": FORMAT} | RankRecord(rank, world_size, written, content).to_json()
     write_whole(folder / f"{_name(rank)}.json", json.dumps(body | {"checksum": _checksum(body)}))
     sync_folder(folder)

@@ -163,11 +163,11 @@ class Keeper:
         """
         hidden = self._hidden(step)
         try:
-            folders.write_part(hidden, self._rank, self._world_size, self._content, self._parts, self._came_on)
+            folders.write_part(hidden, self._rank, self._world_size, self._content, self._parts, self._on_progress)
         finally:
             self._is_written.set()
 
-    def _came_on(self) -> None:
+    def _on_progress(self) -> None:
         self._pieces += 1
 
     def wait_for_write(self, alive: Callable[[], None]) -> None:

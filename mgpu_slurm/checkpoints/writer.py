@@ -74,11 +74,11 @@ def is_writable(dtype: torch.dtype) -> bool:
     return dtype in _TYPES
 
 
-def write(path: Path, parts: Mapping[str, Part], came_on: Callable[[], None] = lambda: None) -> Written:
+def write(path: Path, parts: Mapping[str, Part], on_progress: Callable[[], None] = lambda: None) -> Written:
     """Write a new file and sync it to disk.
 
     Args:
-        came_on: called after each piece.
+        on_progress: called after each piece.
 
     Raises:
         OSError: the file cannot be written.
@@ -91,7 +91,7 @@ def write(path: Path, parts: Mapping[str, Part], came_on: Callable[[], None] = l
             if size - synced >= _SYNC_EVERY:
                 os.fdatasync(file.fileno())
                 synced = size
-            came_on()
+            on_progress()
         os.fsync(file.fileno())
     return Written(size, checksum)
 

@@ -27,11 +27,11 @@ class Cause:
     """The failure as a sentence, without the full stop."""
     fix: str
     """How to fix it."""
-    is_clusters: bool = False
+    is_cluster_fault: bool = False
     """Whether the cluster caused it, not the program, so that another attempt makes sense."""
-    spoils_node: bool = False
+    excludes_node: bool = False
     """Whether the next attempt on the same node would fail too."""
-    spoils_job: bool = False
+    ends_job: bool = False
     """Whether SLURM cannot start anything more in the same job."""
 
 
@@ -55,32 +55,32 @@ GPU = Cause(
     "gpu",
     "a GPU is broken or missing",
     "exclude the node (`--exclude NODE`) and tell your admins; `mgpu-slurm doctor --submit` checks the GPUs",
-    is_clusters=True,
-    spoils_node=True,
+    is_cluster_fault=True,
+    excludes_node=True,
 )
 TIME_OUT = Cause(
     "collective-timeout",
     "a collective timed out: some ranks never reached it",
     "look at what the missing rank was doing; `--stuck-after` below torch's time-out names it with its line",
-    is_clusters=True,
+    is_cluster_fault=True,
 )
 NO_PROGRESS = Cause(
     "stuck",
     "the training made no progress, so the attempt was stopped",
     "the stacks of all ranks are in their logs; raise `--stuck-after` if the step is just slow",
-    is_clusters=True,
+    is_cluster_fault=True,
 )
 CONNECTION = Cause(
     "connection",
     "the connection to another rank was lost, and no rank said why",
     "look for a killed rank or a lost node; if it happens again, check the network",
-    is_clusters=True,
+    is_cluster_fault=True,
 )
 RENDEZVOUS = Cause(
     "rendezvous",
     "the ranks did not find each other",
     "`mgpu-slurm doctor --submit` checks ports and names between two nodes",
-    is_clusters=True,
+    is_cluster_fault=True,
 )
 PORT = Cause(
     "port",
@@ -112,7 +112,7 @@ DISK = Cause(
     "disk",
     "an I/O error on a disk or network file system",
     "it may have recovered: try `resume`; if it happens again, tell your admins",
-    is_clusters=True,
+    is_cluster_fault=True,
 )
 IMPORT = Cause(
     "import",
@@ -133,7 +133,7 @@ KILLED = Cause(
     "killed",
     "a rank was killed (SIGKILL) by something unknown",
     "`resume` continues; probably the kernel's out-of-memory killer (check `dmesg` on the node), or another user",
-    is_clusters=True,
+    is_cluster_fault=True,
 )
 TERMINATED = Cause(
     "terminated", "it was terminated (SIGTERM)", "`resume` continues; the launch log or `sacct` may say who sent it"
@@ -147,15 +147,15 @@ LAUNCH = Cause(
     "launch",
     "SLURM could not start the ranks, or lost them",
     "try again; if it happens again, tell your admins which node",
-    is_clusters=True,
-    spoils_node=True,
+    is_cluster_fault=True,
+    excludes_node=True,
 )
 HELD_UP = Cause(
     "held-up",
     "SLURM allocated nodes but never started the ranks",
     "try again; if it happens again, tell your admins which nodes",
-    is_clusters=True,
-    spoils_job=True,
+    is_cluster_fault=True,
+    ends_job=True,
 )
 CRASH = Cause(
     "crash",

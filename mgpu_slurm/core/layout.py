@@ -203,7 +203,7 @@ class RunFolder:
         """Return the existing secrets."""
         return list(self.path.glob(".secret-*"))
 
-    def requeue_wish(self, attempt: int) -> Path:
+    def requeue_request(self, attempt: int) -> Path:
         """Return the marker that a rank of this attempt asked for a restart, for when its exit code cannot say so."""
         return self.logs / f"{attempt}.requeue"
 
@@ -220,7 +220,7 @@ class RunFolder:
         return self.group.logs / f"launch-{name}.log"
 
     @property
-    def cancel_wish(self) -> Path:
+    def cancel_request(self) -> Path:
         """Marks that a run or group was asked to end where a signal may not arrive: at a supervisor on another machine
         or not started yet, or at the job that continues the run."""
         return self.path / "cancel"

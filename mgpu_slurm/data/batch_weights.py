@@ -118,17 +118,17 @@ class BatchWeights:
         begun = self._history.begin(self.uses, self.losses == 0, batches, place)
         try:
             yield begun
-            self._hold_evaluations(begun)
+            self._record_open_evaluations(begun)
         finally:
             begun.uses = self.uses
             begun.close()
 
     def hand_out(self, passing: Pass, share: Share | None, samples: Samples) -> Samples:
         """Record a batch, and return it."""
-        self._hold_evaluations(passing)
+        self._record_open_evaluations(passing)
         return self._history.hand_out(passing, share, samples)
 
-    def _hold_evaluations(self, passing: Pass) -> None:
+    def _record_open_evaluations(self, passing: Pass) -> None:
         """Record that a loop continues, or ends, before evaluations that began in its body have ended.
 
         Raises:
@@ -276,7 +276,7 @@ class BatchWeights:
 
     def _of_loss(self) -> tuple[set[Share | None], float]:
         """Return the shares of the batches that a loss may be the mean of, and the part of each."""
-        inputs = {each for each, has_trained in self._inputs.batches.items() if has_trained and each.is_in_hand()}
+        inputs = {each for each, has_trained in self._inputs.batches.items() if has_trained and each.is_referenced()}
         # a batch that a model evaluated may only be kept by the variable of that loop
         inputs |= {each for each in self._inputs.batches if each.is_kept()}
         if not self._inputs.has_others:
@@ -290,7 +290,7 @@ class BatchWeights:
         others = gone if meant else self._history.outside_of_loops()
         if self._history.runs_ahead():
             # a model was given a batch that a loop has left, and another model something else
-            inputs |= {each for each in self._differentiated if each.is_in_hand()}
+            inputs |= {each for each in self._differentiated if each.is_referenced()}
         self._differentiated = set()
         return shares_of([*meant, *inputs, *self._inputs.loops_at.values()]) | others, part
 

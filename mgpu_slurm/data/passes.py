@@ -152,13 +152,13 @@ class HandedBatch(BatchParts):
         self.may_be_used = True
         self.give()
 
-    def is_in_hand(self) -> bool:
+    def is_referenced(self) -> bool:
         """Return whether a loop is at it, or the job, a view or the graph of a loss still holds any part of it."""
         return self.of.current is self or self.is_alive()
 
     def is_kept(self) -> bool:
         """Return whether it is in hand, and not only as the variable of a finished loop."""
-        return self.is_in_hand() and (self.of.is_open or self.of.is_kept())
+        return self.is_referenced() and (self.of.is_open or self.of.is_kept())
 
 
 class Pass:

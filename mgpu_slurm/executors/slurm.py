@@ -53,7 +53,7 @@ class SlurmExecutor(Executor):
         if state.job_id is None:
             return state
         told = slurm.known[folder]
-        if told in slurm_states.NO_WORD:
+        if told in slurm_states.UNCERTAIN:
             if not is_own(folder.group.path):
                 # a site may hide the jobs of other users
                 return state
@@ -85,14 +85,14 @@ class SlurmExecutor(Executor):
         # their jobs may be about to requeue; an operator who cancels them may lack write access
         with contextlib.suppress(OSError):
             for member in started:
-                member.cancel_wish.touch()
+                member.cancel_request.touch()
         told = _job_ids(living)
         try:
             _scancel(folder, told)
         except ClusterError:
             with contextlib.suppress(OSError):
                 for member in started:
-                    member.cancel_wish.unlink(missing_ok=True)
+                    member.cancel_request.unlink(missing_ok=True)
             raise
         # jobs that have not started end at once, and only SLURM reports that, for some minutes
         left = look_again()

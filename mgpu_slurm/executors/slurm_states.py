@@ -36,17 +36,17 @@ UNLISTED = StateChange(reason="not listed by squeue: last known state, as nothin
 ACCOUNTED_ALIVE = StateChange(reason="not listed by squeue, but alive according to accounting")
 """For a job about which the controller reports nothing. It is not counted as missing; see `settled`."""
 
-NO_WORD = (LOST, LOST_SO_FAR, DROPPED, UNLISTED, ACCOUNTED_ALIVE)
+UNCERTAIN = (LOST, LOST_SO_FAR, DROPPED, UNLISTED, ACCOUNTED_ALIVE)
 
 GONE_AFTER = 120.0
 """Seconds between the first and last of `ANSWERS_WITHOUT_IT` squeue answers, after which a job counts as gone."""
 
 ANSWERS_WITHOUT_IT = 3
 
-MOST_SHOWN = 20
+MAX_LOOKUPS = 20
 """Maximum number of jobs for which the controller is asked one by one in a call."""
 
-SHOWING_TAKES = 10.0
+LOOKUP_SECONDS = 10.0
 """Seconds after which no further job is looked up, so that a busy controller does not hold up `status`."""
 
 CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], failures.DEPENDENCY.words)
@@ -91,7 +91,7 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, StateCh
     alive = (folder for folder, start in newest.items() if gone[folder] == UNLISTED and states.is_alive(start.state))
     gone |= dict.fromkeys(alive, ACCOUNTED_ALIVE)
     # a job that has just written something is alive, whatever SLURM reports
-    lost = (folder for folder, state in gone.items() if state in NO_WORD and _last_change(folder) > asked_at)
+    lost = (folder for folder, state in gone.items() if state in UNCERTAIN and _last_change(folder) > asked_at)
     return found | gone | dict.fromkeys(lost, UNLISTED)
 
 
@@ -159,8 +159,8 @@ def _forgotten(
         lost: the state of a job that the controller does not know.
     """
     found: dict[RunFolder, StateChange] = dict.fromkeys(job_ids, UNLISTED)
-    give_up = time.monotonic() + SHOWING_TAKES
-    for array in commands.whole_jobs(job_ids.values())[:MOST_SHOWN]:
+    give_up = time.monotonic() + LOOKUP_SECONDS
+    for array in commands.whole_jobs(job_ids.values())[:MAX_LOOKUPS]:
         shown = jobs.shown(array)
         if shown is not None:
             own = {folder: job_id for folder, job_id in job_ids.items() if job_identity.whole(job_id) == array}

@@ -195,7 +195,7 @@ def _cancel_member(folder: RunFolder, state: RunState) -> bool:
     if _is_waiting(folder, state):
         # a supervisor that is started for it meanwhile finds the request
         folder.create_task()
-        folder.cancel_wish.touch()
+        folder.cancel_request.touch()
         state = records.read_state(folder)
     if _is_waiting(folder, state):
         records.cancel_unstarted(folder, "cancelled")
@@ -228,7 +228,7 @@ def _cancel_elsewhere(folder: RunFolder, state: RunState) -> bool:
     if state.executor != "allocation":
         raise UserError(f"run {state.run} is a local run on {state.host or 'another machine'}: cancel it there")
     # its supervisor finds the request in the shared folder, which may take a while; scancel reaches the ranks at once
-    folder.cancel_wish.touch()
+    folder.cancel_request.touch()
     if state.job_id is not None:
         with suppress(ClusterError):
             steps.signal_ranks(state.job_id, state.run, "TERM")

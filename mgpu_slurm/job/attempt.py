@@ -119,7 +119,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     oom_kills = processes.oom_kills()
     alive = launch.start(variables | (offer.variables() if offer else {}))
     service = _Service(listener, offer, wanted=spec.resources.ranks > 1)
-    wish = folder.requeue_wish(attempt)
+    request = folder.requeue_request(attempt)
     # the rest of the lead is for the requeue
     grace = max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2)
     locked = LockWatch(folder, attempt, 60 * spec.stuck_after)
@@ -127,15 +127,15 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     def is_hopeless() -> bool:
         return service.failed or launch.is_in_vain() or locked.is_stuck()
 
-    ending = _wait(alive, wish, grace, folder.cancel_wish, is_hopeless)
+    ending = _wait(alive, request, grace, folder.cancel_request, is_hopeless)
     locked.conclude(launch.names[0])
     service.end()
     secret_file.unlink(missing_ok=True)
     failure: Failure | None = None
     first = None
-    if wish.exists():
+    if request.exists():
         # a sweep's remaining ranks request it if one has died, or a rank has given a reason
-        said = wish.read_text().partition("\n")[0] or None
+        said = request.read_text().partition("\n")[0] or None
         first = launch.describe(ending) if ending.code not in (0, REQUEUE_EXIT_CODE) and not ending.cut_short else said
         ending = replace(ending, code=REQUEUE_EXIT_CODE)
     if ending.code == 0 and folder.terminated(attempt).exists():
@@ -230,17 +230,17 @@ class _Service:
 
 def _wait(
     alive: dict[int, str],
-    wish: Path,
+    request: Path,
     grace_after_requeue: float,
-    cancel_wish: Path,
+    cancel_request: Path,
     is_hopeless: Callable[[], bool],
 ) -> Ending:
     """Wait until all processes have ended. The first that fails or requests a requeue ends the others after a grace.
 
     Args:
-        wish: Requeue request of a rank behind a launcher: an exit code would end the others at once.
+        request: Requeue request of a rank behind a launcher: an exit code would end the others at once.
         grace_after_requeue: Seconds for the others after such a request.
-        cancel_wish: Exists if the ranks have been told to end, perhaps before this process has.
+        cancel_request: Exists if the ranks have been told to end, perhaps before this process has.
         is_hopeless: Returns whether no rank can end or save by itself any more; called every second.
     """
     ending = Ending(0)
@@ -264,8 +264,8 @@ def _wait(
                 ending = replace(ending, code=code, who=who)
         # ranks that are told to end save first; the sender of the SIGTERM sends SIGKILL when their time is up
         is_told = ending.told_to_end or ending.cut_short
-        comes_back = not is_told and (ending.code == REQUEUE_EXIT_CODE or wish.exists())
-        if deadline is None and not is_told and (ending.code or comes_back) and not cancel_wish.exists():
+        comes_back = not is_told and (ending.code == REQUEUE_EXIT_CODE or request.exists())
+        if deadline is None and not is_told and (ending.code or comes_back) and not cancel_request.exists():
             deadline = time.monotonic() + (grace_after_requeue if comes_back else GRACE_AFTER_FAILURE)
     return ending
 

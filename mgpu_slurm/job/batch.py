@@ -18,7 +18,7 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import allow_many_files
 from mgpu_slurm.job import output, retry_policy
 from mgpu_slurm.job.attempt import WATCHED, Ending, Launch, goes_on_in_place, own_group, run_attempt
-from mgpu_slurm.job.requeue import Job, can_start_without, start_again, start_again_in_time, starts
+from mgpu_slurm.job.requeue import Job, can_start_without, chain_events, start_again, start_again_in_time
 from mgpu_slurm.job.retry_policy import Retry
 from mgpu_slurm.job.srun_watch import LaunchLog, LaunchWatch
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, read_spec
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if holder != job.id:
         log_lines.say(f"run {folder.run} belongs to job {holder}: job {job.id} has nothing to do")
         return 0
-    if folder.cancel_wish.exists():
+    if folder.cancel_request.exists():
         records.cancel_unstarted(folder, "cancelled")
         return TERMINATED_EXIT_CODE
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
@@ -98,7 +98,7 @@ def _after(job: Job, ending: Ending, log: LaunchLog) -> int | None:
     if (ending.code or not folder.result.exists()) and _is_slurms_doing(ending, log):
         # cancelled, preempted or timed out: `status` asks SLURM which
         return ending.code
-    retry = None if in_place else retry_policy.due(folder, spec, ending.code, starts(job, "retried"))
+    retry = None if in_place else retry_policy.due(folder, spec, ending.code, chain_events(job, "retried"))
     if retry is None and not in_place:
         return _conclude(job, ending, log)
     try:
@@ -131,7 +131,7 @@ def _try_again(job: Job, retry: Retry) -> int | None:
         return start_again(job, retry.avoid)
     steps.end(job.id, folder.group.run)
     for _ in retry.wait():
-        if folder.cancel_wish.exists():
+        if folder.cancel_request.exists():
             records.settle_state(folder, state=states.CANCELLED, reason="cancelled", ended=records.now())
             return TERMINATED_EXIT_CODE
         if signal.sigtimedwait({signal.SIGTERM}, 0) is not None:
@@ -162,7 +162,7 @@ def _conclude(job: Job, ending: Ending, log: LaunchLog) -> int:
     """Requeue the run, or record how it has ended; return the job's exit code."""
     folder, spec = job.folder, job.spec
     if ending.code == REQUEUE_EXIT_CODE:
-        requeued = starts(job, "requeued")
+        requeued = chain_events(job, "requeued")
         asked = retry_policy.requeue_event(folder, spec, lambda: _was_limit_near(job))
         state, reason = states.TIMEOUT, retry_policy.why_no_requeue(spec, requeued, asked)
         if not reason:

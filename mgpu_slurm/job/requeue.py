@@ -41,7 +41,7 @@ class Job:
         return expand(os.environ["SLURM_JOB_NODELIST"])
 
 
-def starts(job: Job, event: str) -> list[Event]:
+def chain_events(job: Job, event: str) -> list[Event]:
     """Return the run's `requeued` or `retried` events in this job and in the jobs that it continues.
 
     Resuming a run resets the count.
@@ -66,7 +66,7 @@ def start_again_in_time(job: Job, asked: Event) -> int:
         records.record_event(job.folder, "requeued", job_id=job.id, token=job.token, **facts)
         records.update_state(job.folder, state="REQUEUED", reason="stopped before the time limit")
     # avoided nodes stay avoided if the run continues as another job
-    avoided = [each.avoid for each in starts(job, "retried")]
+    avoided = [each.avoid for each in chain_events(job, "retried")]
     return start_again(job, avoided[-1] if avoided else [])
 
 
@@ -86,7 +86,7 @@ def start_again(job: Job, avoid: Sequence[str] = ()) -> int:
     excluded = {"exclude": _excluded(job.spec, avoid)} if avoid else {}
     refused = _requeue(job, excluded)
     if refused is None:
-        _cancel_if_wished(folder, job.id)
+        _cancel_if_requested(folder, job.id)
         return REQUEUE_EXIT_CODE
     log_lines.say(f"cannot requeue job {job.id} ({refused}): submitting a job that continues it")
     try:
@@ -94,18 +94,18 @@ def start_again(job: Job, avoid: Sequence[str] = ()) -> int:
     except ClusterError as also:
         raise ClusterError(f"{refused}; nor could a job that continues it be queued: {also}") from None
     records.update_state(folder, job_id=successor, reason=f"continues as job {successor}: {refused}")
-    if _cancel_if_wished(folder, successor):
+    if _cancel_if_requested(folder, successor):
         return REQUEUE_EXIT_CODE
     # else jobs that wait for this one to complete would never start
     return 0 if _pass_on(job.id, successor) else REQUEUE_EXIT_CODE
 
 
-def _cancel_if_wished(folder: RunFolder, job_id: str) -> bool:
+def _cancel_if_requested(folder: RunFolder, job_id: str) -> bool:
     """Cancel the job if a cancel was requested; return whether it was.
 
     A cancel may only have reached the previous job, and SLURM also requeues a job that was just cancelled.
     """
-    if not folder.cancel_wish.exists():
+    if not folder.cancel_request.exists():
         return False
     # if this fails, the job finds the request when it starts
     with contextlib.suppress(ClusterError):

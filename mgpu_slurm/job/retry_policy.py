@@ -86,25 +86,25 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
         return None
     failure = records.read_failure(folder) or _unrecorded(code)
     cause = failures.cause_of(failure, records.said_last(folder, failure))
-    if spec.kind != "run" and not cause.spoils_job:
+    if spec.kind != "run" and not cause.ends_job:
         # a sweep's worker only loses a trial, and restarts by itself
         return None
     if cause is failures.GPU and not spec.resources.gpus:
         # no GPUs were requested
         cause = failures.PROGRAM
-    limit = spec.retries if spec.retries is not None else LIMIT if cause.is_clusters else 0
+    limit = spec.retries if spec.retries is not None else LIMIT if cause.is_cluster_fault else 0
     newest = checkpoints.newest(folder)
     step = None if newest is None else checkpoints.step_of(newest)
-    in_vain = _last_that(earlier, step)
+    in_vain = _trailing_retries(earlier, step)
     if len(in_vain) >= limit:
         return None
     node = failures.node_of(failure, cause)
     # two failures in a row on one node are that node's fault
-    is_spoilt = cause.spoils_node or any(event.node == node for event in in_vain[-1:])
+    is_spoilt = cause.excludes_node or any(event.node == node for event in in_vain[-1:])
     avoid = [known for event in earlier[-1:] for known in event.avoid]
     if node is not None and is_spoilt and node not in avoid:
         avoid.append(node)
-    return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid), cause.spoils_job)
+    return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid), cause.ends_job)
 
 
 def newest_checkpoint(folder: RunFolder) -> dict[str, str | None]:
@@ -158,7 +158,7 @@ def why_no_requeue(spec: Spec, earlier: Sequence[Event], asked: Event) -> str:
     return f"two attempts in a row reached the time limit without {newest}"
 
 
-def _last_that(earlier: Sequence[Event], step: int | None) -> list[Event]:
+def _trailing_retries(earlier: Sequence[Event], step: int | None) -> list[Event]:
     """Return the newest consecutive retries that started from this checkpoint, as the next one would."""
     found: list[Event] = []
     for event in reversed(earlier):

@@ -151,7 +151,7 @@ class Supervisor:
 
     def _is_cancelled_already(self) -> bool:
         """Return whether a cancel arrived while no attempt was running."""
-        self._cancelled = signal.SIGTERM in signal.sigpending() or self._folder.cancel_wish.exists()
+        self._cancelled = signal.SIGTERM in signal.sigpending() or self._folder.cancel_request.exists()
         return self._cancelled
 
     def _conclusion(self, code: int) -> tuple[str, str]:
@@ -220,7 +220,7 @@ class Supervisor:
             until_due = max(0.0, due[0][0] - time.monotonic()) if due else self._nodes.look_every
             received = signal.sigtimedwait(attempt.WATCHED, min(until_due, self._nodes.look_every))
             told = received is not None and received.si_signo == signal.SIGTERM
-            if (told or self._folder.cancel_wish.exists()) and not self._cancelled:
+            if (told or self._folder.cancel_request.exists()) and not self._cancelled:
                 self._cancelled = True
                 now = time.monotonic()
                 due = deque([(now, signal.SIGTERM), (now + self._spec.kill_wait, signal.SIGKILL)])

@@ -89,37 +89,37 @@ class Collectives:
         self._sent = [torch.frombuffer(self._own_row, dtype=torch.uint8)]
         self._received = [list(torch.frombuffer(self._table, dtype=torch.uint8).view(facts.world_size, -1).unbind())]
 
-    def step(self, wish: Agreed) -> Agreed:
+    def step(self, request: Agreed) -> Agreed:
         """Pass a boundary, and return what all ranks do at it.
 
         This costs a message only if a rank requests something. The request is carried out here, or at the first
         boundary that no rank has passed.
         """
-        return wish if self._step_sync is None else self._step_sync.pass_one(wish)
+        return request if self._step_sync is None else self._step_sync.pass_one(request)
 
-    def sync(self, call: Call, wish: Agreed) -> Agreed:
+    def sync(self, call: Call, request: Agreed) -> Agreed:
         """Check that all ranks make this call now, and return what they agreed.
 
         Raises:
             CollectiveMismatch: some ranks made a different call; the message states which rank made which call.
             UserError: the same, if a stream has ended on some ranks only.
         """
-        return self.with_values(call, wish, [0.0, 0.0])[0]
+        return self.with_values(call, request, [0.0, 0.0])[0]
 
-    def with_sums(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
+    def with_sums(self, call: Call, request: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
         """Do what `sync` does, and also return the sums of two values over the ranks, in double precision.
 
         All of this takes one message.
         """
-        agreed, columns = self.with_values(call, wish, values)
+        agreed, columns = self.with_values(call, request, values)
         return agreed, [sum(column) for column in columns]
 
-    def with_values(self, call: Call, wish: Agreed, values: list[float]) -> tuple[Agreed, Sequence[Sequence[float]]]:
+    def with_values(self, call: Call, request: Agreed, values: list[float]) -> tuple[Agreed, Sequence[Sequence[float]]]:
         """Do what `sync` does, and also return two values from each rank, in the same message."""
         if self._step_sync is None:
-            return wish, [[value] for value in values]
-        self._step_sync.begin(call, wish.stop)
-        self._exchange(call, wish, values, self._step_sync)
+            return request, [[value] for value in values]
+        self._step_sync.begin(call, request.stop)
+        self._exchange(call, request, values, self._step_sync)
         stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._table), strict=True)
         _check_same_call(calls)
         if call is not Call.END:
@@ -209,10 +209,10 @@ class Collectives:
         dist.broadcast(held, src=0, group=self._group)
         return held.numpy().tobytes()
 
-    def _exchange(self, call: Call, wish: Agreed, values: list[float], step_sync: StepSync) -> None:
+    def _exchange(self, call: Call, request: Agreed, values: list[float], step_sync: StepSync) -> None:
         """Fill the table with the rows of all ranks."""
         assert self._group is not None
-        _ROW.pack_into(self._own_row, 0, wish.stop, wish.save, wish.failed, step_sync.passed, call, *values)
+        _ROW.pack_into(self._own_row, 0, request.stop, request.save, request.failed, step_sync.passed, call, *values)
         # not dist.all_gather, which logs each call
         work = self._group.allgather(self._received, self._sent)
         try:

@@ -55,9 +55,9 @@ class StopFlag:
             leave_after: seconds after the lead signal at which this rank has to exit, saved or not; None for never.
         """
         self._leave_after = leave_after
-        self.is_heeded = False
+        self.is_at_boundary = False
         """Whether this rank has reached the place where all ranks stop, so that its log need not show where it is."""
-        self.comes_back = False
+        self.will_restart = False
         """Whether this rank has stopped in order to be restarted."""
         self.asked = Stop.NO
         self._asked_at = 0.0
@@ -75,7 +75,7 @@ class StopFlag:
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_interrupt)
 
-    def see_to_it(self, leave_after: float | None, leave: Callable[[], None]) -> None:
+    def watch_signals(self, leave_after: float | None, leave: Callable[[], None]) -> None:
         """Start a thread that receives the signals too.
 
         The main thread runs no handler and reaches no boundary while it is blocked, in user code or in a collective
@@ -97,7 +97,7 @@ class StopFlag:
                     leave()
                 elif signum == signal.SIGTERM:
                     time.sleep(SAYS_AFTER)
-                    if not self.is_heeded:
+                    if not self.is_at_boundary:
                         _say_where(b"asked to end, but has reached no place where it could save")
 
         crash.guarded_thread(wait, "signals")
@@ -116,7 +116,7 @@ class StopFlag:
         self.asked = Stop.END
 
 
-def wish_to_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
+def request_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
     """Ask the batch step to restart the run, for cases in which an exit code would not reach it.
 
     srun takes such a code for a failure, ends the other ranks while they still save, and reports their code instead;
@@ -125,9 +125,9 @@ def wish_to_requeue(folder: RunFolder, attempt: int, said: str = "") -> None:
     Args:
         said: the reason for the request, for people.
     """
-    wish = folder.requeue_wish(attempt)
-    retry.for_the_disk(wish.touch, wish)
-    with suppress(OSError), open(wish, "a") as file:
+    request = folder.requeue_request(attempt)
+    retry.for_the_disk(request.touch, request)
+    with suppress(OSError), open(request, "a") as file:
         file.write(said and f"{said}\n")
 
 

@@ -92,7 +92,7 @@ class StepSync:
         self._is_deaf = False
         """Whether the other ranks can no longer be reached."""
         self._closed = threading.Event()
-        self._wish = Agreed()
+        self._request = Agreed()
         self._place = Place(0, 0, Call.STEP)
         self._due: list[tuple[int, Agreed]] = []
         """Pending agreements, each with the boundary at which it is carried out."""
@@ -104,7 +104,7 @@ class StepSync:
 
     # -- the training thread
 
-    def pass_one(self, wish: Agreed) -> Agreed:
+    def pass_one(self, request: Agreed) -> Agreed:
         """Pass a boundary, and return what all ranks do there.
 
         Raises:
@@ -114,8 +114,8 @@ class StepSync:
             with self._changed:
                 self._await(lambda: not self._is_held)
                 self.check()
-                self._wish = self._not_agreed_yet(wish)
-                if self._wish == Agreed() or self._is_deaf:
+                self._request = self._not_agreed_yet(request)
+                if self._request == Agreed() or self._is_deaf:
                     return self._pass()
                 turn = self._round
             # ring before passing, so that the ranks act here if no other rank has passed
@@ -132,9 +132,9 @@ class StepSync:
             if not self._changed.wait(LOOK_SECONDS) and self._store.check([GONE]):
                 self._is_deaf = True
 
-    def _not_agreed_yet(self, wish: Agreed) -> Agreed:
-        stop = wish.stop if wish.stop > self._stop else Stop.NO
-        return Agreed(stop, wish.save and not any(due.save for _, due in self._due))
+    def _not_agreed_yet(self, request: Agreed) -> Agreed:
+        stop = request.stop if request.stop > self._stop else Stop.NO
+        return Agreed(stop, request.save and not any(due.save for _, due in self._due))
 
     def _pass(self) -> Agreed:
         self._place = self._place._replace(passed=self._place.passed + 1, has_batch=False)
@@ -151,7 +151,7 @@ class StepSync:
     def begin(self, call: Call, stop: Stop) -> None:
         """Note that this rank begins a call that all ranks make."""
         with self._changed:
-            self._wish = Agreed(stop)
+            self._request = Agreed(stop)
             self._place = self._place._replace(calls=self._place.calls + 1, at=call)
 
     def take_batch(self) -> None:
@@ -224,7 +224,7 @@ class StepSync:
         turn = self._round
         with self._changed:
             self._is_held = True
-            own = [self._wish.stop, self._wish.save, *self._place]
+            own = [self._request.stop, self._request.save, *self._place]
         self._waiting_store.set(f"place/{turn}/{self._rank}", json.dumps(own))
         if self._waiting_store.add(f"places/{turn}", 1) == self._world_size:
             keys = [f"place/{turn}/{rank}" for rank in range(self._world_size)]

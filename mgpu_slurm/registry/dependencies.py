@@ -84,7 +84,7 @@ def wait(folder: RunFolder, after: Sequence[str]) -> str:
             # the file system may answer again later
             longest = max(ASK_EVERY.values())
         pause = min(2 * pause, longest)
-        if signal.sigtimedwait({signal.SIGTERM}, pause) is not None or folder.cancel_wish.exists():
+        if signal.sigtimedwait({signal.SIGTERM}, pause) is not None or folder.cancel_request.exists():
             return "cancelled"
 
 

@@ -220,7 +220,7 @@ def facts(folder: RunFolder, state: RunState) -> dict[str, Any]:
 
 def _facts(found: Why) -> dict[str, Any]:
     cause = found.cause
-    of_cause = {"cause": cause.name, "words": cause.words, "is_clusters": cause.is_clusters}
+    of_cause = {"cause": cause.name, "words": cause.words, "is_clusters": cause.is_cluster_fault}
     # `mend` is version 0.1's name for `fix`
     return of_cause | {"mend": found.fix} | {name: value for name, value in vars(found).items() if name != "cause"}
 

@@ -177,7 +177,7 @@ def _start_again(
             records.update_state(asked.group, slurm_cluster=cluster)
         for folder in {asked, *folders}:
             # it was meant for the previous attempt
-            folder.cancel_wish.unlink(missing_ok=True)
+            folder.cancel_request.unlink(missing_ok=True)
         for folder in folders:
             folder.create_task()
             records.note_unseen_end(folder)

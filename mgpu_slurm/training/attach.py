@@ -28,7 +28,7 @@ from mgpu_slurm.rank.signals import (
     StopFlag,
     ignore_stop_signals,
     leave_from_here,
-    wish_to_requeue,
+    request_requeue,
 )
 from mgpu_slurm.rank.signed_store import signed
 from mgpu_slurm.rank.torch_adapter import default_store
@@ -66,7 +66,7 @@ def _make() -> Run:
     # called last: an interpreter that ends restores the default of handled signals, which would kill it
     atexit.register(ignore_stop_signals, signal.SIGTERM)
     lead = os.environ.get(LEAD_SECONDS_VARIABLE) if _is_the_run() else None
-    stop.see_to_it(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
+    stop.watch_signals(PART_OF_LEAD * float(lead) if lead else None, _leave_at_last)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
     if _is_the_run():
         atexit.register(_request_requeue, stop, attempt)
@@ -112,8 +112,8 @@ def _is_the_run() -> bool:
 
 def _request_requeue(stop: StopFlag, attempt: int) -> None:
     """Request the requeue in a file: a shell or launcher around this script may exit with another code."""
-    if stop.comes_back:
-        wish_to_requeue(RunFolder(Path(os.environ[RUN_VARIABLE])), attempt)
+    if stop.will_restart:
+        request_requeue(RunFolder(Path(os.environ[RUN_VARIABLE])), attempt)
 
 
 def _leave_at_last() -> None:
@@ -121,7 +121,7 @@ def _leave_at_last() -> None:
     folder = RunFolder(Path(os.environ[RUN_VARIABLE]))
     if checkpoints.any_whole(folder):
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
-        leave_from_here(REQUEUE_EXIT_CODE, lambda: wish_to_requeue(folder, attempt))
+        leave_from_here(REQUEUE_EXIT_CODE, lambda: request_requeue(folder, attempt))
 
 
 def _folder(facts: RankInfo) -> Path:

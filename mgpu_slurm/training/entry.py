@@ -32,7 +32,7 @@ from mgpu_slurm.rank.signals import (
     LEAD_SIGNAL_VARIABLE,
     StopFlag,
     ignore_stop_signals,
-    wish_to_requeue,
+    request_requeue,
 )
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.job_function import JobFunction
@@ -75,7 +75,7 @@ def main(folder: RunFolder, work: Work) -> int:
     # an interpreter that ends restores the default of handled signals, which would kill it
     ignore_stop_signals(signal.SIGTERM)
     if code == REQUEUE_EXIT_CODE and not spec.nodes_are_simulated:
-        wish_to_requeue(folder, attempt)
+        request_requeue(folder, attempt)
         return 0
     return code
 

@@ -17,7 +17,7 @@ from mgpu_slurm.rank.signals import (
     PART_OF_LEAD,
     StopFlag,
     leave_from_here,
-    wish_to_requeue,
+    request_requeue,
 )
 from mgpu_slurm.request.spec import (
     REQUEUE_EXIT_CODE,
@@ -28,7 +28,7 @@ def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
     """Call user code, and return the exit code. An error is printed and recorded, so that the first cause is known."""
     stop.listen()
     leave_after = None if rank.spec.lead is None else PART_OF_LEAD * rank.spec.lead
-    stop.see_to_it(leave_after, lambda: _leave_at_last(rank))
+    stop.watch_signals(leave_after, lambda: _leave_at_last(rank))
     try:
         with telling_first(rank):
             action()
@@ -86,4 +86,4 @@ def _leave_at_last(rank: Rank) -> None:
     code = REQUEUE_EXIT_CODE if rank.spec.nodes_are_simulated else 0
     place = place_of(threading.main_thread())
     said = f"rank {rank.facts.rank} on {rank.facts.node_name} left before the time limit; it could not save at {place}"
-    leave_from_here(code, lambda: wish_to_requeue(rank.folder, rank.attempt, said))
+    leave_from_here(code, lambda: request_requeue(rank.folder, rank.attempt, said))

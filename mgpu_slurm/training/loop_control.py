@@ -25,7 +25,7 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.training.progress import Meter, Position, RankState
 
 
-class Steering:
+class LoopControl:
     """One rank's part in saving and stopping.
 
     It collects requests, agrees on them with the other ranks, and acts at the next boundary: a batch of the restored
@@ -92,20 +92,20 @@ class Steering:
         return total == number * ranks
 
     def _exchange(self, call: Call, failed: bool = False) -> Agreed:
-        wish = replace(self._wish(), failed=failed)
-        agreed, (digests, _) = self._collectives.with_values(call, wish, [float(self.drawn.digest), 0.0])
+        request = replace(self._request(), failed=failed)
+        agreed, (digests, _) = self._collectives.with_values(call, request, [float(self.drawn.digest), 0.0])
         self._remember(agreed)
         self._alive()
         self.drawn.check(digests)
         return agreed
 
     def _exchange_sums(self, call: Call, values: list[float]) -> list[float]:
-        agreed, sums = self._collectives.with_sums(call, self._wish(), values)
+        agreed, sums = self._collectives.with_sums(call, self._request(), values)
         self._remember(agreed)
         self._alive()
         return sums
 
-    def _wish(self) -> Agreed:
+    def _request(self) -> Agreed:
         save = self.keeps and not self._agreed.save and (self.save_wanted or self.saver.is_due_now())
         return Agreed(self.stop.due, save)
 
@@ -153,7 +153,7 @@ class Steering:
                 self._begin_pass()
         else:
             self._has_evaluated = True
-        self._remember(self._collectives.step(self._wish()))
+        self._remember(self._collectives.step(self._request()))
         self.saver.check()
         self._alive()
         # a run cannot stop at a loader whose position is not saved, or in the middle of an accumulated step, unless
@@ -266,7 +266,7 @@ class Steering:
     def _leave_evaluation(self) -> None:
         """If a stop was agreed, save the state copied in the previous pass, and leave. Later work is repeated."""
         if self._agreed.stop is not Stop.NO and self.saver.save_held(self._position.step):
-            self.stop.is_heeded = True
+            self.stop.is_at_boundary = True
             self.saver.finish()
             self._leave()
 
@@ -280,7 +280,7 @@ class Steering:
             save: whether a checkpoint is due here anyway.
             wait: wait until it is written.
         """
-        self.stop.is_heeded = self._agreed.stop is not Stop.NO
+        self.stop.is_at_boundary = self._agreed.stop is not Stop.NO
         self._overdue.at_boundary()
         if self.keeps and (save or self._agreed.save or self._agreed.stop is not Stop.NO):
             self.saver.save(*self._moment(in_pass))
@@ -301,7 +301,7 @@ class Steering:
         step = self._position.step
         # a run that saves nothing would start from scratch, again and again
         if self._agreed.stop is Stop.LEAVE or (self._agreed.stop is Stop.REQUEUE and self.keeps):
-            self.stop.comes_back = True
+            self.stop.will_restart = True
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {step}")
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {step}")

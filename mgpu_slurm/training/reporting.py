@@ -12,7 +12,7 @@ from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.calls import Call
 from mgpu_slurm.rank.collectives import Collectives
-from mgpu_slurm.training.loop_control import Steering
+from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 
 
@@ -24,7 +24,7 @@ class Reporting:
         reporter: Reporter | None,
         prune: PruneCallback | None,
         position: Position,
-        steering: Steering,
+        loop_control: LoopControl,
         collectives: Collectives,
     ) -> None:
         """
@@ -35,7 +35,7 @@ class Reporting:
         self._reporter = reporter
         self._prune = prune
         self._position = position
-        self._steering = steering
+        self._loop_control = loop_control
         self._collectives = collectives
 
     def report(self, progress: SupportsIndex, metrics: Mapping[str, object]) -> None:
@@ -44,11 +44,11 @@ class Reporting:
             progress = operator.index(progress)
         except TypeError:
             raise UserError(f"run.report({progress!r}): progress must be an integer, such as the epoch") from None
-        position, saver = self._position, self._steering.saver
+        position, saver = self._position, self._loop_control.saver
         numbers = as_numbers(metrics)
-        if self._reporter is not None and self._steering.keeps and saver.hear_report(position.step, numbers):
-            self._steering.save_wanted = True
-        self._steering.sync(Call.REPORT)
+        if self._reporter is not None and self._loop_control.keeps and saver.hear_report(position.step, numbers):
+            self._loop_control.save_wanted = True
+        self._loop_control.sync(Call.REPORT)
         if progress <= position.progress:
             raise UserError(
                 f"report(progress={progress}): progress must increase, starting at 1 (last value: {position.progress})"
@@ -58,12 +58,12 @@ class Reporting:
             self._reporter.report(progress, position.step, numbers)
         if self._prune is not None:
             self._prune_if_told(self._prune)
-        self._steering.reported()
+        self._loop_control.reported()
 
     def _prune_if_told(self, prune: PruneCallback) -> None:
         """Ask on rank 0, and end the trial on all ranks if it is pruned."""
         reason = self._collectives.broadcast_from_rank0(lambda: prune(self._position.progress, self._position.metrics))
         if reason is not None:
             log_lines.say(f"{reason}: stopped at progress {self._position.progress}")
-            self._steering.saver.finish()
+            self._loop_control.saver.finish()
             raise TrialPruned(reason)

@@ -11,16 +11,16 @@ from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.calls import Call
 from mgpu_slurm.rank.collectives import Collectives
-from mgpu_slurm.training.loop_control import Steering
+from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 
 
 class State:
     """The progress of a run after `restore`: at the start, or at the checkpoint it was restored from."""
 
-    def __init__(self, position: Position, steering: Steering) -> None:
+    def __init__(self, position: Position, loop_control: LoopControl) -> None:
         self._position = position
-        self._steering = steering
+        self._loop_control = loop_control
 
     @property
     def step(self) -> int:
@@ -38,20 +38,20 @@ class State:
 
         The end of each epoch is a boundary: a checkpoint is written, and a requested stop takes place.
         """
-        return self._steering.epochs(total)
+        return self._loop_control.epochs(total)
 
 
 class CheckpointFinder:
     """Finds a checkpoint: each rank checks its share of the files, and all use the same one."""
 
     def __init__(
-        self, files: RunFolder, is_main: bool, collectives: Collectives, keeper: Keeper, steering: Steering
+        self, files: RunFolder, is_main: bool, collectives: Collectives, keeper: Keeper, loop_control: LoopControl
     ) -> None:
         self._files = files
         self._is_main = is_main
         self._collectives = collectives
         self._keeper = keeper
-        self._steering = steering
+        self._loop_control = loop_control
 
     def newest_sound(self) -> Key | None:
         """Return the newest intact checkpoint; newer ones are set aside. Every rank must call it."""
@@ -63,7 +63,7 @@ class CheckpointFinder:
                 return None
             newest = Key(step, number)
             problem = self._keeper.problem(newest)
-            if not self._steering.any_rank(problem is not None, Call.RESTORE):
+            if not self._loop_control.any_rank(problem is not None, Call.RESTORE):
                 return newest
             self._set_aside(newest, problem, is_last=count == 1)
 
@@ -85,4 +85,4 @@ class CheckpointFinder:
             log_lines.warn(f"{said}: falling back to the previous one")
         if self._is_main:
             self._keeper.set_aside(key)
-        self._steering.sync(Call.RESTORE)
+        self._loop_control.sync(Call.RESTORE)

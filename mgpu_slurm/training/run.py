@@ -27,7 +27,7 @@ from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.rank.watchdog import Watchdog
-from mgpu_slurm.training.loop_control import Steering
+from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Meter, Position
 from mgpu_slurm.training.reporting import Reporting
 from mgpu_slurm.training.restore import CheckpointFinder, State
@@ -75,16 +75,17 @@ class Run:
         self._batch_weights = BatchWeights(facts.world_size)
         self._models = Models(device, facts.world_size, self._batch_weights.note_inputs)
         self._keeper = Keeper(self._files, facts, attempt, self._models.wrapped, self._collectives)
-        self._steering = Steering(self._position, device, facts.rank, self._collectives, self._keeper, stop, self.alive)
-        self._saver = self._steering.saver
-        self._finder = CheckpointFinder(self._files, self.is_main, self._collectives, self._keeper, self._steering)
-        self._reporting = Reporting(self._reporter, prune, self._position, self._steering, self._collectives)
+        control = LoopControl(self._position, device, facts.rank, self._collectives, self._keeper, stop, self.alive)
+        self._loop_control = control
+        self._saver = control.saver
+        self._finder = CheckpointFinder(self._files, self.is_main, self._collectives, self._keeper, self._loop_control)
+        self._reporting = Reporting(self._reporter, prune, self._position, self._loop_control, self._collectives)
         self._steps = StepCounter(self._step_done)
         self._data = RunData(
             facts,
             device,
             self._position,
-            self._steering,
+            self._loop_control,
             self._collectives,
             self._models,
             self._batch_weights,
@@ -200,7 +201,7 @@ class Run:
         if weight != 1.0:
             loss = loss * weight
         loss.backward()  # type: ignore[no-untyped-call]
-        self._steering.has_gradients = True
+        self._loop_control.has_gradients = True
         self.alive()
 
     def update(self, optimizer: Any, clip: float | None = None) -> None:
@@ -227,12 +228,12 @@ class Run:
         self._steps.step(optimizer)
         optimizer.zero_grad()
         # even if the step was skipped
-        self._steering.has_gradients = False
+        self._loop_control.has_gradients = False
 
     def _step_done(self) -> None:
         self._batch_weights.check_exchanged()
         self.step += 1
-        self._steering.step_done()
+        self._loop_control.step_done()
         self.alive()
         if self._reporter is not None:
             self._reporter.step_done(self.step)
@@ -263,7 +264,7 @@ class Run:
 
         Collective: every rank must call it.
         """
-        return self._steering.mean(float(total), float(count))
+        return self._loop_control.mean(float(total), float(count))
 
     def meter(self, name: str) -> Meter:
         """Return a meter for a mean over the samples of an epoch, such as the loss: `add` values, and report `mean()`.
@@ -275,12 +276,12 @@ class Run:
         Raises:
             UserError: there is a meter of that name, or `restore` has already been called.
         """
-        if name in self._steering.meters:
+        if name in self._loop_control.meters:
             raise UserError(f"run.meter({name!r}): a meter of that name exists: use it, or choose another name")
-        if self._steering.keeps:
+        if self._loop_control.keeps:
             raise UserError(f"run.meter({name!r}): create it before calling run.restore")
-        self._steering.meters[name] = Meter(self.device, self.mean, self._batch_weights.samples)
-        return self._steering.meters[name]
+        self._loop_control.meters[name] = Meter(self.device, self.mean, self._batch_weights.samples)
+        return self._loop_control.meters[name]
 
     def report(self, progress: SupportsIndex, **metrics: Any) -> None:
         """Report metrics to TensorBoard, `metrics.jsonl`, standard output and `status`.
@@ -309,7 +310,7 @@ class Run:
         Raises:
             UserError: an object cannot be saved, or a name is not in the checkpoint.
         """
-        self._steering.sync(Call.RESTORE)
+        self._loop_control.sync(Call.RESTORE)
         for name, value in objects.items():
             if isinstance(value, Loader):
                 self._position.follow(name, value)
@@ -317,17 +318,17 @@ class Run:
                 self._keeper.add(name, value)
                 self._models.add_restored(value)
         self._keeper.check_names()
-        self._steering.keeps = True
+        self._loop_control.keeps = True
         self._position.loaders.begin_loop()
         newest = self._finder.newest_sound()
         if newest is not None:
             self._load(newest)
-        return State(self._position, self._steering)
+        return State(self._position, self._loop_control)
 
     def _load(self, key: Key) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
         with self._steps.paused():
-            self._steering.resume_from(self._keeper.load(key, names))
+            self._loop_control.resume_from(self._keeper.load(key, names))
         if self._reporter is not None:
             self._reporter.resume(self.step)
             name = self._files.checkpoint(*key).name
@@ -367,14 +368,14 @@ class Run:
 
     def save(self) -> None:
         """Request a checkpoint at the next batch of the loader passed to `restore`, or the end of epoch or job."""
-        self._steering.save_wanted = True
+        self._loop_control.save_wanted = True
 
     # -- the end
 
     def finish(self) -> None:
         """Wait until every rank's job function has returned, and write a checkpoint that is still requested. A rank
         that still makes other calls is named in the error. Attached scripts may call this at their end."""
-        self._steering.finish()
+        self._loop_control.finish()
 
     def await_save(self) -> None:
         """Wait, for a limited time, until this rank's part of a checkpoint in progress is written."""
@@ -390,7 +391,7 @@ class Run:
             self._watchdog.rest()
         self._steps.close()
         if waits:
-            self._steering.warn_of_lost_save()
+            self._loop_control.warn_of_lost_save()
         if self._owns_collectives:
             # the others may be waiting for this rank's message
             self._collectives.close()

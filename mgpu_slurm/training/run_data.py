@@ -14,7 +14,7 @@ from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
-from mgpu_slurm.training.loop_control import Steering
+from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.wrap import Models
 
@@ -29,7 +29,7 @@ class RunData:
         facts: RankInfo,
         device: torch.device,
         position: Position,
-        steering: Steering,
+        loop_control: LoopControl,
         collectives: Collectives,
         models: Models,
         batch_weights: BatchWeights,
@@ -41,16 +41,16 @@ class RunData:
         """
         self.seed = 0
         """Seed of the order of samples; the same on all ranks."""
-        self._steering = steering
+        self._loop_control = loop_control
         self._models = models
         self._run_of_loader = RunOfLoader(
             facts.rank,
             facts.world_size,
             device,
-            steering.before_batch,
-            is_same=steering.is_same_everywhere,
-            sync=steering.sync,
-            drawn=steering.drawn,
+            loop_control.before_batch,
+            is_same=loop_control.is_same_everywhere,
+            sync=loop_control.sync,
+            drawn=loop_control.drawn,
             take_batch=collectives.take_batch,
             epoch=lambda: position.epoch,
             awaits_epochs=lambda: position.awaits_epochs,
@@ -64,15 +64,15 @@ class RunData:
             device,
             self._begin_evaluation,
             alive,
-            sync=steering.sync,
-            drawn=steering.drawn,
+            sync=loop_control.sync,
+            drawn=loop_control.drawn,
             keeps_step=lambda: models.are_sharded,
             batch_weights=batch_weights,
         )
         self._accumulation = Accumulation(batch_weights, facts.world_size, models.replicated)
 
     def _begin_evaluation(self) -> None:
-        self._steering.begin_evaluation()
+        self._loop_control.begin_evaluation()
         self._models.bring_buffers()
 
     def loader(

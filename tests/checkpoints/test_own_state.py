@@ -77,7 +77,7 @@ def trains(run: Run, stop_at: int | None, leaves_out: tuple[str, ...] = ()) -> d
             stream.state["place"] += 1 + run.rank
             buffer.state["samples"] = torch.cat([buffer.state["samples"], batch + torch.rand(())])
             if run.step == stop_at and run.rank == 0:
-                run._steering.stop.asked = Stop.END
+                run._loop_control.stop.asked = Stop.END
     found = {name: value.state_dict() for name, value in objects.items()}
     # the rest of it is the wrapped model
     found["holder"] = {name: value for name, value in found["holder"].items() if name.startswith("1.")}

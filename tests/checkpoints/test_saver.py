@@ -131,7 +131,7 @@ def leaves_nothing_in_the_store(run: Run) -> set[str]:
     for _ in state.epochs(1):
         for _ in steps_of(run, model, optimizer, data):
             pass
-    run._steering.saver.finish()
+    run._loop_control.saver.finish()
     return told()
 
 
@@ -170,7 +170,7 @@ def stops_while_it_waits(run: Run) -> None:
 
     def slow(*arguments: Any) -> None:
         if run.step == 2:
-            run._steering.stop.asked = Stop.END
+            run._loop_control.stop.asked = Stop.END
         time.sleep(0.2)
         write_part(*arguments)
 
@@ -487,7 +487,7 @@ def trains_with_everything(run: Run, stop_at: int | None) -> str:
             average.update_parameters(net)
             counter.seen += len(batch)
             if run.step == stop_at and run.rank == 1:
-                run._steering.stop.asked = Stop.END
+                run._loop_control.stop.asked = Stop.END
         run.report(epoch, seen=counter.seen)
     states = {name: value.state_dict() for name, value in objects.items()}
     torch.set_printoptions(precision=17, threshold=10**6)

@@ -41,7 +41,7 @@ def of_rank(error: str, message: str, consequence: bool = False) -> Failure:
 )
 def test_what_the_cluster_did(failure: Failure, name: str) -> None:
     cause = cause_of(failure)
-    assert (cause.name, cause.is_clusters, cause.spoils_node) == (name, True, name in ("gpu", "launch"))
+    assert (cause.name, cause.is_cluster_fault, cause.excludes_node) == (name, True, name in ("gpu", "launch"))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_commands_and_flags_that_are_advised_are_there(advice: str) -> None:
 @pytest.mark.parametrize("message", ["rank 0 on n1 was ended by SIGTERM", "rank 1 on n2: Terminated"])
 def test_one_that_was_told_to_end_did_not_fail_of_its_program(message: str) -> None:
     cause = cause_of(Failure(message=message))
-    assert (cause.name, cause.is_clusters) == ("terminated", False)
+    assert (cause.name, cause.is_cluster_fault) == ("terminated", False)
 
 
 def test_of_a_script_the_end_of_its_log_tells() -> None:
@@ -130,7 +130,7 @@ def test_of_a_script_the_end_of_its_log_tells() -> None:
     ],
 )
 def test_what_the_program_did(failure: Failure) -> None:
-    assert not cause_of(failure).is_clusters
+    assert not cause_of(failure).is_cluster_fault
 
 
 def stuck(rank: int, waits: bool, collectives: int = 0, place: int = 0) -> Failure:

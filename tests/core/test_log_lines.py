@@ -26,6 +26,6 @@ def test_no_other_module_writes_the_prefix() -> None:
         path.name
         for path in others
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and log_lines.PREFIX in node.value
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(log_lines.PREFIX)
     }
     assert writing == set()

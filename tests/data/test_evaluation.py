@@ -53,7 +53,7 @@ def trains(run: Run, how: str, stop_in: int, after: int) -> dict[str, Any]:
         batches = run.shard(held, batch_size=2) if how == "shard" else run.loader(held, batch_size=2 * run.world_size)
         for number, (batch,) in enumerate(batches):
             if (epoch, number, run.rank, run.attempt) == (stop_in, after, run.world_size - 1, 1):
-                run._steering.stop.asked = Stop.END
+                run._loop_control.stop.asked = Stop.END
             (run.folder / f"evaluated-{run.attempt}-{run.rank}").write_text(f"{epoch} {number}")
             if (epoch, number, run.attempt) == (stop_in, after + 1, 1) and run.rank != run.world_size - 1:
                 wait_until(functools.partial(has_reached, run.folder, run.world_size - 1, epoch, after))
@@ -147,7 +147,7 @@ def loops_otherwise(run: Run, how: str, stop_in: int) -> tuple[list[Any], int]:
             for _ in run.loader(TensorDataset(torch.ones(80, 1)), batch_size=2 * run.world_size):
                 if epoch == stop_in:
                     evaluated += 1
-                    run._steering.stop.asked = Stop.END
+                    run._loop_control.stop.asked = Stop.END
     return [each.tolist() for each in model.parameters()], evaluated
 
 
@@ -189,7 +189,7 @@ def evaluates_after_an_epoch(run: Run, is_lost: bool) -> int:
     done = 0
     with contextlib.suppress(RunStopped):
         for _ in run.loader(TensorDataset(torch.ones(20, 1)), batch_size=2):
-            run._steering.stop.asked = Stop.END
+            run._loop_control.stop.asked = Stop.END
             done += 1
     return done
 

@@ -247,12 +247,12 @@ LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
 def goes_through(run: Run, loop: int, stop_at: int | None) -> list[Seen]:
     seen = []
     if stop_at == AT_ONCE:
-        run._steering.stop.asked = Stop.END
+        run._loop_control.stop.asked = Stop.END
     with contextlib.suppress(RunStopped):
         for each in LOOPS[loop](Job(run)):
             seen.append(each)
             if run.step == stop_at:
-                run._steering.stop.asked = Stop.END
+                run._loop_control.stop.asked = Stop.END
     return seen
 
 
@@ -468,7 +468,7 @@ def trains_in_two_phases(run: Run, stop_at: int | None) -> list[tuple[int, int]]
                 _, at, *_ = job.step(a, a)
                 seen.append((run.step, at))
                 if run.step == stop_at:
-                    run._steering.stop.asked = Stop.END
+                    run._loop_control.stop.asked = Stop.END
     return seen
 
 

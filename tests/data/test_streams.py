@@ -98,7 +98,7 @@ def trains(run: Run, which: str, stop_at: int | None = None) -> dict[str, Any]:
                 meter.add(numbers.double().mean())
                 seen.append((epoch, data.batch, numbers.tolist()))
                 if len(seen) == stop_at:
-                    run._steering.stop.asked = Stop.END
+                    run._loop_control.stop.asked = Stop.END
             means.append(meter.mean())
     except RunStopped:
         pass
@@ -401,14 +401,14 @@ def draws_its_own(
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     seen: list[list[int]] = []
     if stop_at == 0:
-        run._steering.stop.asked = Stop.END
+        run._loop_control.stop.asked = Stop.END
     try:
         for _ in run.restore(data=driver, optimizer=optimizer).epochs(EPOCHS):
             for batch, *_ in zip(data, strict=True) if drives else zip(data, driver, strict=True):
                 optimizer.step()
                 seen.append((batch[0] if isinstance(batch, list) else batch).tolist())
                 if len(seen) == stop_at:
-                    run._steering.stop.asked = Stop.END
+                    run._loop_control.stop.asked = Stop.END
     except RunStopped:
         pass
     except UserError as error:
@@ -469,7 +469,7 @@ def grows(run: Run, stop_at: int | None = None) -> list[tuple[int, int, list[int
             for (numbers,) in data:
                 seen.append((epoch, len(data), numbers.tolist()))
                 if len(seen) == stop_at:
-                    run._steering.stop.asked = Stop.END
+                    run._loop_control.stop.asked = Stop.END
     except RunStopped:
         pass
     return seen

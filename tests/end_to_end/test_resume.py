@@ -61,7 +61,7 @@ JOB = '''
                     os.kill(os.getpid(), getattr(signal, config.signal_name))
                 if run.attempt == 1 and run.step == config.wait_at:
                     Path(run.folder, f"waits-{run.rank}").touch()
-                    while not run._steering.stop.asked:
+                    while not run._loop_control.stop.asked:
                         time.sleep(0.01)
                 if run.attempt <= 2 and run.step == config.kill_at and run.rank == 1:
                     # it may still be on its way to the disk

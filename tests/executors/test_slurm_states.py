@@ -132,7 +132,7 @@ def test_a_controller_that_takes_long_is_not_asked_for_many_jobs(
     answers("scontrol", f"echo >> {tmp_path}/asked; {UNKNOWN_JOB}")
     job_ids = {make_run(runs, f"digits-{job_id}"): job_id for job_id in ("42", "43", "44")}
     assert list((slurm_states.ask(job_ids, print) or {}).values()) == [slurm_states.LOST] * 3
-    monkeypatch.setattr(slurm_states, "SHOWING_TAKES", -1.0)
+    monkeypatch.setattr(slurm_states, "LOOKUP_SECONDS", -1.0)
     assert list((slurm_states.ask(job_ids, print) or {}).values()) == [
         slurm_states.LOST,
         slurm_states.UNLISTED,
@@ -299,7 +299,7 @@ def test_a_job_that_has_the_id_of_a_run_s_is_not_cancelled(run: RunFolder, answe
     with pytest.raises(ClusterError, match="it was left alone"):
         api.Handle(run).cancel()
     assert not (tmp_path / "cancelled").exists()
-    assert not run.cancel_wish.exists()
+    assert not run.cancel_request.exists()
     answers("squeue", shows(job("digits")))
     assert api.Handle(run).cancel()
     assert (tmp_path / "cancelled").read_text() == "42\n"

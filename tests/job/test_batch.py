@@ -96,7 +96,7 @@ def test_a_rank_that_asks_to_be_started_again_lets_the_others_finish(
 ) -> None:
     # rank 0 still saves when rank 1 has left
     saves = (
-        f"if [ $RANK = 1 ]; then exit 75; fi; until [ -e {folder.requeue_wish(1)} ]; do :; done; echo saved; exit 75"
+        f"if [ $RANK = 1 ]; then exit 75; fi; until [ -e {folder.requeue_request(1)} ]; do :; done; echo saved; exit 75"
     )
     assert start_batch(shell(saves)).wait() == 75
     assert folder.rank_log(1, 0).read_text() == "saved\n"
@@ -171,7 +171,7 @@ def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
 
 def test_a_cancel_while_the_job_is_requeued_ends_it(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
     """SLURM requeues one that was cancelled a moment before."""
-    scontrol.write_text(f"#!/bin/sh\ntouch {folder.cancel_wish}\n")
+    scontrol.write_text(f"#!/bin/sh\ntouch {folder.cancel_request}\n")
     scancel = scontrol.with_name("scancel")
     scancel.write_text(f'#!/bin/sh\necho "$@" >> {scancel}.calls\nexit 1\n')
     scancel.chmod(0o755)
@@ -273,7 +273,7 @@ def test_a_cancel_is_heard_before_the_next_attempt(folder: RunFolder, start_batc
 
 
 def test_one_that_came_before_the_first_failure_too(folder: RunFolder, start_batch: StartBatch) -> None:
-    batch = start_batch(shell(f"touch {folder.cancel_wish}; kill -9 $$"), nodes=1)
+    batch = start_batch(shell(f"touch {folder.cancel_request}; kill -9 $$"), nodes=1)
     assert batch.wait() == 143
     state = records.read_state(folder)
     assert (state.state, state.reason, state.attempts) == ("CANCELLED", "cancelled", 1)

@@ -11,7 +11,7 @@ from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.job import requeue
-from mgpu_slurm.job.requeue import Job, start_again, start_again_in_time, starts
+from mgpu_slurm.job.requeue import Job, chain_events, start_again, start_again_in_time
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.slurm import outage, sbatch, script
@@ -174,12 +174,12 @@ def test_requeues_count_over_the_jobs_that_continue_each_other_and_not_over_a_re
     first = Job(folder, spec, "9", "mgpu-1")
     start_again_in_time(first, Event())
     start_again_in_time(first, Event())
-    assert len(starts(first, "requeued")) == 2
+    assert len(chain_events(first, "requeued")) == 2
     slurm.write("scontrol", REFUSES.format(state=slurm.state))
     start_again_in_time(first, Event())
     second = Job(folder, spec, "42", records.submissions(folder)[-1].token)
-    assert len(starts(second, "requeued")) == 3
+    assert len(chain_events(second, "requeued")) == 3
     start_again_in_time(second, Event())
-    assert len(starts(Job(folder, spec, "43", records.submissions(folder)[-1].token), "requeued")) == 4
+    assert len(chain_events(Job(folder, spec, "43", records.submissions(folder)[-1].token), "requeued")) == 4
     records.record_event(folder, "submitting", token="resumed")
-    assert len(starts(Job(folder, spec, "44", "resumed"), "requeued")) == 0
+    assert len(chain_events(Job(folder, spec, "44", "resumed"), "requeued")) == 0

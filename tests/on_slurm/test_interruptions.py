@@ -61,7 +61,7 @@ JOB = '''
                 run.update(optimizer, clip=1.0)
                 if run.attempt == 1 and run.step == config.wait_at:
                     Path(run.folder, f"waits-{run.rank}").touch()
-                    while not run._steering.stop.asked:
+                    while not run._loop_control.stop.asked:
                         time.sleep(0.01)
                 if run.attempt == 1 and run.rank == 1 and run.step == config.block_at:
                     Path(run.folder, "is-blocked").touch()

@@ -320,7 +320,7 @@ TRAINING = '''
                 run.backward(model(torch.ones(1, 1)).sum())
                 run.update(optimizer)
                 print("step", run.step, flush=True)
-            while epoch == 1 and run.attempt == 1 and not run._steering.stop.asked:
+            while epoch == 1 and run.attempt == 1 and not run._loop_control.stop.asked:
                 time.sleep(0.01)
             run.report(epoch, seed=config.seed)
 '''

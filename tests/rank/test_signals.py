@@ -28,7 +28,7 @@ for epoch in state.epochs(1):
         run.update(optimizer)
         if run.step == 2:
             print("waits", flush=True)
-            while not run._steering.stop.asked:
+            while not run._loop_control.stop.asked:
                 time.sleep(0.01)
             {then}
 """

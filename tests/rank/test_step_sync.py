@@ -31,18 +31,18 @@ def passes(run: Run, seed: int) -> list[tuple[int, Agreed]]:
     """Each rank at its own pace; each wants something now and then."""
     draw = random.Random(f"{seed} {run.rank}")
     pace = draw.choice([0.0, 0.0005, 0.002])
-    wishes = {draw.randrange(1, 200): Agreed(save=True) for _ in range(3)}
-    wishes |= {draw.randrange(1, 200): Agreed(stop=stop) for stop in (Stop.REQUEUE, Stop.END)}
-    found, wish = [], NOTHING
+    requests = {draw.randrange(1, 200): Agreed(save=True) for _ in range(3)}
+    requests |= {draw.randrange(1, 200): Agreed(stop=stop) for stop in (Stop.REQUEUE, Stop.END)}
+    found, request = [], NOTHING
     for boundary in range(1, 200):
-        wish = wishes.get(boundary, wish)
-        agreed = run._collectives.step(wish)
+        request = requests.get(boundary, request)
+        agreed = run._collectives.step(request)
         if agreed != NOTHING:
             found.append((boundary, agreed))
-            # what was done is not wished any more, and who was told to stop is not told otherwise
-            wish = Agreed(wish.stop)
+            # what was done is not requested any more, and who was told to stop is not told otherwise
+            request = Agreed(request.stop)
         time.sleep(pace)
-    run._collectives.sync(Call.EPOCH, wish)
+    run._collectives.sync(Call.EPOCH, request)
     run.close()
     return found
 

@@ -240,16 +240,16 @@ def test_what_rank_0_tells_stays_what_it_is() -> None:
 def sums(run: Run) -> list[tuple[Agreed, str]]:
     collectives = run._collectives
     values = [[[1.0, 2.0**53], [0.1, 1.0]], [[math.inf, math.nan], [1.0, 1.0]], [[1e308, -1.0], [1e308, -1.0]]]
-    wishes = [Agreed(save=run.rank == 1), Agreed(stop=Stop.END if run.rank else Stop.REQUEUE), Agreed(failed=True)]
+    requests = [Agreed(save=run.rank == 1), Agreed(stop=Stop.END if run.rank else Stop.REQUEUE), Agreed(failed=True)]
     found = []
-    for wish, each in zip(wishes, values, strict=True):
-        agreed, total = collectives.with_sums(Call.MEAN, wish, each[run.rank])
+    for request, each in zip(requests, values, strict=True):
+        agreed, total = collectives.with_sums(Call.MEAN, request, each[run.rank])
         found.append((agreed, repr(total)))
     run.close()
     return found
 
 
-def test_a_message_sums_in_double_precision_and_has_the_strongest_wish() -> None:
+def test_a_message_sums_in_double_precision_and_has_the_strongest_request() -> None:
     first, second = run_ranks(sums, 2)
     assert first == second
     assert first == [

@@ -74,10 +74,10 @@ def test_scrubbed_environment_drops_what_another_job_left() -> None:
 
 
 def test_threads_that_a_run_was_given_are_no_wish_of_its_user() -> None:
-    wish = {"OMP_NUM_THREADS": "4"}
-    assert commands.scrubbed_environment(wish | {"MGPU_THREADS": "4"}) == {}
-    assert commands.scrubbed_environment(wish | {"MGPU_THREADS": "2"}) == wish
-    assert commands.scrubbed_environment(wish) == wish
+    request = {"OMP_NUM_THREADS": "4"}
+    assert commands.scrubbed_environment(request | {"MGPU_THREADS": "4"}) == {}
+    assert commands.scrubbed_environment(request | {"MGPU_THREADS": "2"}) == request
+    assert commands.scrubbed_environment(request) == request
 
 
 def test_run_gives_standard_output_and_hides_the_user_s_own_filters(

@@ -188,7 +188,7 @@ def stopped_and_resumed(run: Run, way: str, stop_at: int | None) -> list[list[in
             run.backward(model(batch).square().mean())
             batches += 1
             if batches == stop_at:
-                run._steering.stop.asked = Stop.END
+                run._loop_control.stop.asked = Stop.END
             if way == "accumulates" and batches % 2:
                 continue
             optimizer.step()
@@ -235,7 +235,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) 
 
 
 def asked_to_requeue(run: Run) -> int:
-    run._steering.stop.asked = Stop.REQUEUE
+    run._loop_control.stop.asked = Stop.REQUEUE
     data = run.loader(TensorDataset(torch.arange(6)), batch_size=2)
     return sum(len(batch) for (batch,) in data)
 

@@ -46,7 +46,7 @@ def trains(run: Run, stop_at: int | None, dropout: float) -> dict[str, Any]:
                 meter.add(total)
                 seen += [(epoch, number) for number in numbers.tolist()]
                 if run.step == stop_at and run.rank == run.world_size - 1:
-                    run._steering.stop.asked = Stop.END
+                    run._loop_control.stop.asked = Stop.END
             squares = [net(batch).square().sum().item() for (batch, _) in run.shard(dataset, 8)]
             losses[epoch] = run.mean(sum(squares), SAMPLES / run.world_size)
             means[epoch] = meter.mean()

@@ -169,7 +169,7 @@ def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, resto
     for scale in (1.0, float("inf"), 1.0):
         run.backward(scaler.scale(model(torch.ones(1, 1)).mean()) * scale)
         run.update(optimizer)
-        assert not run._steering.has_gradients
+        assert not run._loop_control.has_gradients
     assert run.step == steps
 
 
@@ -269,7 +269,7 @@ def trains(run: Run, kind: str, stop_at: int | None) -> tuple[int, int]:
             else:
                 run.update(optimizer)
             if run.step == stop_at:
-                run._steering.stop.asked = Stop.END
+                run._loop_control.stop.asked = Stop.END
     return began, run.step
 
 

@@ -130,7 +130,7 @@ class CommandTrainer:
         deadline: float | None = None
         ended_by_sigterm: float | None = None
         # the children receive the signal too, and end in their own time
-        self._stop.is_heeded = True
+        self._stop.is_at_boundary = True
         try:
             server.watch(descriptor)
             while True:
