@@ -160,7 +160,7 @@ def test_commands_that_want_one_run_name_one(project: Project) -> None:
     project.call("wait", folder.name)
     for words, error in [
         (["logs", folder.name], f"is a group of 2 runs: name one of them, such as {folder.name}/0"),
-        (["logs", f"{folder.name}/2"], f"has runs {folder.name}/0 to {folder.name}/1, and no 2"),
+        (["logs", f"{folder.name}/2"], f"has runs {folder.name}/0 to {folder.name}/1, not 2"),
         (["clean", "--yes", f"{folder.name}/1"], f"is part of group {folder.name}"),
     ]:
         done = project.call(*words)

@@ -91,13 +91,15 @@ def test_data_is_named_where_a_config_names_it_as_text(project: Project) -> None
 
 
 @pytest.mark.parametrize("flags", [("--cluster", "site"), ("--cluster", "plain", "--sbatch", "container-image=ubuntu")])
-@pytest.mark.parametrize("program", ["no-such-tool", "/opt/no/such/tool"])
+@pytest.mark.parametrize(
+    ("program", "problem"), [("no-such-tool", "is not on PATH"), ("/opt/no/such/tool", "does not exist")]
+)
 def test_a_program_that_the_job_may_bring_is_only_warned_of(
-    project: Project, flags: tuple[str, ...], program: str
+    project: Project, flags: tuple[str, ...], program: str, problem: str
 ) -> None:
     done = project.call(*DRY_RUN, *flags, "--", program, "x")
     assert done.returncode == 0, done.stderr
-    assert f"command   {program} is not " in done.stdout
+    assert f"command   {program} {problem}" in done.stdout
     assert "unless the job's setup or container provides it" in done.stdout
 
 

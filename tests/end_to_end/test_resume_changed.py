@@ -129,7 +129,7 @@ def test_a_change_waits_for_all_that_share_it(project: Project) -> None:
 def test_of_attempts_with_other_resources_logs_stay_and_warnings_go(project: Project) -> None:
     words = ("--nodes", "2", "--cpus-per-task", "999", "--", "sh", "-c", "echo attempt $MGPU_ATTEMPT; exit 1")
     folder, _ = project.run(*words)
-    assert "asked for 999 cores" in project.call("wait", folder.name).stdout
+    assert "requested 999 cores" in project.call("wait", folder.name).stdout
     done = project.call("resume", folder.name, "--nodes", "1", "--cpus-per-task", "1", "--follow")
     assert done.returncode == 1
     assert "warning" not in done.stdout

@@ -85,7 +85,7 @@ def test_the_screen_says_what_runs_how_it_goes_and_how_it_ended(digits: Submitte
     assert lines[1] == "target    jobs.digits:train"
     assert lines[2].startswith("config    epochs=2  batch_size=32")
     assert lines[3] == "ranks     2 = 2 simulated nodes x 1"
-    assert lines[4] == "executor  local: asked for"
+    assert lines[4] == "executor  local: requested"
     assert lines[5].startswith("gpus      ")
     assert lines[6] == f"folder    {digits.folder}"
     progress = [line for line in lines if line.startswith("[")]
