@@ -210,7 +210,7 @@ def test_a_trial_outlives_the_time_limit_of_its_worker_and_a_cancel(project: Pro
     assert "asked to save and end" in project.call("cancel", "study").stdout
     assert wait(project).returncode == 1
     assert (facts_of(project)["state"], states(folder)) == ("CANCELLED", ["WAITING"])
-    assert "2 unfinished: cancelled; `" in project.call("status", "study").stdout.splitlines()[0]
+    assert "2 unfinished: cancelled; continue with `" in project.call("status", "study").stdout.splitlines()[0]
     (project.folder / "gate").touch()
     done = project.call("resume", "study")
     assert done.returncode == 0, done.stdout + done.stderr
