@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from mgpu_slurm.core import records
 from mgpu_slurm.core.layout import RunFolder
-from tests.support import Project, restore_version_0_1
+from tests.support import REPOSITORY, Project, restore_version_0_1
 
 
 @pytest.fixture
@@ -63,3 +65,23 @@ def test_a_study_continues(project: Project, old: dict[str, Path]) -> None:
     assert (facts["state"], sum(facts["trials"].values())) == ("COMPLETED", 6)
     assert {name: (old["search"] / f"trials/{name}/result.json").read_text() for name in range(4)} == before
     assert project.json("best", "search")["value"] <= best["value"]
+
+
+@pytest.mark.parametrize(
+    ("old_name", "part"),
+    [
+        ("mgpu_slurm.runtime.batch", "batch"),
+        ("mgpu_slurm.runtime.entry", "rank"),
+        ("mgpu_slurm.sweeping.worker", "worker"),
+    ],
+)
+def test_the_names_that_queued_scripts_call_start_the_same_programs(old_name: str, part: str, tmp_path: Path) -> None:
+    def ends(*words: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", *words, str(tmp_path / "nowhere"), "--token", "x"]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr.splitlines()[-1]
+
+    code, said = ends(old_name)
+    # without the run and the variables that a job has, each ends with an error of its own
+    assert code != 0
+    assert (code, said) == ends("mgpu_slurm.job", part)
