@@ -123,7 +123,7 @@ def test_it_runs_at_once_on_all_that_is_held_again_and_again(
     assert done.returncode == 0, done.stderr
     assert re.search(rf"executor  allocation: job {shell.job_id}, n\[1-2\], 0:\d\d:\d\d left\n", done.stdout)
     assert "ranks     4 = 2 nodes x 2" in done.stdout
-    assert f"gpus      2 per node, as allocation {shell.job_id} has" in done.stdout
+    assert f"gpus      2 per node, as in allocation {shell.job_id}" in done.stdout
     # salloc gives one core where nobody asks for more
     assert "cores     1 on a node, shared by 2 ranks" in done.stdout
     assert "-- started on n[1-2]\nrank 0 of 4 on n1 sees 0,1\nCOMPLETED" in done.stdout
@@ -176,7 +176,7 @@ def test_what_is_not_held_is_refused_in_one_line(hold: Callable[..., Shell], slu
         ("--mem", "600M"): f"--mem 600M: allocation {job} has 500M on n1",
         ("--time", "31"): f"--time 31: allocation {job} has 0:2",
         ("--partition", "high"): f"--partition high: allocation {job} has fixed this",
-        ("--sbatch", "mail-type=END"): "--sbatch mail-type: allocation {job} does not use sbatch",
+        ("--sbatch", "mail-type=END"): f"--sbatch mail-type: allocation {job} does not use sbatch",
     }
     for words, said in refused.items():
         done = shell.call(*SUBMIT, *words, "--", "true")

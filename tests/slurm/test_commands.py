@@ -109,7 +109,7 @@ def test_run_reports_a_failure_in_one_line(fake_command: FakeCommand) -> None:
 
 def test_run_reports_a_failure_without_words(fake_command: FakeCommand) -> None:
     fake_command("scancel", "exit 1")
-    with pytest.raises(ClusterError, match=r"exit code 1.*said nothing"):
+    with pytest.raises(ClusterError, match=r"exit code 1.*no message"):
         commands.run(["scancel", "42"])
 
 

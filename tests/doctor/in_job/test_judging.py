@@ -185,7 +185,7 @@ def test_names() -> None:
     assert found.text == "n1 takes 15.0 s to look up 10.0.0.2 (n2)"
 
 
-def reached(problem: str = "") -> dict[str, Any]:
+def reached(problem: str | None = None) -> dict[str, Any]:
     return {"port": 12345, "seconds": 0.1, "problem": problem}
 
 
