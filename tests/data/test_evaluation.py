@@ -34,6 +34,11 @@ def has_reached(folder: Path, rank: int, epoch: int, batch: int) -> bool:
     return file.exists() and (text := file.read_text()) != "" and [*map(int, text.split())] >= [epoch, batch]
 
 
+def has_heard_of_a_stop(run: Run) -> bool:
+    sync = run._collectives._step_sync
+    return sync is not None and sync._stop is Stop.END
+
+
 def trains(run: Run, how: str, stop_in: int, after: int) -> dict[str, Any]:
     """Stops the last rank in the evaluation of an epoch, after some batches; no epoch is the one behind them all."""
     run.seed(3)
@@ -57,6 +62,9 @@ def trains(run: Run, how: str, stop_in: int, after: int) -> dict[str, Any]:
             (run.folder / f"evaluated-{run.attempt}-{run.rank}").write_text(f"{epoch} {number}")
             if (epoch, number, run.attempt) == (stop_in, after + 1, 1) and run.rank != run.world_size - 1:
                 wait_until(functools.partial(has_reached, run.folder, run.world_size - 1, epoch, after))
+                if how == "loader":
+                    # on a busy machine this rank could be through with the evaluation before it hears of the stop
+                    wait_until(functools.partial(has_heard_of_a_stop, run))
             if number == 0:
                 # an evaluation may do anything
                 net[0].bias.data *= 0.9
