@@ -19,15 +19,11 @@ UNRECORDED = "unrecorded"
 
 def from_known(kind: type[D], values: Mapping[str, Any]) -> D:
     """Return a dataclass with those of the values that it has a field for: a newer version may have written more."""
-    return kind(**{name: values[name] for name in _names(kind) if name in values})
-
-
-def _names(kind: type) -> list[str]:
-    return [each.name for each in fields(kind) if each.name != "others"]
+    return kind(**{name: values[name] for name in _may_be_none(kind) if name in values})
 
 
 _MAY_BE_NONE: dict[type, dict[str, bool]] = {}
-"""For the fields of each class of records, whether they may be None; found once, as `status` reads many records."""
+"""For the fields of each class, whether they may be None; found once, as `status` reads many records."""
 
 
 def _may_be_none(cls: type) -> dict[str, bool]:

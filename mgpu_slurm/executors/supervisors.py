@@ -121,7 +121,7 @@ def await_coordinator(group: RunFolder) -> None:
                 f" or `{program()} cancel {group.run}` first"
             )
         # its last run ended a moment ago; or all were cancelled one by one, and it still waits for other runs
-        cancel(group, state)
+        _cancel(group, state)
         time.sleep(0.02)
 
 
@@ -185,7 +185,7 @@ def cancel_all(folder: RunFolder, living: Living) -> bool:
     """
     if folder.task is None and any(_is_waiting(member, state) for member, state in living):
         # the coordinator then starts no more runs, and waits for no dependency
-        cancel(folder, records.read_state(folder))
+        _cancel(folder, records.read_state(folder))
     reached = [_cancel_member(member, state) for member, state in living]
     return any(reached)
 
@@ -200,7 +200,7 @@ def _cancel_member(folder: RunFolder, state: RunState) -> bool:
     if _is_waiting(folder, state):
         records.cancel_unstarted(folder, "cancelled")
         return True
-    return cancel(folder, state)
+    return _cancel(folder, state)
 
 
 def _is_waiting(folder: RunFolder, state: RunState) -> bool:
@@ -208,7 +208,7 @@ def _is_waiting(folder: RunFolder, state: RunState) -> bool:
     return folder.task is not None and state.job_id is None
 
 
-def cancel(folder: RunFolder, state: RunState) -> bool:
+def _cancel(folder: RunFolder, state: RunState) -> bool:
     """Ask the supervisor to end its run, which saves first; return False if there is no supervisor any more.
 
     Raises:

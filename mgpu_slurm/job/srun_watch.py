@@ -18,6 +18,13 @@ from mgpu_slurm.job.attempt import Ending, describe_exit
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
 from mgpu_slurm.slurm import jobs, steps
 
+PATIENCE = 60.0
+"""Seconds without a sign of the ranks after which SLURM is asked for their step; also the interval afterwards."""
+
+AGAIN_AFTER = 30.0
+"""Seconds after which SLURM is asked again if there is no step: srun may be about to retry, for example after an outage
+of the controller."""
+
 _TASK_FAILURE = re.compile(
     r"^srun: error: (?P<nodes>\S+): task(?P<several>s?) (?P<ranks>\S+): (?P<how>.+)$", re.MULTILINE
 )
@@ -86,14 +93,6 @@ def _first_failed_task(launch_log: str) -> re.Match[str] | None:
     """
     found = list(_TASK_FAILURE.finditer(launch_log))
     return min(found, key=lambda match: match["how"] != _OUT_OF_MEMORY, default=None)
-
-
-PATIENCE = 60.0
-"""Seconds without a sign of the ranks after which SLURM is asked for their step; also the interval afterwards."""
-
-AGAIN_AFTER = 30.0
-"""Seconds after which SLURM is asked again if there is no step: srun may be about to retry, for example after an outage
-of the controller."""
 
 
 class LaunchWatch:

@@ -11,11 +11,6 @@ from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry.index import roots
 
 
-def owner(folder: RunFolder) -> str:
-    """Return the user name of the run's owner."""
-    return files.name_of_owner(folder.group.path)
-
-
 def check_may_change(folder: RunFolder, what: str) -> None:
     """Refuse to change a run in whose folder this user may not write.
 
@@ -27,7 +22,8 @@ def check_may_change(folder: RunFolder, what: str) -> None:
     """
     # in a runs folder that many may write to, it could be renamed anyway
     if not os.access(folder.group.path, os.W_OK):
-        raise UserError(f"run {folder.run} belongs to {owner(folder)}: only they can {what} it")
+        owner = files.name_of_owner(folder.group.path)
+        raise UserError(f"run {folder.run} belongs to {owner}: only they can {what} it")
 
 
 def refuse_closed(name: str) -> None:

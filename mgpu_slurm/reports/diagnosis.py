@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mgpu_slurm.core import failures, log_lines, records, states
 from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError
@@ -34,6 +34,11 @@ _NOT_FOUND = re.compile(r"FileNotFoundError|No such file or directory|not found|
 _TYPED = re.compile(r"<(?:stdin|string|i?python-input.*)>|.*/ipykernel_\d+/")
 """Files of functions typed into Python or a notebook; other code without a file is a library's."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+
+_RANK = re.compile(r"-flight-(\d+)(.*)")
+
+Collective: TypeAlias = dict[str, Any]
+"""An entry in the dump of a flight recorder."""
 
 
 @dataclass(frozen=True)
@@ -293,11 +298,6 @@ def _history(folder: RunFolder, waits: bool) -> Iterator[str]:
         yield f"attempt {each.attempt}: {each.ended}; {each.then}"
     for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")):
         yield f"damaged   {short_path(path)} was damaged and was skipped"
-
-
-Collective = dict[str, Any]
-
-_RANK = re.compile(r"-flight-(\d+)(.*)")
 
 
 class _PlainUnpickler(pickle.Unpickler):
