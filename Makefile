@@ -9,7 +9,7 @@ ADVICE = install Python 3.10 or newer with its venv module, or name one: make PY
 
 READY := .venv/ready
 CLUSTER := .cluster/ready
-QUICK := $(addprefix tests/,core request slurm registry submission metrics sweeps/search test_docs.py \
+QUICK := $(addprefix tests/,core run_folder request slurm registry submission metrics sweeps/search test_docs.py \
     test_imports.py)
 
 demo: $(READY)

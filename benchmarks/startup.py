@@ -12,8 +12,8 @@ from pathlib import Path
 from benchmarks.measure import Estimate, interleave, median, ratio
 from benchmarks.project import MGPU, Project, project
 from benchmarks.report import Row, Section
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.records import update_state
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.records import update_state
 
 ROUNDS = 30
 RUNS = 1000

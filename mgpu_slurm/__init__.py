@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mgpu_slurm.api import Handle, find, runs, submit, sweep
     from mgpu_slurm.core.errors import UserError
+    from mgpu_slurm.rank.torch_adapter import import_torchvision
     from mgpu_slurm.training.attach import attach
     from mgpu_slurm.training.run import Run
-    from mgpu_slurm.training.torchvision_import import import_torchvision
 
 __all__ = ["Handle", "Run", "UserError", "attach", "find", "import_torchvision", "runs", "submit", "sweep"]
 
@@ -31,7 +31,7 @@ _HOMES = {
     "UserError": "mgpu_slurm.core.errors",
     "attach": "mgpu_slurm.training.attach",
     "find": "mgpu_slurm.api",
-    "import_torchvision": "mgpu_slurm.training.torchvision_import",
+    "import_torchvision": "mgpu_slurm.rank.torch_adapter",
     "runs": "mgpu_slurm.api",
     "submit": "mgpu_slurm.api",
     "sweep": "mgpu_slurm.api",

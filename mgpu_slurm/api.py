@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
-from mgpu_slurm.core import files, records, states
+from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import RunFailed, UserError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.registry import cleanup, current_state, logs, lookup, permissions, reach, sweep_state
+from mgpu_slurm.registry import cleanup, current_state, index, lookup, reach, sweep_state
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.restart_policy import RestartPolicy
-from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.request.spec import RestartPolicy, read_spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.submission import plan
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Request
@@ -104,7 +104,7 @@ class _Submitted:
         Raises:
             UserError: there is nothing to resume, the change does not fit, or the run belongs to another user.
         """
-        permissions.check_may_change(self.files, "resume")
+        index.check_may_change(self.files, "resume")
         found = current_state.current([self.files])
         ended = [folder for folder, facts in found if not states.is_alive(facts.state)]
         unfinished = [folder for folder, facts in found if folder in ended and facts.state != states.COMPLETED]
@@ -129,7 +129,7 @@ class _Submitted:
         Raises:
             UserError: it is still alive, or belongs to another user.
         """
-        permissions.check_may_change(self.files, "delete")
+        index.check_may_change(self.files, "delete")
         cleanup.check_has_ended(self.files, self.state)
 
 
@@ -162,7 +162,7 @@ class Handle(_Submitted):
     def logs(self, rank: int = 0) -> str:
         """Return everything that a rank has printed, over all attempts."""
         attempts = range(1, records.attempts_started(self.files) + 1)
-        return "".join(path.read_text(errors="replace") for path in logs.of_rank(self.files, rank, attempts))
+        return "".join(path.read_text(errors="replace") for path in lookup.of_rank(self.files, rank, attempts))
 
 
 class Group(_Submitted):
@@ -210,7 +210,7 @@ class Study(Group):
         """
         from mgpu_slurm.sweeps import launch
 
-        permissions.check_may_change(self.files, "resume")
+        index.check_may_change(self.files, "resume")
         return launch.resume(self.files, change, note)
 
     def delete(self, only_checkpoints: bool = False) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mgpu_slurm.core.errors import RunStopped
-from mgpu_slurm.job import store_secret, store_server
+from mgpu_slurm.job import store_server
 from mgpu_slurm.rank import rendezvous
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
@@ -54,9 +54,9 @@ def join_ranks(body: Work, facts: list[RankInfo], *arguments: Any) -> list[Any]:
     """Call `body(facts, *arguments)` in one process per rank, with a rendezvous; return the results."""
     listener = store_server.bind("127.0.0.1")
     secret_file = Path(tempfile.mkdtemp()) / "secret"
-    store_secret.create(secret_file)
+    store_server.create_secret(secret_file)
     variables = store_server.exports("127.0.0.1", listener.getsockname()[1])
-    variables |= {"GLOO_SOCKET_IFNAME": "lo", store_secret.VARIABLE: str(secret_file)}
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", store_server.SECRET_VARIABLE: str(secret_file)}
     store = store_server.serve(listener)
     started = []
     for own in facts:

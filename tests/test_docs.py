@@ -33,6 +33,17 @@ def test_a_test_that_is_named_is_there(name: str) -> None:
         body = found.body
 
 
+def test_the_modules_on_the_paths_of_the_architecture_exist() -> None:
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    paths = text[text.index("## Paths") : text.index("## Where to add")]
+    named = set(re.findall(r"(?<![\w/.])(?:[a-z_0-9]+/)+[a-z_0-9]+\b", paths))
+    assert len(named) > 40
+    packages = [REPOSITORY / "mgpu_slurm", REPOSITORY / "mgpu_slurm/sweeps", REPOSITORY]
+    assert not {
+        name for name in named if not any((each / f"{name}.py").exists() or (each / name).is_dir() for each in packages)
+    }
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_links_lead_to_files(name: str) -> None:
     """MkDocs checks those of the other pages."""
@@ -89,6 +100,6 @@ def test_threads_of_a_rank_are_guarded() -> None:
     assert {module for module, call in calls() if call == "crash.guarded_thread"} == {
         "rank/signals.py",
         "rank/step_sync.py",
-        "metrics/live_state.py",
+        "metrics/sinks.py",
         "rank/watchdog.py",
     }

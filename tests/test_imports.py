@@ -23,31 +23,45 @@ SUBMITIT_MODULE = "mgpu_slurm.slurm.submitit_adapter"
 MAY_IMPORT = {
     # package: the packages that it may import besides itself, all of them above it
     "core": "",
-    "request": "core",
-    "slurm": "core request",
+    "run_folder": "core",
+    "request": "core run_folder",
+    "slurm": "core run_folder request",
     # on the login node
-    "executors": "core request slurm",
-    "registry": "core request slurm executors",
-    "submission": "core request slurm executors registry",
+    "executors": "core run_folder request slurm",
+    "registry": "core run_folder request slurm executors",
+    "submission": "core run_folder request slurm executors registry",
     # in the job, once per node
-    "job": "core request slurm",
+    "job": "core run_folder request slurm",
     # in the job, in each rank
-    "rank": "core request slurm job",
-    "metrics": "core job rank",
-    "checkpoints": "core rank",
-    "data": "core rank checkpoints",
-    "training": "core request job rank metrics checkpoints data",
+    "rank": "core run_folder request slurm job",
+    "metrics": "core run_folder job rank",
+    "checkpoints": "core run_folder rank",
+    "data": "core run_folder rank checkpoints",
+    "training": "core run_folder request job rank metrics checkpoints data",
     # both
-    "local_cluster": "core request slurm executors registry job rank training",
-    "sweeps": "core request slurm registry submission job rank metrics checkpoints training",
+    "local_cluster": "core run_folder request slurm executors registry job rank training",
+    "sweeps": "core run_folder request slurm registry submission job rank metrics checkpoints training",
     # what people call
-    "reports": "core request slurm executors registry submission metrics sweeps",
-    "api": "core request registry submission sweeps",
-    "doctor": "core request slurm executors registry submission job rank training api",
-    "cli": "core request slurm executors registry submission sweeps reports api doctor",
+    "reports": "core run_folder request slurm executors registry submission metrics sweeps",
+    "api": "core run_folder request registry submission sweeps",
+    "doctor": "core run_folder request slurm executors registry submission job rank training api",
+    "cli": "core run_folder request slurm executors registry submission sweeps reports api doctor",
 }
 
-LIGHT = ("core", "request", "slurm", "executors", "registry", "submission", "job", "reports", "api", "doctor", "cli")
+LIGHT = (
+    "core",
+    "run_folder",
+    "request",
+    "slurm",
+    "executors",
+    "registry",
+    "submission",
+    "job",
+    "reports",
+    "api",
+    "doctor",
+    "cli",
+)
 """Packages of which no module loads any of `HEAVY` when it is imported."""
 
 HEAVY_MODULES = {SUBMITIT_MODULE: {"submitit"}}
@@ -173,7 +187,7 @@ def test_these_tests_see_what_modules_import() -> None:
     assert "torch" in loaded("mgpu_slurm.training.run")
     assert "mgpu_slurm.submission.submit" in imports("mgpu_slurm.cli.submit", everywhere=True)
     assert "mgpu_slurm.submission.submit" not in imports("mgpu_slurm.cli.submit", everywhere=False)
-    assert package_of("mgpu_slurm.core.layout") == "core"
+    assert package_of("mgpu_slurm.run_folder.layout") == "run_folder"
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,16 @@ import google_crc32c
 
 from mgpu_slurm.checkpoints.rank_record import Content, RankRecord
 from mgpu_slurm.checkpoints.writer import SUFFIX, Part, summed, write
-from mgpu_slurm.core.checkpoint_names import Key, below, complete, key_of
 from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.core.files import sync_folder, write_whole
-from mgpu_slurm.core.layout import DAMAGED, RunFolder
+from mgpu_slurm.run_folder.layout import (
+    DAMAGED,
+    CheckpointKey,
+    RunFolder,
+    below_checkpoints,
+    checkpoint_key,
+    complete_checkpoints,
+)
 
 FORMAT = 1
 
@@ -141,7 +147,7 @@ def _final(folder: Path, step: int) -> Path:
     so that the older checkpoint is kept.
     """
     run = RunFolder(folder.parents[1])
-    keys = [key for path in complete(run) if (key := key_of(path)) is not None and key.step == step]
+    keys = [key for path in complete_checkpoints(run) if (key := checkpoint_key(path)) is not None and key.step == step]
     if not keys:
         return run.checkpoint(step)
     newest = run.checkpoint(*keys[-1])
@@ -159,21 +165,21 @@ def _place(folder: Path) -> list[int | list[int]] | None:
 
 def any_whole(run: RunFolder) -> bool:
     """Return whether there is a complete checkpoint to resume from, published or not."""
-    return bool(complete(run) or _left_whole(run))
+    return bool(complete_checkpoints(run) or _left_whole(run))
 
 
 def publish_left(run: RunFolder) -> None:
     """Publish the complete checkpoints that an ended attempt has left unpublished, and delete the incomplete ones."""
     for path in _left_whole(run):
         publish(path)
-    for path in below(run):
+    for path in below_checkpoints(run):
         if path.name.startswith(".step-"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _left_whole(run: RunFolder) -> list[Path]:
     """Return the complete folders that are not published yet, oldest first."""
-    found = [path for path in below(run) if _HIDDEN.fullmatch(path.name) and is_whole(path)]
+    found = [path for path in below_checkpoints(run) if _HIDDEN.fullmatch(path.name) and is_whole(path)]
     return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
@@ -185,7 +191,7 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def point_to_best(run: RunFolder, best: Key | None) -> None:
+def point_to_best(run: RunFolder, best: CheckpointKey | None) -> None:
     """Point the link `best` to a checkpoint; None removes the link."""
     link = run.checkpoints / BEST
     if best is None:
@@ -197,15 +203,15 @@ def point_to_best(run: RunFolder, best: Key | None) -> None:
     os.replace(new, link)
 
 
-def trim(run: RunFolder, keep: int, also: Key | None = None) -> None:
+def trim(run: RunFolder, keep: int, also: CheckpointKey | None = None) -> None:
     """Delete all checkpoints except the newest ones.
 
     Args:
         keep: number of newest checkpoints to keep.
         also: a checkpoint to keep as well.
     """
-    for path in complete(run)[:-keep]:
-        if key_of(path) != also:
+    for path in complete_checkpoints(run)[:-keep]:
+        if checkpoint_key(path) != also:
             shutil.rmtree(path, ignore_errors=True)
 
 

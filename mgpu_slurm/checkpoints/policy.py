@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import UserError, nearest
-from mgpu_slurm.core.record_types import from_known
+from mgpu_slurm.run_folder.layout import CheckpointKey
+from mgpu_slurm.run_folder.record_types import from_known
 
 DIRECTIONS = ("minimize", "maximize")
 
@@ -66,10 +66,10 @@ class Best:
     """Number of the checkpoint among those of its step; None until the checkpoint has its name."""
 
     @property
-    def key(self) -> Key:
-        return Key(self.step, self.number or 1)
+    def key(self) -> CheckpointKey:
+        return CheckpointKey(self.step, self.number or 1)
 
-    def named_by(self, key: Key) -> Best:
+    def named_by(self, key: CheckpointKey) -> Best:
         """Return the best after a checkpoint got its name: if the best had none yet, it is that checkpoint."""
         return replace(self, number=key.number) if self.number is None else self
 
@@ -135,7 +135,7 @@ class BestReports:
         self._heard = None
         return self._next
 
-    def published(self, key: Key) -> Key | None:
+    def published(self, key: CheckpointKey) -> CheckpointKey | None:
         """Return the best checkpoint after the one in progress was published.
 
         Args:

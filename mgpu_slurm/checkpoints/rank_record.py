@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from mgpu_slurm.checkpoints.policy import Best
 from mgpu_slurm.checkpoints.writer import Written
-from mgpu_slurm.core.record_types import from_known
 from mgpu_slurm.rank.codec import Plain
+from mgpu_slurm.run_folder.record_types import from_known
 
 Record = TypeVar("Record")
 

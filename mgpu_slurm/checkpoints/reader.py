@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from mgpu_slurm.checkpoints.tensors import is_spread
 from mgpu_slurm.rank import torch_adapter
+from mgpu_slurm.rank.torch_adapter import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         like: Any = self._like.get(name)
-        if like is None or not is_spread(like):
+        if like is None or not is_dtensor(like):
             return self._region(name, (0,) * len(self._shape(name)), self._shape(name))
         local = torch.empty_like(like.to_local(), device="cpu")
         chunk = torch_adapter.own_chunk(like)

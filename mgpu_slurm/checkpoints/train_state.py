@@ -17,16 +17,16 @@ from mgpu_slurm.checkpoints import folder as folders
 from mgpu_slurm.checkpoints.policy import Best
 from mgpu_slurm.checkpoints.rank_record import Content, ProgressRecord, RankRecord, SharedRecord
 from mgpu_slurm.checkpoints.reader import OfRank, StoredTensors
-from mgpu_slurm.checkpoints.tensors import is_spread
 from mgpu_slurm.checkpoints.wrapping import Wrapped, load_state, state_of
 from mgpu_slurm.checkpoints.writer import HostCopies, refuse_unwritable
-from mgpu_slurm.core import checkpoint_names, records
 from mgpu_slurm.core.errors import MgpuError, UserError, nearest
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank import codec
 from mgpu_slurm.rank.codec import Plain, StateDict
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
+from mgpu_slurm.rank.torch_adapter import is_dtensor
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
 
 LOOK_EVERY = 1.0
 """Seconds between two looks at the progress of a write."""
@@ -111,7 +111,7 @@ class Keeper:
         own = {
             key: tensor
             for key, tensor in tensors.items()
-            if not (is_spread(tensor) or reached(actual.get(key.removeprefix(f"{name}."), "")) or is_held(tensor))
+            if not (is_dtensor(tensor) or reached(actual.get(key.removeprefix(f"{name}."), "")) or is_held(tensor))
         }
         return _State(shape, tensors, own, is_rank_0s=reached(""))
 
@@ -182,7 +182,7 @@ class Keeper:
                 seen = self._pieces
                 alive()
 
-    def publish(self, step: int) -> checkpoint_names.Key:
+    def publish(self, step: int) -> layout.CheckpointKey:
         """Give the checkpoint its final name and return its key; on rank 0, after all ranks have written.
 
         Raises:
@@ -192,11 +192,11 @@ class Keeper:
         if records.attempts_started(self._run) > self._attempt:
             # for example on a node that was considered lost but is still running
             raise MgpuError(f"attempt {self._attempt} of this run was superseded by a later one and exits")
-        key = checkpoint_names.key_of(folders.publish(self._hidden(step)))
+        key = layout.checkpoint_key(folders.publish(self._hidden(step)))
         assert key is not None
         return key
 
-    def tidy(self, keep: int, best: checkpoint_names.Key | None) -> None:
+    def tidy(self, keep: int, best: layout.CheckpointKey | None) -> None:
         """Delete old checkpoints and point the link `best` to the best one; on rank 0.
 
         Args:
@@ -209,7 +209,7 @@ class Keeper:
         folders.trim(self._run, keep, also=best)
         folders.point_to_best(self._run, best)
 
-    def has(self, key: checkpoint_names.Key) -> bool:
+    def has(self, key: layout.CheckpointKey) -> bool:
         return self._run.checkpoint(*key).is_dir()
 
     def discard(self, step: int) -> None:
@@ -221,23 +221,23 @@ class Keeper:
 
     # -- reading
 
-    def newest(self) -> tuple[checkpoint_names.Key, int]:
+    def newest(self) -> tuple[layout.CheckpointKey, int]:
         """Return the newest checkpoint and the number of checkpoints; on rank 0."""
         folders.publish_left(self._run)
-        found = checkpoint_names.complete(self._run)
-        return (checkpoint_names.key_of(found[-1]) if found else None) or checkpoint_names.Key(0), len(found)
+        found = layout.complete_checkpoints(self._run)
+        return (layout.checkpoint_key(found[-1]) if found else None) or layout.CheckpointKey(0), len(found)
 
-    def problem(self, key: checkpoint_names.Key) -> str | None:
+    def problem(self, key: layout.CheckpointKey) -> str | None:
         """Return what is wrong with this rank's share of a checkpoint's files, or None if they are intact."""
         path = self._run.checkpoint(*key)
         if not folders.is_whole(path):
             return "the record of a rank is damaged or missing"
         return folders.problem(path, folders.ranks(path)[self._rank :: self._world_size])
 
-    def set_aside(self, key: checkpoint_names.Key) -> None:
+    def set_aside(self, key: layout.CheckpointKey) -> None:
         folders.set_aside(self._run.checkpoint(*key))
 
-    def load(self, key: checkpoint_names.Key, names: list[str]) -> Restored:
+    def load(self, key: layout.CheckpointKey, names: list[str]) -> Restored:
         """Load the objects; return the progress and the states assigned to this rank.
 
         The states of ranks that no longer exist are distributed over the current ranks, each to one of them.
@@ -321,7 +321,7 @@ def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:
     The layout has to be known before parts of the state are read.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if optimizer.state or not any(map(is_spread, parameters)):
+    if optimizer.state or not any(map(is_dtensor, parameters)):
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

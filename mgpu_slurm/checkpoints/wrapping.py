@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from mgpu_slurm.checkpoints.tensors import is_sharded, is_spread, place_of
 from mgpu_slurm.rank import torch_adapter
+from mgpu_slurm.rank.torch_adapter import is_dtensor, is_sharded, place_of
 
 _OF_VERSION_0_1 = ("module", "_orig_mod")
 """Parts of names in checkpoints of version 0.1 that may come from wrapping."""
@@ -42,7 +42,7 @@ class Wrapped:
         tensors = {id(each) for module in self._modules for each in (*module.parameters(), *module.buffers())}
         if isinstance(value, torch.optim.Optimizer):
             parameters = [parameter for group in value.param_groups for parameter in group["params"]]
-            are_all = all(id(parameter) in tensors or is_spread(parameter) for parameter in parameters)
+            are_all = all(id(parameter) in tensors or is_dtensor(parameter) for parameter in parameters)
             return lambda name: are_all
         if not isinstance(value, nn.Module):
             return lambda name: False
@@ -63,7 +63,7 @@ class Wrapped:
     def holds(self) -> Callable[[torch.Tensor], bool]:
         """Return a function that reports whether a tensor belongs to a wrapped module, in whichever state it occurs."""
         held = (each for module in self._modules for each in (*module.parameters(), *module.buffers()))
-        places = {place_of(each) for each in held if not is_spread(each)}
+        places = {place_of(each) for each in held if not is_dtensor(each)}
         return lambda tensor: place_of(tensor) in places
 
     def _averages(self, average: AveragedModel) -> bool:

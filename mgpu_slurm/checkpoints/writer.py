@@ -18,9 +18,9 @@ from typing import Any
 import google_crc32c
 import torch
 
-from mgpu_slurm.checkpoints.tensors import is_spread
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.rank import torch_adapter
+from mgpu_slurm.rank.torch_adapter import is_dtensor
 
 SUFFIX = ".safetensors"
 
@@ -169,7 +169,7 @@ class HostCopies:
 
 def _own(tensor: Any, is_main: bool) -> tuple[torch.Tensor, tuple[int, ...]] | None:
     """Return this rank's part of a tensor and its offsets in the whole, or None if other ranks save it."""
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return (tensor, (0,) * tensor.dim()) if is_main else None
     place = tensor.device_mesh.get_coordinate()
     if any(placement.is_replicate() and at for placement, at in zip(tensor.placements, place, strict=True)):

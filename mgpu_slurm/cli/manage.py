@@ -59,12 +59,11 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
     With --follow, until the run ends. For a group: when its runs start and end.
     """
     from mgpu_slurm import api
-    from mgpu_slurm.core import records
-    from mgpu_slurm.registry import logs as launch_logs
     from mgpu_slurm.registry import lookup
+    from mgpu_slurm.run_folder import records
 
     if launch:
-        for path in launch_logs.of_launch(lookup.find(name)):
+        for path in lookup.of_launch(lookup.find(name)):
             print(path.read_text(errors="replace"), end="")
         return
     handle = api.find(name) if follow else api.find_run(name)
@@ -99,9 +98,9 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
     Exit code 1 unless all of them completed, 124 if --timeout came first.
     """
     from mgpu_slurm import api
-    from mgpu_slurm.core import states
     from mgpu_slurm.registry import current_state
     from mgpu_slurm.reports import status as statuses
+    from mgpu_slurm.run_folder import states
 
     found = [api.find(name) for name in names]
     give_up = None if timeout is None else time.monotonic() + timeout
@@ -143,7 +142,7 @@ def cancel(names: tuple[str, ...]) -> None:
 def clean(names: tuple[str, ...], checkpoints: bool, yes: bool) -> None:
     """Show disk usage of runs; delete the ones you name."""
     from mgpu_slurm import api
-    from mgpu_slurm.registry.disk_usage import usage_table
+    from mgpu_slurm.registry.cleanup import usage_table
 
     chosen = [api.find(name) for name in names] or api.submitted()
     for name, handle in zip(names, chosen, strict=False):

@@ -102,8 +102,7 @@ def _request(
     **options: Any,
 ) -> Any:
     from mgpu_slurm.request import config as configs
-    from mgpu_slurm.request.restart_policy import RestartPolicy
-    from mgpu_slurm.request.spec import RESOURCE_FLAGS
+    from mgpu_slurm.request.spec import RESOURCE_FLAGS, RestartPolicy
     from mgpu_slurm.submission.plan import Request
 
     targets = [word for word in words if "=" not in word]
@@ -162,8 +161,7 @@ def resume(
     did not complete; for a sweep: workers for the remaining trials.
     """
     from mgpu_slurm import api
-    from mgpu_slurm.request.restart_policy import RestartPolicy
-    from mgpu_slurm.request.spec import read_spec
+    from mgpu_slurm.request.spec import RestartPolicy, read_spec
     from mgpu_slurm.submission.resume_overrides import Change
 
     if words:

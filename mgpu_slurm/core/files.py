@@ -1,23 +1,27 @@
-"""Write and read files, and check who owns them.
+"""Write, read and lock files, and check who owns them.
 
 Whole files are written to a temporary name, synced and renamed. `.jsonl` files are append-only: readers ignore a torn
-last line, left by a writer that died, and the next writer cuts it off.
-"""
+last line, left by a writer that died, and the next writer cuts it off."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import pwd
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.retry import saying_so_after
 
 _BLOCK = 1 << 16
 """Bytes read at once from the end of a file."""
@@ -159,3 +163,37 @@ def refuse_strangers(path: Path, why: str) -> None:
     """
     if path.stat().st_uid not in (os.geteuid(), 0):
         raise UserError(f"{str(path)!r} belongs to {name_of_owner(path)}, {why}")
+
+
+# -- locks of workers on all nodes, which are released when their holders end
+
+
+SLOW_LOCK_SECONDS = 30.0
+"""Seconds after which a process that waits for the lock prints so: a hanging file system looks the same."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock on a file, which is created if it does not exist.
+
+    The lock is by fcntl: the system queues waiters, and releases the lock of a process or node that is gone. Use a
+    separate file for it: closing any descriptor of a file releases all locks of the process on that file.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o640)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with saying_so_after(SLOW_LOCK_SECONDS, lambda: _say_who_waits(path)):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _say_who_waits(path: Path) -> None:
+    log_lines.say(
+        f"waiting for the lock {str(path)!r} for {SLOW_LOCK_SECONDS:g} s:"
+        " another worker has it, or the file system hangs",
+        file=sys.stderr,
+    )

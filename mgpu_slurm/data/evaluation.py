@@ -16,7 +16,7 @@ from mgpu_slurm.data.batches import batches_of, share_of, size_of
 from mgpu_slurm.data.nests import to_device
 from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch, as_it_is
 from mgpu_slurm.data.workers import data_loader
-from mgpu_slurm.rank.calls import Call
+from mgpu_slurm.rank.step_sync import Call
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mgpu_slurm.data.nests import to_device
 from mgpu_slurm.data.passes import Pass
 from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch, as_it_is
 from mgpu_slurm.data.workers import data_loader
-from mgpu_slurm.rank.calls import Call
+from mgpu_slurm.rank.step_sync import Call
 
 
 class Source(Protocol):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
-from mgpu_slurm.checkpoints.tensors import place_of
 from mgpu_slurm.data.batches import Share
 from mgpu_slurm.data.nests import leaves_of
 from mgpu_slurm.data.passes import HandedBatch, Pass
+from mgpu_slurm.rank.torch_adapter import place_of
 
 Samples = TypeVar("Samples")
 

@@ -23,10 +23,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mgpu_slurm.checkpoints.tensors import has_memory, place_of
 from mgpu_slurm.data.batches import Share
 from mgpu_slurm.data.nests import leaves_of
-from mgpu_slurm.rank.torch_adapter import fix_weak_reference
+from mgpu_slurm.rank.torch_adapter import fix_weak_reference, has_memory, place_of
 
 Parts: TypeAlias = Mapping[int, "weakref.ref[Any]"]
 """Tensors, arrays and objects by their `id`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mgpu_slurm.core import layout
 from mgpu_slurm.core.retry import Note
-from mgpu_slurm.doctor import check_results, cluster_file_checks, machine_checks, slurm_checks
+from mgpu_slurm.doctor import check_results, machine_checks, slurm_checks
 from mgpu_slurm.doctor.check_results import Finding
+from mgpu_slurm.run_folder import layout
 
 
 def look_here(cwd: Path, note: Note, will_be_proven: bool = False) -> Iterator[Finding]:
@@ -31,7 +31,7 @@ def look_here(cwd: Path, note: Note, will_be_proven: bool = False) -> Iterator[F
     ):
         answers &= not is_silence(finding)
         yield finding
-    yield from _guarded("cluster file", lambda: cluster_file_checks.findings_of_file(cwd, note, answers))
+    yield from _guarded("cluster file", lambda: slurm_checks.findings_of_file(cwd, note, answers))
     yield from _guarded("torch", lambda: machine_checks.torch_findings(*torch.answer(), site.partitions_with_gpus))
 
 

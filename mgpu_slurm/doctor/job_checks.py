@@ -10,17 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from mgpu_slurm import api
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import read_jsonl
 from mgpu_slurm.core.formatting import program
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.executors.allocation import AllocationExecutor
 from mgpu_slurm.registry.watch import Watch
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.slurm import commands, jobs, site
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Request

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from mgpu_slurm.core import interpreter, layout
+from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.formatting import human_size
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding, span
 from mgpu_slurm.executors import simulated
+from mgpu_slurm.run_folder import layout
 
 OLDEST_PYTHON = (3, 10)
 DISTRIBUTION = "mgpu-slurm"

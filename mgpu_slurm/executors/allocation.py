@@ -6,9 +6,6 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from mgpu_slurm.core import states
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState, StateChange
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import held_allocation, slurm_states, supervisors
 from mgpu_slurm.executors.base import (
@@ -24,7 +21,10 @@ from mgpu_slurm.executors.base import (
     job_of,
 )
 from mgpu_slurm.request.spec import Spec
-from mgpu_slurm.slurm.outage import wait_out
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState, StateChange
+from mgpu_slurm.slurm.commands import wait_out
 
 
 class AllocationExecutor(Executor):

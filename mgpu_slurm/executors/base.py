@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
-from mgpu_slurm.core import records, states
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState, StateChange
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.request.spec import ExecutorName, Resources, Spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState, StateChange
 
 Living: TypeAlias = Sequence[tuple[RunFolder, RunState]]
 """Runs that have not ended, with their states."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.hostlist import compress, expand
 from mgpu_slurm.request.spec import Resources, resources_from
+from mgpu_slurm.run_folder import states
 from mgpu_slurm.slurm import commands, site
 
 JOB_VARIABLE = "SLURM_JOB_ID"

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState, StateChange
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import simulated, supervisors
 from mgpu_slurm.executors.base import (
@@ -25,6 +22,9 @@ from mgpu_slurm.executors.base import (
 )
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Resources, Spec, resources_from
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState, StateChange
 
 
 class LocalExecutor(Executor):

@@ -6,12 +6,12 @@ import os
 import shutil
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.allocation import AllocationExecutor
 from mgpu_slurm.executors.base import Executor
 from mgpu_slurm.executors.local import LocalExecutor
 from mgpu_slurm.executors.slurm import SlurmExecutor
+from mgpu_slurm.run_folder.record_types import RunState
 
 EXECUTORS: dict[str, Executor] = {each.name: each for each in (SlurmExecutor(), AllocationExecutor(), LocalExecutor())}
 """Executors by their names in specs and states."""

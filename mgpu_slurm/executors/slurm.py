@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import is_own, name_of_owner
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import slurm_queue, slurm_states
 from mgpu_slurm.executors.base import Asked, Executor, Living, Resolved, Shell, SlurmView, Start, ended_unseen, job_of
 from mgpu_slurm.executors.slurm_queue import Job
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Resources, Spec, read_spec, resources_from
-from mgpu_slurm.slurm import commands, job_identity, jobs, site, termination
-from mgpu_slurm.slurm.outage import wait_out
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.slurm import commands, job_identity, jobs, site
+from mgpu_slurm.slurm.commands import wait_out
 
 
 class SlurmExecutor(Executor):
@@ -57,7 +57,7 @@ class SlurmExecutor(Executor):
             if not is_own(folder.group.path):
                 # a site may hide the jobs of other users
                 return state
-            told = termination.ending(folder, state.job_id) or told
+            told = slurm_states.ending(folder, state.job_id) or told
         settled = slurm_states.settled(folder, state, told)
         now = state.updated(settled)
         is_listed = settled.reason != slurm_states.UNLISTED.reason
@@ -73,7 +73,7 @@ class SlurmExecutor(Executor):
             # the controller answers, but neither it, nor accounting, nor the run's own records know the end
             return state.updated(settled)
         if now.state == states.FAILED:
-            settled = replace(settled, reason=termination.before_the_ranks(folder, state.job_id) or settled.reason)
+            settled = replace(settled, reason=slurm_states.before_the_ranks(folder, state.job_id) or settled.reason)
         # a run that never started has not recorded its job id itself
         return ended_unseen(folder, replace(settled, job_id=state.job_id))
 

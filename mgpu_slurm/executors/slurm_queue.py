@@ -13,19 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm.core import files, records, states
+from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import is_own
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import StateChange
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.executors.base import is_elsewhere
 from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import StateChange
 from mgpu_slurm.slurm import accounting, commands, sbatch, script, site
-from mgpu_slurm.slurm.outage import Patience, wait_out
+from mgpu_slurm.slurm.commands import Patience, wait_out
 from mgpu_slurm.slurm.sbatch import ExactlyOnceSubmission, Start
 from mgpu_slurm.slurm.script import Array, split
 

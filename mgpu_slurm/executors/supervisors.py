@@ -10,15 +10,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from mgpu_slurm.core import interpreter, processes, records, states
+from mgpu_slurm.core import interpreter, processes
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.formatting import program
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.base import Living, Start
 from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.slurm import steps
 from mgpu_slurm.slurm.commands import scrubbed_environment
 

@@ -21,15 +21,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import failures, processes, records, retry
+from mgpu_slurm.core import processes, retry
 from mgpu_slurm.core.files import read_json, write_json
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import RUN_VARIABLE
-from mgpu_slurm.core.record_types import Failure
-from mgpu_slurm.job import retry_policy, store_secret, store_server
+from mgpu_slurm.job import retry_policy, store_server
 from mgpu_slurm.job.gil_monitor import LockWatch
 from mgpu_slurm.job.socket_handoff import SocketOffer
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
+from mgpu_slurm.run_folder import failures, records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Failure
 
 GRACE_AFTER_FAILURE = 1.0
 """Seconds for the other ranks to flush their logs after one has failed."""
@@ -113,8 +114,8 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
         # left by an attempt whose batch step was killed
         left.unlink(missing_ok=True)
     secret_file = folder.secret(attempt)
-    retry.for_the_disk(lambda: store_secret.create(secret_file), secret_file)
-    variables[store_secret.VARIABLE] = str(secret_file)
+    retry.for_the_disk(lambda: store_server.create_secret(secret_file), secret_file)
+    variables[store_server.SECRET_VARIABLE] = str(secret_file)
     offer = SocketOffer(listener) if _rank_0_serves(spec) else None
     oom_kills = processes.oom_kills()
     alive = launch.start(variables | (offer.variables() if offer else {}))

@@ -11,10 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mgpu_slurm.core import log_lines, records, states
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import open_to
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import allow_many_files
 from mgpu_slurm.job import output, retry_policy
 from mgpu_slurm.job.attempt import WATCHED, Ending, Launch, goes_on_in_place, own_group, run_attempt
@@ -22,8 +21,10 @@ from mgpu_slurm.job.requeue import Job, can_start_without, chain_events, start_a
 from mgpu_slurm.job.retry_policy import Retry
 from mgpu_slurm.job.srun_watch import LaunchLog, LaunchWatch
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, read_spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, sbatch, steps
-from mgpu_slurm.slurm.outage import wait_out
+from mgpu_slurm.slurm.commands import wait_out
 
 LEAD_COMES_EARLY = 60
 """Maximum seconds by which SLURM sends the lead signal early."""

@@ -12,14 +12,14 @@ import traceback
 from contextlib import suppress
 
 from mgpu_slurm.core import retry
-from mgpu_slurm.core.failures import STUCK
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import in_words
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.log_lines import PREFIX
-from mgpu_slurm.core.record_types import Failure
-from mgpu_slurm.core.records import now
 from mgpu_slurm.job.stacks import place
+from mgpu_slurm.run_folder.failures import STUCK
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Failure
+from mgpu_slurm.run_folder.records import now
 
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 

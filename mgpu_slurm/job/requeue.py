@@ -7,15 +7,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgpu_slurm.core import log_lines, records
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.hostlist import compress, expand
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.job import retry_policy
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, Spec
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event
 from mgpu_slurm.slurm import commands, job_identity, sbatch
-from mgpu_slurm.slurm.outage import Patience
+from mgpu_slurm.slurm.commands import Patience
 
 SCONTROL_TAKES = 20.0
 """Time-out of scontrol in seconds: the time limit is near."""

@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm.core import checkpoint_names as checkpoints
-from mgpu_slurm.core import failures, records, states
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import UNRECORDED, Event, Failure
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, Spec
+from mgpu_slurm.run_folder import failures, layout, records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import UNRECORDED, Event, Failure
 
 LIMIT = 3
 """Maximum consecutive automatic restarts without progress."""
@@ -93,8 +92,8 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
         # no GPUs were requested
         cause = failures.PROGRAM
     limit = spec.retries if spec.retries is not None else LIMIT if cause.is_cluster_fault else 0
-    newest = checkpoints.newest(folder)
-    step = None if newest is None else checkpoints.step_of(newest)
+    newest = layout.newest_checkpoint(folder)
+    step = None if newest is None else layout.checkpoint_step(newest)
     in_vain = _trailing_retries(earlier, step)
     if len(in_vain) >= limit:
         return None
@@ -110,7 +109,7 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
 def newest_checkpoint(folder: RunFolder) -> dict[str, str | None]:
     """Return the part of an event that names the newest checkpoint; empty if that cannot be read."""
     with suppress(OSError):
-        newest = checkpoints.newest(folder)
+        newest = layout.newest_checkpoint(folder)
         return {"newest": None if newest is None else newest.name}
     return {}
 

@@ -10,12 +10,12 @@ import math
 import re
 from pathlib import Path
 
-from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import OwnTime
 from mgpu_slurm.job.attempt import Ending, describe_exit
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import jobs, steps
 
 PATIENCE = 60.0

@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mgpu_slurm.core import processes, records, states
+from mgpu_slurm.core import processes
 from mgpu_slurm.core.files import open_to
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.executors import held_allocation, simulated, supervisors
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import Spec, read_spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 

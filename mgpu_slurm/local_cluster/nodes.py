@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from mgpu_slurm.core import interpreter, processes
 from mgpu_slurm.core.errors import ClusterError, UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.executors import held_allocation, simulated, supervisors
 from mgpu_slurm.executors.held_allocation import Allocation
 from mgpu_slurm.job import PARTS, attempt
 from mgpu_slurm.job.srun_watch import LaunchLog
 from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, script, site, steps
-from mgpu_slurm.slurm.outage import wait_out
+from mgpu_slurm.slurm.commands import wait_out
 from mgpu_slurm.training import entry
 
 

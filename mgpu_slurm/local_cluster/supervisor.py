@@ -20,18 +20,19 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from mgpu_slurm.core import log_lines, processes, records, states
+from mgpu_slurm.core import log_lines, processes
 from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import open_to
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.job import attempt, output, retry_policy
 from mgpu_slurm.local_cluster.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
-from mgpu_slurm.rank.devices import limit_threads
+from mgpu_slurm.rank.rank_info import limit_threads
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec, read_spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event
 
 TRY_AGAIN_AFTER = 1.0
 """Seconds until a signal is resent that could not reach the ranks, for example while srun is still starting them."""

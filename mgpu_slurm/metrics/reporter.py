@@ -7,10 +7,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.records import now
-from mgpu_slurm.metrics.live_state import INTERVAL, LiveState
-from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile, Report, Screen, Tolerance, Tolerant
+from mgpu_slurm.metrics.sinks import (
+    LIVE_STATE_INTERVAL,
+    EventFiles,
+    LiveState,
+    MetricsFile,
+    Report,
+    Screen,
+    Tolerance,
+    Tolerant,
+)
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.records import now
 
 
 def as_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
@@ -101,7 +109,7 @@ class Reporter:
 
     def step_done(self, step: int) -> None:
         """Pass the step to the sinks, at most once per interval."""
-        if time.monotonic() - self._passed_at >= INTERVAL:
+        if time.monotonic() - self._passed_at >= LIVE_STATE_INTERVAL:
             self._passed_at = time.monotonic()
             for sink in self._sinks:
                 sink.step_done(step)

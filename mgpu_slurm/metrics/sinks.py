@@ -1,7 +1,8 @@
-"""`Sink`, the interface of everything that receives the metrics of a run, and the sinks that write synchronously."""
+"""`Sink`, the interface of everything that receives the metrics of a run, and the sinks of a run."""
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -9,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Any
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.files import append_jsonl
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.event_writer import EventWriter
+from mgpu_slurm.rank import crash
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.records import read_state, update_state
 
 
 @dataclass(frozen=True)
@@ -159,3 +163,74 @@ class Screen(Sink):
 
 def as_text(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+# -- the sink that has a thread
+
+
+LIVE_STATE_INTERVAL = 1.0
+"""Seconds between two writes."""
+
+
+class LiveState(Sink):
+    """The part of a run's state that `status` shows while it runs, written at most once per `LIVE_STATE_INTERVAL`.
+
+    A thread writes it: on some disks a rename takes longer than the rest of a report.
+    """
+
+    def __init__(self, folder: RunFolder, attempt: int, tolerance: Tolerance) -> None:
+        """
+        Args:
+            tolerance: for errors in the thread.
+        """
+        self._folder = folder
+        self._attempt = attempt
+        self._tolerance = tolerance
+        self._lock = threading.Lock()
+        self._due: dict[str, object] = {}
+        """Fields still to be written."""
+        self._is_wanted = threading.Event()
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def report(self, report: Report) -> None:
+        self._show(step=report.step, progress=report.progress, metrics=report.metrics)
+
+    def step_done(self, step: int) -> None:
+        self._show(step=step)
+
+    def _show(self, **changes: Any) -> None:
+        """Have these fields written soon."""
+        with self._lock:
+            self._due |= changes
+        if self._thread is None:
+            self._thread = crash.guarded_thread(self._serve, "state")
+        self._is_wanted.set()
+
+    def close(self, step: int) -> None:
+        """Write what is due."""
+        self._show(step=step)
+        self._is_closed.set()
+        self._is_wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._write()
+
+    def _serve(self) -> None:
+        while not self._is_closed.is_set():
+            self._is_wanted.wait()
+            self._is_wanted.clear()
+            self._write()
+            self._is_closed.wait(LIVE_STATE_INTERVAL)
+
+    def _write(self) -> None:
+        with self._lock:
+            changes = dict(self._due)
+        with self._tolerance.guard():
+            # a script that was not submitted has output but no state; and an attempt that still runs on an abandoned
+            # node must not overwrite the state of the attempt after it
+            if changes and self._folder.state.exists() and read_state(self._folder).attempts <= self._attempt:
+                update_state(self._folder, sync=False, **changes)
+            with self._lock:
+                # fields changed during the write are still due
+                self._due = {name: value for name, value in self._due.items() if value is not changes.get(name)}

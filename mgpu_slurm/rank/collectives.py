@@ -33,11 +33,10 @@ from mgpu_slurm.core.errors import (
     UserError,
 )
 from mgpu_slurm.rank import codec
-from mgpu_slurm.rank.calls import Agreed, Call, different_calls
 from mgpu_slurm.rank.rendezvous import collective_timeout
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import signed
-from mgpu_slurm.rank.step_sync import StepSync
+from mgpu_slurm.rank.step_sync import Agreed, Call, StepSync, different_calls
 from mgpu_slurm.rank.torch_adapter import default_store
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.record_types import Failure
-from mgpu_slurm.core.records import now
+from mgpu_slurm.run_folder.record_types import Failure
+from mgpu_slurm.run_folder.records import now
 
 if TYPE_CHECKING:
     from mgpu_slurm.rank.rank_info import RankInfo

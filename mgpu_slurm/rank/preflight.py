@@ -16,9 +16,9 @@ from mgpu_slurm.core import interpreter, log_lines
 from mgpu_slurm.core.files import append_jsonl, read_json
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.request.spec import SETUP_FAILED_VARIABLE
+from mgpu_slurm.run_folder.layout import RunFolder
 
 if TYPE_CHECKING:
     from mgpu_slurm.rank.rank_info import RankInfo

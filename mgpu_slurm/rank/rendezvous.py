@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import RendezvousError, UserError
-from mgpu_slurm.rank import devices
+from mgpu_slurm.rank import rank_info
 from mgpu_slurm.rank.preflight import shared_gpu_warnings
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.request.spec import STUCK_AFTER_VARIABLE
@@ -51,7 +51,7 @@ def join(
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     store = connect(facts, environ, timeout, listener)
-    warning = _check_in(store, facts, devices.identity(device), timeout)
+    warning = _check_in(store, facts, rank_info.gpu_identity(device), timeout)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo",
         store=PrefixStore("default", store),

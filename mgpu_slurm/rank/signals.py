@@ -18,8 +18,8 @@ from types import FrameType
 from typing import NoReturn
 
 from mgpu_slurm.core import log_lines, retry
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank import crash
+from mgpu_slurm.run_folder.layout import RunFolder
 
 LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
 LEAD_SECONDS_VARIABLE = "MGPU_LEAD_SECONDS"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from mgpu_slurm.core.errors import ForgeryError
-from mgpu_slurm.job import store_secret
+from mgpu_slurm.job import store_server
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,7 +34,7 @@ def signed(store: Store, rank: int, environ: Mapping[str, str] = os.environ) -> 
     base = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store
-    key = store_secret.key_of_store(environ)
+    key = store_server.key_of_store(environ)
     return store if key is None or isinstance(base, SignedStore) else SignedStore(store, key, rank)
 
 

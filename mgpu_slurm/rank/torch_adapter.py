@@ -1,22 +1,26 @@
-"""All uses of private and undocumented names of torch.
+"""All uses of private and undocumented names of torch, and what differs between builds of torchvision.
 
 Torch may change these names in any version. This module was written for torch 2.13.0, the only version it is tested
 with; it aims to work from torch 2.6 on. Its test checks that each name exists. No other module uses one when it runs:
-only for type checkers do they import the store classes from `torch._C`, as torch's hints have them nowhere else.
-"""
+only for type checkers do they import the store classes from `torch._C`, as torch's hints have them nowhere else."""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from mgpu_slurm.core.errors import UserError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,6 +50,24 @@ def fix_weak_reference(tensor: torch.Tensor) -> None:
     `torch.utils.weak.TensorWeakRef` does the same, but is slow to create.
     """
     tensor._fix_weakref()  # type: ignore[attr-defined]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether any parameter of a model is spread over ranks."""
+    return any(map(is_dtensor, model.parameters()))
+
+
+def has_memory(part: torch.Tensor) -> bool:
+    return part.layout is torch.strided and not part.is_nested and part.numel() > 0
+
+
+def place_of(part: Any) -> int:
+    """Return a number that is the same for a tensor and its views, and for an array and tensors made from it."""
+    if isinstance(part, np.ndarray):
+        return part.ctypes.data
+    if isinstance(part, torch.Tensor) and has_memory(part):
+        return part.untyped_storage().data_ptr()
+    return id(part)
 
 
 # -- modules
@@ -132,3 +154,58 @@ _TORCH = Path(torch.__file__).parent
 
 WAITING_CODE = (str(_TORCH / "distributed"), str(_TORCH / "autograd" / "graph.py"))
 """Code of torch in which a rank waits for the others: in collectives, including those of a backward pass."""
+
+
+# -- torchvision
+
+
+_MISSING_OPERATOR = re.compile(r"operator torchvision::\w+ does not exist")
+
+# operators for which torchvision registers a fake kernel at import, whether or not its C++ operators were loaded
+_OPERATORS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
+
+# torch removes the operators together with the object that declared them
+_declared: list[Any] = []
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision, with `models`, `datasets` and `transforms.v2`, and return it.
+
+    The wheel on PyPI is built for CUDA. With a CPU-only torch, its C++ operators do not load, and importing it fails
+    with `operator torchvision::nms does not exist` (https://github.com/pytorch/vision/issues/9085). Only then, the
+    missing operators are declared without an implementation: box operators do not work, the rest does.
+
+    Raises:
+        UserError: torchvision is not installed.
+        RuntimeError: torchvision and torch are incompatible for another reason; torchvision's own error.
+    """
+    try:
+        torchvision = importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+        raise UserError(
+            "torchvision is not installed: `pip install 'mgpu-slurm[vision]'`, or the version of it for your torch"
+        ) from None
+    except RuntimeError as error:
+        if not _MISSING_OPERATOR.search(str(error)):
+            raise
+        _declare_operators()
+        torchvision = importlib.import_module("torchvision")
+    # torchvision itself imports it only when asked
+    importlib.import_module("torchvision.transforms.v2")
+    return torchvision
+
+
+def has_declared() -> bool:
+    """Return whether torchvision's box operators were only declared, and do not work."""
+    return bool(_declared)
+
+
+def _declare_operators() -> None:
+    from torch.library import Library
+
+    library = Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for schema in _OPERATORS:
+        library.define(schema)  # type: ignore[no-untyped-call]
+    _declared.append(library)

@@ -31,16 +31,16 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mgpu_slurm.core.failures import STUCK
 from mgpu_slurm.core.files import write_json
 from mgpu_slurm.core.formatting import in_words
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.log_lines import PREFIX
-from mgpu_slurm.core.record_types import Failure
-from mgpu_slurm.core.records import now
 from mgpu_slurm.job.stacks import place, stack
 from mgpu_slurm.rank import crash, torch_adapter
 from mgpu_slurm.request.spec import FLIGHT_VARIABLE
+from mgpu_slurm.run_folder.failures import STUCK
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Failure
+from mgpu_slurm.run_folder.records import now
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 
-from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState, StateChange
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import slurm_queue, slurm_states
 from mgpu_slurm.executors.base import Executor, SlurmView, is_elsewhere
 from mgpu_slurm.executors.selection import EXECUTORS, is_queued
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState, StateChange
 from mgpu_slurm.slurm import site
 
 

@@ -6,13 +6,13 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.executors.selection import is_queued
 from mgpu_slurm.registry import current_state, lookup
 from mgpu_slurm.registry.watch import ASK_EVERY
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Find runs and groups: all of this user, or the one of a name or job id."""
+"""Find runs and groups, all of this user or the one of a name or job id, and the logs of a run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import re
 from pathlib import Path
 
-from mgpu_slurm.core import layout, records
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import program
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.executors import supervisors
 from mgpu_slurm.executors.slurm_queue import NEVER_ARRIVED
 from mgpu_slurm.registry import cleanup
 from mgpu_slurm.registry.current_state import current, recorded
-from mgpu_slurm.registry.index import folders, roots
-from mgpu_slurm.registry.permissions import refuse_closed
+from mgpu_slurm.registry.index import folders, refuse_closed, roots
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 
@@ -122,3 +122,23 @@ def members(folder: RunFolder) -> list[RunFolder]:
 def _hint(name: str, known: list[RunFolder]) -> str:
     hint = nearest(name, [folder.run for folder in known])
     return hint if hint.startswith(" (did") else ""
+
+
+# -- the logs of a run: the output of its ranks, and of its batch scripts or supervisors
+
+
+def of_rank(folder: RunFolder, rank: int, attempts: range) -> list[Path]:
+    """Return the existing logs of a rank in these attempts."""
+    return [path for path in (folder.rank_log(attempt, rank) for attempt in attempts) if path.exists()]
+
+
+def of_launch(folder: RunFolder) -> list[Path]:
+    """Return the logs of the batch scripts or supervisors of a run or group, oldest first."""
+    found = sorted(folder.group.logs.glob("launch-*.log"), key=lambda path: path.stat().st_mtime)
+    if folder.task is None:
+        return found
+    # a job may have failed before it started the run
+    jobs = {submission.job_of(folder.task) for submission in records.submissions_of(folder)}
+    jobs |= {event.job_id for event in records.events(folder)}
+    names = jobs | {supervisors.log_name(records.read_state(folder).executor, folder)}
+    return [path for path in found if path.stem.removeprefix("launch-") in names]

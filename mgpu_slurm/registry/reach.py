@@ -6,16 +6,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import compress
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.executors.base import Living
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.registry import current_state
-from mgpu_slurm.registry.permissions import check_may_change
+from mgpu_slurm.registry.index import check_may_change
 from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 
 
 def cancel(folder: RunFolder) -> bool:

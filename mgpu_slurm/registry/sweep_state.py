@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mgpu_slurm.core import files, states
+from mgpu_slurm.core import files
 from mgpu_slurm.core.formatting import counted
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState, SweepSummary, TrialSummary
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState, SweepSummary, TrialSummary
 
 
 def summary_of(folder: RunFolder, workers: Sequence[RunState] | None = None) -> SweepSummary:

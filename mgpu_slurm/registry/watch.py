@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from mgpu_slurm.core import records, states
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import current_state
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 
 ASK_EVERY = {"local": 1.0, "allocation": 15.0, "slurm": 15.0}
 """Seconds between two requests of a watch to an executor; a controller serves thousands of clients."""

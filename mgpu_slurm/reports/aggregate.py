@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import counted, program
 from mgpu_slurm.core.retry import Note, quiet
@@ -17,6 +16,7 @@ from mgpu_slurm.registry import lookup
 from mgpu_slurm.reports import history, run_sources
 from mgpu_slurm.reports.history import History, On
 from mgpu_slurm.reports.statistics import Summary, summarize
+from mgpu_slurm.run_folder import states
 
 _LONGEST_LABEL = 80
 _NAMED = 5

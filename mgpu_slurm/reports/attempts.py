@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_slurm.core import failures, records, states
 from mgpu_slurm.core.formatting import first_line
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event, RunState
 from mgpu_slurm.executors.selection import is_queued
+from mgpu_slurm.run_folder import failures, records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event, RunState
 from mgpu_slurm.slurm import accounting, job_identity, site
 from mgpu_slurm.slurm.accounting import AccountedStart
 
@@ -89,8 +89,8 @@ def _accounted(folder: RunFolder, state: RunState, started: Sequence[Event]) -> 
     # on another cluster the ids belong to other jobs, or to none
     if not started or not is_queued(state) or state.slurm_cluster not in (None, site.cluster_name()):
         return []
-    jobs = dict.fromkeys(event.job_id for event in started if event.job_id is not None)
-    found = accounting.accounted(list(jobs)) or []
+    job_ids = dict.fromkeys(event.job_id for event in started if event.job_id is not None)
+    found = accounting.accounted(list(job_ids)) or []
     return [each for each in found if job_identity.is_of(folder, each)]
 
 

@@ -12,17 +12,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mgpu_slurm.core import failures, log_lines, records, states
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError
-from mgpu_slurm.core.failures import Cause
 from mgpu_slurm.core.files import end_of, read_json
 from mgpu_slurm.core.formatting import counted, first_line, short_path, time_of
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.core.layout import DAMAGED, RunFolder
-from mgpu_slurm.core.record_types import Failure, RunState
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.reports import attempts
 from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder import failures, records, states
+from mgpu_slurm.run_folder.failures import Cause
+from mgpu_slurm.run_folder.layout import DAMAGED, RunFolder
+from mgpu_slurm.run_folder.record_types import Failure, RunState
 from mgpu_slurm.submission import missing
 
 SHOWN_LINES = 5

@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mgpu_slurm.core import records, states
 from mgpu_slurm.core.hostlist import compress
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event, RunState
-from mgpu_slurm.registry import logs
+from mgpu_slurm.registry import lookup
 from mgpu_slurm.registry.sweep_state import summary_of
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.reports.run_summary import RankWarning, rank_warnings, warning_lines
 from mgpu_slurm.reports.sweep_status import new_lines
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event, RunState
 
 PAUSE = 0.1
 """Seconds between two looks at the files."""
@@ -80,7 +80,7 @@ class _Shown:
             up_to: the last attempt to show.
             look_at_warnings: whether to read the warnings now, not only every `LISTING_PAUSE` seconds.
         """
-        for path in logs.of_rank(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
+        for path in lookup.of_rank(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
             yield from self._tails.setdefault(path, _Tail(path)).read()
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE

@@ -17,11 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import read_json
 from mgpu_slurm.core.formatting import counted
-from mgpu_slurm.core.layout import TRIALS, RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.metrics.event_layout import Floats, Integers
 from mgpu_slurm.metrics.event_reader import EventFile, read_files
@@ -29,6 +27,8 @@ from mgpu_slurm.registry import current_state
 from mgpu_slurm.reports.run_sources import EVENT_FILES, Source, trials_of
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Spec, read_spec
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
 from mgpu_slurm.sweeps import hparams
 
 On = Literal["step", "progress"]

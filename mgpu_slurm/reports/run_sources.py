@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program
-from mgpu_slurm.core.layout import TRIALS, RunFolder
 from mgpu_slurm.registry import lookup
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import TRIALS, RunFolder
 
 EVENT_FILES = "*tfevents*"
 MADE_HERE = "aggregate.json"

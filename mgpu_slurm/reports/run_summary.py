@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from mgpu_slurm.core import failures, records
 from mgpu_slurm.core.files import read_json, read_jsonl
 from mgpu_slurm.core.formatting import duration, program, short_path
 from mgpu_slurm.core.hostlist import compress, ranges
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Failure, RunState
-from mgpu_slurm.core.states import FAILED, OUT_OF_MEMORY
+from mgpu_slurm.run_folder import failures, records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Failure, RunState
+from mgpu_slurm.run_folder.states import FAILED, OUT_OF_MEMORY
 
 SHOWN_LINES = 20
 

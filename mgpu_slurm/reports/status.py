@@ -17,13 +17,13 @@ from datetime import datetime, timezone
 from typing import Any
 
 from mgpu_slurm.core.formatting import counted, duration, program, time_of
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.core.states import is_alive, overall
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.reports import sweep_status
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.run_folder.states import is_alive, overall
 
 Found = Sequence[tuple[RunFolder, RunState]]
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 
-from mgpu_slurm.core import records, states
 from mgpu_slurm.core.formatting import duration, program, short_path, time_of
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState, SweepSummary, TrialSummary
 from mgpu_slurm.registry.sweep_state import overall, reason, summary_of
 from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState, SweepSummary, TrialSummary
 
 WORDS = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 """Words for Optuna's states of a trial, in the order in which they are shown."""

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from mgpu_slurm.core import interpreter, layout, processes
+from mgpu_slurm.core import interpreter, processes
 from mgpu_slurm.core.errors import MgpuError, UserError
 from mgpu_slurm.core.formatting import counted
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup
 from mgpu_slurm.reports.run_sources import EVENT_FILES, Source, sources, trials_of
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams
 
 NEWEST = 20

@@ -6,15 +6,16 @@ import dataclasses
 import math
 import re
 import signal as signals
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.files import write_whole
-from mgpu_slurm.core.layout import LONGEST_NAME, RUN_NAME, RunFolder
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.run_folder.layout import LONGEST_NAME, RUN_NAME, RunFolder
 
 ExecutorName = Literal["slurm", "allocation", "local"]
 Kind = Literal["run", "sweep"]
@@ -351,3 +352,33 @@ def resources_from(flags: Flags, what: str) -> Resources:
             raise UserError(f"{what}: unknown flag {key!r}{nearest(key, known)}")
         values[name] = str(value) if name in ("time", "mem") and value is not None else value
     return configs.fill(Resources, values, what)
+
+
+# -- when a run is restarted: at its time limit, after failures, and without progress
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """The options of a call; None keeps the default of a new run, or the value of a resumed one."""
+
+    signal: str | None = None
+    """Signal before the time limit, in the format of `--signal`."""
+    max_requeues: int | None = None
+    """Maximum number of requeues at the time limit."""
+    retries: int | None = None
+    """Maximum consecutive restarts after a failure of any kind."""
+    stuck_after: float | None = None
+    """Minutes without progress after which an attempt is stopped; 0 disables."""
+
+    @staticmethod
+    def taken_from(options: MutableMapping[str, Any]) -> RestartPolicy:
+        """Remove the policy's options from those of a command, and return them as a policy."""
+        return RestartPolicy(**{each.name: options.pop(each.name) for each in dataclasses.fields(RestartPolicy)})
+
+    @property
+    def given(self) -> dict[str, object]:
+        """Return the values that are not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+DEFAULT_POLICY = RestartPolicy()

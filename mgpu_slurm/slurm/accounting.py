@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.run_folder import states
 from mgpu_slurm.slurm import commands
 from mgpu_slurm.slurm.jobs import ids_in
 

@@ -1,17 +1,19 @@
-"""SLURM's commands: pure functions build them and parse their output, one function runs them.
+"""Build SLURM's commands and parse their output (pure functions), run them, and wait for a controller that is away.
 
-Only named fields are requested (`-o`, `-O`, `-P`), because the format of `--json` changes between versions.
-"""
+Only named fields are requested (`-o`, `-O`, `-P`), because the format of `--json` changes between versions."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 from mgpu_slurm.core.errors import ClusterError
+from mgpu_slurm.core.retry import Note, quiet
 
 SQUEUE_TAKES = 10.0
 """Seconds; SLURM's default limit for one answer. squeue itself would keep trying for as long again."""
@@ -287,3 +289,61 @@ def time_of(field: str) -> str | None:
 def pairs_in(line: str) -> dict[str, str]:
     """Return the values in a line of `scontrol show --oneliner`, by name."""
     return {name: value.strip() for name, value in _PAIR.findall(line.strip())}
+
+
+# -- waiting for a controller that does not answer, which is reported once
+
+
+OUTAGE_SECONDS = 300.0
+"""Seconds for which a login node waits."""
+
+OUTAGE_PAUSES = (3.0, 3.0, 5.0, 10.0, 15.0)
+"""Seconds between requests; the last applies to all later ones. A controller may still work on a request that nobody
+waits for any more, and it serves thousands of clients."""
+
+Answer = TypeVar("Answer")
+
+
+class Patience:
+    """The time left for SLURM to answer."""
+
+    def __init__(self, note: Note = quiet, seconds: float | None = None) -> None:
+        self._note = note
+        self._seconds = OUTAGE_SECONDS if seconds is None else seconds
+        self._give_up = time.monotonic() + self._seconds
+        self._told = False
+        self._pauses = 0
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._give_up
+
+    def tell(self, problem: SlurmUnavailable) -> None:
+        """Report the problem, the first time only."""
+        if self._told:
+            return
+        self._told = True
+        what = "accepts no jobs at the moment" if problem.request == BUSY else "does not answer"
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._give_up - time.monotonic()))
+        self._note(f"SLURM's controller {what}; trying again until {until}; Ctrl-C stops waiting")
+
+    def pause(self) -> None:
+        time.sleep(OUTAGE_PAUSES[min(self._pauses, len(OUTAGE_PAUSES) - 1)])
+        self._pauses += 1
+
+
+def wait_out(ask: Callable[[], Answer], note: Note = quiet) -> Answer:
+    """Call `ask` until SLURM answers, and return the answer.
+
+    Raises:
+        ClusterError: SLURM refuses, or has not answered for too long.
+    """
+    patience = Patience(note)
+    while True:
+        try:
+            return ask()
+        except SlurmUnavailable as problem:
+            if patience.is_over:
+                raise
+            patience.tell(problem)
+        patience.pause()

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from datetime import datetime, timedelta
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, jobs
 from mgpu_slurm.slurm.accounting import AccountedStart
 from mgpu_slurm.slurm.jobs import QueuedJob

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.hostlist import MAX_HOSTS, expand
 from mgpu_slurm.core.retry import Note, quiet
+from mgpu_slurm.run_folder import states
 from mgpu_slurm.slurm import commands
 
 # the reason is last, since it may contain a bar

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import sync_folder
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands
-from mgpu_slurm.slurm.outage import Patience
+from mgpu_slurm.slurm.commands import Patience
 
 TIME_LIMIT = 60
 """Seconds that sbatch may take to answer; it is terminated after that."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import RESOURCE_FLAGS, SETUP_FAILED_VARIABLE, Spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]{}&|*~^-]+")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.slurm import commands
-from mgpu_slurm.slurm.outage import wait_out
+from mgpu_slurm.slurm.commands import wait_out
 
 END_SECONDS = 60.0
 """Seconds for which a step that was killed may still exist."""

@@ -20,7 +20,7 @@ from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError
 
 from mgpu_slurm.core.errors import ClusterError, UserError
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch
 from mgpu_slurm.slurm.commands import SlurmUnavailable
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import job_function
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.job_function import JobFunction
 from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission import job_source
 from mgpu_slurm.submission.config_check import Answer, Question
 

@@ -13,27 +13,27 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import counted, program
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import selection
 from mgpu_slurm.executors.base import Asked, Executor
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request import job_function, restart_policy
+from mgpu_slurm.request import job_function, spec
 from mgpu_slurm.request import target as targets
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.restart_policy import RestartPolicy
 from mgpu_slurm.request.spec import (
     Flags,
+    RestartPolicy,
     Spec,
     Target,
     announcement,
     check_run_name,
     parse_seeds,
 )
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch, script
 from mgpu_slurm.slurm.script import Array
 from mgpu_slurm.submission import cluster_file as clusters
@@ -65,7 +65,7 @@ class Request:
     executor: str = "auto"
     cluster: str | None = None
     name: str | None = None
-    restart: RestartPolicy = restart_policy.DEFAULT
+    restart: RestartPolicy = spec.DEFAULT_POLICY
     seeds: str | None = None
     """`5`, or `100%10` to run at most 10 at a time."""
     workers: int | None = None

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from mgpu_slurm.core import files, layout, records
+from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request import restart_policy
+from mgpu_slurm.request import spec
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.restart_policy import RestartPolicy
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, Flags, Spec, announcement, read_spec, resources_from
+from mgpu_slurm.request.spec import RESOURCE_FLAGS, Flags, RestartPolicy, Spec, announcement, read_spec, resources_from
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission import environment, job_config, snapshot
 
@@ -31,7 +31,7 @@ class Change:
 
     flags: Flags = field(default_factory=dict)
     """Resources by sbatch's long names; None keeps a value."""
-    restart: RestartPolicy = restart_policy.DEFAULT
+    restart: RestartPolicy = spec.DEFAULT_POLICY
     new_code: bool = False
     """Whether to use the project's current code and the calling environment's packages."""
     probes: tuple[Config, ...] = ()

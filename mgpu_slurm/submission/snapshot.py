@@ -21,7 +21,7 @@ from pathlib import Path
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import set_mode
 from mgpu_slurm.core.formatting import human_size
-from mgpu_slurm.core.layout import RUNS, RunFolder
+from mgpu_slurm.run_folder.layout import RUNS, RunFolder
 
 MAX_FILES = 50_000
 """With more files it is probably a data folder, and every submission would be slow."""

@@ -18,16 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mgpu_slurm.core import files, layout, records, states
+from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors.base import Start
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.registry import current_state, dependencies, index
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.run_folder import layout, records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.slurm import site
 from mgpu_slurm.submission import environment, job_config, missing, plan, resume_overrides, snapshot
 from mgpu_slurm.submission.plan import Plan, Request

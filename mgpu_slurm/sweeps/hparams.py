@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.files import read_jsonl, write_whole
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core.files import locked, read_jsonl, write_whole
 from mgpu_slurm.metrics import event_writer
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Parameter, Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.sweeps.study.file_locks import locked
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

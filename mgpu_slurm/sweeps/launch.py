@@ -10,15 +10,16 @@ from typing import Any
 
 import optuna
 
-from mgpu_slurm.core import files, layout, states
+from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import ClusterError, NoStudy, UserError
+from mgpu_slurm.core.files import locked
 from mgpu_slurm.core.formatting import counted
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.restart_policy import RestartPolicy
-from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.request.spec import RestartPolicy, read_spec
+from mgpu_slurm.run_folder import layout, states
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Plan, Request
@@ -30,7 +31,6 @@ from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary, warm_start
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.sweep_checks import (
     change_of,
     check_budget,

@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 import optuna
 
-from mgpu_slurm.core import records, states
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import summary
 

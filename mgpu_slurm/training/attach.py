@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.core import layout
 from mgpu_slurm.core.errors import ForgeryError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import RUN_VARIABLE, TRIAL_VARIABLE
 from mgpu_slurm.metrics import report_socket
-from mgpu_slurm.rank import crash, devices, preflight, rendezvous
+from mgpu_slurm.rank import crash, preflight, rank_info, rendezvous
 from mgpu_slurm.rank.rank_info import from_environment
 from mgpu_slurm.rank.signals import (
     LEAD_SECONDS_VARIABLE,
@@ -34,6 +32,8 @@ from mgpu_slurm.rank.signed_store import signed
 from mgpu_slurm.rank.torch_adapter import default_store
 from mgpu_slurm.rank.watchdog import Watchdog, watchdog
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def attach() -> Run:
 
 def _make() -> Run:
     facts = from_environment()
-    device = devices.choose(facts)
+    device = rank_info.choose_device(facts)
     stop = StopFlag()
     stop.listen()
     # called last: an interpreter that ends restores the default of handled signals, which would kill it

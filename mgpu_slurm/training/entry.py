@@ -12,26 +12,26 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm.core import log_lines, retry
-from mgpu_slurm.core.errors import MgpuError, UserError
+from mgpu_slurm.core.errors import MgpuError, RunStopped, UserError
 from mgpu_slurm.core.files import open_to, write_json, write_whole
-from mgpu_slurm.core.layout import RUNS_VARIABLE, RunFolder
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
-from mgpu_slurm.core.records import now
 from mgpu_slurm.job import output, socket_handoff
-from mgpu_slurm.rank import preflight
+from mgpu_slurm.job.stacks import place_of
+from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.command import run_command
-from mgpu_slurm.rank.devices import limit_threads
-from mgpu_slurm.rank.rank_info import Rank, RankInfo, from_slurm
+from mgpu_slurm.rank.rank_info import Rank, RankInfo, from_slurm, limit_threads
 from mgpu_slurm.rank.signals import (
     LEAD_SECONDS_VARIABLE,
     LEAD_SIGNAL_VARIABLE,
+    PART_OF_LEAD,
     StopFlag,
     ignore_stop_signals,
+    leave_from_here,
     request_requeue,
 )
 from mgpu_slurm.request import config as configs
@@ -44,8 +44,9 @@ from mgpu_slurm.request.spec import (
     Spec,
     read_spec,
 )
-from mgpu_slurm.training.guard import guarded, telling_first
-from mgpu_slurm.training.job_loading import job_function
+from mgpu_slurm.run_folder.layout import RUNS_VARIABLE, RunFolder
+from mgpu_slurm.run_folder.record_types import Failure
+from mgpu_slurm.run_folder.records import now
 
 if TYPE_CHECKING:
     import torch
@@ -161,13 +162,13 @@ def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.dev
     """
     import torch.distributed as dist
 
-    from mgpu_slurm.rank import devices, rendezvous
+    from mgpu_slurm.rank import rank_info, rendezvous
 
     facts = rank.facts
     missing = None
     if device is None:
-        device = devices.choose(facts)
-        missing = preflight.missing_gpus_warning(rank.spec.resources.gpus_per_node, devices.visible_gpus())
+        device = rank_info.choose_device(facts)
+        missing = preflight.missing_gpus_warning(rank.spec.resources.gpus_per_node, rank_info.visible_gpus())
     shared = rendezvous.join(facts, device, listener=rank.listener) if facts.world_size > 1 else None
     preflight.warn([text for text in (missing, shared) if text is not None], rank.folder, rank.attempt, facts)
     try:
@@ -208,6 +209,120 @@ def run_rank(folder: RunFolder, work: Work = run_target) -> int:
     except MgpuError as error:
         log_lines.say(str(error), file=sys.stderr)
         return error.exit_code
+
+
+# -- loading the job function, by its import path from the run's code snapshot, or from a pickle
+
+
+def job_function(spec: Spec, folder: RunFolder) -> JobFunction:
+    """Return the run's job function, from the run's code snapshot."""
+    from mgpu_slurm.request import target
+
+    if spec.target.function is None:
+        return _unpickled(spec, folder)
+    return target.load(spec.target.function, _stand_in(spec, folder))
+
+
+def _stand_in(spec: Spec, folder: RunFolder) -> Path:
+    """Make this process use the run's code snapshot, and return the working directory there."""
+    from mgpu_slurm.request import target
+
+    workdir = folder.code / spec.workdir
+    target.stand_in(workdir)
+    sys.argv = [spec.target.label]
+    return workdir
+
+
+def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
+    """Load the job function from its pickle.
+
+    Raises:
+        UserError: the pickle belongs to another user, whose code would run when it is loaded.
+    """
+    _stand_in(spec, folder)
+    import cloudpickle  # type: ignore[import-untyped]
+
+    with open(folder.function, "rb") as file:
+        # compare with the owner of this rank's log: a file server may map all files of a user to another owner
+        owner = os.fstat(file.fileno()).st_uid
+        if owner not in (os.geteuid(), os.fstat(1).st_uid):
+            raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
+        *loaded, types_of_fields = cloudpickle.load(file)
+    configs.settle_classes(types_of_fields)
+    if len(loaded) == 1:
+        job: JobFunction = loaded[0]
+        return job
+    # v0.1 stored the function and one config, which was the same for all runs of a group
+    function, config = loaded
+    return JobFunction(spec.target.label, function, None if isinstance(config, dict) else type(config))
+
+
+# -- calling user code: an error is printed and recorded first, and the rank then ends in limited time
+
+
+def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
+    """Call user code, and return the exit code. An error is printed and recorded, so that the first cause is known."""
+    stop.listen()
+    leave_after = None if rank.spec.lead is None else PART_OF_LEAD * rank.spec.lead
+    stop.watch_signals(leave_after, lambda: _leave_at_last(rank))
+    try:
+        with telling_first(rank):
+            action()
+        return 0
+    except RunStopped as stopped:
+        return stopped.exit_code
+    except BaseException as error:
+        return crash.exit_code(error)
+
+
+@contextmanager
+def telling_first(rank: Rank, saved: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Print and record an error of the block before it propagates, and limit the time until this rank ends: it may be
+    in the middle of a collective, and its cleanup could wait for the other ranks forever.
+
+    Args:
+        saved: waits, for a limited time, for what this rank is still saving.
+    """
+    try:
+        yield
+    except RunStopped:
+        raise
+    except BaseException as error:
+        if error not in rank.told:
+            _tell(rank, error, saved)
+        raise
+
+
+def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
+    shown = crash.own_traceback(error)
+    sys.stdout.flush()
+    print(shown, end="", file=sys.stderr, flush=True)
+    code = crash.exit_code(error)
+    # later errors during cleanup are not the cause
+    if code and not rank.told:
+        record_failure(rank, crash.record(error, shown, rank.facts))
+        crash.leave_soon(code, saved)
+    rank.told.append(error)
+
+
+def record_failure(rank: Rank, record: Failure) -> None:
+    """Record why this rank failed; the log contains it too."""
+    with suppress(OSError):
+        write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record.to_json())
+
+
+def _leave_at_last(rank: Rank) -> None:
+    """End a rank that has reached no boundary, so that the run is requeued from its newest checkpoint. Record where the
+    rank is blocked."""
+    from mgpu_slurm.checkpoints import folder as checkpoints
+
+    if rank.spec.kind == "run" and not checkpoints.any_whole(rank.folder):
+        # it would start from scratch, again and again
+        return
+    code = REQUEUE_EXIT_CODE if rank.spec.nodes_are_simulated else 0
+    place = place_of(threading.main_thread())
+    said = f"rank {rank.facts.rank} on {rank.facts.node_name} left before the time limit; it could not save at {place}"
+    leave_from_here(code, lambda: request_requeue(rank.folder, rank.attempt, said))
 
 
 if __name__ == "__main__":

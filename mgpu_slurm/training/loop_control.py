@@ -17,10 +17,10 @@ from mgpu_slurm.data import randomness
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.streams import Drawn
-from mgpu_slurm.rank.calls import Agreed, Call
 from mgpu_slurm.rank.codec import StateDict
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.signals import Stop, StopFlag
+from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
 from mgpu_slurm.training.progress import Meter, Position, RankState
 

@@ -10,11 +10,11 @@ import torch
 
 from mgpu_slurm.checkpoints.rank_record import PassRecord, ProgressRecord
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.record_types import from_known
 from mgpu_slurm.data.loader_positions import LoaderPlaces
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.randomness import RandomState
 from mgpu_slurm.rank.codec import StateDict
+from mgpu_slurm.run_folder.record_types import from_known
 
 Mean = Callable[[torch.Tensor, float], float]
 """A mean from the sums and counts of all ranks; see `Run.mean`."""

@@ -10,8 +10,8 @@ from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import TrialPruned, UserError
 from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
-from mgpu_slurm.rank.calls import Call
 from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.step_sync import Call
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from mgpu_slurm.checkpoints.train_state import Keeper
 from mgpu_slurm.core import log_lines
-from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import MgpuError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.rank.calls import Call
 from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.step_sync import Call
+from mgpu_slurm.run_folder.layout import CheckpointKey, RunFolder
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 
@@ -53,21 +52,21 @@ class CheckpointFinder:
         self._keeper = keeper
         self._loop_control = loop_control
 
-    def newest_sound(self) -> Key | None:
+    def newest_sound(self) -> CheckpointKey | None:
         """Return the newest intact checkpoint; newer ones are set aside. Every rank must call it."""
         while True:
             # rank 0 decides, because a shared file system may show the others an older folder
-            found, count = self._keeper.newest() if self._is_main else (Key(0, 0), 0)
+            found, count = self._keeper.newest() if self._is_main else (CheckpointKey(0, 0), 0)
             step, number, count = map(int, self._collectives.total([*found, count]))
             if not count:
                 return None
-            newest = Key(step, number)
+            newest = CheckpointKey(step, number)
             problem = self._keeper.problem(newest)
             if not self._loop_control.any_rank(problem is not None, Call.RESTORE):
                 return newest
             self._set_aside(newest, problem, is_last=count == 1)
 
-    def _set_aside(self, key: Key, problem: str | None, is_last: bool) -> None:
+    def _set_aside(self, key: CheckpointKey, problem: str | None, is_last: bool) -> None:
         """Set a damaged checkpoint aside, so that the previous one is the newest.
 
         Args:

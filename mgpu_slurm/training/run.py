@@ -12,9 +12,7 @@ from torch.utils.data import Dataset
 
 from mgpu_slurm.checkpoints.policy import Plan
 from mgpu_slurm.checkpoints.train_state import Keeper
-from mgpu_slurm.core.checkpoint_names import Key
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.batches import mixed
@@ -22,11 +20,12 @@ from mgpu_slurm.data.evaluation import Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.rank.calls import Call
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
+from mgpu_slurm.rank.step_sync import Call
 from mgpu_slurm.rank.watchdog import Watchdog
+from mgpu_slurm.run_folder.layout import CheckpointKey, RunFolder
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Meter, Position
 from mgpu_slurm.training.reporting import Reporting
@@ -325,7 +324,7 @@ class Run:
             self._load(newest)
         return State(self._position, self._loop_control)
 
-    def _load(self, key: Key) -> None:
+    def _load(self, key: CheckpointKey) -> None:
         names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
         with self._steps.paused():
             self._loop_control.resume_from(self._keeper.load(key, names))

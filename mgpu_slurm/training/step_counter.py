@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_slurm.checkpoints.tensors import is_spread
 from mgpu_slurm.rank import torch_adapter
+from mgpu_slurm.rank.torch_adapter import is_dtensor
 
 _DEPTH = 3
 """How deep `_inside` searches an object: a wrapper holds its optimizers in an attribute, a list or a dict."""
@@ -137,7 +137,7 @@ def _are_finite(gradients: list[torch.Tensor]) -> bool:
     """Return whether gradients are finite; on all ranks, if they are sharded."""
     # in 16 bits, the norm of finite numbers may be infinite
     norms = [gradient.float().norm() for gradient in gradients]
-    whole = [norm.full_tensor() if is_spread(norm) else norm for norm in norms]
+    whole = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     return bool(torch.stack([norm.to(whole[0].device) for norm in whole]).isfinite().all())
 
 

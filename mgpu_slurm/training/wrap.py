@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_slurm.checkpoints.tensors import is_sharded, is_spread
 from mgpu_slurm.checkpoints.wrapping import Wrapped
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.rank.torch_adapter import is_dtensor, is_sharded
 
 
 class Models:
@@ -125,7 +125,7 @@ def refuse_first_fsdp(model: nn.Module) -> None:
 def bring(tensors: Iterable[torch.Tensor]) -> None:
     """Broadcast rank 0's values of these tensors, except those that are sharded. Every rank must call it."""
     for tensor in tensors:
-        if is_spread(tensor):
+        if is_dtensor(tensor):
             continue
         held = tensor.detach().contiguous()
         # as bytes, because gloo does not support every dtype

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.core import checkpoint_names, records
 from mgpu_slurm.core.files import read_jsonl
+from mgpu_slurm.run_folder import layout, records
 from tests import dying
 from tests.chaos.job import EPOCHS, STEPS_OF_EPOCH
 from tests.chaos.training import RANKS, Training, send
@@ -229,7 +229,7 @@ def the_newest_checkpoint_is_damaged(training: Training, at: int, draw: random.R
     ranks = training.ranks()
     send(ranks.values(), signal.SIGSTOP)
     run = training.current().folder
-    found = checkpoint_names.complete(run)
+    found = layout.complete_checkpoints(run)
     # what is whole already gets its name when the training goes on
     whole = [path for path in sorted(run.checkpoints.glob(".step-*")) if checkpoints.is_whole(path)]
     if whole:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mgpu_slurm.core import records
+from mgpu_slurm.run_folder import records
 from tests.chaos.faults import (
     Fault,
     a_rank_dies,

@@ -11,8 +11,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mgpu_slurm.core import records, states
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests import children
 from tests.chaos.training import send
 from tests.support import Project, make_project, processes_of

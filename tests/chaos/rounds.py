@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from mgpu_slurm.core import records
+from mgpu_slurm.run_folder import records
 from tests.chaos import checks
 from tests.chaos.checks import Result
 from tests.chaos.faults import FAULTS, Fault, somewhere, told

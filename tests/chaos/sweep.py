@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.chaos.job import EPOCHS, STEPS_OF_EPOCH

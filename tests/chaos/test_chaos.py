@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import checkpoint_names, records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.chaos import checks, faults, rounds
 from tests.chaos.checks import Result
 from tests.chaos.rounds import Here
@@ -153,7 +153,7 @@ def a_point_of_another_value(training: Training) -> None:
 
 
 def a_damaged_checkpoint(training: Training) -> None:
-    next(checkpoint_names.complete(training.submitted)[-1].glob("*.safetensors")).write_bytes(b"")
+    next(layout.complete_checkpoints(training.submitted)[-1].glob("*.safetensors")).write_bytes(b"")
 
 
 def a_part_of_a_checkpoint(training: Training) -> None:
@@ -163,7 +163,7 @@ def a_part_of_a_checkpoint(training: Training) -> None:
 def another_best(training: Training) -> None:
     """The link leads to the newest one instead."""
     link = training.submitted.checkpoints / "best"
-    others = [path for path in checkpoint_names.complete(training.submitted) if path != link.resolve()]
+    others = [path for path in layout.complete_checkpoints(training.submitted) if path != link.resolve()]
     link.unlink()
     link.symlink_to(others[0].name)
 

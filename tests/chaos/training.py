@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.api import Handle
-from mgpu_slurm.core import states
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests import dying
 from tests.chaos import job
 from tests.support import Project, processes_of, wait_until

@@ -13,8 +13,8 @@ import torch
 from mgpu_slurm.checkpoints import folder as folders
 from mgpu_slurm.checkpoints.rank_record import Content, PassRecord, ProgressRecord, SharedRecord
 from mgpu_slurm.checkpoints.writer import Part
-from mgpu_slurm.core import checkpoint_names
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def test_it_is_whole_with_the_last_ranks_record(run: RunFolder) -> None:
         assert not folders.is_whole(hidden)
     part(run, 7, 1, world_size=3)
     assert folders.is_whole(hidden)
-    assert checkpoint_names.complete(run) == []
+    assert layout.complete_checkpoints(run) == []
     final = folders.publish(hidden)
-    assert checkpoint_names.complete(run) == [final]
+    assert layout.complete_checkpoints(run) == [final]
     assert listed(run) == ["step-000000007"]
     assert folders.ranks(final) == [0, 1, 2]
     assert folders.record(final, 2).content.own == {"step": 7, "loss": 0.1 + 0.2}
@@ -76,19 +76,19 @@ def test_the_same_step_at_another_place_is_kept_besides(run: RunFolder) -> None:
     for attempt, place in enumerate([1, 2, 2, 1], start=1):
         folders.publish(part(run, 7, attempt=attempt, place=place))
     kept(run, 8)
-    assert [path.name for path in checkpoint_names.complete(run)] == [
+    assert [path.name for path in layout.complete_checkpoints(run)] == [
         "step-000000007",
         "step-000000007.2",
         "step-000000007.3",
         "step-000000008",
     ]
     # version 0.1 reads names of digits only
-    assert [path.name for path in checkpoint_names.complete(run) if re.fullmatch(r"step-(\d{9,})", path.name)] == [
+    assert [path.name for path in layout.complete_checkpoints(run) if re.fullmatch(r"step-(\d{9,})", path.name)] == [
         "step-000000007",
         "step-000000008",
     ]
-    folders.point_to_best(run, checkpoint_names.Key(7, 2))
-    folders.trim(run, keep=1, also=checkpoint_names.Key(7, 2))
+    folders.point_to_best(run, layout.CheckpointKey(7, 2))
+    folders.trim(run, keep=1, also=layout.CheckpointKey(7, 2))
     assert listed(run) == ["best", "step-000000007.2", "step-000000008"]
     assert (run.checkpoints / "best").resolve().name == "step-000000007.2"
 
@@ -101,9 +101,9 @@ def test_the_second_of_a_step_that_was_killed_on_its_way_gets_its_name(run: RunF
     part(run, 7, attempt=2, place=2)
     folders.publish_left(run)
     assert listed(run) == ["step-000000007", "step-000000007.2"]
-    assert checkpoint_names.newest(run) == run.checkpoint(7, 2)
+    assert layout.newest_checkpoint(run) == run.checkpoint(7, 2)
     assert folders.set_aside(run.checkpoint(7, 2)).name == "damaged-step-000000007.2"
-    assert checkpoint_names.newest(run) == run.checkpoint(7)
+    assert layout.newest_checkpoint(run) == run.checkpoint(7)
 
 
 def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFolder) -> None:
@@ -149,13 +149,13 @@ def test_damage_is_found(run: RunFolder, file: str, change: object) -> None:
 def test_what_is_set_aside_is_not_read_any_more(run: RunFolder) -> None:
     kept(run, 5, 7)
     aside = folders.set_aside(run.checkpoint(7))
-    assert checkpoint_names.newest(run) == run.checkpoint(5)
+    assert layout.newest_checkpoint(run) == run.checkpoint(5)
     assert json.loads((aside / "rank-00000.json").read_text())["own"]["step"] == 7
 
 
 def test_the_newest_stay_and_one_more(run: RunFolder) -> None:
     kept(run, 1, 2, 3, 10, 9)
-    folders.trim(run, keep=2, also=checkpoint_names.Key(2))
+    folders.trim(run, keep=2, also=layout.CheckpointKey(2))
     assert listed(run) == ["step-000000002", "step-000000009", "step-000000010"]
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.core import checkpoint_names
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.dying import OF_RANK_0, PHASES, die_in
 from tests.ranks import KILLED, run_ranks
@@ -53,7 +53,7 @@ def test_who_goes_on_ends_with_equal_weights(phase: str, killed: int, undisturbe
     assert answers[1 - killed] != undisturbed[0]
     assert run_ranks(trains, 2, None, 0, folder=tmp_path) == undisturbed
     run = RunFolder(tmp_path)
-    for path in checkpoint_names.complete(run):
+    for path in layout.complete_checkpoints(run):
         assert checkpoints.problem(path, [0, 1]) is None
     assert not list(run.checkpoints.glob(".*"))
-    assert (run.checkpoints / "best").resolve() in checkpoint_names.complete(run)
+    assert (run.checkpoints / "best").resolve() in layout.complete_checkpoints(run)

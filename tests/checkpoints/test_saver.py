@@ -22,10 +22,10 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints import saver
-from mgpu_slurm.core import checkpoint_names, records
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.restore import State
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -53,7 +53,7 @@ def weight(model: nn.Module) -> float:
 
 
 def steps(run: Run) -> list[str]:
-    return sorted(path.name[5:].lstrip("0") for path in checkpoint_names.complete(RunFolder(run.folder)))
+    return sorted(path.name[5:].lstrip("0") for path in layout.complete_checkpoints(RunFolder(run.folder)))
 
 
 # -- beside the training
@@ -137,7 +137,7 @@ def leaves_nothing_in_the_store(run: Run) -> set[str]:
 
 def test_what_ranks_tell_of_a_save_is_gone_when_it_is_finished(tmp_path: Path) -> None:
     assert run_ranks(leaves_nothing_in_the_store, 2, folder=tmp_path) == [set(), set()]
-    assert len(checkpoint_names.complete(RunFolder(tmp_path))) == 3
+    assert len(layout.complete_checkpoints(RunFolder(tmp_path))) == 3
 
 
 def cannot_write(run: Run) -> list[str]:
@@ -186,7 +186,7 @@ def stops_while_it_waits(run: Run) -> None:
 def test_who_leaves_has_written_where_it_stands(ranks: int, tmp_path: Path) -> None:
     for answer in run_ranks(stops_while_it_waits, ranks, folder=tmp_path):
         assert answer.startswith("RunStopped")
-    assert checkpoint_names.step_of(checkpoint_names.newest(RunFolder(tmp_path)) or tmp_path) in (2, 3)
+    assert layout.checkpoint_step(layout.newest_checkpoint(RunFolder(tmp_path)) or tmp_path) in (2, 3)
     assert not list(Path(tmp_path, "checkpoints").glob(".step-*"))
 
 
@@ -203,7 +203,7 @@ def saves_one_step(run: Run) -> list[list[int]]:
     checkpoints.publish = slow
     for _ in state.epochs(10):
         run.mean(0, 1)
-        newest = checkpoint_names.newest(RunFolder(run.folder))
+        newest = layout.newest_checkpoint(RunFolder(run.folder))
         found.append([] if newest is None else checkpoints.ranks(newest))
     return found
 
@@ -216,7 +216,7 @@ def test_saves_of_one_step_do_not_mix(tmp_path: Path) -> None:
 
 def test_a_script_s_last_one_gets_its_name_when_the_others_have_written(tmp_path: Path) -> None:
     assert run_ranks(ends_while_it_saves, 2, folder=tmp_path) == [3, 3]
-    assert [path.name for path in checkpoint_names.complete(RunFolder(tmp_path))] == ["step-000000003"]
+    assert [path.name for path in layout.complete_checkpoints(RunFolder(tmp_path))] == ["step-000000003"]
 
 
 def ends_while_it_saves(run: Run) -> int:
@@ -265,7 +265,7 @@ def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
         records.record_event(folder, "started", attempt=attempt)
     (answer,) = run_ranks(saves_at_every_step, 1, folder=tmp_path, may_fail=True)
     assert answer == "MgpuError: attempt 1 of this run was superseded by a later one and exits"
-    assert checkpoint_names.complete(folder) == []
+    assert layout.complete_checkpoints(folder) == []
 
 
 # -- when, and which stay
@@ -526,7 +526,7 @@ def keeps_the_best_of_uncounted_steps(run: Run, epochs: int, values: list[float]
             weight_of(model).add_(1)
         run.report(epoch, accuracy=values[epoch - 1])
     run.finish()
-    found = checkpoint_names.complete(RunFolder(run.folder))
+    found = layout.complete_checkpoints(RunFolder(run.folder))
     best = Path(run.folder, "checkpoints", "best").resolve()
     stored = load_file(best / "rank-00000.safetensors")["model.weight"].item()
     return {"began": began, "names": [path.name for path in found], "best": best.name, "of best": stored}

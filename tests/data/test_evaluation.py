@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.core import checkpoint_names
 from mgpu_slurm.core.errors import RunStopped
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 from tests.support import wait_until
@@ -118,9 +118,9 @@ def test_it_leaves_from_the_last_batch_of_the_pass_before(
     expected = run_ranks(trains, ranks, how, 0, 0, folder=undisturbed)
     for answer in run_ranks(trains, ranks, how, stop_in, 3, folder=stopped):
         assert answer == "RunStopped: 143"
-    newest = checkpoint_names.newest(RunFolder(stopped))
+    newest = layout.newest_checkpoint(RunFolder(stopped))
     assert newest is not None
-    assert checkpoint_names.step_of(newest) == at
+    assert layout.checkpoint_step(newest) == at
     for rank in range(ranks):
         # and soon: the other rank may do a few batches until it hears of it
         epoch, batch = map(int, (stopped / f"evaluated-1-{rank}").read_text().split())
@@ -172,9 +172,9 @@ def test_it_leaves_from_the_last_place_where_the_loop_can_stop(
             continue
         for _, evaluated in run_ranks(loops_otherwise, ranks, how, epoch, folder=tmp_path / "stopped"):
             assert evaluated < 10
-        newest = checkpoint_names.newest(RunFolder(tmp_path / "stopped"))
+        newest = layout.newest_checkpoint(RunFolder(tmp_path / "stopped"))
         assert newest is not None
-        assert checkpoint_names.step_of(newest) == (epoch - 1) * steps + last
+        assert layout.checkpoint_step(newest) == (epoch - 1) * steps + last
     assert run_ranks(loops_otherwise, ranks, how, 0, folder=tmp_path / "stopped") == undisturbed
 
 

@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder
 from mgpu_slurm.checkpoints.rank_record import LoaderRecord
-from mgpu_slurm.core import checkpoint_names
 from mgpu_slurm.core.errors import RunStopped
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 
@@ -372,7 +372,7 @@ def test_a_loop_within_a_loop_over_the_same_loader_is_refused_unless_it_evaluate
 
 def as_v01_saved(run: Path) -> None:
     """Leaves the place of one loader in the newest checkpoint."""
-    newest = checkpoint_names.newest(RunFolder(run))
+    newest = layout.newest_checkpoint(RunFolder(run))
     assert newest is not None
     file = newest / "rank-00000.json"
     record = json.loads(file.read_text())

@@ -10,10 +10,10 @@ from typing import NoReturn
 import pytest
 
 from mgpu_slurm.api import Handle
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.doctor.job_checks import ended_badly, tidy
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 
 LOST = RunState(state="FAILED", reason="lost")
 

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log, processes_of, wait_until
 
 FAILS = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event
 from tests.support import Project, log, make_project, wait_until
 
 JOB = '''

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log, wait_until
 
 TELLS = "echo $SLURM_JOB_NUM_NODES nodes: $(cat words.txt); grep -q right words.txt"

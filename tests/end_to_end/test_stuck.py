@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.reports import diagnosis
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log
 
 AFTER = ("--stuck-after", "0.15", "--nodes", "2")

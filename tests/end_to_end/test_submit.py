@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.core import interpreter
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import REPOSITORY, Project, log, make_project, processes_of, wait_until
 
 STATUS_NAMES = [

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import REPOSITORY, Project, restore_version_0_1
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.executors.base import Executor
 from mgpu_slurm.executors.selection import EXECUTORS
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log, wait_until
 
 WAITS = "touch started; while [ ! -e go ]; do sleep 0.05; done; echo went"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.held_allocation import Allocation, Node
 from mgpu_slurm.request.spec import Resources
+from mgpu_slurm.run_folder import states
 from tests.support import UNKNOWN_JOB, shows
 
 SHOWN = """\

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm import api
-from mgpu_slurm.core import layout, records
 from mgpu_slurm.core.errors import ClusterError, UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.executors import slurm_queue
 from mgpu_slurm.registry import current_state, lookup
 from mgpu_slurm.request.spec import read_spec
-from mgpu_slurm.slurm import outage, sbatch
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.slurm import commands, sbatch
 from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Request
@@ -29,7 +29,12 @@ from mgpu_slurm.submission.resume_overrides import Change
 from tests.slurm_stand_in import StandIn, stand_in
 from tests.support import REPOSITORY, Project, wait_until
 
-QUICKLY = "from mgpu_slurm.cli.main import main\nfrom mgpu_slurm.slurm import outage\noutage.PAUSES = (0.05,)\nmain()\n"
+QUICKLY = (
+    "from mgpu_slurm.cli.main import main\n"
+    "from mgpu_slurm.slurm import commands\n"
+    "commands.OUTAGE_PAUSES = (0.05,)\n"
+    "main()\n"
+)
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("MGPU_RUNS", raising=False)
-    monkeypatch.setattr(outage, "PAUSES", (0.1,))
+    monkeypatch.setattr(commands, "OUTAGE_PAUSES", (0.1,))
     return slurm
 
 
@@ -130,7 +135,7 @@ def test_what_no_script_can_hold_leaves_nothing(slurm: StandIn, here: Path, note
 def test_a_controller_that_stays_away_leaves_nothing(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outage, "SECONDS", 0.2)
+    monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.2)
     slurm.go_down()
     # what the plan asks for is known already
     with pytest.raises(ClusterError, match=r"\(connect failure\); nothing was queued: try again later$") as caught:
@@ -143,7 +148,7 @@ def test_a_controller_that_stays_away_leaves_nothing(
 def test_a_controller_that_goes_away_with_the_question_leaves_the_run_and_says_how_to_find_the_job(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outage, "SECONDS", 0.2)
+    monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.2)
     slurm.write("squeue", "exit 1\n")
     slurm.plan("take-and-time-out")
     with pytest.raises(MayBeQueued) as caught:
@@ -156,7 +161,7 @@ def test_a_controller_that_goes_away_with_the_question_leaves_the_run_and_says_h
 def test_questions_of_the_plan_wait_too(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outage, "SECONDS", 0.2)
+    monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.2)
     slurm.go_down()
     with pytest.raises(ClusterError, match=r"sinfo failed .* \(connect failure\)"):
         submit(notes)
@@ -193,7 +198,7 @@ def test_runs_that_were_not_asked_for_can_be_resumed(slurm: StandIn, here: Path,
 def test_what_somebody_else_is_submitting_is_left_alone(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outage, "SECONDS", 0.0)
+    monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.0)
     slurm.write("squeue", "exit 1\n")
     slurm.plan("time-out")
     with pytest.raises(MayBeQueued):
@@ -234,7 +239,7 @@ def test_a_resume_of_which_nobody_can_tell_pends_and_is_found_later(
     slurm.plan("take-and-time-out")
     answering = (slurm.state / "bin" / "squeue").read_text()
     slurm.write("squeue", "exit 1\n")
-    monkeypatch.setattr(outage, "SECONDS", 0.0)
+    monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.0)
     with pytest.raises(MayBeQueued):
         api.Handle(folder).resume(Change({"time": "5"}))
     assert read_spec(folder).resources.time == "5"

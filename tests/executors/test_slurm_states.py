@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm import api
-from mgpu_slurm.core import failures, records
 from mgpu_slurm.core.errors import ClusterError, UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder import failures, records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import job_identity
 from mgpu_slurm.slurm.accounting import AccountedStart
 from mgpu_slurm.slurm.jobs import QueuedJob

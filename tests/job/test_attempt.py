@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import failures, records
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.job import attempt, store_server
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder import failures, records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.files import read_json
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch
 from tests.support import processes_of, wait_until
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import files, records
+from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.job import requeue
 from mgpu_slurm.job.requeue import Job, chain_events, start_again, start_again_in_time
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.request.spec import Resources, Spec, Target
-from mgpu_slurm.slurm import outage, sbatch, script
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event
+from mgpu_slurm.slurm import commands, sbatch, script
 from mgpu_slurm.slurm.script import Array
 from tests.slurm_stand_in import StandIn, stand_in
 
@@ -35,7 +36,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     real = slurm.state / "bin" / "real-sbatch"
     real.write_text(real.read_text().replace("#!/bin/sh\n", "#!/bin/sh\n" + RECORD.format(state=slurm.state)))
     monkeypatch.setenv("PATH", slurm.environ["PATH"])
-    monkeypatch.setattr(outage, "PAUSES", (0.01,))
+    monkeypatch.setattr(commands, "OUTAGE_PAUSES", (0.01,))
     monkeypatch.setattr(requeue, "SCONTROL_TAKES", 0.3)
     monkeypatch.setattr(requeue, "PATIENCE", 0.1)
     return slurm

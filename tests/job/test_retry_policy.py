@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.files import write_json
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event
 from mgpu_slurm.job import retry_policy
 from mgpu_slurm.job.retry_policy import Retry
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event
 
 KILLED = {"message": "rank 1 on n2: Killed"}
 BROKEN = {"rank": 0, "node": "n1", "error": "ValueError", "message": "broken"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.sinks import Report, Sink, Tolerance, Tolerant
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import wait_until
 
 Heard = list[tuple[int, float]]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import files, layout, records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.metrics.live_state import LiveState
+from mgpu_slurm.core import files
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.metrics.sinks import Report, Tolerance
+from mgpu_slurm.metrics.sinks import LiveState, Report, Tolerance
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import wait_until
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import files, records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core import files
 from mgpu_slurm.metrics import sinks
-from mgpu_slurm.metrics.live_state import LiveState
 from mgpu_slurm.metrics.reporter import Reporter
-from mgpu_slurm.metrics.sinks import EventFiles, MetricsFile, Screen, Sink, Tolerance
+from mgpu_slurm.metrics.sinks import EventFiles, LiveState, MetricsFile, Screen, Sink, Tolerance
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.metrics.contract import Heard, SinkContract
 from tests.metrics.test_event_writer import points
 
@@ -48,7 +48,7 @@ class TestEventFiles(SinkContract):
 
 
 class TestLiveState(SinkContract):
-    writes_with = "mgpu_slurm.metrics.live_state.update_state"
+    writes_with = "mgpu_slurm.metrics.sinks.update_state"
     keeps_all = False
 
     def sink(self, folder: RunFolder, tolerance: Tolerance) -> Sink:

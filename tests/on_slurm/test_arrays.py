@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.on_slurm.cluster import Cluster
 from tests.support import Project, wait_until
 

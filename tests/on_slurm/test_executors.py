@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.executors.contract import ExecutorContract
 from tests.on_slurm.cluster import Cluster
 from tests.support import Project

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.api import Handle
-from mgpu_slurm.core import failures, records, states
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.reports.attempts import Before, before
 from mgpu_slurm.reports.diagnosis import why
-from mgpu_slurm.slurm import termination
+from mgpu_slurm.run_folder import failures, records, states
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests import wrappers
 from tests.chaos.training import words_of
 from tests.on_slurm.cluster import Cluster
@@ -340,7 +340,7 @@ def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_i
     assert (facts_of_deaf["state"], facts_of_deaf["reason"]) == ("TIMEOUT", "TimeLimit")
     assert states_of_deaf == ["RUNNING", "TIMEOUT"]
     # what there is to go by where SLURM has forgotten the job
-    last = termination.ending(RunFolder(deaf), facts_of_deaf["job_id"])
+    last = slurm_states.ending(RunFolder(deaf), facts_of_deaf["job_id"])
     assert last is not None
     assert last.state == "TIMEOUT"
     # a shell tells of a child that is killed before it

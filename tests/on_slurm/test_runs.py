@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.on_slurm.cluster import Cluster
 from tests.support import REPOSITORY, Project, log, processes_of, wait_until
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.rank.devices import threads_per_rank
+from mgpu_slurm.rank.rank_info import threads_per_rank
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.on_slurm.cluster import LAB, USERS, Cluster
 from tests.support import Project, log, wait_until
 

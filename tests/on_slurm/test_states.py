@@ -8,9 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from tests.on_slurm.cluster import Cluster
 from tests.support import Project, log, wait_until
 

@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.on_slurm.cluster import Cluster
 from tests.slurm_stand_in import Sbatch, wrap
 from tests.support import REPOSITORY, Project, make_hostile, wait_until
 
-QUICKLY = "from mgpu_slurm.cli.main import main\nfrom mgpu_slurm.slurm import outage\noutage.PAUSES = (0.5,)\nmain()\n"
+QUICKLY = (
+    "from mgpu_slurm.cli.main import main\n"
+    "from mgpu_slurm.slurm import commands\n"
+    "commands.OUTAGE_PAUSES = (0.5,)\n"
+    "main()\n"
+)
 ONCE_AGAIN = 'if [ "$MGPU_ATTEMPT" = 1 ]; then exit 75; fi; echo done'
 
 

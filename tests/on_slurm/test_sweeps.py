@@ -19,10 +19,11 @@ import yaml
 
 from mgpu_slurm.checkpoints import folder as checkpoints
 from mgpu_slurm.checkpoints.reader import StoredTensors
-from mgpu_slurm.core import checkpoint_names, interpreter, records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
+from mgpu_slurm.core import interpreter
 from mgpu_slurm.registry import current_state
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.study import trial_queue as studies
@@ -301,7 +302,7 @@ def test_no_trial_is_lost_or_counted_twice_whatever_happens(project: Project, cl
             assert done in ({1: [1, 2], 2: [3, 4]}, {1: [1, 2], 2: [2, 3, 4]})
     # what the best one has kept is worth what it is said to be
     best = project.json("best", "study")
-    kept = checkpoint_names.newest(folder.of_trial(best["number"]))
+    kept = layout.newest_checkpoint(folder.of_trial(best["number"]))
     assert kept is not None
     stored = StoredTensors(checkpoints.tensor_files(kept), like={})
     model = torch.nn.Linear(1, 1)

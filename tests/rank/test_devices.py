@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.data import randomness
 from mgpu_slurm.doctor.in_job import gpus
-from mgpu_slurm.rank import devices
+from mgpu_slurm.rank import rank_info
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.training.run import Run
@@ -30,22 +30,22 @@ def test_the_gpu_of_a_local_rank(visible: int, local_rank: int, chosen: int, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert devices.choose(RankInfo(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
+    assert rank_info.choose_device(RankInfo(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
 
 
 def test_threads_are_the_cores_shared_out_unless_slurm_gave_each_task_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
-    assert devices.threads_per_rank(1) == cores
-    assert devices.threads_per_rank(10 * cores) == 1
+    assert rank_info.threads_per_rank(1) == cores
+    assert rank_info.threads_per_rank(10 * cores) == 1
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "7")
-    assert devices.threads_per_rank(2) == 7
+    assert rank_info.threads_per_rank(2) == 7
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
-    device = devices.choose(RankInfo())
+    device = rank_info.choose_device(RankInfo())
     run = Run(RankInfo(), tmp_path, device, 1, StopFlag())
     model = run.wrap(nn.Linear(2, 1))
     assert next(model.parameters()).device == device
@@ -60,7 +60,7 @@ def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_the_gpus_random_numbers_go_on_where_they_were() -> None:
-    device = devices.choose(RankInfo())
+    device = rank_info.choose_device(RankInfo())
     state = randomness.random_state(device)
     first = torch.rand(3, device=device)
     randomness.set_random_state(state, device)
@@ -96,7 +96,7 @@ def trained(folder: Path, device: torch.device, stop_at: int | None) -> tuple[in
 
 @pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 def test_a_training_goes_on_exactly_on_its_device(on: str, tmp_path: Path) -> None:
-    device = torch.device(on) if on == "cpu" else devices.choose(RankInfo())
+    device = torch.device(on) if on == "cpu" else rank_info.choose_device(RankInfo())
     try:
         _, whole = trained(tmp_path / "whole", device, None)
         assert trained(tmp_path / "parts", device, stop_at=7) == (0, [])
@@ -113,5 +113,5 @@ def test_a_training_goes_on_exactly_on_its_device(on: str, tmp_path: Path) -> No
 def test_nvml_knows_the_gpus_that_torch_sees() -> None:
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
-    seen = devices.visible_identities()
+    seen = rank_info.visible_gpu_identities()
     assert len(list(gpus.handles(nvml, set(seen)))) == len(seen) > 0

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.files import read_jsonl
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank import preflight
 from mgpu_slurm.rank.preflight import Versions
 from mgpu_slurm.rank.rank_info import RankInfo
+from mgpu_slurm.run_folder.layout import RunFolder
 
 
 def node(python: str = "3.11.2", **packages: str) -> Versions:

@@ -10,7 +10,7 @@ import torch
 
 from mgpu_slurm.core.errors import RendezvousError
 from mgpu_slurm.job import store_server
-from mgpu_slurm.rank import devices, rendezvous
+from mgpu_slurm.rank import rank_info, rendezvous
 from mgpu_slurm.rank.rank_info import RankInfo
 from tests.ranks import join_ranks
 from tests.support import wait_until
@@ -48,7 +48,7 @@ def test_ranks_that_believe_in_different_worlds_are_told_so(tmp_path: Path) -> N
 
 def joined_with_gpu(facts: RankInfo) -> str | None:
     # which GPU a rank has is the one fact that no machine without GPUs can give
-    devices.identity = lambda device: "GPU-a" if facts.rank < 2 else "GPU-b"
+    rank_info.gpu_identity = lambda device: "GPU-a" if facts.rank < 2 else "GPU-b"
     warning = rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=20))
     torch.distributed.destroy_process_group()
     return warning

@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from mgpu_slurm.rank import collectives, step_sync
-from mgpu_slurm.rank.calls import Agreed, Call
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.rank.step_sync import Place, have_lost_each_other
+from mgpu_slurm.rank.step_sync import Agreed, Call, Place, have_lost_each_other
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 from tests.support import wait_until

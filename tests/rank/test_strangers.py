@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from mgpu_slurm.core.errors import ForgeryError, MgpuError, TrialPruned, UserError
-from mgpu_slurm.job import store_secret
+from mgpu_slurm.job import store_server
 from mgpu_slurm.rank import rendezvous
-from mgpu_slurm.rank.calls import Agreed, Call
 from mgpu_slurm.rank.collectives import Collectives, SaveBarrier
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import SignedStore, signed
-from mgpu_slurm.rank.step_sync import GONE
+from mgpu_slurm.rank.step_sync import GONE, Agreed, Call
 from mgpu_slurm.training.run import Run
 from tests.forks import FORKS
 from tests.ranks import join_ranks, run_ranks
@@ -66,7 +65,7 @@ def with_environ(environ: dict[str, str], marker: Path, knows: str) -> None:
 
 def is_told(facts: RankInfo, marker: Path, knows: str, has_secret: bool) -> Any:
     if not has_secret:
-        del os.environ[store_secret.VARIABLE]
+        del os.environ[store_server.SECRET_VARIABLE]
     stranger = FORKS.Process(target=with_environ, args=(dict(os.environ), marker, knows))
     stranger.start()
     try:
@@ -129,8 +128,8 @@ def test_nothing_that_a_stranger_writes_during_a_training_is_used() -> None:
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    store_secret.create(tmp_path / "secret")
-    return {store_secret.VARIABLE: str(tmp_path / "secret"), "MGPU_ATTEMPT": "1", "MASTER_PORT": "1234"}
+    store_server.create_secret(tmp_path / "secret")
+    return {store_server.SECRET_VARIABLE: str(tmp_path / "secret"), "MGPU_ATTEMPT": "1", "MASTER_PORT": "1234"}
 
 
 def test_a_value_is_valid_under_its_own_name_and_in_its_own_store_only(environ: dict[str, str]) -> None:
@@ -173,16 +172,16 @@ def test_a_store_is_signed_once_and_not_without_a_secret(environ: dict[str, str]
 def test_the_secret_is_for_its_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        store_secret.create(tmp_path / "secret")
+        store_server.create_secret(tmp_path / "secret")
     finally:
         os.umask(before)
     first = (tmp_path / "secret").read_text()
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
     assert len(first) == 64
-    store_secret.create(tmp_path / "secret")
+    store_server.create_secret(tmp_path / "secret")
     assert (tmp_path / "secret").read_text() != first
     with pytest.raises(MgpuError, match=r"cannot read the attempt.s secret: .*nowhere"):
-        store_secret.key_of_store({store_secret.VARIABLE: str(tmp_path / "nowhere")})
+        store_server.key_of_store({store_server.SECRET_VARIABLE: str(tmp_path / "nowhere")})
 
 
 def test_what_ranks_have_said_of_a_save_is_removed() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.registry.cleanup import delete_checkpoints, delete_run
-from mgpu_slurm.registry.disk_usage import usage
+from mgpu_slurm.registry.cleanup import delete_checkpoints, delete_run, usage
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.registry.run_folders import make_run
 
 NAME = "digits-20260102-030405-abcd"

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import processes, records
+from mgpu_slurm.core import processes
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import current_state, index, lookup
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import UNKNOWN_JOB
 
 

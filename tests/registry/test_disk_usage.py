@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.registry.disk_usage import Usage, usage
+from mgpu_slurm.registry.cleanup import Usage, usage
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.registry.run_folders import make_run
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import watch
 from mgpu_slurm.registry.watch import Watch
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import wait_until
 
 RUNS = "42|RUNNING|N/A|0|2024-05-01T12:00:00|N/A||None|"

@@ -11,10 +11,10 @@ import yaml
 from optuna.study import Study
 from optuna.trial import Trial
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.files import write_json
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.reporter import Reporter
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams
 from mgpu_slurm.sweeps.hparams import End
 from mgpu_slurm.sweeps.search import sweep_file

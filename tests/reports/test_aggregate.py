@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.reports import aggregate_files
 from mgpu_slurm.reports.aggregate import Aggregate, aggregate, grouped, is_seed, table
 from mgpu_slurm.reports.history import Curve, History
 from mgpu_slurm.reports.statistics import NAMES
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.metrics.event_files import ended_run, read_by_tensorboard, scalar, write
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import failures
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.reports.diagnosis import why
+from mgpu_slurm.run_folder import failures
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from tests.support import Project, wait_until
 
 SCRIPTS = {

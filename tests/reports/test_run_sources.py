@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.reports.run_sources import sources
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.metrics.event_files import ended_run, opened, scalar, write
 
 

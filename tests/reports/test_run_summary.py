@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mgpu_slurm.core.files import append_jsonl, write_json
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.reports.run_summary import RankWarning, ending_lines, rank_warnings, warning_lines
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 
 ATTEMPT = {"attempt": 1, "exit_code": 1, "message": "it failed"}
 RAISED = {"rank": 0, "node": "n1", "error": "ValueError", "traceback": "Traceback of rank 0\n"}

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.reports import status
+from mgpu_slurm.run_folder.record_types import RunState
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.files import write_json
-from mgpu_slurm.core.records import read_state
 from mgpu_slurm.reports import sweep_status
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.records import read_state
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.reports.sweeps import make_sweep

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request import spec
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder.layout import RunFolder
 
 
 @pytest.mark.parametrize(

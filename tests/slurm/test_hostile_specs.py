@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm.script import render
 from tests.slurm.test_script import as_sbatch_reads, make
 

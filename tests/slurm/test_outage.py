@@ -6,9 +6,8 @@ import time
 import pytest
 
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.slurm import outage
-from mgpu_slurm.slurm.commands import BUSY, UNREACHED, SlurmUnavailable
-from mgpu_slurm.slurm.outage import Patience, wait_out
+from mgpu_slurm.slurm import commands
+from mgpu_slurm.slurm.commands import BUSY, UNREACHED, Patience, SlurmUnavailable, wait_out
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def test_a_controller_that_answers_is_not_called_silent(notes: list[str]) -> Non
 
 def test_the_pauses_grow_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(outage, "PAUSES", (1.0, 5.0))
+    monkeypatch.setattr(commands, "OUTAGE_PAUSES", (1.0, 5.0))
     monkeypatch.setattr(time, "sleep", pauses.append)
     some = Patience()
     for _ in range(3):
@@ -43,7 +42,7 @@ def test_the_pauses_grow_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_question_is_asked_until_there_is_an_answer(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "PAUSES", (0.0,))
+    monkeypatch.setattr(commands, "OUTAGE_PAUSES", (0.0,))
     answers = iter([SlurmUnavailable("no"), SlurmUnavailable("no"), "yes"])
 
     def ask() -> str:
@@ -57,7 +56,7 @@ def test_a_question_is_asked_until_there_is_an_answer(notes: list[str], monkeypa
 
 
 def test_it_ends_with_the_problem(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "SECONDS", 0.0)
+    monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.0)
 
     def ask() -> str:
         raise SlurmUnavailable("connection refused", UNREACHED)

@@ -10,20 +10,19 @@ from typing import TypeAlias
 
 import pytest
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import Resources, Spec, Target
-from mgpu_slurm.slurm import outage, sbatch
-from mgpu_slurm.slurm.commands import BUSY, LOST, UNREACHED, SlurmUnavailable
-from mgpu_slurm.slurm.outage import Patience
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.slurm import commands, sbatch
+from mgpu_slurm.slurm.commands import BUSY, LOST, UNREACHED, Patience, SlurmUnavailable
 from mgpu_slurm.slurm.sbatch import ExactlyOnceSubmission, MayBeQueued, failure, job_id_in
 
 CLAIM = """
 import sys
 from pathlib import Path
 from mgpu_slurm.slurm import sbatch
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder.layout import RunFolder
 print("ready", flush=True)
 sys.stdin.readline()
 print(sbatch.claim(RunFolder(Path(sys.argv[1])), "mgpu-1", sys.argv[2]))
@@ -123,7 +122,7 @@ Say: TypeAlias = "str | BaseException | None"
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "PAUSES", (0.0,))
+    monkeypatch.setattr(commands, "OUTAGE_PAUSES", (0.0,))
 
 
 def in_turn(*answers: Say) -> Callable[[], str | None]:

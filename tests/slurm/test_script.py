@@ -12,8 +12,8 @@ import pytest
 
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm.script import Array, render
 
 PLAIN = """\

@@ -14,7 +14,7 @@ from submitit import SlurmExecutor
 from submitit.core.utils import CommandFunction, FailedJobError
 
 from mgpu_slurm.core.errors import ClusterError, UserError
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch, submitit_adapter
 from mgpu_slurm.slurm.commands import LOST, SlurmUnavailable, scrubbed_environment
 from mgpu_slurm.slurm.submitit_adapter import submit

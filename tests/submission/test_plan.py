@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission.plan import Plan
 
 ONE: dict[str, Any] = {"config": {"lr": 0.1, "seed": 3}}

@@ -8,11 +8,12 @@ from typing import Any
 
 from optuna.study import Study
 
-from mgpu_slurm.core import files, processes, records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core import files, processes
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies

@@ -11,7 +11,7 @@ from optuna.trial import Trial
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams
 from tests.reports.sweeps import Sweeping, make_sweep, opened
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import files, records
+from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import ClusterError, UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.retry import Note
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
 from mgpu_slurm.sweeps import launch, worker_starts

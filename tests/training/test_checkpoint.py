@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.checkpoints import folder as checkpoints
-from mgpu_slurm.core import checkpoint_names
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 
@@ -225,7 +225,7 @@ def saves_something_odd(run: Run) -> None:
 def test_what_could_not_be_read_back_is_named_at_once(tmp_path: Path) -> None:
     (answer,) = run_ranks(saves_something_odd, 1, folder=tmp_path, may_fail=True)
     assert answer.startswith("UserError: run.restore(odd=...): odd.where is of type PosixPath, but a checkpoint holds")
-    assert checkpoint_names.newest(RunFolder(tmp_path)) is None
+    assert layout.newest_checkpoint(RunFolder(tmp_path)) is None
 
 
 def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mgpu_slurm.core import checkpoint_names
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 
@@ -277,7 +277,7 @@ def trains(run: Run, kind: str, stop_at: int | None) -> tuple[int, int]:
 def test_such_a_run_saves_and_stops_like_any_other(kind: str, tmp_path: Path) -> None:
     for stopped in run_ranks(trains, 2, kind, 6, folder=tmp_path):
         assert stopped.startswith("RunStopped")
-    found = [checkpoint_names.step_of(path) or 0 for path in checkpoint_names.complete(RunFolder(tmp_path))]
+    found = [layout.checkpoint_step(path) or 0 for path in layout.complete_checkpoints(RunFolder(tmp_path))]
     assert found[0] == 4
     assert found[-1] in (6, 7)
     assert run_ranks(trains, 2, kind, None, folder=tmp_path) == [(found[-1], 20)] * 2

@@ -14,7 +14,7 @@ from mgpu_slurm.core.processes import RUN_VARIABLE
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, alike, names, who
-from mgpu_slurm.rank import devices, preflight
+from mgpu_slurm.rank import preflight, rank_info
 
 GB = 1 << 30
 
@@ -52,9 +52,9 @@ class GpuHealth:
 def measure_gpus(team: Team, place: Place) -> Any:
     import torch
 
-    gpu = devices.identity(place.device)
+    gpu = rank_info.gpu_identity(place.device)
     name = torch.cuda.get_device_name(place.device) if gpu else ""
-    return asdict(RankGpus(place.spec.resources.gpus_per_node, devices.visible_gpus(), gpu, name))
+    return asdict(RankGpus(place.spec.resources.gpus_per_node, rank_info.visible_gpus(), gpu, name))
 
 
 def judge_gpus(answers: list[Answer]) -> list[Finding]:
@@ -77,7 +77,7 @@ def judge_gpus(answers: list[Answer]) -> list[Finding]:
 
 
 def measure_gpu_health(team: Team, place: Place) -> Any:
-    team.tell(f"gpus/seen/{team.me.rank}", devices.visible_identities())
+    team.tell(f"gpus/seen/{team.me.rank}", rank_info.visible_gpu_identities())
     if not team.me.is_leader:
         return None
     here = [member.rank for member in team.members if member.node == team.me.node]

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
-    from mgpu_slurm.core.layout import RunFolder
     from mgpu_slurm.rank.rank_info import RankInfo
     from mgpu_slurm.request.spec import Spec
+    from mgpu_slurm.run_folder.layout import RunFolder
 
 PATIENCE = 90.0
 """Seconds that one rank waits for another."""

@@ -18,7 +18,7 @@ from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, TPESampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm.core.record_types import from_known
+from mgpu_slurm.run_folder.record_types import from_known
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import Density, Samples, StudyView, TextCmaEs, WeightedTpe
 from mgpu_slurm.sweeps.scheduling import optimizers

@@ -18,17 +18,17 @@ from optuna.trial import Trial
 
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import Spec, read_spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission import config_check
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.training import job_loading
+from mgpu_slurm.training import entry
 
 DRAWS = 8
 """Number of random trials drawn to check the function."""
@@ -100,7 +100,7 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
     if sweep.command:
         target.stand_in(folder.code / spec.workdir)
         return lambda values: trial_command.check_takes(sweep.command, values)
-    job = job_loading.job_function(spec, folder)
+    job = entry.job_function(spec, folder)
     return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import program, short_path
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.spec import Flags, read_spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.sweep_file import Sweep

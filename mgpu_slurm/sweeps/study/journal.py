@@ -20,11 +20,10 @@ from optuna.storages.journal import BaseJournalBackend
 
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import MgpuError
-from mgpu_slurm.core.files import cut_torn_tail
+from mgpu_slurm.core.files import cut_torn_tail, locked
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.sweeps.optuna_adapter import CheckedJournalStorage
 from mgpu_slurm.sweeps.study import journal_lines
-from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.study.journal_lines import Content
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from optuna.trial import TrialState
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.formatting import counted, program, short_path
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import sweep_state
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import journal_lines

@@ -1,29 +1,28 @@
-"""Recovery of trials whose worker is gone: they are found by checking which workers are alive, and requeued or failed.
+"""Recovery of trials whose worker is gone, and the outcome of a trial in its folder.
 
-No time-outs are used: a worker that is slow, or was suspended, keeps its trial.
-"""
+Such trials are found by checking which workers are alive, and requeued or failed. No time-outs are used: a worker that
+is slow, or was suspended, keeps its trial."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm.core import records, states
-from mgpu_slurm.core.files import write_whole
+from mgpu_slurm.core import retry
+from mgpu_slurm.core.files import locked, write_json, write_whole
 from mgpu_slurm.core.formatting import first_line
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import current_state
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.sweeps.study import outcomes
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.file_locks import locked
-from mgpu_slurm.sweeps.study.outcomes import Failed
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def fail(
         death: its reason is the same for trials that fail the same way.
         told: the reason with details of this trial, for its folder.
     """
-    outcomes.write(_made(folder), Failed(told or death.reason))
+    write(_made(folder), Failed(told or death.reason))
     studies.fail(study, trial, death.reason, death.is_trials_fault)
     with hparams.may_fail():
         hparams.write_end(folder, sweep, "failed")
@@ -164,3 +163,39 @@ def of_attempt(worker: RunFolder, attempt: int) -> Death | None:
                 return Death(f"{event.error}: {message}", is_trials_fault=True)
             return Death(f"its ranks died: {message}")
     return None
+
+
+# -- how a trial ended: `result.json` in its folder, or `failure.json` if it failed
+
+
+@dataclass(frozen=True)
+class Complete:
+    state: ClassVar[str] = "COMPLETE"
+    result: dict[str, float]
+    """The job's result, by metric."""
+    value: float
+    step: int
+    progress: int
+
+
+@dataclass(frozen=True)
+class Pruned:
+    state: ClassVar[str] = "PRUNED"
+    reason: str
+    progress: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    state: ClassVar[str] = "FAIL"
+    message: str
+
+
+def write(trial: RunFolder, outcome: Complete | Pruned | Failed) -> None:
+    """Write how a trial ended, and remove an outcome of a worker that died before reporting it to the study."""
+    record = {"run": trial.run, "state": outcome.state, **vars(outcome), "ended": records.now()}
+    file, other = trial.result, trial.failure
+    if isinstance(outcome, Failed):
+        file, other = other, file
+    retry.patiently(lambda: write_json(file, record, sync=False), f"{str(file)!r} cannot be written")
+    other.unlink(missing_ok=True)

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Sequence
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm.core.files import write_whole
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import SweepSummary, TrialSummary
-from mgpu_slurm.core.records import now
+from mgpu_slurm.core.files import locked, write_whole
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import SweepSummary, TrialSummary
+from mgpu_slurm.run_folder.records import now
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.file_locks import locked
 
 RECENT = 50
 """Number of recently ended trials listed in `summary.json`."""

@@ -20,7 +20,8 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.record_types import SweepOver
+from mgpu_slurm.core.files import locked
+from mgpu_slurm.run_folder.record_types import SweepOver
 from mgpu_slurm.sweeps import optuna_adapter
 from mgpu_slurm.sweeps.optuna_adapter import FIXED_PARAMS
 from mgpu_slurm.sweeps.scheduling import samplers
@@ -28,7 +29,6 @@ from mgpu_slurm.sweeps.scheduling.construction import pruner_of, sampler_of
 from mgpu_slurm.sweeps.search.parameters import Values, label
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.study.journal import JournalFile
 from mgpu_slurm.sweeps.study.storage import storage_of
 

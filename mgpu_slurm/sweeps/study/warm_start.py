@@ -10,9 +10,9 @@ from optuna.study import Study
 from optuna.trial import FixedTrial, FrozenTrial, TrialState, create_trial
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.parameters import Choice, Float, Int, Parameter, Values, label
 from mgpu_slurm.sweeps.search.space import Space

@@ -14,21 +14,22 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_slurm.core import failures, processes
+from mgpu_slurm.core import processes
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.files import end_of, read_jsonl
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.core.processes import TRIAL_VARIABLE
-from mgpu_slurm.core.record_types import Failure
 from mgpu_slurm.job import store_server
 from mgpu_slurm.metrics import report_socket
 from mgpu_slurm.metrics.report_socket import ReportServer
-from mgpu_slurm.rank.calls import Agreed, Call
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.command import PATIENCE_FOR_SIGTERM, program_of, why_not_found
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
+from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.run_folder import failures
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Failure
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from mgpu_slurm.core import checkpoint_names as checkpoints
 from mgpu_slurm.core import retry
 from mgpu_slurm.core.errors import ForgeryError, RunFailed, RunStopped, TrialPruned
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.core.formatting import first_line
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import odd_result, result_of
 from mgpu_slurm.rank import crash, preflight
@@ -21,10 +19,12 @@ from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE
+from mgpu_slurm.run_folder import layout
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
-from mgpu_slurm.training import entry, guard, job_loading
+from mgpu_slurm.training import entry
 from mgpu_slurm.training.run import Run
 
 FAILED_EXIT_CODE = 1
@@ -42,7 +42,7 @@ class FunctionTrainer:
         self._collectives = collectives
         self._report = _report_to(client)
         self._watchdog = entry.watchdog_of(rank)
-        self._job = job_loading.job_function(rank.spec, rank.folder)
+        self._job = entry.job_function(rank.spec, rank.folder)
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
         """Train a trial by calling the job function.
@@ -53,7 +53,7 @@ class FunctionTrainer:
             ForgeryError: a stranger has written to the rendezvous, which is not the trial's fault.
         """
         facts = self._rank.facts
-        before = checkpoints.newest(folder) if facts.rank == 0 else None
+        before = layout.newest_checkpoint(folder) if facts.rank == 0 else None
         run = Run(
             facts, folder.path, self._device, order.attempt, self._stop, self._collectives, self._report, self._watchdog
         )
@@ -66,7 +66,7 @@ class FunctionTrainer:
         except RunStopped as stopped:
             is_late = stopped.exit_code == REQUEUE_EXIT_CODE
             return Ending(
-                lambda own: own.give_back(is_late, has_saved=checkpoints.newest(folder) != before),
+                lambda own: own.give_back(is_late, has_saved=layout.newest_checkpoint(folder) != before),
                 Leave(stopped.exit_code, stopped.reason),
             )
         except (NoMoreHere, ForgeryError):
@@ -97,7 +97,7 @@ class FunctionTrainer:
         if self._rank.facts.world_size == 1 and not _has_spoilt_the_device(error):
             return Ending(lambda own: own.fail(f"{record.error}: {first_line(record.message)}"))
         # the others may be inside a collective, which this rank's next one would answer
-        guard.record_failure(self._rank, replace(record, trial=order.number))
+        entry.record_failure(self._rank, replace(record, trial=order.number))
         # new ranks would not know that the time limit is near
         code = FAILED_EXIT_CODE if self._stop.due is Stop.NO else REQUEUE_EXIT_CODE
         if code == FAILED_EXIT_CODE:

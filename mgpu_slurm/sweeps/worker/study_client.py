@@ -14,14 +14,14 @@ from functools import cached_property
 from optuna.exceptions import TrialPruned
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from mgpu_slurm.core import records
 from mgpu_slurm.core.errors import nearest
-from mgpu_slurm.core.files import write_whole
+from mgpu_slurm.core.files import locked, write_whole
 from mgpu_slurm.core.formatting import first_line
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.scheduling.scheduler import PrunerScheduler, Scheduler
 from mgpu_slurm.sweeps.search import space_function, trial_command
@@ -30,7 +30,6 @@ from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.worker import sweep_end
 from mgpu_slurm.sweeps.worker.messages import Assignment, Leave

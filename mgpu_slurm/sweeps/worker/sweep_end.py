@@ -1,19 +1,28 @@
-"""The end of a sweep, when its budget is spent or its trials fail, and the removal of workers no longer needed."""
+"""The end of a sweep, when its budget is spent or its trials fail, and the removal of workers no longer needed.
+
+Budgets are checked before each trial, so that running trials are finished."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
 
-from mgpu_slurm.core import log_lines, records
+from optuna.trial import FrozenTrial, TrialState
+
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.record_types import SweepOver
+from mgpu_slurm.core.files import locked
 from mgpu_slurm.registry import lookup
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import SweepOver
 from mgpu_slurm.slurm import commands, job_identity
-from mgpu_slurm.sweeps.search import budget
+from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.search.sweep_options import Budget
 from mgpu_slurm.sweeps.study import summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
 HOURS_EVERY = 10.0
@@ -50,10 +59,10 @@ class SweepEnd:
         sweep = self._shared.sweep
         if sweep.budget == Budget():
             return None
-        reason = budget.spent(self._shared.trials(), sweep)
+        reason = spent(self._shared.trials(), sweep)
         if reason is None and time.monotonic() >= self._next_look_at_hours:
             self._next_look_at_hours = time.monotonic() + HOURS_EVERY
-            reason = budget.spent_time(sweep, self._shared.sweep_folder, self._gpus)
+            reason = spent_time(sweep, self._shared.sweep_folder, self._gpus)
         return reason
 
 
@@ -69,16 +78,16 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
     """Remove workers that have not started from SLURM's queue, if the study is over."""
     folder = shared.sweep_folder
     # read before what is left: a call that adds trials meanwhile submits new jobs
-    jobs = [each.job_id for each in records.submissions(folder) if each.job_id is not None]
+    job_ids = [each.job_id for each in records.submissions(folder) if each.job_id is not None]
     counts = summary.counts(shared.trials(), shared.sweep)
     is_over = studies.why_over(shared.study) is not None
     is_over = is_over or not (counts["WAITING"] or counts["RUNNING"])
     unstarted = [member for member in lookup.members(folder) if not records.attempts_started(member)]
-    if not (is_over and unstarted and jobs):
+    if not (is_over and unstarted and job_ids):
         return
     try:
-        others = {job_identity.whole(job.job_id) for job in job_identity.strangers(folder, jobs)}
-        if own := [job_id for job_id in jobs if job_id not in others]:
+        others = {job_identity.whole(job.job_id) for job in job_identity.strangers(folder, job_ids)}
+        if own := [job_id for job_id in job_ids if job_id not in others]:
             commands.run(commands.scancel_waiting_command(own))
     except ClusterError as error:
         # they will start, and leave at once
@@ -86,3 +95,69 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
         return
     for member in unstarted:
         records.cancel_unstarted(member, "nothing was left to do")
+
+
+# -- budgets
+
+
+def spent(trials: Sequence[FrozenTrial], sweep: Sweep) -> str | None:
+    """Return why no more trials should start; None if another one may.
+
+    Args:
+        trials: trials of the study, without those copied from an earlier study.
+    """
+    budget = sweep.budget
+    ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.value is not None]
+    if budget.target is not None and any(
+        _is_better(trial.value, budget.target, sweep, or_equal=True) for trial in ended
+    ):
+        return f"a trial has reached {sweep.metric} {budget.target:g}"
+    if budget.patience is not None and since_best(trials, sweep) >= budget.patience:
+        return f"none of {budget.patience} trials was better than the best before"
+    return None
+
+
+def spent_time(sweep: Sweep, folder: RunFolder, gpus: int) -> str | None:
+    """Return why no more trials should start because of hours or GPU-hours; reads a file of each worker.
+
+    Args:
+        gpus: number of GPUs of each worker.
+    """
+    budget = sweep.budget
+    if budget.hours is not None and (hours := hours_since_start(folder)) >= budget.hours:
+        return f"{hours:.2f} of {budget.hours:g} hours are over"
+    if budget.gpu_hours is not None and (used := worker_hours(folder) * gpus) >= budget.gpu_hours:
+        return f"{used:.2f} of {budget.gpu_hours:g} GPU-hours are used"
+    return None
+
+
+def since_best(trials: Sequence[FrozenTrial], sweep: Sweep) -> int:
+    """Return how many trials have ended since the best one, without failed ones."""
+    ended = [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    ended.sort(key=lambda trial: (trial.datetime_complete or datetime.max, trial.number))
+    best = -math.inf if sweep.direction == "maximize" else math.inf
+    since = 0
+    for trial in ended:
+        since += 1
+        if trial.state == TrialState.COMPLETE and _is_better(trial.value, best, sweep):
+            assert trial.value is not None
+            best, since = trial.value, 0
+    return since
+
+
+def _is_better(value: float | None, than: float, sweep: Sweep, or_equal: bool = False) -> bool:
+    assert value is not None
+    if value == than:
+        return or_equal
+    return value > than if sweep.direction == "maximize" else value < than
+
+
+def hours_since_start(folder: RunFolder) -> float:
+    """Return the hours since the first worker started; 0 before that."""
+    starts = [begun for member in lookup.members(folder) for begun, _ in records.spans(member)]
+    return (datetime.now(timezone.utc) - min(starts)).total_seconds() / 3600 if starts else 0.0
+
+
+def worker_hours(folder: RunFolder) -> float:
+    """Return the hours for which workers have held their nodes, summed over all workers."""
+    return sum(map(records.hours, lookup.members(folder)))

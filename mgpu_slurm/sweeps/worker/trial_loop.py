@@ -16,14 +16,14 @@ import torch
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.core.files import write_json
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.records import now
 from mgpu_slurm.job import output
-from mgpu_slurm.rank.calls import Agreed, Call
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
+from mgpu_slurm.rank.step_sync import Agreed, Call
 from mgpu_slurm.request import target
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.records import now
 from mgpu_slurm.sweeps.worker.command_trials import CommandTrainer
 from mgpu_slurm.sweeps.worker.function_trials import FAILED_EXIT_CODE, FunctionTrainer
 from mgpu_slurm.sweeps.worker.messages import (
@@ -38,7 +38,7 @@ from mgpu_slurm.sweeps.worker.messages import (
 )
 from mgpu_slurm.sweeps.worker.process_reset import Reset, ResourceUsage, growth, keep_freed_memory
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
-from mgpu_slurm.training import entry, guard
+from mgpu_slurm.training import entry
 
 
 class Trainer(Protocol):
@@ -61,7 +61,7 @@ def serve(rank: Rank, stop: StopFlag) -> None:
             trainer = CommandTrainer(rank, stop, collectives, client)
         else:
             trainer = FunctionTrainer(rank, stop, device, collectives, client)
-        with guard.telling_first(rank):
+        with entry.telling_first(rank):
             WorkerRank(rank, stop, collectives, client, trainer).serve()
 
 

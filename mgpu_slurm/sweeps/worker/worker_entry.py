@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import StopFlag
-from mgpu_slurm.training import entry, guard
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.training import entry
 
 
 def run_rank(folder: RunFolder) -> int:
@@ -21,7 +21,7 @@ def run_rank(folder: RunFolder) -> int:
 def work(rank: Rank) -> int:
     # half of the lead time is for a checkpoint at the next step; a trial that saves none leaves anyway
     stop = StopFlag(leave_after=(rank.spec.lead or 0) / 2)
-    return guard.guarded(rank, stop, lambda: _serve(rank, stop))
+    return entry.guarded(rank, stop, lambda: _serve(rank, stop))
 
 
 def _serve(rank: Rank, stop: StopFlag) -> None:

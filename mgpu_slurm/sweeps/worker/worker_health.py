@@ -9,10 +9,11 @@ from datetime import datetime
 
 from optuna.trial import FrozenTrial
 
-from mgpu_slurm.core import log_lines, records, states
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.registry import lookup
+from mgpu_slurm.run_folder import records, states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event
 from mgpu_slurm.sweeps.scheduling import samplers
 from mgpu_slurm.sweeps.study import health, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies

@@ -11,8 +11,9 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from mgpu_slurm.core import log_lines, records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core import log_lines
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
 from mgpu_slurm.sweeps.study import recovery, summary

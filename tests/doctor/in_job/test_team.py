@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.doctor import in_job
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job import network, shared_files
@@ -19,6 +18,7 @@ from mgpu_slurm.doctor.in_job.team import Answer, Member, Place, Team, TooLate, 
 from mgpu_slurm.rank import rendezvous
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.request.spec import Resources, Spec, Target
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.ranks import join_ranks
 
 TWO_NODES = [RankInfo(rank, 4, rank % 2, 2, rank // 2, f"n{1 + rank // 2}") for rank in range(4)]

@@ -15,7 +15,7 @@ from optuna.samplers import BaseSampler, CmaEsSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import Trial, TrialState
 
-from mgpu_slurm.core import layout
+from mgpu_slurm.run_folder import layout
 from mgpu_slurm.sweeps.scheduling import construction, samplers
 from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler

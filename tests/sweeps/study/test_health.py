@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import files, records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
+from mgpu_slurm.core import files
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps.scheduling import construction, samplers
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from mgpu_slurm.sweeps.worker import study_client

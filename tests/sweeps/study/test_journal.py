@@ -22,10 +22,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from mgpu_slurm.core import retry
+from mgpu_slurm.core import files, retry
 from mgpu_slurm.core.errors import MgpuError
-from mgpu_slurm.sweeps.study import file_locks
-from mgpu_slurm.sweeps.study.file_locks import locked
+from mgpu_slurm.core.files import locked
 from mgpu_slurm.sweeps.study.journal import Journal, JournalFile
 from tests.support import stderr_as, wait_until
 
@@ -254,7 +253,7 @@ def test_names_that_json_cannot_tell_apart_are_no_damage(path: Path) -> None:
 
 
 def test_who_waits_long_for_the_lock_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_locks, "SLOW_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(files, "SLOW_LOCK_SECONDS", 0.05)
     own = JournalFile(path)
     with open(f"{path}.lock", "w") as lock, stderr_as(path.with_name("stderr")) as stderr:
         fcntl.lockf(lock, fcntl.LOCK_EX)

@@ -14,7 +14,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial
 
 from mgpu_slurm.core.errors import MgpuError, UserError
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.study.journal_repair import repair
 from tests.sweeps.sweeps import begin, finish, make, study_of, worker
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import files, records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.core import files
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.study import recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.sweeps.sweeps import begin, kill, make, states, study_of, sweep_of, worker

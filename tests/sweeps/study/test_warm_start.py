@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from optuna.study import Study
 
-from mgpu_slurm.core import layout, records
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.layout import RunFolder
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search import sweep_file
 from mgpu_slurm.sweeps.search.space import Space
 from mgpu_slurm.sweeps.search.sweep_file import Sweep

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core import files, records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import RunState
+from mgpu_slurm.core import files
+from mgpu_slurm.core.files import locked
 from mgpu_slurm.core.retry import quiet
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.registry import sweep_state
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps.study import recovery, summary
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.file_locks import locked
 from mgpu_slurm.sweeps.worker.messages import Leave, Superseded
 from mgpu_slurm.sweeps.worker.trial import WORSE
 from tests.support import wait_until

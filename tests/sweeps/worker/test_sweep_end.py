@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.sweeps.search import budget
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.sweeps.worker import sweep_end
 from tests.sweeps.sweeps import make, sweep_of
 
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
@@ -32,7 +32,7 @@ def trials(*ends: tuple[TrialState, float | None]) -> list[FrozenTrial]:
 
 def why(folder: RunFolder, found: list[FrozenTrial], gpus: int = 0) -> str | None:
     sweep = sweep_of(folder)
-    return budget.spent(found, sweep) or budget.spent_time(sweep, folder, gpus)
+    return sweep_end.spent(found, sweep) or sweep_end.spent_time(sweep, folder, gpus)
 
 
 def worked(folder: RunFolder, worker: int, *spans: tuple[float, float | None]) -> None:
@@ -84,7 +84,7 @@ def test_patience_counts_what_has_ended_since_the_best(
 ) -> None:
     folder = make(tmp_path, budget={"patience": 2})
     found = trials(*ends)
-    assert budget.since_best(found, sweep_of(folder)) == since
+    assert sweep_end.since_best(found, sweep_of(folder)) == since
     words = "none of 2 trials was better than the best before"
     assert why(folder, found) == (words if since >= 2 else None)
 
@@ -94,8 +94,8 @@ def test_hours_count_from_the_first_worker_and_gpu_hours_over_all(tmp_path: Path
     assert why(folder, [], gpus=2) is None
     worked(folder, 0, (2.0, 1.0), (0.5, None))
     worked(folder, 1, (1.5, 0.5))
-    assert budget.hours_since_start(folder) == pytest.approx(2.0, abs=0.01)
-    assert budget.worker_hours(folder) == pytest.approx(2.5, abs=0.01)
+    assert sweep_end.hours_since_start(folder) == pytest.approx(2.0, abs=0.01)
+    assert sweep_end.worker_hours(folder) == pytest.approx(2.5, abs=0.01)
     assert why(folder, [], gpus=2) is None
     assert why(folder, [], gpus=3) == "7.50 of 7 GPU-hours are used"
     worked(folder, 1, (3.25, 3.2))
@@ -107,7 +107,7 @@ def test_a_worker_that_nobody_saw_end_counts_to_its_known_end(tmp_path: Path) ->
     worked(folder, 0, (5.0, None))
     ended = (datetime.now(timezone.utc) - timedelta(hours=4)).isoformat()
     records.update_state(folder.of_task(0), state="FAILED", ended=ended)
-    assert budget.worker_hours(folder) == pytest.approx(1.0, abs=0.01)
+    assert sweep_end.worker_hours(folder) == pytest.approx(1.0, abs=0.01)
 
 
 def test_no_budget_has_no_end(tmp_path: Path) -> None:

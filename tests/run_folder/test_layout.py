@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import files, layout
+from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.run_folder import layout
 
 
 def test_a_torn_last_line_is_not_read_and_is_cut_off_by_the_next_writer(tmp_path: Path) -> None:

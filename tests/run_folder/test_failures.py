@@ -11,9 +11,9 @@ import click
 import pytest
 
 from mgpu_slurm.cli import main
-from mgpu_slurm.core import failures
-from mgpu_slurm.core.failures import cause_of, cause_of_reason, first_stuck, node_of
-from mgpu_slurm.core.record_types import Failure
+from mgpu_slurm.run_folder import failures
+from mgpu_slurm.run_folder.failures import cause_of, cause_of_reason, first_stuck, node_of
+from mgpu_slurm.run_folder.record_types import Failure
 
 NO_LAUNCH = "srun: error: Task launch for StepId=42.0 failed on node n2: Communication failure"
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_slurm.core import states
 from mgpu_slurm.core.log_lines import PREFIX
-from mgpu_slurm.core.record_types import Failure
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.record_types import Failure
 
 STUCK = "Stuck"
 """The name of the error in the record of a rank that made no progress."""

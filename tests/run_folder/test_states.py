@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_slurm.core.states import TERMINAL, from_slurm, is_alive
+from mgpu_slurm.run_folder.states import TERMINAL, from_slurm, is_alive
 
 # squeue(1), JOB STATE CODES: short name, long name, the state here
 CODES = [

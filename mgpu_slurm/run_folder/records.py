@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from mgpu_slurm.core import retry, states
+from mgpu_slurm.core import retry
 from mgpu_slurm.core.files import append_jsonl, end_of, read_json, read_jsonl, write_json
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.hostlist import expand
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.core.record_types import Event, Failure, RunState
+from mgpu_slurm.run_folder import states
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.record_types import Event, Failure, RunState
 
 INHERITED = ("executor", "slurm_cluster", "nodes", "ranks", "submitted", "supervisor", "host")
 """The values that a run of a group inherits from the group."""

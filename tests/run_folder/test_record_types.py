@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from mgpu_slurm.core.record_types import Event, Failure, RunState, StateChange, SweepOver, SweepSummary, TrialSummary
+from mgpu_slurm.run_folder.record_types import (
+    Event,
+    Failure,
+    RunState,
+    StateChange,
+    SweepOver,
+    SweepSummary,
+    TrialSummary,
+)
 from tests.support import REPOSITORY
 
 TRIAL = TrialSummary(

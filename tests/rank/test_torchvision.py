@@ -18,17 +18,17 @@ for name in ("nms", "qnms"):
 USE = """
 import gc
 import torch
-from mgpu_slurm.training import torchvision_import
+from mgpu_slurm.rank import torch_adapter
 
-torchvision = torchvision_import.import_torchvision()
-assert torchvision_import.import_torchvision() is torchvision
+torchvision = torch_adapter.import_torchvision()
+assert torch_adapter.import_torchvision() is torchvision
 gc.collect()
 assert hasattr(torch.ops.torchvision, "nms")
 model = torchvision.models.resnet18(num_classes=3).eval()
 crop = torchvision.transforms.v2.CenterCrop(16)
 dataset = torchvision.datasets.FakeData(size=1, image_size=(3, 32, 32), transform=torchvision.transforms.v2.ToImage())
 image, _ = dataset[0]
-print(tuple(model(crop(image).float().unsqueeze(0)).shape), len(torchvision_import._declared))
+print(tuple(model(crop(image).float().unsqueeze(0)).shape), len(torch_adapter._declared))
 """
 
 
@@ -62,8 +62,8 @@ def test_another_error_of_the_import_is_not_hidden(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("raise RuntimeError('built for another torch')")
     broken = run_python(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from mgpu_slurm.training import torchvision_import\n"
-        "torchvision_import.import_torchvision()"
+        "from mgpu_slurm.rank import torch_adapter\n"
+        "torch_adapter.import_torchvision()"
     )
     assert broken.returncode == 1
     assert "RuntimeError: built for another torch" in broken.stderr

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
-from mgpu_slurm.slurm import termination
+from mgpu_slurm.executors import slurm_states
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 
 START = "2024-05-01T12:00:00"
 STEP = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-01T12:30:00 ***\n"
@@ -45,7 +45,7 @@ def notice(why: str, at: str = "2024-05-01T12:30:00") -> str:
 )
 def test_slurm_says_why_a_job_has_ended(run: RunFolder, why: str, expected: tuple[str, str]) -> None:
     run.launch_log("7").write_text(f"srun: got SIGCONT\n{notice(why)}{STEP}")
-    found = termination.ending(run, "7")
+    found = slurm_states.ending(run, "7")
     assert found is not None
     assert (found.state, found.reason) == expected
     assert found.ended.startswith("2024-05-01T12:30:00")
@@ -65,23 +65,23 @@ def test_slurm_says_why_a_job_has_ended(run: RunFolder, why: str, expected: tupl
 )
 def test_else_nothing_is_known(run: RunFolder, text: str) -> None:
     run.launch_log("7").write_text(text)
-    assert termination.ending(run, "7") is None
+    assert slurm_states.ending(run, "7") is None
 
 
 def test_a_job_that_is_ended_in_the_second_of_its_start_has_ended(run: RunFolder) -> None:
     run.launch_log("7").write_text(notice("", at=START))
-    assert termination.ending(run, "7") is not None
+    assert slurm_states.ending(run, "7") is not None
 
 
 def test_a_job_without_a_log_says_nothing(run: RunFolder) -> None:
-    assert termination.ending(run, "8") is None
-    assert termination.before_the_ranks(run, "8") == "its batch script failed before the ranks were started"
+    assert slurm_states.ending(run, "8") is None
+    assert slurm_states.before_the_ranks(run, "8") == "its batch script failed before the ranks were started"
 
 
 def test_a_script_that_fails_says_so_last(run: RunFolder) -> None:
     said = "/var/spool/slurmd/job00008/slurm_script: line 9: module: command not found"
     run.launch_log("8").write_text(f"Welcome\n{said}\n\n")
-    assert termination.before_the_ranks(run, "8") == (
+    assert slurm_states.before_the_ranks(run, "8") == (
         "its batch script failed before the ranks were started: line 9: module: command not found"
     )
-    assert termination.before_the_ranks(run, "7") is None
+    assert slurm_states.before_the_ranks(run, "7") is None

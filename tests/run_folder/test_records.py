@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_slurm.core import records
-from mgpu_slurm.core.layout import RunFolder
+from mgpu_slurm.run_folder import records
+from mgpu_slurm.run_folder.layout import RunFolder
 
 BEGUN, LAST, LATER = "2026-01-01T00:00:00+00:00", "2026-01-01T01:00:00+00:00", "2026-01-02T00:00:00+00:00"
 
