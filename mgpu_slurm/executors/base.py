@@ -71,10 +71,11 @@ class Start(ABC):
         """
 
     @abstractmethod
-    def go(self, folder: RunFolder, dependency: str, note: Note) -> str:
+    def go(self, folder: RunFolder, spec: Spec, dependency: str, note: Note) -> str:
         """Start the run; return the job id.
 
         Args:
+            spec: of the run, or of the group it belongs to.
             dependency: in the format of sbatch's `--dependency`.
 
         Raises:

@@ -16,7 +16,7 @@ from mgpu_slurm.executors import slurm_queue, slurm_states
 from mgpu_slurm.executors.base import Asked, Executor, Living, Resolved, Shell, SlurmView, Start, ended_unseen, job_of
 from mgpu_slurm.executors.slurm_queue import Job
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Resources, Spec, read_spec, resources_from
+from mgpu_slurm.request.spec import Resources, Spec, resources_from
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -119,8 +119,8 @@ class _QueuedStart(Start):
     def announce(self, folder: RunFolder, tasks: Sequence[int] | None, note: Note) -> None:
         self._jobs = slurm_queue.announce(folder.group, tasks, note)
 
-    def go(self, folder: RunFolder, dependency: str, note: Note) -> str:
-        return slurm_queue.submit(folder.group, read_spec(folder.group), self._jobs, dependency, note)
+    def go(self, folder: RunFolder, spec: Spec, dependency: str, note: Note) -> str:
+        return slurm_queue.submit(folder.group, spec, self._jobs, dependency, note)
 
     def may_have_arrived(self, folder: RunFolder) -> bool:
         return slurm_queue.may_have_arrived(folder.group, self._jobs)

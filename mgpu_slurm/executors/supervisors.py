@@ -47,8 +47,8 @@ class Supervisor(Start):
     def announce(self, folder: RunFolder, tasks: Sequence[int] | None, note: Note) -> None:
         """Do nothing: the run starts at once, or the submission fails."""
 
-    def go(self, folder: RunFolder, dependency: str = "", note: Note = quiet) -> str:
-        """Let the supervisor run the folder's spec; it waits for other runs by itself."""
+    def go(self, folder: RunFolder, spec: Spec, dependency: str = "", note: Note = quiet) -> str:
+        """Let the supervisor run the folder's own spec; it waits for other runs by itself."""
         assert self._process.stdin is not None
         self._is_told = True
         # a dead supervisor is noticed because it does nothing

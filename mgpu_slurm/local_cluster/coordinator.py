@@ -77,7 +77,7 @@ class Coordinator:
         with supervisors.supervisor(spec, folder, folder, held) as supervisor:
             pid = supervisor.pid
             supervisor.claim(folder)
-            supervisor.go(folder)
+            supervisor.go(folder, spec)
         start = processes.started_at(pid)
         if start is None:
             self._shares.append(share)

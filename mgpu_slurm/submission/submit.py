@@ -25,7 +25,7 @@ from mgpu_slurm.executors.base import Start
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.registry import current_state, dependencies, index
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
@@ -83,7 +83,7 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
         start.announce(staging, None if made.spec.tasks is None else range(made.spec.tasks), note)
         _show(staging, made)
         try:
-            return Submission(made, start.go(made.folder, dependency, note))
+            return Submission(made, start.go(made.folder, made.spec, dependency, note))
         finally:
             if not start.may_have_arrived(made.folder):
                 shutil.rmtree(made.folder.path, ignore_errors=True)
@@ -189,7 +189,7 @@ def _start_again(
         dependency = dependencies.sbatch_option(dependencies.left(asked, spec.after)) if spec.is_queued else ""
         start.announce(asked, tasks or None, note)
         try:
-            return start.go(asked, dependency, note)
+            return start.go(asked, read_spec(asked.group), dependency, note)
         except BaseException as stopped:
             if not start.may_have_arrived(asked):
                 raise
