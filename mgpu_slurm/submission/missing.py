@@ -25,32 +25,32 @@ def advice(name: str) -> str:
     return f"{name} is not in the snapshot: use its absolute path or $MGPU_PROJECT"
 
 
-def left_out(path: str, live: Path, stand: Path) -> str | None:
+def left_out(path: str, project: Path, snapshot: Path) -> str | None:
     """Return the first part of a relative path that the project has and the snapshot lacks, such as `data/`.
 
     Args:
-        live: the folder in the project that the path is relative to.
-        stand: the same folder in the snapshot.
+        project: the folder in the project that the path is relative to.
+        snapshot: the same folder in the snapshot.
     """
-    if not path or os.path.isabs(path) or not os.path.lexists(live / path) or os.path.lexists(stand / path):
+    if not path or os.path.isabs(path) or not os.path.lexists(project / path) or os.path.lexists(snapshot / path):
         return None
     normal = Path(os.path.normpath(path))
     parts = [Path(*normal.parts[: count + 1]) for count in range(len(normal.parts))]
-    first = next((part for part in parts if not os.path.lexists(stand / part)), normal)
-    return f"{first}/" if (live / first).is_dir() else str(first)
+    first = next((part for part in parts if not os.path.lexists(snapshot / part)), normal)
+    return f"{first}/" if (project / first).is_dir() else str(first)
 
 
-def left_out_in(text: str, live: Path, stand: Path) -> str | None:
+def left_out_in(text: str, project: Path, snapshot: Path) -> str | None:
     """Return the first such part among all paths that a text, such as an error, mentions."""
     for groups in _WORDS.findall(text):
         # the path of the code folder may contain a link
-        word = "".join(groups).removeprefix(f"{os.path.realpath(stand)}/").removeprefix(f"{stand}/")
-        if (found := left_out(word, live, stand)) is not None:
+        word = "".join(groups).removeprefix(f"{os.path.realpath(snapshot)}/").removeprefix(f"{snapshot}/")
+        if (found := left_out(word, project, snapshot)) is not None:
             return found
     return None
 
 
-def settled(spec: Spec, code: Path) -> tuple[Spec, list[str]]:
+def resolve_command(spec: Spec, code: Path) -> tuple[Spec, list[str]]:
     """Return the spec with a command that its ranks will find, and human-readable notes on what they will not find.
 
     Args:
@@ -61,13 +61,13 @@ def settled(spec: Spec, code: Path) -> tuple[Spec, list[str]]:
     """
     if spec.target.command is None:
         return spec, []
-    stand = code / spec.workdir
-    _check_script(spec, stand)
+    snapshot = code / spec.workdir
+    _check_script(spec, snapshot)
     program, *arguments = spec.target.command
-    found, note = _program(program, spec, stand)
+    found, note = _program(program, spec, snapshot)
     notes = [] if note is None else [f"command   {note}"]
     words = _words(arguments)
-    for name in dict.fromkeys(filter(None, (_argument_left_out(word, spec.original, stand) for word in words))):
+    for name in dict.fromkeys(filter(None, (_argument_left_out(word, spec.original, snapshot) for word in words))):
         notes.append(f"note      {advice(name)}")
     return replace(spec, target=Target(command=(found, *arguments))), notes
 
@@ -100,55 +100,57 @@ def _words(arguments: list[str]) -> list[str]:
     return [*arguments, *(word for text in texts for word in _BETWEEN_WORDS.split(text))]
 
 
-def _argument_left_out(word: str, live: Path, stand: Path) -> str | None:
+def _argument_left_out(word: str, project: Path, snapshot: Path) -> str | None:
     """Return the missing part of an argument, or of the value of `--name=value`."""
-    return left_out(word, live, stand) or left_out(word.partition("=")[2], live, stand)
+    return left_out(word, project, snapshot) or left_out(word.partition("=")[2], project, snapshot)
 
 
-def _check_script(spec: Spec, stand: Path) -> None:
+def _check_script(spec: Spec, snapshot: Path) -> None:
     """Raise UserError if a Python script is missing: better now than after a day in the queue."""
     interpreter, script, *_ = (*(spec.target.command or ()), "", "")
     is_known = Path(interpreter).name.startswith("python") and script.endswith(".py") and SEED_PLACE not in script
-    if is_known and not (stand / script).exists():
+    if is_known and not (snapshot / script).exists():
         raise UserError(
             f"command {interpreter} {script}: the code snapshot of {spec.project!r} has no {script}"
             " (git-ignored files are not copied)"
         )
 
 
-def _program(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
+def _program(name: str, spec: Spec, snapshot: Path) -> tuple[str, str | None]:
     """Return the program as the ranks have to start it, and a note on it, if any."""
     if "{" in name or name in ("python", "python3"):
         # a placeholder for a run's value, or the interpreter of the submission
         return name, None
-    path, problem = _look_for(name, spec, stand)
+    path, problem = _look_for(name, spec, snapshot)
     if problem is None:
         return path, None if path == name else f"{name} is not in the snapshot: it runs as {path}"
-    if not _is_brought_in_the_job(spec):
+    if not _may_come_from_setup(spec):
         raise UserError(f"command {shlex.quote(name)} {problem}")
     return name, f"{shlex.quote(name)} {problem}, unless the job's setup or container provides it"
 
 
-def _look_for(name: str, spec: Spec, stand: Path) -> tuple[str, str | None]:
+def _look_for(name: str, spec: Spec, snapshot: Path) -> tuple[str, str | None]:
     """Return the program's path, and what is wrong with it."""
     if "/" not in name:
         places = (spec.environment.get("PATH", os.environ.get("PATH")), str(Path(spec.python).parent))
         if any(shutil.which(name, path=place) for place in places):
             return name, None
-        hint = f": write ./{name} for the file here" if (stand / name).is_file() else ": install it, or give its path"
+        hint = (
+            f": write ./{name} for the file here" if (snapshot / name).is_file() else ": install it, or give its path"
+        )
         return name, f"is not on PATH{hint}"
-    if not os.path.exists(stand / name) and os.path.exists(spec.original / name):
+    if not os.path.exists(snapshot / name) and os.path.exists(spec.original / name):
         name = os.path.normpath(spec.original / name)
-    if not os.path.exists(stand / name):
+    if not os.path.exists(snapshot / name):
         return name, "does not exist: check the path"
-    if os.path.isdir(stand / name):
+    if os.path.isdir(snapshot / name):
         return name, "is a folder: name the program in it"
-    if not os.access(stand / name, os.X_OK):
+    if not os.access(snapshot / name, os.X_OK):
         return name, "is not executable: chmod +x, or name its interpreter"
     return name, None
 
 
-def _is_brought_in_the_job(spec: Spec) -> bool:
+def _may_come_from_setup(spec: Spec) -> bool:
     """Return whether the job may see other programs than the submitting machine."""
     return not spec.nodes_are_simulated and (
         bool(spec.setup) or any("container" in option for option in spec.resources.sbatch)

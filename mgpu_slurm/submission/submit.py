@@ -254,7 +254,7 @@ def _complete(made: Plan, request: Request, staging: RunFolder, cwd: Path) -> Pl
     taken = snapshot.take(
         Path(made.spec.project), staging.code, made.snapshot_limit, layout.runs_root(), made.spec.workdir
     )
-    spec, notes = missing.settled(made.spec, staging.code)
+    spec, notes = missing.resolve_command(made.spec, staging.code)
     made = replace(made, spec=spec)
     facts = environment.describe(taken)
     given = request.target if callable(request.target) else None
