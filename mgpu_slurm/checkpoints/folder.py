@@ -163,12 +163,12 @@ def _place(folder: Path) -> list[int | list[int]] | None:
     return None if shared is None else shared.progress.place
 
 
-def any_whole(run: RunFolder) -> bool:
+def has_checkpoint(run: RunFolder) -> bool:
     """Return whether there is a complete checkpoint to resume from, published or not."""
     return bool(complete_checkpoints(run) or _left_whole(run))
 
 
-def publish_left(run: RunFolder) -> None:
+def publish_leftover(run: RunFolder) -> None:
     """Publish the complete checkpoints that an ended attempt has left unpublished, and delete the incomplete ones."""
     for path in _left_whole(run):
         publish(path)

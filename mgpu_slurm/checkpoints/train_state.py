@@ -223,7 +223,7 @@ class Keeper:
 
     def newest(self) -> tuple[layout.CheckpointKey, int]:
         """Return the newest checkpoint and the number of checkpoints; on rank 0."""
-        folders.publish_left(self._run)
+        folders.publish_leftover(self._run)
         found = layout.complete_checkpoints(self._run)
         return (layout.checkpoint_key(found[-1]) if found else None) or layout.CheckpointKey(0), len(found)
 

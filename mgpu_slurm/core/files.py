@@ -21,7 +21,7 @@ from typing import Any
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.retry import saying_so_after
+from mgpu_slurm.core.retry import noting_after
 
 _BLOCK = 1 << 16
 """Bytes read at once from the end of a file."""
@@ -129,7 +129,7 @@ def set_mode(folder: Path, mode: int) -> None:
     folder.chmod(mode | (folder.stat().st_mode & stat.S_ISGID))
 
 
-def open_to(readable_by: str) -> None:
+def set_umask_for(readable_by: str) -> None:
     """Let the group read the files that this process writes from here on, if the run is readable by the group.
 
     For `owner` nothing changes: nobody else can enter the run folder.
@@ -152,7 +152,7 @@ def is_own(path: Path) -> bool:
     return path.stat().st_uid == os.geteuid()
 
 
-def refuse_strangers(path: Path, why: str) -> None:
+def refuse_foreign_owner(path: Path, why: str) -> None:
     """Refuse a file or folder that another user could have created.
 
     Args:
@@ -184,14 +184,14 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with saying_so_after(SLOW_LOCK_SECONDS, lambda: _say_who_waits(path)):
+            with noting_after(SLOW_LOCK_SECONDS, lambda: _note_wait(path)):
                 fcntl.lockf(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
-def _say_who_waits(path: Path) -> None:
+def _note_wait(path: Path) -> None:
     log_lines.say(
         f"waiting for the lock {str(path)!r} for {SLOW_LOCK_SECONDS:g} s:"
         " another worker has it, or the file system hangs",

@@ -125,7 +125,7 @@ def descendants(ancestor: int) -> list[int]:
     return found
 
 
-def carrying(variable: str, folder: str) -> list[int]:
+def with_variable(variable: str, folder: str) -> list[int]:
     """Return this user's processes that started with a run's or trial's variable in their environment."""
     needle = f"{variable}={folder}".encode()
     found = []
@@ -142,7 +142,7 @@ def end_all(run_folder: str, keep: set[int]) -> None:
     Does not reap children: their parent needs the exit codes.
     """
     while True:
-        rest = (set(descendants(os.getpid())) | set(carrying(RUN_VARIABLE, run_folder))) - keep - {os.getpid()}
+        rest = (set(descendants(os.getpid())) | set(with_variable(RUN_VARIABLE, run_folder))) - keep - {os.getpid()}
         rest = {pid for pid in rest if started_at(pid) is not None}
         if not rest:
             return

@@ -79,7 +79,7 @@ class Waiting:
         time.sleep(self._pause * random.uniform(0.5, 1.0))
 
 
-def patiently(
+def while_unavailable(
     ask: Callable[[], T], problem: str, seconds: float | None = None, passing: Container[int | None] | None = None
 ) -> T:
     """Return the answer, and retry while a file system is unavailable or full.
@@ -108,7 +108,7 @@ def for_the_disk(write: Callable[[], T], path: Path) -> T:
     Raises:
         OSError: the time is up, or waiting does not help.
     """
-    return patiently(write, f"{str(path)!r} cannot be written", passing=_PASSING)
+    return while_unavailable(write, f"{str(path)!r} cannot be written", passing=_PASSING)
 
 
 Note = Callable[[str], None]
@@ -120,7 +120,7 @@ def quiet(_: str) -> None:
 
 
 @contextmanager
-def saying_so_after(seconds: float, say: Callable[[], None]) -> Iterator[None]:
+def noting_after(seconds: float, say: Callable[[], None]) -> Iterator[None]:
     """Call `say` from a separate thread if the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, say)
     timer.daemon = True

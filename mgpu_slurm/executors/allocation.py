@@ -51,7 +51,7 @@ class AllocationExecutor(Executor):
     def start(self, spec: Spec, run: RunFolder, now_at: RunFolder) -> AbstractContextManager[Start]:
         return supervisors.supervisor(spec, run, now_at, os.environ[held_allocation.JOB_VARIABLE])
 
-    def start_again(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
+    def restart(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
         held_allocation.check(held_allocation.held(os.environ), spec.resources)
         supervisors.await_coordinator(run.group)
         return self.start(spec, run, run)

@@ -139,7 +139,7 @@ class Executor(ABC):
             now_at: the folder's place until then.
         """
 
-    def start_again(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
+    def restart(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
         """Prepare to restart a run or group that has ended.
 
         Raises:

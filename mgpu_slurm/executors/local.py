@@ -41,7 +41,7 @@ class LocalExecutor(Executor):
     def start(self, spec: Spec, run: RunFolder, now_at: RunFolder) -> AbstractContextManager[Start]:
         return supervisors.supervisor(spec, run, now_at)
 
-    def start_again(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
+    def restart(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
         supervisors.await_coordinator(run.group)
         return self.start(spec, run, run)
 

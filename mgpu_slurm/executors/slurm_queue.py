@@ -118,11 +118,11 @@ def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note)
     environ = commands.scrubbed_environment(os.environ)
 
     def ask() -> str:
-        with _held_back(interrupts, note):
+        with _deferred_interrupts(interrupts, note):
             return submitit_adapter.submit(text, folder, environ)
 
     def look() -> str | None:
-        _let_go(interrupts)
+        _raise_deferred(interrupts)
         return sbatch.find(folder, job.token)
 
     submission = ExactlyOnceSubmission(job.token, ask, look)
@@ -130,7 +130,7 @@ def _queue(folder: RunFolder, spec: Spec, job: Job, dependency: str, note: Note)
         text = script.render(spec, folder, job.token, job.array, dependency)
         files.write_whole(folder.submission(job.array.first if job.array else 0), text)
         job_id = submission.queue(Patience(note))
-        _let_go(interrupts)
+        _raise_deferred(interrupts)
         return job_id
     except KeyboardInterrupt:
         _find_out(submission, folder, note)
@@ -151,7 +151,7 @@ def _find_out(submission: ExactlyOnceSubmission, folder: RunFolder, note: Note) 
 
 
 @contextlib.contextmanager
-def _held_back(interrupts: list[int], note: Note) -> Iterator[None]:
+def _deferred_interrupts(interrupts: list[int], note: Note) -> Iterator[None]:
     """Defer every Ctrl-C until sbatch has answered: without its answer it is unknown whether the job is queued."""
 
     def hold(signum: int, _: Any) -> None:
@@ -170,7 +170,7 @@ def _held_back(interrupts: list[int], note: Note) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _let_go(interrupts: list[int]) -> None:
+def _raise_deferred(interrupts: list[int]) -> None:
     """Raise the deferred Ctrl-C."""
     if interrupts:
         interrupts.clear()

@@ -81,11 +81,11 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, StateCh
     found |= _accounted(missing, starts or [])
     forgotten = {folder: job_id for folder, job_id in missing.items() if folder not in found}
     # tasks that had not started when their array was cancelled share one line without task numbers
-    arrays = {folder: job_identity.whole(job_id) for folder, job_id in forgotten.items()}
+    arrays = {folder: job_identity.array_id(job_id) for folder, job_id in forgotten.items()}
     found |= _accounted(arrays, starts or []) | _listed(arrays, listed)
     forgotten = {folder: job_id for folder, job_id in forgotten.items() if folder not in found}
     ended = [start.job_id for start in starts or [] if not states.is_alive(start.state)]
-    with_others = {job_identity.whole(job_id) for job_id in [*listed, *ended]}
+    with_others = {job_identity.array_id(job_id) for job_id in [*listed, *ended]}
     gone = _forgotten(forgotten, with_others, LOST if starts is not None else LOST_SO_FAR)
     newest = _newest(forgotten, starts or [])
     alive = (folder for folder, start in newest.items() if gone[folder] == UNLISTED and states.is_alive(start.state))
@@ -98,7 +98,7 @@ def ask(job_ids: Mapping[RunFolder, str], note: Note) -> dict[RunFolder, StateCh
 def _listed(job_ids: Mapping[RunFolder, str], listed: Mapping[str, QueuedJob]) -> dict[RunFolder, StateChange]:
     """Return what the controller lists for these jobs, without other jobs that have reused an id."""
     pairs = [(folder, listed.get(job_id)) for folder, job_id in job_ids.items()]
-    return {folder: _facts(job) for folder, job in pairs if job is not None and job_identity.is_of(folder, job)}
+    return {folder: _facts(job) for folder, job in pairs if job is not None and job_identity.belongs_to(folder, job)}
 
 
 def _accounted(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) -> dict[RunFolder, StateChange]:
@@ -118,7 +118,7 @@ def _newest(job_ids: Mapping[RunFolder, str], starts: Iterable[AccountedStart]) 
         by_id.setdefault(start.job_id, []).append(start)
     found = {}
     for folder, job_id in job_ids.items():
-        own = [start for start in by_id.get(job_id, []) if job_identity.is_of(folder, start)]
+        own = [start for start in by_id.get(job_id, []) if job_identity.belongs_to(folder, start)]
         if own:
             found[folder] = own[-1]
     return found
@@ -163,7 +163,7 @@ def _forgotten(
     for array in commands.whole_jobs(job_ids.values())[:MAX_LOOKUPS]:
         shown = jobs.shown(array)
         if shown is not None:
-            own = {folder: job_id for folder, job_id in job_ids.items() if job_identity.whole(job_id) == array}
+            own = {folder: job_id for folder, job_id in job_ids.items() if job_identity.array_id(job_id) == array}
             for folder, job_id in own.items():
                 is_dropped = job_id != array and array in with_others and lost == LOST
                 found[folder] = DROPPED if is_dropped else lost

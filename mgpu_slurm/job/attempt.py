@@ -25,7 +25,7 @@ from mgpu_slurm.core import processes, retry
 from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.processes import RUN_VARIABLE
 from mgpu_slurm.job import retry_policy, store_server
-from mgpu_slurm.job.gil_monitor import LockWatch
+from mgpu_slurm.job.gil_monitor import GilMonitor
 from mgpu_slurm.job.socket_handoff import SocketOffer
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spec
 from mgpu_slurm.run_folder import failures, records
@@ -123,7 +123,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     request = folder.requeue_request(attempt)
     # the rest of the lead is for the requeue
     grace = max(GRACE_AFTER_REQUEUE, (spec.lead or 0) / 2)
-    locked = LockWatch(folder, attempt, 60 * spec.stuck_after)
+    locked = GilMonitor(folder, attempt, 60 * spec.stuck_after)
 
     def is_hopeless() -> bool:
         return service.failed or launch.is_in_vain() or locked.is_stuck()
@@ -161,7 +161,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     return ending
 
 
-def goes_on_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
+def restarts_in_place(folder: RunFolder, spec: Spec, code: int) -> bool:
     """Return whether the ranks of a sweep's worker restart in place, because they failed in a trial or asked for it.
 
     The request holds once: an attempt that reaches no trial starts no further one. Neither does an attempt into whose

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import ClusterError
-from mgpu_slurm.core.files import open_to
+from mgpu_slurm.core.files import set_umask_for
 from mgpu_slurm.core.processes import allow_many_files
 from mgpu_slurm.job import output, retry_policy
-from mgpu_slurm.job.attempt import WATCHED, Ending, Launch, goes_on_in_place, own_group, run_attempt
-from mgpu_slurm.job.requeue import Job, can_start_without, chain_events, start_again, start_again_in_time
+from mgpu_slurm.job.attempt import WATCHED, Ending, Launch, own_group, restarts_in_place, run_attempt
+from mgpu_slurm.job.requeue import Job, can_start_without, chain_events, requeue_before_limit, restart
 from mgpu_slurm.job.retry_policy import Retry
 from mgpu_slurm.job.srun_watch import LaunchLog, LaunchWatch
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, read_spec
@@ -34,12 +34,12 @@ PATIENCE_FOR_SIGTERM = 1.0
 
 
 def main(arguments: list[str]) -> int:
-    output.outlive_a_full_disk()
+    output.tolerate_full_disk()
     path, option, token, separator, *command = arguments
     assert (option, separator) == ("--token", "--"), arguments
     folder = RunFolder(Path(path))
     spec = read_spec(folder)
-    open_to(spec.readable_by)
+    set_umask_for(spec.readable_by)
     folder.create_task()
     job = Job(folder, spec, _job_id(), token)
     holder = sbatch.claim(folder, job.token, job.id)
@@ -93,10 +93,10 @@ def _after(job: Job, ending: Ending, log: LaunchLog) -> int | None:
     if ending.superseded:
         # neither its end nor its requeue request counts for the run
         return ending.code
-    in_place = goes_on_in_place(folder, spec, ending.code)
+    in_place = restarts_in_place(folder, spec, ending.code)
     # a job function that has returned is done. The exit code of a terminated command means nothing, and srun's own is
     # 0 if a node has failed
-    if (ending.code or not folder.result.exists()) and _is_slurms_doing(ending, log):
+    if (ending.code or not folder.result.exists()) and _was_stopped_by_slurm(ending, log):
         # cancelled, preempted or timed out: `status` asks SLURM which
         return ending.code
     retry = None if in_place else retry_policy.due(folder, spec, ending.code, chain_events(job, "retried"))
@@ -129,7 +129,7 @@ def _try_again(job: Job, retry: Retry) -> int | None:
     retry.write_down(folder, job_id=job.id, token=job.token)
     moves = set(retry.avoid) & set(job.nodes) and can_start_without(job, retry.avoid)
     if moves or retry.leaves_job or (job.spec.max_requeues and _is_limit_near(job, retry.pause)):
-        return start_again(job, retry.avoid)
+        return restart(job, retry.avoid)
     steps.end(job.id, folder.group.run)
     for _ in retry.wait():
         if folder.cancel_request.exists():
@@ -168,11 +168,11 @@ def _conclude(job: Job, ending: Ending, log: LaunchLog) -> int:
         state, reason = states.TIMEOUT, retry_policy.why_no_requeue(spec, requeued, asked)
         if not reason:
             try:
-                return start_again_in_time(job, asked)
+                return requeue_before_limit(job, asked)
             except ClusterError as problem:
                 reason = f"SLURM did not restart it: {problem}; continue with `resume`"
     elif ending.code:
-        state = states.OUT_OF_MEMORY if log.tells_of_too_little_memory() else states.FAILED
+        state = states.OUT_OF_MEMORY if log.reports_out_of_memory() else states.FAILED
         reason = records.failure_line(folder)
     else:
         state, reason = states.COMPLETED, ""
@@ -180,9 +180,9 @@ def _conclude(job: Job, ending: Ending, log: LaunchLog) -> int:
     return ending.code
 
 
-def _is_slurms_doing(ending: Ending, log: LaunchLog) -> bool:
+def _was_stopped_by_slurm(ending: Ending, log: LaunchLog) -> bool:
     """Return whether SLURM ended the job; the ranks may receive its SIGTERM and exit shortly before this process."""
-    if ending.told_to_end or (log.tells_of_an_abort() and not ending.cut_short):
+    if ending.told_to_end or (log.reports_abort() and not ending.cut_short):
         return True
     patience = 0.0 if ending.code in (0, REQUEUE_EXIT_CODE) else PATIENCE_FOR_SIGTERM
     return signal.sigtimedwait({signal.SIGTERM}, patience) is not None

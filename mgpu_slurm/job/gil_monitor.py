@@ -24,7 +24,7 @@ from mgpu_slurm.run_folder.records import now
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 
 
-class LockWatch:
+class GilMonitor:
     """Watches rank 0 of one attempt."""
 
     def __init__(self, folder: RunFolder, attempt: int, seconds: float) -> None:

@@ -28,10 +28,10 @@ def send_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    outlive_a_full_disk()
+    tolerate_full_disk()
 
 
-def outlive_a_full_disk() -> None:
+def tolerate_full_disk() -> None:
     """Hold this process's further output in memory while the disk is full."""
     sys.stdout, sys.stderr = _stream(1), _stream(2)
 

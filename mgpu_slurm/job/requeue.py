@@ -55,8 +55,8 @@ def chain_events(job: Job, event: str) -> list[Event]:
     return [each for each in events if each.event == event and each.token in tokens]
 
 
-def start_again_in_time(job: Job, asked: Event) -> int:
-    """Requeue a run that has stopped before its time limit; see `start_again`.
+def requeue_before_limit(job: Job, asked: Event) -> int:
+    """Requeue a run that has stopped before its time limit; see `restart`.
 
     Args:
         asked: See `retry_policy.requeue_event`.
@@ -68,10 +68,10 @@ def start_again_in_time(job: Job, asked: Event) -> int:
         records.update_state(job.folder, state="REQUEUED", reason="stopped before the time limit")
     # avoided nodes stay avoided if the run continues as another job
     avoided = [each.avoid for each in chain_events(job, "retried")]
-    return start_again(job, avoided[-1] if avoided else [])
+    return restart(job, avoided[-1] if avoided else [])
 
 
-def start_again(job: Job, avoid: Sequence[str] = ()) -> int:
+def restart(job: Job, avoid: Sequence[str] = ()) -> int:
     """Requeue the run; return the exit code with which this job has to end, if SLURM does not kill it before.
 
     Args:

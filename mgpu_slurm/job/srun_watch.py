@@ -56,13 +56,13 @@ class LaunchLog:
         match = _first_failed_task(self._added())
         return match is not None and match["how"] in ("Terminated", f"Exited with exit code {TERMINATED_EXIT_CODE}")
 
-    def tells_of_an_abort(self) -> bool:
+    def reports_abort(self) -> bool:
         """Return whether SLURM ended the ranks, as when it ends the job, and not because one of them failed."""
         added = self._added()
         abort = _ABORT.search(added)
         return abort is not None and _NO_LAUNCH.search(added, endpos=abort.start()) is None
 
-    def tells_of_too_little_memory(self) -> bool:
+    def reports_out_of_memory(self) -> bool:
         """Return whether a task was killed because it exceeded its memory."""
         match = _first_failed_task(self._added())
         return match is not None and match["how"] == _OUT_OF_MEMORY

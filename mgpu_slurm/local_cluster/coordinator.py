@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgpu_slurm.core import processes
-from mgpu_slurm.core.files import open_to
+from mgpu_slurm.core.files import set_umask_for
 from mgpu_slurm.executors import held_allocation, simulated, supervisors
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import Spec, read_spec
@@ -33,7 +33,7 @@ def main() -> None:
     if word == "go":
         folder = RunFolder(Path(rest))
         spec = read_spec(folder)
-        open_to(spec.readable_by)
+        set_umask_for(spec.readable_by)
         Coordinator(folder, spec).run()
 
 

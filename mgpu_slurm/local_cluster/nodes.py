@@ -85,7 +85,7 @@ class Nodes(attempt.Launch):
         """
 
     @abstractmethod
-    def told_by_others(self) -> bool:
+    def was_stopped_from_outside(self) -> bool:
         """Return whether something other than the supervisor terminated the ranks of a failed attempt."""
 
     @abstractmethod
@@ -189,7 +189,7 @@ class SimulatedNodes(Nodes):
     def end_all(self, keep: set[int]) -> None:
         processes.end_all(str(self._folder.path), keep)
 
-    def told_by_others(self) -> bool:
+    def was_stopped_from_outside(self) -> bool:
         return False
 
     def aborted(self) -> bool:
@@ -283,16 +283,16 @@ class HeldNodes(Nodes):
         """Signal the ranks with scancel: srun forwards only some signals, and kills the ranks on SIGTERM."""
         return steps.signal_ranks(self.job_id, self._spec.run, signum.name.removeprefix("SIG"))
 
-    def told_by_others(self) -> bool:
+    def was_stopped_from_outside(self) -> bool:
         # a cancel on another machine reaches the ranks through scancel, and the supervisor through the shared folder,
         # perhaps later
         return self._log.begins_with_sigterm()
 
     def aborted(self) -> bool:
-        return self._log.tells_of_an_abort()
+        return self._log.reports_abort()
 
     def ran_out_of_memory(self) -> bool:
-        return self._log.tells_of_too_little_memory()
+        return self._log.reports_out_of_memory()
 
     def lost(self) -> tuple[str, str] | None:
         return held_allocation.lost(self.job_id)

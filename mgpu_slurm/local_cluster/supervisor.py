@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mgpu_slurm.core import log_lines, processes
 from mgpu_slurm.core.errors import ClusterError, MgpuError
-from mgpu_slurm.core.files import open_to
+from mgpu_slurm.core.files import set_umask_for
 from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.job import attempt, output, retry_policy
@@ -49,7 +49,7 @@ def main(executor: str, ranks_of_function: int) -> None:
     """
     # a cancel before the first attempt stays pending until then
     signal.pthread_sigmask(signal.SIG_BLOCK, attempt.WATCHED)
-    output.outlive_a_full_disk()
+    output.tolerate_full_disk()
     forked_ranks = ranks_of_function if EXECUTORS[executor].is_this_machine else 0
     if forked_ranks:
         # libgomp reads it once, when torch is imported
@@ -68,7 +68,7 @@ def main(executor: str, ranks_of_function: int) -> None:
         torch_adapter.import_compiler()
     folder = RunFolder(Path(rest))
     spec = read_spec(folder)
-    open_to(spec.readable_by)
+    set_umask_for(spec.readable_by)
     problem = dependencies.wait(folder, spec.after)
     if problem:
         records.cancel_unstarted(folder, problem)
@@ -109,7 +109,7 @@ class Supervisor:
         requeued: list[Event] = []
         while True:
             code = TERMINATED_EXIT_CODE if self._is_cancelled_already() else self._attempt(len(requeued))
-            if self._goes_on_in_place(code) or self._tries_again(code):
+            if self._restarts_in_place(code) or self._tries_again(code):
                 continue
             if code != REQUEUE_EXIT_CODE or self._cancelled:
                 return self._conclusion(code)
@@ -123,14 +123,14 @@ class Supervisor:
             records.settle_event(self._folder, "requeued", job_id=self._nodes.job_id, **facts)
             records.settle_state(self._folder, state=states.REQUEUED, reason="asked for a restart")
 
-    def _goes_on_in_place(self, code: int) -> bool:
-        is_wanted = attempt.goes_on_in_place(self._folder, self._spec, code)
+    def _restarts_in_place(self, code: int) -> bool:
+        is_wanted = attempt.restarts_in_place(self._folder, self._spec, code)
         return is_wanted and not (self._cancelled or self._timed_out or self._nodes.lost())
 
     def _tries_again(self, code: int) -> bool:
         """Return whether another attempt is due after a failure that it may avoid; waits for its pause first."""
         nodes = self._nodes
-        if self._cancelled or self._timed_out or nodes.told_by_others() or nodes.aborted() or nodes.lost():
+        if self._cancelled or self._timed_out or nodes.was_stopped_from_outside() or nodes.aborted() or nodes.lost():
             return False
         retry = retry_policy.due(self._folder, self._spec, code, self._retried)
         if retry is None or nodes.used_up(self._spec.lead):
@@ -164,7 +164,7 @@ class Supervisor:
         if self._timed_out and not self._cancelled:
             assert self._limit is not None
             return states.TIMEOUT, f"did not end {self._limit.words}"
-        if self._cancelled or (code == TERMINATED_EXIT_CODE and self._nodes.told_by_others()):
+        if self._cancelled or (code == TERMINATED_EXIT_CODE and self._nodes.was_stopped_from_outside()):
             return states.CANCELLED, "cancelled"
         state = states.OUT_OF_MEMORY if self._nodes.ran_out_of_memory() else states.FAILED
         return state, records.failure_line(self._folder)

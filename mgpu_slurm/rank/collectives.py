@@ -233,10 +233,10 @@ class Collectives:
             # a missing rank may have passed this call, and wait for this rank elsewhere
             step_sync.check()
             step_sync.ring()
-        self._say_who_waits(call)
+        self._note_wait(call)
         work.wait()
 
-    def _say_who_waits(self, call: Call) -> None:
+    def _note_wait(self, call: Call) -> None:
         log_lines.say(
             f"rank {self._facts.rank} has waited {sum(LOOKS):.0f} s at {call.words} for the other ranks;"
             " every rank must make that call"

@@ -347,11 +347,11 @@ def _answer_to(said: Sequence[Sequence[Any]]) -> Answer:
         boundary=max(place.passed for place in places) + 1,
         stop=Stop(max(each[0] for each in said)),
         save=any(each[1] for each in said),
-        lost=[(rank, place.at) for rank, place in enumerate(places)] if have_lost_each_other(places) else [],
+        lost=[(rank, place.at) for rank, place in enumerate(places)] if have_diverged(places) else [],
     )
 
 
-def have_lost_each_other(places: Sequence[Place]) -> bool:
+def have_diverged(places: Sequence[Place]) -> bool:
     """Return whether a rank has made a call at a boundary that another rank has passed without making it."""
     reached = (-1, False)
     for place in sorted(places, key=lambda place: (place.calls, place.reached)):

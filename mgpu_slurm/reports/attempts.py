@@ -14,7 +14,7 @@ from mgpu_slurm.run_folder.record_types import Event, RunState
 from mgpu_slurm.slurm import accounting, job_identity, site
 from mgpu_slurm.slurm.accounting import AccountedStart
 
-MOST_TAKERS = 3
+MOST_PREEMPTORS = 3
 """Maximum number of preempting jobs that are named."""
 
 
@@ -66,8 +66,8 @@ def _by_slurm(folder: RunFolder, started: Sequence[Event]) -> dict[int, tuple[st
         if state == states.REQUEUED:
             found[event.attempt] = ("it was requeued with scontrol", "restarted")
         elif cause is not None:
-            takers = taken_by(event, starts[number]) if cause is failures.PREEMPTED else ""
-            found[event.attempt] = (cause.words + (f" ({takers})" if takers else ""), "SLURM restarted it")
+            preemptors = preemptors_of(event, starts[number]) if cause is failures.PREEMPTED else ""
+            found[event.attempt] = (cause.words + (f" ({preemptors})" if preemptors else ""), "SLURM restarted it")
     return found
 
 
@@ -77,11 +77,11 @@ def last_said(folder: RunFolder) -> str:
     return first_line(ends[-1].message or "") if ends else ""
 
 
-def last_taken_by(folder: RunFolder, state: RunState) -> str:
-    """Return `taken_by` of a preempted run's newest attempt."""
+def last_preemptors(folder: RunFolder, state: RunState) -> str:
+    """Return `preemptors_of` of a preempted run's newest attempt."""
     started = [event for event in records.events(folder) if event.event == "started"][-1:]
     accounted = _accounted(folder, state, started)
-    return taken_by(started[0], accounted[-1]) if accounted else ""
+    return preemptors_of(started[0], accounted[-1]) if accounted else ""
 
 
 def _accounted(folder: RunFolder, state: RunState, started: Sequence[Event]) -> list[AccountedStart]:
@@ -91,10 +91,10 @@ def _accounted(folder: RunFolder, state: RunState, started: Sequence[Event]) -> 
         return []
     job_ids = dict.fromkeys(event.job_id for event in started if event.job_id is not None)
     found = accounting.accounted(list(job_ids)) or []
-    return [each for each in found if job_identity.is_of(folder, each)]
+    return [each for each in found if job_identity.belongs_to(folder, each)]
 
 
-def taken_by(started: Event, accounted: AccountedStart) -> str:
+def preemptors_of(started: Event, accounted: AccountedStart) -> str:
     """Return which jobs got the nodes of a preempted attempt.
 
     SLURM does not report for whom it preempted a job, only which jobs started on the nodes next.
@@ -105,8 +105,10 @@ def taken_by(started: Event, accounted: AccountedStart) -> str:
     """
     if accounted.end is None:
         return ""
-    takers = [each for each in accounting.began_on(started.nodes, accounted.end) if each.job_id != started.job_id]
-    return ", ".join(f"job {each.job_id} of {each.user} in partition {each.partition}" for each in takers[:MOST_TAKERS])
+    preemptors = [each for each in accounting.began_on(started.nodes, accounted.end) if each.job_id != started.job_id]
+    return ", ".join(
+        f"job {each.job_id} of {each.user} in partition {each.partition}" for each in preemptors[:MOST_PREEMPTORS]
+    )
 
 
 def _told(attempt: int, between: Sequence[Event]) -> tuple[str, str]:

@@ -95,7 +95,7 @@ def why(folder: RunFolder, state: RunState) -> Why | None:
 def _of_state(folder: RunFolder, state: RunState, cause: Cause | None) -> Why | None:
     if states.is_alive(state.state):
         return None
-    takers = attempts.last_taken_by(folder, state) if cause is failures.PREEMPTED else ""
+    preemptors = attempts.last_preemptors(folder, state) if cause is failures.PREEMPTED else ""
     if cause is None:
         # a batch step that exists records how its attempt ended
         is_unseen = state.attempts and _end_of_attempt(folder, state.attempts) is None
@@ -110,7 +110,9 @@ def _of_state(folder: RunFolder, state: RunState, cause: Cause | None) -> Why | 
         who="",
         node=None,
         time=state.ended,
-        error="; ".join(dict.fromkeys(filter(None, [state.reason, said, takers and f"then {takers} started there"]))),
+        error="; ".join(
+            dict.fromkeys(filter(None, [state.reason, said, preemptors and f"then {preemptors} started there"]))
+        ),
         line=None,
         lagged=None,
         log=_launch_log(folder, state),

@@ -222,7 +222,7 @@ def field_types(cls: Any) -> Annotations | None:
 
 
 def types_in(cls: Any) -> dict[type, Annotations]:
-    """Return the field types of a dataclass, its bases and nested ones, for `settle_classes` in another process."""
+    """Return the field types of a dataclass, its bases and nested ones, for `resolve_classes` in another process."""
     found: dict[type, Annotations] = {}
     waiting = [cls]
     while waiting:
@@ -235,7 +235,7 @@ def types_in(cls: Any) -> dict[type, Annotations]:
     return found
 
 
-def settle_classes(types_of_fields: dict[type, Annotations]) -> None:
+def resolve_classes(types_of_fields: dict[type, Annotations]) -> None:
     """Repair dataclasses that were pickled in another process.
 
     They lack their field types, whose names may be unknown in this process, and the sentinel for a missing default.

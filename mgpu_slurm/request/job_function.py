@@ -67,7 +67,7 @@ class JobFunction:
         plain: Config = configs.to_plain(self.fill(values, base))
         return plain
 
-    def is_settled(self, config: Config, base: Path) -> bool:
+    def is_resolved(self, config: Config, base: Path) -> bool:
         """Return whether a complete config stays the same when it is filled in again.
 
         A config that computes values from others, or has values that cannot be given, does not.

@@ -31,7 +31,7 @@ def split(name: str) -> tuple[str, str]:
     return module, function or DEFAULT_FUNCTION
 
 
-def stand_in(workdir: Path) -> None:
+def use_snapshot(workdir: Path) -> None:
     """Make `workdir` the working directory and the first place to import from."""
     os.chdir(workdir)
     if not interpreter.is_safe():
@@ -141,10 +141,10 @@ def _run_import(execute: Callable[[], ModuleType], shown: str, folder: Path) -> 
 
 def import_failure(error: BaseException, shown: str, folder: Path) -> UserError:
     """Return the error of a failed import in one line, with the user's file and line."""
-    return UserError(f"target {shown!r} fails on import: {in_own_words(error, shown, folder)}")
+    return UserError(f"target {shown!r} fails on import: {described_error(error, shown, folder)}")
 
 
-def in_own_words(error: BaseException, shown: str, folder: Path) -> str:
+def described_error(error: BaseException, shown: str, folder: Path) -> str:
     """Return `file:line: Error: message` for the innermost code below `folder` in an error's traceback."""
     said = first_line(str(error))
     if isinstance(error, SyntaxError) and error.filename:

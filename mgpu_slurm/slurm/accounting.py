@@ -34,7 +34,7 @@ class AccountedStart:
 
 
 @dataclass(frozen=True)
-class Taker:
+class Preemptor:
     """A job that got nodes which another job had before."""
 
     job_id: str
@@ -95,7 +95,7 @@ def began_command(nodes: Sequence[str], since: datetime, until: datetime) -> lis
     return ["sacct", "--noheader", "-P", "-X", "-a", "-o", ",".join(_OWNER_FIELDS), "-N", ",".join(nodes), *span]
 
 
-def began_on(nodes: Sequence[str], after: str) -> list[Taker]:
+def began_on(nodes: Sequence[str], after: str) -> list[Preemptor]:
     """Return the jobs that started on these nodes at a time or soon after, if accounting shows other users' jobs.
 
     Args:
@@ -109,12 +109,12 @@ def began_on(nodes: Sequence[str], after: str) -> list[Taker]:
     return parse_began(output, begin)
 
 
-def parse_began(output: str, after: datetime) -> list[Taker]:
+def parse_began(output: str, after: datetime) -> list[Preemptor]:
     """Return the jobs that started between `after` and `TAKEN_WITHIN` later, in the order of the output."""
     rows = [line.split("|") for line in output.splitlines()]
     found = []
     for row in rows:
         start = commands.time_of(row[3]) if len(row) == len(_OWNER_FIELDS) and ids_in(row[0]) else None
         if start is not None and after <= datetime.fromisoformat(start) <= after + TAKEN_WITHIN:
-            found.append(Taker(*row[:3]))
+            found.append(Preemptor(*row[:3]))
     return found

@@ -19,7 +19,7 @@ CLOCKS_DIFFER = timedelta(minutes=5)
 """Largest difference between the controller's clock and that of the submission; beyond it munge refuses to work."""
 
 
-def is_of(folder: RunFolder, job: QueuedJob | AccountedStart) -> bool:
+def belongs_to(folder: RunFolder, job: QueuedJob | AccountedStart) -> bool:
     """Return whether a job with the id of a run's job, or of a group's array, is that job.
 
     Its name is the run's, unless the site changes names; then the time of its submission decides, if that was recorded.
@@ -27,7 +27,7 @@ def is_of(folder: RunFolder, job: QueuedJob | AccountedStart) -> bool:
     if job.name == folder.group.run or job.submit is None:
         return True
     at = datetime.fromisoformat(job.submit).astimezone()
-    earliest, latest = _span(folder, whole(job.job_id))
+    earliest, latest = _span(folder, array_id(job.job_id))
     if earliest is not None and at < earliest - CLOCKS_DIFFER:
         return False
     # SLURM calls a requeue a submission too
@@ -47,12 +47,12 @@ def _span(folder: RunFolder, job_id: str) -> tuple[datetime | None, datetime | N
     return None, None
 
 
-def whole(job_id: str) -> str:
+def array_id(job_id: str) -> str:
     """Return the id of a task's array; other ids are returned unchanged."""
     return job_id.partition("_")[0]
 
 
-def strangers(folder: RunFolder, job_ids: Collection[str]) -> list[QueuedJob]:
+def foreign_jobs(folder: RunFolder, job_ids: Collection[str]) -> list[QueuedJob]:
     """Return other jobs that SLURM lists under the ids of a run's or group's jobs.
 
     Raises:
@@ -61,8 +61,8 @@ def strangers(folder: RunFolder, job_ids: Collection[str]) -> list[QueuedJob]:
     listed = jobs.queued(commands.whole_jobs(job_ids)) if job_ids else {}
     if listed is None:
         raise commands.SlurmUnavailable("SLURM's controller does not answer: try again later")
-    asked = [job for job in listed.values() if job.job_id in job_ids or whole(job.job_id) in job_ids]
-    return [job for job in asked if not is_of(folder, job)]
+    asked = [job for job in listed.values() if job.job_id in job_ids or array_id(job.job_id) in job_ids]
+    return [job for job in asked if not belongs_to(folder, job)]
 
 
 def check(folder: RunFolder, job_ids: Collection[str]) -> None:
@@ -72,7 +72,7 @@ def check(folder: RunFolder, job_ids: Collection[str]) -> None:
         SlurmUnavailable: the controller does not answer.
         ClusterError: an id was reused.
     """
-    for job in strangers(folder, job_ids):
+    for job in foreign_jobs(folder, job_ids):
         raise ClusterError(
             f"job {job.job_id} no longer belongs to run {folder.run}: SLURM has reused the id"
             f" (job {job.name!r}, submitted at {job.submit}); it was left alone"

@@ -111,7 +111,7 @@ def load(cwd: Path) -> ClusterFile:
     merged: Config = {}
     project_file = cwd / FILE_NAME
     if project_file.exists():
-        files.refuse_strangers(project_file, "who could use it to run commands as you: use your own copy")
+        files.refuse_foreign_owner(project_file, "who could use it to run commands as you: use your own copy")
     for path in (user_file(), project_file):
         if path.exists():
             # each file is checked by itself, so that an error names the one to fix

@@ -33,24 +33,24 @@ class Question:
 class Answer:
     config: Config
     """The whole config as plain values, with defaults and absolute paths; of several sets, that of the first."""
-    is_settled: bool = True
-    """See `JobFunction.is_settled`."""
+    is_resolved: bool = True
+    """See `JobFunction.is_resolved`."""
     error: str | None = None
 
 
 def ask(question: Question) -> Answer:
     """Import the target in this process, and check the values."""
-    target.stand_in(Path(question.workdir))
+    target.use_snapshot(Path(question.workdir))
     try:
         job = target.load(question.target, Path(question.workdir))
         base = Path(question.original)
         config, *_ = [job.fill_plain(values, base) for values in question.values]
-        return Answer(config, job.is_settled(config, base))
+        return Answer(config, job.is_resolved(config, base))
     except UserError as error:
         return Answer({}, error=str(error))
     except Exception as error:
         # the config's own code, such as a __post_init__, may raise anything
-        words = target.in_own_words(error, question.target, Path(question.workdir))
+        words = target.described_error(error, question.target, Path(question.workdir))
         return Answer({}, error=f"config of {question.target} cannot be made: {words}")
 
 

@@ -76,7 +76,7 @@ def complete(
         answer = _ask(Question(target.function, str(workdir), str(cwd), list(values)))
         if answer.error is not None:
             raise UserError(answer.error)
-        return _of_whole(spec, values[0], answer.config, answer.is_settled, cwd)
+        return _of_whole(spec, values[0], answer.config, answer.is_resolved, cwd)
     if reading is not None and is_whole:
         return _completed(reading.job, spec, values, cwd)
     known, *_ = [{}] if reading is None else [reading.job.fill_plain(each, cwd) for each in values]
@@ -85,11 +85,11 @@ def complete(
 
 def _completed(job: JobFunction, spec: Spec, values: Sequence[Config], cwd: Path) -> Completed:
     config, *_ = [job.fill_plain(each, cwd) for each in values]
-    return _of_whole(spec, values[0], config, job.is_settled(config, cwd), cwd)
+    return _of_whole(spec, values[0], config, job.is_resolved(config, cwd), cwd)
 
 
-def _of_whole(spec: Spec, given: Config, config: Config, is_settled: bool, cwd: Path) -> Completed:
-    if is_settled or spec.kind == "sweep":
+def _of_whole(spec: Spec, given: Config, config: Config, is_resolved: bool, cwd: Path) -> Completed:
+    if is_resolved or spec.kind == "sweep":
         return Completed(config, None, config)
     # the seeds of a group's runs count up from it
     seed = {"seed": config["seed"]} if spec.tasks is not None and "seed" in config else {}

@@ -355,7 +355,7 @@ def _run(statements: list[ast.stmt]) -> dict[str, typing.Any] | None:
         tree = ast.fix_missing_locations(ast.Module(ordered, []))
         exec(compile(tree, _NAME, "exec", dont_inherit=True), vars(module))
         classes = [each for each in vars(module).values() if getattr(each, "__module__", "") == _NAME]
-        configs.settle_classes(
+        configs.resolve_classes(
             {cls: typing.get_type_hints(cls, include_extras=True) for cls in classes if configs.field_types(cls)}
         )
     except Exception:

@@ -70,7 +70,7 @@ def submit(request: Request, note: Note = quiet, add: Addition = nothing) -> Sub
     layout.make_writable(runs)
     if not os.environ.get(layout.RUNS_VARIABLE):
         why = "who could replace your runs in it: set MGPU_RUNS to your own folder, or to this one if you trust them"
-        files.refuse_strangers(runs, why)
+        files.refuse_foreign_owner(runs, why)
     _remove_stale_staging(runs)
     executor = EXECUTORS[made.spec.executor]
     dependency = dependencies.sbatch_option(made.spec.after) if executor.is_queued else ""
@@ -135,7 +135,7 @@ def restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change = NO_
         _check_has_none_elsewhere(asked.group)
         starts: list[Start] = []
         try:
-            return _start_again(asked, folders, change, starts, note)
+            return _restart(asked, folders, change, starts, note)
         except BaseException:
             if not any(start.may_have_arrived(asked) for start in starts):
                 for folder, state in before:
@@ -164,11 +164,9 @@ def _check_has_none_elsewhere(group: RunFolder) -> None:
     current_state.check_are_of_this_cluster(state for state in found if states.is_alive(state.state))
 
 
-def _start_again(
-    asked: RunFolder, folders: Sequence[RunFolder], change: Change, starts: list[Start], note: Note
-) -> str:
+def _restart(asked: RunFolder, folders: Sequence[RunFolder], change: Change, starts: list[Start], note: Note) -> str:
     """Start the runs, adding the start to `starts`; return the job id."""
-    with resume_overrides.applied(asked, change) as spec, EXECUTORS[spec.executor].start_again(spec, asked) as start:
+    with resume_overrides.applied(asked, change) as spec, EXECUTORS[spec.executor].restart(spec, asked) as start:
         starts.append(start)
         job_id = start.claim(asked)
         # a group's runs belong to the coordinator until they have their own supervisors
@@ -230,7 +228,7 @@ def _locked(folder: RunFolder) -> Iterator[None]:
 @contextmanager
 def _staged(made: Plan, runs: Path) -> Iterator[RunFolder]:
     """Create a hidden folder next to the runs, and remove it afterwards unless it was renamed into a run."""
-    files.open_to(made.spec.readable_by)
+    files.set_umask_for(made.spec.readable_by)
     # two processes may create a sweep of the same name at the same moment
     staging = RunFolder(runs / f"{layout.STAGING_PREFIX}{made.spec.run}-{secrets.token_hex(4)}")
     staging.create(made.spec.readable_by)

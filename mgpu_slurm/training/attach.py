@@ -119,7 +119,7 @@ def _request_requeue(stop: StopFlag, attempt: int) -> None:
 def _leave_at_last() -> None:
     """Leave and requeue if there is a checkpoint: this process has reached no boundary before the time limit."""
     folder = RunFolder(Path(os.environ[RUN_VARIABLE]))
-    if checkpoints.any_whole(folder):
+    if checkpoints.has_checkpoint(folder):
         attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1"))
         leave_from_here(REQUEUE_EXIT_CODE, lambda: request_requeue(folder, attempt))
 

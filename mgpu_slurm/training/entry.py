@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import MgpuError, RunStopped, UserError
-from mgpu_slurm.core.files import open_to, write_json, write_whole
+from mgpu_slurm.core.files import set_umask_for, write_json, write_whole
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.job import output, socket_handoff
 from mgpu_slurm.job.stacks import place_of
@@ -66,7 +66,7 @@ def main(folder: RunFolder, work: Work) -> int:
     facts = from_slurm()
     attempt = int(os.environ[ATTEMPT_VARIABLE])
     spec = read_spec(folder)
-    open_to(spec.readable_by)
+    set_umask_for(spec.readable_by)
     output.send_to(folder.rank_log(attempt, facts.rank))
     _check_world(spec, facts)
     _export(spec, folder, facts)
@@ -129,7 +129,7 @@ def _train(rank: Rank, stop: StopFlag) -> None:
     config = _config(rank, job)
     with joined(rank) as device:
         made = Run(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog_of(rank))
-        with closing(made) as run, telling_first(rank, run.await_save):
+        with closing(made) as run, reporting_errors(rank, run.await_save):
             result = job.call(run, config)
             run.finish()
             if run.is_main:
@@ -220,15 +220,15 @@ def job_function(spec: Spec, folder: RunFolder) -> JobFunction:
 
     if spec.target.function is None:
         return _unpickled(spec, folder)
-    return target.load(spec.target.function, _stand_in(spec, folder))
+    return target.load(spec.target.function, _use_snapshot(spec, folder))
 
 
-def _stand_in(spec: Spec, folder: RunFolder) -> Path:
+def _use_snapshot(spec: Spec, folder: RunFolder) -> Path:
     """Make this process use the run's code snapshot, and return the working directory there."""
     from mgpu_slurm.request import target
 
     workdir = folder.code / spec.workdir
-    target.stand_in(workdir)
+    target.use_snapshot(workdir)
     sys.argv = [spec.target.label]
     return workdir
 
@@ -239,7 +239,7 @@ def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
     Raises:
         UserError: the pickle belongs to another user, whose code would run when it is loaded.
     """
-    _stand_in(spec, folder)
+    _use_snapshot(spec, folder)
     import cloudpickle  # type: ignore[import-untyped]
 
     with open(folder.function, "rb") as file:
@@ -248,7 +248,7 @@ def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
         if owner not in (os.geteuid(), os.fstat(1).st_uid):
             raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
         *loaded, types_of_fields = cloudpickle.load(file)
-    configs.settle_classes(types_of_fields)
+    configs.resolve_classes(types_of_fields)
     if len(loaded) == 1:
         job: JobFunction = loaded[0]
         return job
@@ -266,7 +266,7 @@ def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
     leave_after = None if rank.spec.lead is None else PART_OF_LEAD * rank.spec.lead
     stop.watch_signals(leave_after, lambda: _leave_at_last(rank))
     try:
-        with telling_first(rank):
+        with reporting_errors(rank):
             action()
         return 0
     except RunStopped as stopped:
@@ -276,7 +276,7 @@ def guarded(rank: Rank, stop: StopFlag, action: Callable[[], None]) -> int:
 
 
 @contextmanager
-def telling_first(rank: Rank, saved: Callable[[], None] = lambda: None) -> Iterator[None]:
+def reporting_errors(rank: Rank, saved: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Print and record an error of the block before it propagates, and limit the time until this rank ends: it may be
     in the middle of a collective, and its cleanup could wait for the other ranks forever.
 
@@ -316,7 +316,7 @@ def _leave_at_last(rank: Rank) -> None:
     rank is blocked."""
     from mgpu_slurm.checkpoints import folder as checkpoints
 
-    if rank.spec.kind == "run" and not checkpoints.any_whole(rank.folder):
+    if rank.spec.kind == "run" and not checkpoints.has_checkpoint(rank.folder):
         # it would start from scratch, again and again
         return
     code = REQUEUE_EXIT_CODE if rank.spec.nodes_are_simulated else 0

@@ -52,7 +52,7 @@ class CheckpointFinder:
         self._keeper = keeper
         self._loop_control = loop_control
 
-    def newest_sound(self) -> CheckpointKey | None:
+    def newest_intact(self) -> CheckpointKey | None:
         """Return the newest intact checkpoint; newer ones are set aside. Every rank must call it."""
         while True:
             # rank 0 decides, because a shared file system may show the others an older folder

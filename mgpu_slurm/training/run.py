@@ -319,7 +319,7 @@ class Run:
         self._keeper.check_names()
         self._loop_control.keeps = True
         self._position.loaders.begin_loop()
-        newest = self._finder.newest_sound()
+        newest = self._finder.newest_intact()
         if newest is not None:
             self._load(newest)
         return State(self._position, self._loop_control)

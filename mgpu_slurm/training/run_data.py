@@ -73,7 +73,7 @@ class RunData:
 
     def _begin_evaluation(self) -> None:
         self._loop_control.begin_evaluation()
-        self._models.bring_buffers()
+        self._models.broadcast_buffers()
 
     def loader(
         self, dataset: Dataset[Any], batch_size: int | None, shuffle: bool, drop_last: bool, **options: Any

@@ -63,7 +63,7 @@ class Models:
         self.wrapped.add(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP refuses a model without trainable parameters
-            bring([*model.parameters(), *model.buffers()])
+            broadcast_tensors([*model.parameters(), *model.buffers()])
             return model
         wrapped = DistributedDataParallel(
             model,
@@ -82,16 +82,16 @@ class Models:
 
     def _note_inputs_of(self, model: nn.Module) -> None:
         # before hooks that change the inputs, such as those of a sharded model
-        model.register_forward_pre_hook(TellInputs(self._note_inputs), prepend=True, with_kwargs=True)
+        model.register_forward_pre_hook(InputHook(self._note_inputs), prepend=True, with_kwargs=True)
 
-    def bring_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers of all models."""
         if self._world_size > 1:
             for model in self.wrapped:
-                bring(model.buffers())
+                broadcast_tensors(model.buffers())
 
 
-class TellInputs:
+class InputHook:
     """A forward pre-hook that reports a module's inputs. Copies of the module, such as for a moving average, report
     nothing."""
 
@@ -103,8 +103,8 @@ class TellInputs:
         if self._tell is not None and not torch.compiler.is_compiling():
             self._tell(module, (*args, *kwargs.values()))
 
-    def __reduce__(self) -> tuple[type[TellInputs], tuple[()]]:
-        return TellInputs, ()
+    def __reduce__(self) -> tuple[type[InputHook], tuple[()]]:
+        return InputHook, ()
 
 
 def refuse_first_fsdp(model: nn.Module) -> None:
@@ -122,7 +122,7 @@ def refuse_first_fsdp(model: nn.Module) -> None:
         )
 
 
-def bring(tensors: Iterable[torch.Tensor]) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
     """Broadcast rank 0's values of these tensors, except those that are sharded. Every rank must call it."""
     for tensor in tensors:
         if is_dtensor(tensor):

@@ -99,7 +99,7 @@ def test_the_second_of_a_step_that_was_killed_on_its_way_gets_its_name(run: RunF
     # killed as it took the place of the second
     os.rename(run.checkpoint(7, 2), run.checkpoints / ".step-000000007.2.before")
     part(run, 7, attempt=2, place=2)
-    folders.publish_left(run)
+    folders.publish_leftover(run)
     assert listed(run) == ["step-000000007", "step-000000007.2"]
     assert layout.newest_checkpoint(run) == run.checkpoint(7, 2)
     assert folders.set_aside(run.checkpoint(7, 2)).name == "damaged-step-000000007.2"
@@ -117,7 +117,7 @@ def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFol
     # killed as the same step took the place of another one
     os.rename(run.checkpoint(5), run.checkpoints / ".step-000000005.before")
     part(run, 5, attempt=2)
-    folders.publish_left(run)
+    folders.publish_leftover(run)
     assert listed(run) == ["step-000000005", "step-000000007"]
 
 

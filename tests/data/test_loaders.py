@@ -137,7 +137,7 @@ def evaluated_on_its_own_batches(job: Job) -> Iterator[Seen]:
             yield seen
 
 
-def looked_at(job: Job) -> Iterator[Seen]:
+def run_check(job: Job) -> Iterator[Seen]:
     """In each pass, and one batch is still held in the middle of it."""
     job.restore()
     while job.run.step < EPOCHS * STEPS:
@@ -233,7 +233,7 @@ LOOPS: list[Callable[[Job], Iterator[Seen]]] = [
     made_in_each_pass_without_epochs,
     around_the_driver,
     evaluated_on_its_own_batches,
-    looked_at,
+    run_check,
     looked_at_in_each_epoch,
     looked_at_before_the_epochs,
     read_before_the_epochs,
@@ -283,7 +283,7 @@ def without_a_driver(job: Job) -> Iterator[Seen]:
 
 LOOPS_OF_EPOCHS = [
     without_a_driver,
-    *(loop for loop in LOOPS if loop not in (made_in_each_pass_without_epochs, around_the_driver, looked_at)),
+    *(loop for loop in LOOPS if loop not in (made_in_each_pass_without_epochs, around_the_driver, run_check)),
 ]
 
 

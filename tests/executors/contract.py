@@ -31,7 +31,7 @@ class ExecutorContract:
         return EXECUTORS[self.name]
 
     @pytest.fixture
-    def start_again(self) -> Callable[[Path], object]:
+    def restart(self) -> Callable[[Path], object]:
         """Start a run that waits for its next attempt now; for executors that would let it wait for long."""
         return lambda folder: None
 
@@ -79,11 +79,9 @@ class ExecutorContract:
         assert place.call("cancel", folder.name).returncode == 0
         assert place.finish(folder)["state"] == "CANCELLED"
 
-    def test_a_run_that_asks_for_it_is_started_again(
-        self, place: Project, start_again: Callable[[Path], object]
-    ) -> None:
+    def test_a_run_that_asks_for_it_is_started_again(self, place: Project, restart: Callable[[Path], object]) -> None:
         folder = self.submit(place, "--", "sh", "-c", '[ "$MGPU_ATTEMPT" = 2 ] || exit 75')
-        start_again(folder)
+        restart(folder)
         facts = place.finish(folder)
         assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
 

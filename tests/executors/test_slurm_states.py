@@ -272,7 +272,7 @@ def test_of_two_runs_with_one_id_each_has_its_own_end(runs: Path, run: RunFolder
 
 def test_accounting_s_lines_on_another_job_say_nothing(run: RunFolder) -> None:
     def is_own(name: str, submit: str) -> bool:
-        return job_identity.is_of(run, AccountedStart("42", "FAILED", None, name, submit))
+        return job_identity.belongs_to(run, AccountedStart("42", "FAILED", None, name, submit))
 
     assert is_own("digits", "2026-05-01T15:00:00")
     assert is_own("renamed", "2026-05-01T12:00:01")
@@ -284,8 +284,8 @@ def test_an_allocation_was_there_before_its_run(run: RunFolder) -> None:
     run.attempts.unlink()
     records.update_state(run, executor="allocation")
     before, after = (str((BEGUN + span).replace(tzinfo=None).isoformat()) for span in (-HOUR, HOUR))
-    assert job_identity.is_of(run, QueuedJob("42", "RUNNING", "", None, None, "bash", before))
-    assert not job_identity.is_of(run, QueuedJob("42", "RUNNING", "", None, None, "bash", after))
+    assert job_identity.belongs_to(run, QueuedJob("42", "RUNNING", "", None, None, "bash", before))
+    assert not job_identity.belongs_to(run, QueuedJob("42", "RUNNING", "", None, None, "bash", after))
 
 
 def test_a_job_that_has_the_id_of_a_run_s_is_not_cancelled(run: RunFolder, answers: Answers, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.job import requeue
-from mgpu_slurm.job.requeue import Job, chain_events, start_again, start_again_in_time
+from mgpu_slurm.job.requeue import Job, chain_events, requeue_before_limit, restart
 from mgpu_slurm.registry import current_state
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder import records
@@ -17,7 +17,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event
 from mgpu_slurm.slurm import commands, sbatch, script
 from mgpu_slurm.slurm.script import Array
-from tests.slurm_stand_in import StandIn, stand_in
+from tests.slurm_stand_in import StandIn, use_snapshot
 
 REFUSES = """\
 echo "$@" >> '{state}/requeued'
@@ -31,7 +31,7 @@ env > '{state}/environ'
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    slurm = stand_in(tmp_path / "slurm")
+    slurm = use_snapshot(tmp_path / "slurm")
     slurm.write("scontrol", REFUSES.format(state=slurm.state))
     real = slurm.state / "bin" / "real-sbatch"
     real.write_text(real.read_text().replace("#!/bin/sh\n", "#!/bin/sh\n" + RECORD.format(state=slurm.state)))
@@ -65,7 +65,7 @@ def arguments(slurm: StandIn) -> list[str]:
 
 def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("scontrol", f"echo \"$@\" >> '{slurm.state}/requeued'\n")
-    assert start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event()) == 75
+    assert requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event()) == 75
     assert (slurm.state / "requeued").read_text() == "requeue 9\n"
     assert slurm.calls == []
     state = records.read_state(folder)
@@ -75,7 +75,7 @@ def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
 def test_another_job_that_has_the_id_by_now_is_not_requeued(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("squeue", "echo '9|RUNNING|2025-05-01T12:00:00|0|N/A|N/A|other|None|'\n")
     with pytest.raises(ClusterError, match=r"job 9 no longer belongs to run digits"):
-        start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
+        requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event())
     assert not (slurm.state / "requeued").exists()
     assert slurm.calls == []
 
@@ -88,7 +88,7 @@ def test_where_slurm_does_not_requeue_another_job_waits_for_the_end_of_this_one(
         slurm.write("scontrol", "exec sleep 600\n")
     monkeypatch.setenv("SLURM_CPU_BIND", "mask")
     monkeypatch.setenv("RANK", "3")
-    start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
+    requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event())
     (queued,) = slurm.queue
     job_id, _, comment = queued.partition("|")
     token = comment.removeprefix("project 7 ")
@@ -116,7 +116,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
     records.record_event(folder, "submitting", token="mgpu-2", first=1001, tasks="1001,1004")
     run = folder.of_task(1004)
     run.create_task()
-    start_again(Job(run, spec, "9_3", "mgpu-2"))
+    restart(Job(run, spec, "9_3", "mgpu-2"))
     token = slurm.queue[0].rpartition(" ")[2]
     assert arguments(slurm) == [
         "--parsable",
@@ -134,19 +134,19 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
 def test_jobs_that_wait_for_the_run_wait_for_its_new_job_too(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("scontrol", 'echo "$*" >> "$0.calls"; case $1 in requeue) echo "is disabled" >&2; exit 1 ;; esac\n')
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'; echo '51|afterok:8(unfulfilled)'\n")
-    assert start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event()) == 0
+    assert requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event()) == 0
     calls = (slurm.state / "bin" / "scontrol.calls").read_text().splitlines()
     assert calls == ["requeue 9", "update JobId=50 Dependency=afterok:9,afterok:42"]
 
 
 def test_where_they_cannot_be_told_they_do_not_start_too_soon(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'\n")
-    assert start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event()) == 75
+    assert requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event()) == 75
 
 
 def test_a_site_s_own_names_for_options_are_used(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     spec.rename.update({"comment": None, "dependency": "after={}"})
-    start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
+    requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event())
     assert arguments(slurm)[:2] == ["--parsable", "--after=afterany:9"]
     assert not any(word.startswith("--comment") for word in arguments(slurm))
 
@@ -156,7 +156,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
     folder: RunFolder, spec: Spec, slurm: StandIn, happens: str
 ) -> None:
     slurm.plan(happens)
-    start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
+    requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event())
     assert len(slurm.queue) == 1
     assert records.read_state(folder).job_id == "42"
 
@@ -164,7 +164,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
 def test_where_neither_works_both_reasons_are_told(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match=r"presently disabled for job 9; nor could a job .*: .*Invalid partition"):
-        start_again_in_time(Job(folder, spec, "9", "mgpu-1"), Event())
+        requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event())
     assert slurm.queue == []
 
 
@@ -173,14 +173,14 @@ def test_requeues_count_over_the_jobs_that_continue_each_other_and_not_over_a_re
 ) -> None:
     slurm.write("scontrol", "")
     first = Job(folder, spec, "9", "mgpu-1")
-    start_again_in_time(first, Event())
-    start_again_in_time(first, Event())
+    requeue_before_limit(first, Event())
+    requeue_before_limit(first, Event())
     assert len(chain_events(first, "requeued")) == 2
     slurm.write("scontrol", REFUSES.format(state=slurm.state))
-    start_again_in_time(first, Event())
+    requeue_before_limit(first, Event())
     second = Job(folder, spec, "42", records.submissions(folder)[-1].token)
     assert len(chain_events(second, "requeued")) == 3
-    start_again_in_time(second, Event())
+    requeue_before_limit(second, Event())
     assert len(chain_events(Job(folder, spec, "43", records.submissions(folder)[-1].token), "requeued")) == 4
     records.record_event(folder, "submitting", token="resumed")
     assert len(chain_events(Job(folder, spec, "44", "resumed"), "requeued")) == 0

@@ -41,9 +41,9 @@ def test_a_rank_that_was_out_of_memory_comes_first(tmp_path: Path) -> None:
     path = tmp_path / "launch-9.log"
     log = LaunchLog(path)
     path.write_text(lost)
-    assert not log.tells_of_too_little_memory()
+    assert not log.reports_out_of_memory()
     path.write_text(f"{lost}srun: error: n2: task 4: Out Of Memory\n")
-    assert log.tells_of_too_little_memory()
+    assert log.reports_out_of_memory()
     assert first_failure(path.read_text()) == "rank 4 on n2: Out Of Memory"
 
 
@@ -70,4 +70,4 @@ def test_whether_slurm_ended_the_ranks_is_read_from_what_srun_adds(
     log = LaunchLog(path)
     with path.open("a") as file:
         file.write(words)
-    assert log.tells_of_an_abort() is is_slurms_doing
+    assert log.reports_abort() is is_slurms_doing

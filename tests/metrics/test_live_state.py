@@ -11,7 +11,7 @@ import pytest
 from mgpu_slurm.core import files
 from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.metrics.sinks import LiveState, Report, Tolerance
-from mgpu_slurm.run_folder import layout, records
+from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import wait_until
 
@@ -44,7 +44,7 @@ def test_a_report_does_not_wait_for_it(folder: RunFolder, monkeypatch: pytest.Mo
         os.read(gate, 1)
         replace(*arguments)
 
-    monkeypatch.setattr(layout.os, "replace", hangs)
+    monkeypatch.setattr(os, "replace", hangs)
     reporter = Reporter(folder, 1)
     for progress in (1, 2, 3):
         reporter.report(progress, 10 * progress, {"loss": 0.5})

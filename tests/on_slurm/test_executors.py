@@ -23,7 +23,7 @@ class TestSlurmExecutor(ExecutorContract):
         return slurm_project
 
     @pytest.fixture
-    def start_again(self, cluster: Cluster) -> Callable[[Path], object]:
+    def restart(self, cluster: Cluster) -> Callable[[Path], object]:
         return lambda folder: cluster.start_now(str(records.submissions(RunFolder(folder))[-1].job_id))
 
 

@@ -221,7 +221,7 @@ class Chaos:
             return False
         own = self._folder.of_trial(trial)
         # there is something to go on from
-        return epochs(own.path) == {1: [1, 2]} and bool(checkpoints.complete(own))
+        return epochs(own.path) == {1: [1, 2]} and bool(layout.complete_checkpoints(own))
 
     def _start_what_waits(self) -> None:
         """SLURM holds back what it has requeued."""
@@ -232,7 +232,7 @@ class Chaos:
     def _until(self, worker: int, *wanted: str) -> None:
         wait_until(lambda: workers(self._folder)[worker].state in wanted, pause=LOOK_EVERY)
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         done = self._project.call("sweep", "sweep.yaml")
         # two where SLURM gives up a job of a lost node, which it mostly requeues (JobLaunchFailure)
         assert re.search(r"^starts    (1 worker|2 workers)$", done.stdout, re.MULTILINE), done.stdout + done.stderr
@@ -243,7 +243,7 @@ class Chaos:
     def cancel(self, worker: int) -> None:
         self._cluster.run("scancel", self._job(worker))
         self._until(worker, "CANCELLED")
-        self._start_again()
+        self._restart()
 
     def preempt(self, worker: int) -> None:
         node = self._cluster.job(self._job(worker))["NodeList"]
@@ -253,7 +253,7 @@ class Chaos:
     def kill_batch_step(self, worker: int) -> None:
         self._kill("batch", worker)
         self._until(worker, "FAILED")
-        self._start_again()
+        self._restart()
 
     def kill_rank(self, worker: int) -> None:
         attempts = records.attempts_started(self._folder.of_task(worker))

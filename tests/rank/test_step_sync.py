@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from mgpu_slurm.rank import collectives, step_sync
 from mgpu_slurm.rank.signals import Stop
-from mgpu_slurm.rank.step_sync import Agreed, Call, Place, have_lost_each_other
+from mgpu_slurm.rank.step_sync import Agreed, Call, Place, have_diverged
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 from tests.support import wait_until
@@ -231,7 +231,7 @@ def test_who_keeps_nothing_asks_for_nothing() -> None:
 )
 def test_a_call_that_another_has_gone_past(places: list[tuple[int, int]], expected: bool) -> None:
     """Calls made and boundaries passed."""
-    assert have_lost_each_other([Place(calls, passed, Call.STEP) for calls, passed in places]) is expected
+    assert have_diverged([Place(calls, passed, Call.STEP) for calls, passed in places]) is expected
 
 
 @pytest.mark.parametrize(
@@ -246,4 +246,4 @@ def test_a_call_that_another_has_gone_past(places: list[tuple[int, int]], expect
     ],
 )
 def test_an_end_of_a_stream_where_another_has_a_batch(one: Place, other: Place, expected: bool) -> None:
-    assert have_lost_each_other([one, other]) is expected
+    assert have_diverged([one, other]) is expected

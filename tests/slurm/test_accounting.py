@@ -48,8 +48,8 @@ def test_who_began_where_nodes_were_taken() -> None:
         "44|eve|main|Unknown\n"
     )
     assert accounting.parse_began(output, datetime(2024, 5, 1, 12)) == [
-        accounting.Taker("41", "bob", "high"),
-        accounting.Taker("42_7", "cy", "urgent"),
+        accounting.Preemptor("41", "bob", "high"),
+        accounting.Preemptor("42_7", "cy", "urgent"),
     ]
 
 

@@ -65,14 +65,14 @@ def checkup(run: Run, config: dict[str, Any]) -> dict[str, float]:
         folder.checkup.unlink(missing_ok=True)
     counts = dict.fromkeys(("ok", "warning", "failed"), 0.0)
     for number, check in enumerate(CHECKS):
-        for finding in looked_at(check, team, place, number):
+        for finding in run_check(check, team, place, number):
             append_jsonl(folder.checkup, finding.plain)
             counts[finding.level] += 1
             print("\n".join(finding.lines()), flush=True)
     return counts
 
 
-def looked_at(check: Check, team: Team, place: Place, number: int) -> list[Finding]:
+def run_check(check: Check, team: Team, place: Place, number: int) -> list[Finding]:
     """Measure on this rank; on rank 0, also judge the measurements of all ranks and return the findings."""
     try:
         value = {"measured": check.measure(team, place)}

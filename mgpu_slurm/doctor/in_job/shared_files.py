@@ -15,7 +15,7 @@ from typing import Any
 from mgpu_slurm.core import files
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding, span
-from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, TooLate, names, within
+from mgpu_slurm.doctor.in_job.team import Answer, GatherTimeout, Place, Team, names, within
 
 VISIBLE_WITHIN = 60.0
 """Seconds; by default, NFS caches attributes for at most 60."""
@@ -190,7 +190,7 @@ def count(file: Path, take: Lock) -> Counted:
         for _ in range(INCREMENTS):
             _increment(file, take, begun + LOCKED_WITHIN)
             done += 1
-    except (OSError, TooLate) as error:
+    except (OSError, GatherTimeout) as error:
         problem = str(error)
     return Counted(done, problem, time.perf_counter() - begun)
 
@@ -213,7 +213,7 @@ def _wait_for(take: Lock, descriptor: int, give_up: float) -> None:
             return take(descriptor)
         except BlockingIOError:
             if time.perf_counter() > give_up:
-                raise TooLate(f"no lock within {LOCKED_WITHIN:g} s") from None
+                raise GatherTimeout(f"no lock within {LOCKED_WITHIN:g} s") from None
             time.sleep(HOLDING)
 
 

@@ -71,7 +71,7 @@ class Place:
         return self.spec.nodes_are_simulated
 
 
-class TooLate(Exception):
+class GatherTimeout(Exception):
     """Another rank did not do its part in time."""
 
 
@@ -101,7 +101,7 @@ class Team:
         """Wait for the value of a key and return it.
 
         Raises:
-            TooLate: It was not published in time.
+            GatherTimeout: It was not published in time.
         """
         self._wait(key, time.monotonic() + self.patience)
         return json.loads(self._store.get(key))
@@ -122,7 +122,7 @@ class Team:
                 key = f"{name}/gathered/{member.rank}"
                 try:
                     self._wait(key, give_up)
-                except TooLate:
+                except GatherTimeout:
                     continue
                 found[member.rank] = json.loads(self._store.get(key))
         return found
@@ -134,7 +134,7 @@ class Team:
             # at least 10 ms: with a time-out of 0 the store fails even if the key exists
             self._store.wait([key], timedelta(seconds=max(0.01, give_up - time.monotonic())))
         except dist.DistStoreError:
-            raise TooLate(f"{key} did not arrive within {self.patience:g} s") from None
+            raise GatherTimeout(f"{key} did not arrive within {self.patience:g} s") from None
 
 
 def names(members: list[Member]) -> str:

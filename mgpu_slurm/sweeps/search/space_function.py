@@ -91,14 +91,14 @@ def _problem(folder: RunFolder) -> str | None:
     except UserError as error:
         return f"space {sweep.space}: {error}"
     except Exception as error:
-        return f"space {sweep.space}: {target.in_own_words(error, sweep.space, workdir)}"
+        return f"space {sweep.space}: {target.described_error(error, sweep.space, workdir)}"
     return None
 
 
 def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], Any]:
     """Return a callable that raises an error if a trial with the given values would not start."""
     if sweep.command:
-        target.stand_in(folder.code / spec.workdir)
+        target.use_snapshot(folder.code / spec.workdir)
         return lambda values: trial_command.check_takes(sweep.command, values)
     job = entry.job_function(spec, folder)
     return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)

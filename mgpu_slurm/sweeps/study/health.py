@@ -67,7 +67,7 @@ def is_suspect(trials: Sequence[FrozenTrial], place: Place) -> bool:
     return not goes_well(trials) and len(_streak(trials, place)) >= EARLY_FAILURES
 
 
-def is_news_due(trials: Sequence[FrozenTrial]) -> bool:
+def awaits_others(trials: Sequence[FrozenTrial]) -> bool:
     """Return whether a worker whose last trial did not fail is running a trial that has not reported yet."""
     failing = {worker for worker, trial in _last_ended(trials).items() if trial.state == TrialState.FAIL}
     silent = [trial for trial in trials if trial.state == TrialState.RUNNING and not trial.intermediate_values]

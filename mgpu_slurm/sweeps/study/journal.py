@@ -206,4 +206,4 @@ class JournalFile(BaseJournalBackend):
             log_lines.warn(f"{str(self._path)!r} may not be on the disk: {error}")
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        return retry.patiently(ask, f"the study's journal {str(self._path)!r} cannot be opened", self._seconds)
+        return retry.while_unavailable(ask, f"the study's journal {str(self._path)!r} cannot be opened", self._seconds)

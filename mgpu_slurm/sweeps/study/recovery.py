@@ -197,5 +197,5 @@ def write(trial: RunFolder, outcome: Complete | Pruned | Failed) -> None:
     file, other = trial.result, trial.failure
     if isinstance(outcome, Failed):
         file, other = other, file
-    retry.patiently(lambda: write_json(file, record, sync=False), f"{str(file)!r} cannot be written")
+    retry.while_unavailable(lambda: write_json(file, record, sync=False), f"{str(file)!r} cannot be written")
     other.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, TERMINA
 from mgpu_slurm.run_folder import failures
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Failure
-from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
+from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, WorkerFinished, undisturbed
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 
 LOOK_EVERY = 0.2
@@ -46,7 +46,7 @@ class _Heard:
 
     prune_reason: str | None = None
     progress: int = 0
-    error: NoMoreHere | None = None
+    error: WorkerFinished | None = None
     """Error of the study; it is raised on all ranks when the children have ended."""
 
 
@@ -89,7 +89,7 @@ class CommandTrainer:
         try:
             client = self._client
             heard.prune_reason = undisturbed(lambda: client.report(progress, metrics))
-        except NoMoreHere as error:
+        except WorkerFinished as error:
             heard.error, heard.prune_reason = error, str(error)
         return heard.prune_reason
 
@@ -241,4 +241,4 @@ def _kill(child: subprocess.Popen[bytes], folder: RunFolder) -> None:
 
 
 def _left(folder: RunFolder) -> list[int]:
-    return processes.carrying(TRIAL_VARIABLE, str(folder.path))
+    return processes.with_variable(TRIAL_VARIABLE, str(folder.path))

@@ -22,7 +22,7 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps.search.space import nested
-from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, NoMoreHere, undisturbed
+from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, WorkerFinished, undisturbed
 from mgpu_slurm.sweeps.worker.study_client import Ending, StudyClient
 from mgpu_slurm.training import entry
 from mgpu_slurm.training.run import Run
@@ -69,7 +69,7 @@ class FunctionTrainer:
                 lambda own: own.give_back(is_late, has_saved=layout.newest_checkpoint(folder) != before),
                 Leave(stopped.exit_code, stopped.reason),
             )
-        except (NoMoreHere, ForgeryError):
+        except (WorkerFinished, ForgeryError):
             raise
         except BaseException as error:
             return self._failed(order, error, run)
@@ -94,7 +94,7 @@ class FunctionTrainer:
         shown = crash.own_traceback(error)
         print(shown, end="", file=sys.stderr, flush=True)
         record = crash.record(error, shown, self._rank.facts)
-        if self._rank.facts.world_size == 1 and not _has_spoilt_the_device(error):
+        if self._rank.facts.world_size == 1 and not _has_broken_device(error):
             return Ending(lambda own: own.fail(f"{record.error}: {first_line(record.message)}"))
         # the others may be inside a collective, which this rank's next one would answer
         entry.record_failure(self._rank, replace(record, trial=order.number))
@@ -114,6 +114,6 @@ def _nobody(progress: int, metrics: dict[str, float]) -> str | None:
     raise RunFailed("only rank 0 uses the study")
 
 
-def _has_spoilt_the_device(error: BaseException) -> bool:
+def _has_broken_device(error: BaseException) -> bool:
     """Return whether every later call on the GPU raises this error too."""
     return isinstance(error, RuntimeError) and "CUDA error" in str(error)

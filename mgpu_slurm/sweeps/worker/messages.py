@@ -51,23 +51,23 @@ def from_plain(told: dict[str, Any] | None) -> Assignment | Leave | None:
     return Assignment(**fields) if told["is_trial"] else Leave(**fields)
 
 
-class NoMoreHere(SystemExit):
+class WorkerFinished(SystemExit):
     """The ranks cannot continue their trial. A SystemExit, so that `except Exception` in its code does not catch it."""
 
 
-class SweepFailed(NoMoreHere):
+class SweepFailed(WorkerFinished):
     """The sweep cannot continue: all trials fail with the same error, or the job does not report the metric."""
 
 
-class BrokenWorker(NoMoreHere):
+class BrokenWorker(WorkerFinished):
     """Trials fail on this worker that succeed elsewhere."""
 
 
-class Superseded(NoMoreHere):
+class Superseded(WorkerFinished):
     """This worker was taken for dead, and its trial was given to another one."""
 
 
-class StudyLost(NoMoreHere):
+class StudyLost(WorkerFinished):
     """The study could not be read or written, which is not the trial's fault."""
 
 

@@ -86,7 +86,7 @@ def dismiss_waiting(shared: WorkerStudy) -> None:
     if not (is_over and unstarted and job_ids):
         return
     try:
-        others = {job_identity.whole(job.job_id) for job in job_identity.strangers(folder, job_ids)}
+        others = {job_identity.array_id(job.job_id) for job in job_identity.foreign_jobs(folder, job_ids)}
         if own := [job_id for job_id in job_ids if job_id not in others]:
             commands.run(commands.scancel_waiting_command(own))
     except ClusterError as error:

@@ -51,7 +51,7 @@ class Trainer(Protocol):
 def serve(rank: Rank, stop: StopFlag) -> None:
     """Train trial after trial on this rank, until there is nothing to do."""
     # classes that a study names by import path are imported from the run's code too
-    target.stand_in(rank.folder.code / rank.spec.workdir)
+    target.use_snapshot(rank.folder.code / rank.spec.workdir)
     # a CUDA context here would take GPU memory from the commands
     own_device = torch.device("cpu") if rank.spec.target.is_command else None
     with entry.joined(rank, own_device) as device, closing(Collectives(rank.facts, RAISED_TOGETHER)) as collectives:
@@ -61,7 +61,7 @@ def serve(rank: Rank, stop: StopFlag) -> None:
             trainer = CommandTrainer(rank, stop, collectives, client)
         else:
             trainer = FunctionTrainer(rank, stop, device, collectives, client)
-        with entry.telling_first(rank):
+        with entry.reporting_errors(rank):
             WorkerRank(rank, stop, collectives, client, trainer).serve()
 
 
@@ -142,7 +142,7 @@ class WorkerRank:
         """Call rank 0's client and return its answer on every rank.
 
         Raises:
-            NoMoreHere: the study cannot be reached, or these ranks must not continue.
+            WorkerFinished: the study cannot be reached, or these ranks must not continue.
         """
 
         def ask_it() -> Any:

@@ -104,7 +104,7 @@ class WorkerHealth:
     def _is_news_due(self, trials: Sequence[FrozenTrial]) -> bool:
         if health.is_in_doubt(trials, self._place):
             return self._is_at_work(but={self._number})
-        if health.is_news_due(trials):
+        if health.awaits_others(trials):
             return True
         # or another worker has its nodes, but has not begun its first trial yet
         return not health.goes_well(trials) and self._is_at_work(but=health.workers_with_trials(trials))

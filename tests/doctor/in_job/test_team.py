@@ -14,7 +14,7 @@ import torch
 from mgpu_slurm.doctor import in_job
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job import network, shared_files
-from mgpu_slurm.doctor.in_job.team import Answer, Member, Place, Team, TooLate, who, within
+from mgpu_slurm.doctor.in_job.team import Answer, GatherTimeout, Member, Place, Team, who, within
 from mgpu_slurm.rank import rendezvous
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.request.spec import Resources, Spec, Target
@@ -59,7 +59,7 @@ def looks(facts: RankInfo, silent: int, broken: int) -> list[dict[str, Any]]:
         return [Finding("ok", "device", f"measured by {who([answer.member for answer in answers])}")]
 
     check = in_job.Check("device", measure, judge)
-    return [finding.plain for finding in in_job.looked_at(check, team, a_place(Path()), 0)]
+    return [finding.plain for finding in in_job.run_check(check, team, a_place(Path()), 0)]
 
 
 def test_ranks_that_fail_and_ranks_that_fall_silent_are_named_and_the_others_count() -> None:
@@ -77,7 +77,7 @@ def waits_for_nobody(facts: RankInfo) -> str:
     begun = time.monotonic()
     try:
         team.hear("never told")
-    except TooLate as error:
+    except GatherTimeout as error:
         assert time.monotonic() - begun < 10
         return str(error)
     return "heard"
