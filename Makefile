@@ -1,5 +1,10 @@
-.PHONY: demo demo-sweep test quick chaos check docs bench clean cluster cluster-deps cluster-env cluster-down
+.PHONY: demo demo-sweep test quick chaos check docs bench clean cluster cluster-deps try-cluster-deps cluster-env \
+    cluster-down
 .DELETE_ON_ERROR:
+# pip and the packages of the cluster take a minute each, and wait for different things
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += --jobs=2
+endif
 
 PYTHON ?= python3
 PROBE := import sys; sys.version_info < (3, 10) and sys.exit("it is Python %d.%d" % sys.version_info[:2]); import ensurepip, venv
@@ -22,9 +27,7 @@ demo-sweep: $(READY)
 # tests that need a cluster or a database server are skipped if there is none; with CI=true they fail
 # Four processes suit two cores, as many tests wait for SLURM or a time limit. The program is compiled first: tests start
 # it hundreds of times, and PYTHONDONTWRITEBYTECODE may keep it from storing its bytecode.
-test: $(READY)
-	@[ "$$(id -u)" != 0 ] || $(MAKE) --silent --no-print-directory cluster-deps || [ "$$CI" = true ] \
-	    || echo 'The tests of SLURM and of database servers are skipped.'
+test: $(READY) $(if $(filter 0,$(shell id -u)),try-cluster-deps)
 	.venv/bin/python -m compileall -q mgpu_slurm
 	.venv/bin/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder
 
@@ -59,6 +62,10 @@ cluster-down:
 	@$(PYTHON) tests/on_slurm/cluster.py down .cluster/run && echo "The cluster is down."
 
 cluster-deps: $(CLUSTER)
+
+try-cluster-deps:
+	@$(MAKE) --silent --no-print-directory cluster-deps || [ "$$CI" = true ] \
+	    || echo 'The tests of SLURM and of database servers are skipped.'
 
 # touched last, as below
 $(CLUSTER): tests/on_slurm/packages.py
