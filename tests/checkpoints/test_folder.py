@@ -49,7 +49,7 @@ def listed(run: RunFolder) -> list[str]:
     return sorted(os.listdir(run.checkpoints))
 
 
-def test_it_is_whole_with_the_last_ranks_record(run: RunFolder) -> None:
+def test_checkpoint_is_complete_once_every_rank_has_written(run: RunFolder) -> None:
     for rank in (2, 0):
         hidden = part(run, 7, rank, world_size=3)
         assert not folders.is_whole(hidden)
@@ -64,7 +64,7 @@ def test_it_is_whole_with_the_last_ranks_record(run: RunFolder) -> None:
     assert folders.problem(final, [0, 1, 2]) is None
 
 
-def test_the_same_step_again_takes_the_place_of_the_one_before(run: RunFolder) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(run: RunFolder) -> None:
     kept(run, 7)
     hidden = part(run, 7, attempt=2)
     (hidden / "newer").touch()
@@ -72,7 +72,7 @@ def test_the_same_step_again_takes_the_place_of_the_one_before(run: RunFolder) -
     assert listed(run) == ["step-000000007"]
 
 
-def test_the_same_step_at_another_place_is_kept_besides(run: RunFolder) -> None:
+def test_same_step_at_another_place_in_the_run_is_kept_separately(run: RunFolder) -> None:
     for attempt, place in enumerate([1, 2, 2, 1], start=1):
         folders.publish(part(run, 7, attempt=attempt, place=place))
     kept(run, 8)
@@ -93,7 +93,7 @@ def test_the_same_step_at_another_place_is_kept_besides(run: RunFolder) -> None:
     assert (run.checkpoints / "best").resolve().name == "step-000000007.2"
 
 
-def test_the_second_of_a_step_that_was_killed_on_its_way_gets_its_name(run: RunFolder) -> None:
+def test_interrupted_replacement_of_a_numbered_checkpoint_is_finished(run: RunFolder) -> None:
     for place in (1, 2):
         folders.publish(part(run, 7, place=place))
     # killed as it took the place of the second
@@ -106,7 +106,7 @@ def test_the_second_of_a_step_that_was_killed_on_its_way_gets_its_name(run: RunF
     assert layout.newest_checkpoint(run) == run.checkpoint(7)
 
 
-def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFolder) -> None:
+def test_leftover_checkpoints_are_published_if_complete_else_removed(run: RunFolder) -> None:
     """As after a kill between any two steps of a save."""
     kept(run, 5)
     part(run, 7)
@@ -133,9 +133,9 @@ def test_what_is_whole_and_has_no_name_yet_gets_it_and_the_rest_goes(run: RunFol
         ("rank-00001.safetensors", None),
         ("rank-00001.json", None),
     ],
-    ids=["short", "a bit", "a digit", "half", "no text", "no record", "tensors gone", "record gone"],
+    ids=["truncated", "flipped bit", "changed digit", "half", "not UTF-8", "not an object", "no tensors", "no record"],
 )
-def test_damage_is_found(run: RunFolder, file: str, change: object) -> None:
+def test_damaged_file_is_detected(run: RunFolder, file: str, change: object) -> None:
     part(run, 7, 0, world_size=2)
     final = folders.publish(part(run, 7, 1, world_size=2))
     content = (final / file).read_bytes()
@@ -146,20 +146,20 @@ def test_damage_is_found(run: RunFolder, file: str, change: object) -> None:
     assert (folders.problem(final, [0, 1]) or "").startswith("rank-00001")
 
 
-def test_what_is_set_aside_is_not_read_any_more(run: RunFolder) -> None:
+def test_checkpoint_set_aside_is_no_longer_read(run: RunFolder) -> None:
     kept(run, 5, 7)
     aside = folders.set_aside(run.checkpoint(7))
     assert layout.newest_checkpoint(run) == run.checkpoint(5)
     assert json.loads((aside / "rank-00000.json").read_text())["own"]["step"] == 7
 
 
-def test_the_newest_stay_and_one_more(run: RunFolder) -> None:
+def test_trim_keeps_the_newest_and_one_extra(run: RunFolder) -> None:
     kept(run, 1, 2, 3, 10, 9)
     folders.trim(run, keep=2, also=layout.CheckpointKey(2))
     assert listed(run) == ["step-000000002", "step-000000009", "step-000000010"]
 
 
-def test_a_part_that_was_cut_short_is_written_anew(run: RunFolder) -> None:
+def test_truncated_part_is_overwritten(run: RunFolder) -> None:
     hidden = folders.hidden(run, 7, 1, 1)
     hidden.mkdir(parents=True)
     (hidden / "rank-00000.safetensors").write_bytes(b"torn")

@@ -47,7 +47,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("phase", "killed"), [(phase, rank) for phase in PHASES for rank in (0, 1) if rank == 0 or phase not in OF_RANK_0]
 )
-def test_who_goes_on_ends_with_equal_weights(phase: str, killed: int, undisturbed: Any, tmp_path: Path) -> None:
+def test_resume_after_a_killed_save_gives_equal_weights(
+    phase: str, killed: int, undisturbed: Any, tmp_path: Path
+) -> None:
     answers = run_ranks(trains, 2, phase, killed, folder=tmp_path, may_fail=True)
     assert answers[killed] == KILLED
     assert answers[1 - killed] != undisturbed[0]

@@ -100,7 +100,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_rank_gets_its_own_state_back(stopped: Path, tmp_path: Path) -> None:
+def test_each_rank_restores_its_own_state(stopped: Path, tmp_path: Path) -> None:
     whole = run_ranks(trains, 2, None, folder=tmp_path)
     rest = run_ranks(trains, 2, None, folder=stopped)
     for one, other in zip(whole, rest, strict=True):
@@ -113,7 +113,7 @@ def test_each_rank_gets_its_own_state_back(stopped: Path, tmp_path: Path) -> Non
     assert whole[0]["model"] == rest[0]["model"] != whole[1]["model"]
 
 
-def test_what_is_equal_is_stored_once(stopped: Path) -> None:
+def test_equal_state_is_stored_once(stopped: Path) -> None:
     newest = layout.complete_checkpoints(RunFolder(stopped))[0]
     stored: list[set[str]] = []
     for rank in (0, 1):
@@ -127,7 +127,7 @@ def test_what_is_equal_is_stored_once(stopped: Path) -> None:
     }
 
 
-def test_another_number_of_ranks_is_refused_by_name(stopped: Path) -> None:
+def test_per_rank_state_is_rejected_on_another_number_of_ranks(stopped: Path) -> None:
     (answer,) = run_ranks(trains, 1, None, folder=stopped, may_fail=True)
     assert answer.startswith("UserError: checkpoint step-0000000")
     assert "has a separate 'expert' and 'expert_optimizer' and 'buffer'" in answer
@@ -139,7 +139,7 @@ def names_differ(run: Run) -> None:
     run.restore(**{f"of-{run.rank}": Kept()})
 
 
-def test_ranks_that_restore_different_names_are_told() -> None:
+def test_ranks_must_restore_the_same_names() -> None:
     for rank, answer in enumerate(run_ranks(names_differ, 2, may_fail=True)):
         assert answer == f"UserError: run.restore: every rank must pass the same names, and this one passed of-{rank}"
 
@@ -177,7 +177,7 @@ def maps_after_restore(run: Run) -> str:
     return ""
 
 
-def test_no_file_of_a_checkpoint_stays_mapped_after_it_was_loaded(tmp_path: Path) -> None:
+def test_checkpoint_files_are_not_left_mapped_after_loading(tmp_path: Path) -> None:
     run_ranks(maps_after_restore, 1, folder=tmp_path)
     (maps,) = run_ranks(maps_after_restore, 1, folder=tmp_path)
     assert "libtorch" in maps
@@ -214,7 +214,7 @@ def wraps(run: Run) -> list[list[Any]]:
     return [*found, [model.get_buffer("hidden").tolist() for model in models]]
 
 
-def test_a_wrapped_module_is_rank_0s_on_all_ranks_whatever_of_it_is_trained() -> None:
+def test_wrap_broadcasts_rank_0_tensors_including_frozen_ones() -> None:
     (alone,) = run_ranks(wraps, 1)
     assert [len(tensors) for tensors in alone] == [9, 9, 2]
     for found in run_ranks(wraps, 3):

@@ -86,7 +86,7 @@ def saves_slowly(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_training_goes_on_while_a_checkpoint_is_written(ranks: int, tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(ranks: int, tmp_path: Path) -> None:
     for answer in run_ranks(saves_slowly, ranks, folder=tmp_path):
         assert answer["at 8"] == []
     for later in run_ranks(saves_slowly, ranks, folder=tmp_path):
@@ -106,7 +106,7 @@ def saves_at_every_step(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_waits_for_the_one_before(ranks: int, tmp_path: Path) -> None:
+def test_saving_at_every_step_skips_no_checkpoint(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(saves_at_every_step, ranks, folder=tmp_path):
         assert set(found) == {str(step) for step in range(1, 11)}
 
@@ -135,7 +135,7 @@ def leaves_nothing_in_the_store(run: Run) -> set[str]:
     return told()
 
 
-def test_what_ranks_tell_of_a_save_is_gone_when_it_is_finished(tmp_path: Path) -> None:
+def test_finished_saves_leave_no_keys_in_the_store(tmp_path: Path) -> None:
     assert run_ranks(leaves_nothing_in_the_store, 2, folder=tmp_path) == [set(), set()]
     assert len(layout.complete_checkpoints(RunFolder(tmp_path))) == 3
 
@@ -158,7 +158,7 @@ def cannot_write(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_one_rank_cannot_write_costs_that_checkpoint_alone(ranks: int, tmp_path: Path) -> None:
+def test_failed_write_on_one_rank_loses_only_that_checkpoint(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(cannot_write, ranks, folder=tmp_path):
         assert found[2:] == ["6: 2", "8: 2", "8: 2, 8"]
     assert not list(Path(tmp_path, "checkpoints").glob(".*"))
@@ -183,7 +183,7 @@ def stops_while_it_waits(run: Run) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_who_leaves_has_written_where_it_stands(ranks: int, tmp_path: Path) -> None:
+def test_stopped_run_has_saved_its_current_step(ranks: int, tmp_path: Path) -> None:
     for answer in run_ranks(stops_while_it_waits, ranks, folder=tmp_path):
         assert answer.startswith("RunStopped")
     assert layout.checkpoint_step(layout.newest_checkpoint(RunFolder(tmp_path)) or tmp_path) in (2, 3)
@@ -208,13 +208,13 @@ def saves_one_step(run: Run) -> list[list[int]]:
     return found
 
 
-def test_saves_of_one_step_do_not_mix(tmp_path: Path) -> None:
+def test_repeated_saves_of_one_step_do_not_mix(tmp_path: Path) -> None:
     for found in run_ranks(saves_one_step, 2, folder=tmp_path):
         assert all(ranks in ([], [0, 1]) for ranks in found)
     assert checkpoints.ranks(Path(tmp_path, "checkpoints", "step-000000000")) == [0, 1]
 
 
-def test_a_script_s_last_one_gets_its_name_when_the_others_have_written(tmp_path: Path) -> None:
+def test_last_checkpoint_is_published_after_slower_ranks_finish(tmp_path: Path) -> None:
     assert run_ranks(ends_while_it_saves, 2, folder=tmp_path) == [3, 3]
     assert [path.name for path in layout.complete_checkpoints(RunFolder(tmp_path))] == ["step-000000003"]
 
@@ -254,12 +254,12 @@ def fails_while_it_saves(run: Run) -> int:
     return began
 
 
-def test_a_job_that_fails_in_the_middle_of_a_save_keeps_it(tmp_path: Path) -> None:
+def test_save_in_progress_survives_an_exception(tmp_path: Path) -> None:
     assert run_ranks(fails_while_it_saves, 1, folder=tmp_path, may_fail=True) == ["ValueError: a mistake"]
     assert run_ranks(fails_while_it_saves, 1, folder=tmp_path) == [3]
 
 
-def test_an_attempt_that_was_given_up_publishes_nothing(tmp_path: Path) -> None:
+def test_superseded_attempt_publishes_no_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for attempt in (1, 2):
         records.record_event(folder, "started", attempt=attempt)
@@ -296,7 +296,7 @@ def follows(run: Run, plan: dict[str, Any], epochs: int, values: Sequence[float]
         ({"every_steps": None, "every_minutes": None, "keep": 9}, ["10", "20"]),
     ],
 )
-def test_what_is_asked_for_is_there(plan: dict[str, Any], expected: list[str], ranks: int, tmp_path: Path) -> None:
+def test_checkpoints_follow_the_plan(plan: dict[str, Any], expected: list[str], ranks: int, tmp_path: Path) -> None:
     for found, _ in run_ranks(follows, ranks, plan, 2, folder=tmp_path):
         assert sorted(found, key=int) == expected
 
@@ -320,12 +320,12 @@ def counts_minutes(run: Run) -> list[str]:
     return steps(run)
 
 
-def test_minutes_count_from_the_one_before(tmp_path: Path) -> None:
+def test_every_minutes_counts_from_the_previous_checkpoint(tmp_path: Path) -> None:
     (found,) = run_ranks(counts_minutes, 1, folder=tmp_path)
     assert sorted(map(int, found)) == [3, 6, 9, 10, 13, 16, 19, 20]
 
 
-def test_the_other_ranks_may_be_a_step_ahead_of_the_one_that_counts_minutes(tmp_path: Path) -> None:
+def test_every_minutes_saves_at_most_one_step_late_on_two_ranks(tmp_path: Path) -> None:
     for found in run_ranks(counts_minutes, 2, folder=tmp_path):
         saved = [0, *sorted(map(int, found))]
         assert all(later - before in (3, 4) for before, later in itertools.pairwise(saved) if later not in (10, 20))
@@ -347,12 +347,12 @@ def steps_twice(run: Run) -> list[str]:
     return steps(run)
 
 
-def test_steps_that_meet_no_boundary_count_at_the_next(tmp_path: Path) -> None:
+def test_every_steps_saves_at_the_next_boundary(tmp_path: Path) -> None:
     assert run_ranks(steps_twice, 1, folder=tmp_path) == [["13", "19", "21", "7"]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_best_report_s_checkpoint_stays(ranks: int, tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept(ranks: int, tmp_path: Path) -> None:
     plan = {"keep": 1, "best": "accuracy", "direction": "maximize"}
     values = [0.1, 0.2, 0.9, float("nan"), 0.4, 0.9, 0.8, 0.95]
     for found, best in run_ranks(follows, ranks, plan, 3, values, folder=tmp_path):
@@ -375,11 +375,11 @@ def reports_twice(run: Run) -> str:
     return Path(run.folder, "checkpoints", "best").readlink().name
 
 
-def test_a_report_of_something_else_does_not_matter(tmp_path: Path) -> None:
+def test_report_without_the_best_metric_is_ignored(tmp_path: Path) -> None:
     assert run_ranks(reports_twice, 2, folder=tmp_path) == ["step-000000004"] * 2
 
 
-def test_a_damaged_best_gives_its_place_to_what_is_there(tmp_path: Path) -> None:
+def test_damaged_best_checkpoint_falls_back_to_the_next_best(tmp_path: Path) -> None:
     plan = {"best": "accuracy", "direction": "maximize"}
     run_ranks(follows, 1, plan, 2, [0.0, 0.5, 0.0, 0.9], folder=tmp_path)
     os.truncate(tmp_path / "checkpoints" / "step-000000020" / "rank-00000.safetensors", 9)
@@ -388,7 +388,7 @@ def test_a_damaged_best_gives_its_place_to_what_is_there(tmp_path: Path) -> None
     assert best == "step-000000010"
 
 
-def test_the_best_of_another_metric_is_no_measure(tmp_path: Path) -> None:
+def test_previous_best_is_ignored_if_the_direction_changes(tmp_path: Path) -> None:
     run_ranks(follows, 1, {"best": "accuracy", "direction": "maximize"}, 1, [0.8, 0.9], folder=tmp_path)
     plan = {"best": "accuracy", "direction": "minimize", "keep": 1}
     ((found, best),) = run_ranks(follows, 1, plan, 2, [0, 0, 0.95, 0.99], folder=tmp_path)
@@ -409,11 +409,11 @@ def cannot_link(run: Run) -> list[str]:
     return steps(run)
 
 
-def test_without_a_link_the_best_stays_all_the_same(tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_if_the_link_cannot_be_made(tmp_path: Path) -> None:
     assert run_ranks(cannot_link, 1, folder=tmp_path) == [["2", "6"]]
 
 
-def test_the_best_is_the_least_where_that_is_better(tmp_path: Path) -> None:
+def test_minimize_keeps_the_lowest_value(tmp_path: Path) -> None:
     plan = {"keep": 1, "best": "accuracy", "direction": "minimize"}
     ((found, best),) = run_ranks(follows, 1, plan, 2, [0.5, 0.2, 0.9, 0.3], folder=tmp_path)
     assert (found, best) == (["10", "20"], "step-000000010")
@@ -431,13 +431,13 @@ def test_the_best_is_the_least_where_that_is_better(tmp_path: Path) -> None:
         ({"direction": "up"}, "best=None, direction='up'): expected direction 'minimize' or 'maximize'"),
     ],
 )
-def test_a_plan_that_is_none_is_refused(plan: dict[str, Any], words: str, run: Run) -> None:
+def test_invalid_checkpoint_plan_is_rejected(plan: dict[str, Any], words: str, run: Run) -> None:
     with pytest.raises(UserError) as caught:
         run.checkpoints(**plan)
     assert words in str(caught.value)
 
 
-def test_a_metric_that_nobody_reports_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_best_metric_is_reported_once_with_suggestion(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.checkpoints(best="acuracy", direction="maximize")
     run.restore(model=nn.Linear(1, 1))
     run.report(1, accuracy=0.5)
@@ -495,7 +495,7 @@ def trains_with_everything(run: Run, stop_at: int | None) -> str:
 
 
 @pytest.mark.parametrize("stop_at", [4, 6, 13])
-def test_all_of_a_training_s_state_goes_on_exactly(stop_at: int, tmp_path: Path) -> None:
+def test_resume_restores_all_training_state_exactly(stop_at: int, tmp_path: Path) -> None:
     whole = run_ranks(trains_with_everything, 2, None, folder=tmp_path / "whole")
     stopped = run_ranks(trains_with_everything, 2, stop_at, folder=tmp_path / "parts")
     assert all(answer.startswith("RunStopped") for answer in stopped)
@@ -505,7 +505,7 @@ def test_all_of_a_training_s_state_goes_on_exactly(stop_at: int, tmp_path: Path)
     assert whole[0].startswith("21 ")
 
 
-def test_a_file_of_a_checkpoint_says_which_format_it_has(tmp_path: Path) -> None:
+def test_checkpoint_record_names_its_format(tmp_path: Path) -> None:
     run_ranks(follows, 1, {}, 1, folder=tmp_path)
     (record,) = (tmp_path / "checkpoints").glob("step-*/rank-00000.json")
     assert json.loads(record.read_text())["format"] == checkpoints.FORMAT
@@ -537,7 +537,7 @@ def weight_of(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_best_of_a_step_is_not_overwritten_by_later_ones(ranks: int, tmp_path: Path) -> None:
+def test_best_checkpoint_of_a_step_is_not_overwritten(ranks: int, tmp_path: Path) -> None:
     values = [0.9, 0.1, 0.2, 0.3, 0.95, 0.4]
     for found in run_ranks(keeps_the_best_of_uncounted_steps, ranks, 4, values, folder=tmp_path):
         assert found == {

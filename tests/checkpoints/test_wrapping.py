@@ -91,7 +91,7 @@ def loads(run: Run, folder: Path) -> dict[str, list[Any]]:
     return found
 
 
-def test_any_wrapping_continues_from_any_other(tmp_path: Path) -> None:
+def test_checkpoint_of_any_wrapping_loads_into_any_other(tmp_path: Path) -> None:
     for ranks in RANKS:
         run_ranks(saves, ranks, tmp_path)
     own = ("_orig_mod.0.bias", "_orig_mod.0.num_batches_tracked", "_orig_mod.0.running_mean", "_orig_mod.0.running_var")
@@ -118,7 +118,7 @@ def wraps_one_after_the_other(run: Run) -> int:
     return sum(model() is not None for model in models)
 
 
-def test_a_run_of_one_rank_does_not_keep_the_models_of_earlier_folds() -> None:
+def test_single_rank_run_does_not_keep_wrapped_models_alive() -> None:
     assert run_ranks(wraps_one_after_the_other, 1) == [0]
 
 
@@ -132,7 +132,7 @@ class Compared(Wrapped):
         return super()._averages(average)
 
 
-def test_a_moving_average_is_compared_with_the_model_once_and_not_for_each_name() -> None:
+def test_averaged_model_is_compared_once_not_per_name() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
     average, wrapped = AveragedModel(model), Compared()
     wrapped.add(model)
@@ -170,7 +170,7 @@ def continues(run: Run, is_compiled: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("ranks", "is_compiled"), [(2, True), (2, False), (1, True), (1, False)])
-def test_a_checkpoint_of_version_0_1_continues_as_rank_0s(ranks: int, is_compiled: bool, tmp_path: Path) -> None:
+def test_version_0_1_checkpoint_resumes_with_rank_0_state(ranks: int, is_compiled: bool, tmp_path: Path) -> None:
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     stored = load_file(OLD / "checkpoints" / "step-000000003" / "rank-00000.safetensors")
     layers = ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked")

@@ -30,7 +30,7 @@ def bits(values: torch.Tensor) -> list[int]:
     return list(values.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def test_every_type_and_shape_is_read_back_by_the_library(tmp_path: Path) -> None:
+def test_safetensors_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:
     parts = {str(kind): whole(torch.arange(6).reshape(2, 3).to(kind)) for kind in _TYPES}
     parts |= {"scalar": whole(torch.tensor(1.5)), "empty": whole(torch.zeros(0, 3)), "ü\n": whole(torch.ones(1))}
     written = write(tmp_path / "a.safetensors", parts)
@@ -44,7 +44,7 @@ def test_every_type_and_shape_is_read_back_by_the_library(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("place", [0, 9, 100, -1])
-def test_one_bit_changes_the_checksum(tmp_path: Path, place: int) -> None:
+def test_checksum_changes_if_one_bit_flips(tmp_path: Path, place: int) -> None:
     path = tmp_path / "a.safetensors"
     written = write(path, {"a": whole(torch.randn(100))})
     content = bytearray(path.read_bytes())
@@ -53,7 +53,7 @@ def test_one_bit_changes_the_checksum(tmp_path: Path, place: int) -> None:
     assert summed(path) != written
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "a", {})
     with pytest.raises(FileExistsError):
         write(tmp_path / "a", {})
@@ -62,7 +62,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 # -- copies in main memory
 
 
-def test_copies_are_the_values_of_their_moment_in_memory_that_is_used_again() -> None:
+def test_host_copies_are_snapshots_and_reuse_memory() -> None:
     copies = HostCopies()
     weight = torch.randn(3, 4)
     first = copies.take({"weight": weight, "turned": weight.T}, is_main=True)
@@ -76,7 +76,7 @@ def test_copies_are_the_values_of_their_moment_in_memory_that_is_used_again() ->
     assert copies.take({"weight": torch.ones(7)}, is_main=True)["weight"].values.shape == (7,)
 
 
-def test_what_all_ranks_have_the_first_one_keeps() -> None:
+def test_other_ranks_copy_no_replicated_tensors() -> None:
     assert HostCopies().take({"weight": torch.ones(1)}, is_main=False) == {}
 
 
@@ -110,7 +110,7 @@ class Holds:
         (lambda: np.ones(2, ">f4"), "is a NumPy >f4, which torch does not have: convert it"),
     ],
 )
-def test_a_tensor_that_files_cannot_hold_is_refused_before_training(make: Any, words: str, run: Run) -> None:
+def test_unsupported_tensor_is_rejected_by_restore(make: Any, words: str, run: Run) -> None:
     with pytest.raises(UserError) as caught:
         run.restore(model=nn.Linear(1, 1), other=Holds(make()))
     assert str(caught.value).startswith(f"run.restore(other=...): other.a.0 {words}")
@@ -161,7 +161,7 @@ def sharded(run: Run, folder: str, start: int, end: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_what_two_ranks_have_kept_others_go_on_with(tmp_path: Path, ranks: int) -> None:
+def test_sharded_state_of_two_ranks_loads_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     before, _ = run_ranks(sharded, 2, str(tmp_path), 0, 3)
     assert len(os.listdir(tmp_path)) == 2
     for found in run_ranks(sharded, ranks, str(tmp_path), 3, 3):
@@ -170,7 +170,7 @@ def test_what_two_ranks_have_kept_others_go_on_with(tmp_path: Path, ranks: int) 
             torch.testing.assert_close(torch.tensor(values), torch.tensor(before["after"][name]))
 
 
-def test_a_process_alone_and_torchs_own_reader_see_whole_tensors(tmp_path: Path) -> None:
+def test_single_process_and_torch_reader_load_whole_tensors(tmp_path: Path) -> None:
     (before, _) = run_ranks(sharded, 2, str(tmp_path), 0, 1)
     stored = StoredTensors(sorted(tmp_path.iterdir()), like={})
     weight = stored["s.model.0.weight"]

@@ -51,13 +51,13 @@ TEXTS = list("abcdef")
         ([ROW] * ROWS, [ROW[:3]] * ROWS),
     ],
 )  # fmt: skip
-def test_a_batch_is_cut_between_samples(batch: Any, first: Any) -> None:
+def test_batch_is_split_between_samples(batch: Any, first: Any) -> None:
     one, other = pieces(batch)
     assert equal(one, first)
     assert not equal(other, first)
 
 
-def test_three_colour_images_are_told_from_three_fields() -> None:
+def test_three_colour_images_are_distinguished_from_three_fields() -> None:
     three = IMAGES[:3]
     # by the size that the loader knows, by what else is in the batch, and by batches before
     assert len(pieces([torch.ones(3, 5, 5)] * 8, rows=8)[0]) == 4
@@ -84,7 +84,7 @@ DICTS = [{"ids": torch.full((3,), i), "label": torch.tensor(i)} for i in range(R
 
 
 @pytest.mark.parametrize("batch", [PAIRS, DICTS], ids=["pairs", "dicts"])
-def test_a_list_of_samples_is_cut_between_them_or_refused(batch: list[Any]) -> None:
+def test_list_of_samples_is_split_or_rejected_if_ambiguous(batch: list[Any]) -> None:
     assert equal(pieces(batch, rows=ROWS)[0], batch[:3])
     # nobody says how many samples there are, or there are as many as each of them has rows
     for samples, expected in ((batch, None), (batch[:3], None), (batch[:3], 3)):
@@ -95,7 +95,7 @@ def test_a_list_of_samples_is_cut_between_them_or_refused(batch: list[Any]) -> N
     assert equal(cutter.cut(batch[:3], 3, 0, 1), batch[:1])
 
 
-def test_a_list_of_dicts_of_fields_is_cut_within_them() -> None:
+def test_list_of_dicts_of_fields_is_split_within_each_dict() -> None:
     assert equal(pieces([{"x": ROW}])[0], [{"x": ROW[:3]}])
     views = [{"x": ROW}, {"x": ROW}]
     assert equal(pieces(views, rows=ROWS)[0], [{"x": ROW[:3]}] * 2)
@@ -103,7 +103,7 @@ def test_a_list_of_dicts_of_fields_is_cut_within_them() -> None:
     assert equal(pieces([{"x": ROW}, {"y": ROW}])[0], [{"x": ROW[:3]}, {"y": ROW[:3]}])
 
 
-def test_a_rank_with_fewer_samples_makes_as_many_parts() -> None:
+def test_rank_with_fewer_samples_makes_the_same_number_of_parts() -> None:
     cutter = Cutter()
     parts = cutter.split((ROW[:2], TEXTS[:2]), 2, 3)
     assert [weight for _, weight in parts] == [0.0, 0.5, 0.5]
@@ -123,6 +123,6 @@ def test_a_rank_with_fewer_samples_makes_as_many_parts() -> None:
         (torch.nested.nested_tensor([ROW, ROW[:3]], layout=torch.jagged), "a nested tensor has no rows to cut"),
     ],
 )
-def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
+def test_batch_that_cannot_be_split_is_named_in_the_error(batch: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         pieces(batch)

@@ -783,7 +783,7 @@ def all_loops(run: Run) -> list[list[float] | str]:
     return answers
 
 
-def test_the_gradient_is_that_of_the_batch_or_an_error_names_the_fix() -> None:
+def test_gradient_matches_the_global_batch_or_the_error_names_the_fix() -> None:
     for answers in run_ranks(all_loops, 2):
         assert isinstance(answers, list), answers
         wrong = {}
@@ -808,7 +808,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[HandedBatch]:
     return looks
 
 
-def test_batches_that_the_job_keeps_cost_nothing_in_each_step(looks: list[HandedBatch]) -> None:
+def test_kept_batches_need_few_liveness_checks(looks: list[HandedBatch]) -> None:
     weights, kept = BatchWeights(2), []
     for _ in range(3):
         with weights.passing() as passing:
@@ -819,7 +819,7 @@ def test_batches_that_the_job_keeps_cost_nothing_in_each_step(looks: list[Handed
 
 
 @pytest.mark.parametrize("are_kept", [True, False])
-def test_evaluations_with_gradients_on_cost_nothing_in_each_step(looks: list[HandedBatch], are_kept: bool) -> None:
+def test_evaluation_with_gradients_needs_few_liveness_checks(looks: list[HandedBatch], are_kept: bool) -> None:
     """Their batches are never used."""
     weights = BatchWeights(2)
     own = [torch.ones(1) for _ in range(1000)]
@@ -835,7 +835,7 @@ def test_evaluations_with_gradients_on_cost_nothing_in_each_step(looks: list[Han
 
 
 @pytest.mark.parametrize("has_parts", [True, False])
-def test_an_endless_pass_over_the_same_tensors_does_not_grow(has_parts: bool) -> None:
+def test_endless_pass_over_the_same_tensors_uses_bounded_memory(has_parts: bool) -> None:
     weights, same = BatchWeights(2), torch.ones(1)
     own = [torch.ones(1) for _ in range(10)]
     with weights.passing() as passing:
@@ -847,7 +847,7 @@ def test_an_endless_pass_over_the_same_tensors_does_not_grow(has_parts: bool) ->
     assert sum(map(len, passing._unused.values())) < 50
 
 
-def test_a_job_that_differentiates_by_itself_leaves_nothing_behind() -> None:
+def test_remembered_inputs_are_bounded_without_run_backward() -> None:
     weights, model, kept = BatchWeights(2), nn.Linear(1, 1), []
     with weights.passing() as passing:
         for _ in range(1000):
@@ -884,7 +884,7 @@ def compiled(run: Run) -> list[list[float]]:
     return found
 
 
-def test_compiled_models_have_the_same_gradients() -> None:
+def test_compiled_models_get_the_same_gradients() -> None:
     for answers in run_ranks(compiled, 2):
         assert answers == [pytest.approx([2 * mean for mean in MEANS])] * 2
 
@@ -909,5 +909,5 @@ def copied(run: Run) -> list[float]:
     return found
 
 
-def test_a_copy_of_a_wrapped_model_is_one_of_its_own() -> None:
+def test_copy_of_a_wrapped_model_does_not_affect_its_gradients() -> None:
     assert run_ranks(copied, 2) == [pytest.approx(MEANS)] * 2

@@ -109,7 +109,7 @@ def goes_on(run: Run, *arguments: Any) -> Any:
         (2, "shard", 3, 3 * STEPS - 1),
     ],
 )
-def test_it_leaves_from_the_last_batch_of_the_pass_before(
+def test_stop_in_evaluation_resumes_from_last_batch_of_previous_pass(
     ranks: int, how: str, stop_in: int, at: int, tmp_path: Path
 ) -> None:
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
@@ -161,7 +161,7 @@ def loops_otherwise(run: Run, how: str, stop_in: int) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("how", "steps", "last"), [("leaves", 4, 3), ("accumulates", 2, 1), ("now and then", 6, 5)])
-def test_it_leaves_from_the_last_place_where_the_loop_can_stop(
+def test_stop_in_evaluation_resumes_from_last_possible_boundary(
     how: str, steps: int, last: int, ranks: int, tmp_path: Path
 ) -> None:
     undisturbed = run_ranks(loops_otherwise, ranks, how, 0, folder=tmp_path / "undisturbed")
@@ -204,5 +204,7 @@ def evaluates_after_an_epoch(run: Run, is_lost: bool) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("is_lost", "batches"), [(False, 1), (True, 10)])
-def test_it_does_not_leave_what_was_not_written(is_lost: bool, batches: int, ranks: int, tmp_path: Path) -> None:
+def test_evaluation_is_not_cut_short_if_the_checkpoint_failed(
+    is_lost: bool, batches: int, ranks: int, tmp_path: Path
+) -> None:
     assert run_ranks(evaluates_after_an_epoch, ranks, is_lost, folder=tmp_path) == [batches] * ranks

@@ -257,7 +257,7 @@ def goes_through(run: Run, loop: int, stop_at: int | None) -> list[Seen]:
 
 
 @pytest.mark.parametrize("loop", range(len(LOOPS)), ids=[loop.__name__ for loop in LOOPS])
-def test_every_loader_continues_in_the_middle_of_an_epoch(loop: int, tmp_path: Path) -> None:
+def test_every_loader_resumes_in_the_middle_of_an_epoch(loop: int, tmp_path: Path) -> None:
     (whole,) = run_ranks(goes_through, 1, loop, None, folder=tmp_path / "whole")
     assert len(whole) == EPOCHS * STEPS
     (begun,) = run_ranks(goes_through, 1, loop, 6, folder=tmp_path / "parts")
@@ -294,7 +294,7 @@ def goes_through_epochs(run: Run, loop: int, most: int | None) -> list[Seen]:
 
 
 @pytest.mark.parametrize("loop", range(len(LOOPS_OF_EPOCHS)), ids=[loop.__name__ for loop in LOOPS_OF_EPOCHS])
-def test_every_loader_continues_at_the_end_of_an_epoch(loop: int, tmp_path: Path) -> None:
+def test_every_loader_resumes_at_the_end_of_an_epoch(loop: int, tmp_path: Path) -> None:
     (whole,) = run_ranks(goes_through_epochs, 1, loop, None, folder=tmp_path / "whole")
     assert len(whole) == EPOCHS * STEPS
     # ends in the middle of the last epoch, and with it what was done since the checkpoint
@@ -307,7 +307,7 @@ def test_every_loader_continues_at_the_end_of_an_epoch(loop: int, tmp_path: Path
 @pytest.mark.parametrize(
     "loop", [zipped, looked_at_before_the_epochs, fetched_after_each_pass], ids=lambda loop: loop.__name__
 )
-def test_two_ranks_continue_with_their_own_shares(loop: Callable[[Job], Iterator[Seen]], tmp_path: Path) -> None:
+def test_two_ranks_resume_with_their_own_shares(loop: Callable[[Job], Iterator[Seen]], tmp_path: Path) -> None:
     number = LOOPS.index(loop)
     whole = run_ranks(goes_through, 2, number, None, folder=tmp_path / "whole")
     begun = run_ranks(goes_through, 2, number, 7, folder=tmp_path / "parts")
@@ -327,13 +327,13 @@ def lasts_for_epochs(run: Run) -> None:
             job.step(batch, batch)
 
 
-def test_a_pass_over_the_driver_that_lasts_into_the_next_epoch_is_refused() -> None:
+def test_pass_lasting_into_the_next_epoch_is_rejected() -> None:
     """A restarted run would lose the rest of it."""
     for answer in run_ranks(lasts_for_epochs, 2, may_fail=True):
         assert answer.startswith("UserError: run.loader: a loop over 'data' lasted from epoch 1 to epoch 2")
 
 
-def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> None:
+def test_pass_in_a_new_epoch_starts_over_even_without_a_step() -> None:
     place = LoaderPlace(8, 2)
     place.resume_from(LoaderRecord(8, 2, outside=False, active=True, batch=3, epoch=2, passes=1, order=None))
     assert (place.begin_pass(2, step=7), place.epoch) == (3, 2)
@@ -341,7 +341,7 @@ def test_a_pass_of_one_batch_in_another_epoch_is_no_look_at_the_next_one() -> No
     assert (place.begin_pass(3, step=7), place.epoch) == (0, 3)
 
 
-def test_a_loader_is_looked_at_once() -> None:
+def test_only_one_pass_without_steps_counts_as_a_peek() -> None:
     place = LoaderPlace(8, 2)
     place.resume_from(LoaderRecord(8, 2, outside=False, active=True, batch=3, epoch=2, passes=1, order=None))
     assert [(place.begin_pass(None, step=7), place.epoch, place.passes) for _ in range(3)] == [
@@ -362,7 +362,7 @@ def goes_on_after(run: Run, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["gradients", "persistent workers", "evaluation"])
-def test_a_loop_within_a_loop_over_the_same_loader_is_refused_unless_it_evaluates(how: str) -> None:
+def test_nested_loop_over_one_loader_is_allowed_only_for_evaluation(how: str) -> None:
     (answer,) = run_ranks(goes_on_after, 1, how, may_fail=how != "evaluation")
     if how == "evaluation":
         assert answer == "went on"
@@ -381,7 +381,7 @@ def as_v01_saved(run: Path) -> None:
     file.write_text(json.dumps(record | {"checksum": folder._checksum(record)}))
 
 
-def test_a_checkpoint_with_the_place_of_one_loader_still_loads(tmp_path: Path) -> None:
+def test_version_0_1_checkpoint_with_one_loader_position_loads(tmp_path: Path) -> None:
     (whole,) = run_ranks(goes_through, 1, 0, None, folder=tmp_path / "whole")
     run_ranks(goes_through, 1, 0, 6, folder=tmp_path / "parts")
     as_v01_saved(tmp_path / "parts")
@@ -395,7 +395,7 @@ def what_it_prints(run: Run, loop: int) -> str:
     return printed.getvalue()
 
 
-def test_a_loader_that_is_not_made_any_more_is_named(tmp_path: Path) -> None:
+def test_loader_missing_after_a_restart_is_reported(tmp_path: Path) -> None:
     run_ranks(goes_through, 1, 0, 6, folder=tmp_path)
     (printed,) = run_ranks(what_it_prints, 1, LOOPS.index(a_shorter_one_again_and_again), folder=tmp_path)
     assert "WARNING: the checkpoint was saved in the middle of a run.loader of 22 samples in batches of 4" in printed
@@ -425,7 +425,7 @@ def evaluates(run: Run, how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("how", ["evaluates", "trains", "trains by hand", "meters"])
-def test_an_evaluation_that_counts_a_sample_twice_is_named_once(how: str) -> None:
+def test_evaluation_counting_a_sample_twice_is_warned_about_once(how: str) -> None:
     (printed, mean), (_, _) = run_ranks(evaluates, 2, how)
     if how == "evaluates":
         line = evaluates.__code__.co_firstlineno + 9
@@ -451,7 +451,7 @@ def trains_on_a_list(run: Run) -> tuple[str, float]:
     return printed.getvalue(), weight.grad.item()
 
 
-def test_batches_that_are_fetched_into_a_list_and_trained_on_are_no_evaluation() -> None:
+def test_training_on_a_list_of_batches_is_not_taken_for_evaluation() -> None:
     assert run_ranks(trains_on_a_list, 2) == [("", 2.5 + 4.5 + 6.0)] * 2
 
 
@@ -472,7 +472,7 @@ def trains_in_two_phases(run: Run, stop_at: int | None) -> list[tuple[int, int]]
     return seen
 
 
-def test_what_follows_epochs_that_were_left_continues_without_them(tmp_path: Path) -> None:
+def test_loop_after_abandoned_epochs_resumes_without_them(tmp_path: Path) -> None:
     (begun,) = run_ranks(trains_in_two_phases, 1, 6, folder=tmp_path)
     (rest,) = run_ranks(trains_in_two_phases, 1, None, folder=tmp_path)
     assert begun + rest == [(step + 1, step % STEPS) for step in range(EPOCHS * STEPS)]

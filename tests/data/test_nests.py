@@ -76,19 +76,19 @@ def all_tensors(batch: Any) -> list[torch.Tensor]:
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_every_tensor_comes_to_the_device_in_a_container_of_the_same_type(batch: Any) -> None:
+def test_to_device_moves_every_tensor_and_keeps_the_container_type(batch: Any) -> None:
     moved = to_device(batch, DEVICE)
     assert type(moved) is type(batch)
     assert {tensor.device for tensor in all_tensors(moved)} == {DEVICE}
 
 
-def test_an_object_that_moves_itself_stays_the_same() -> None:
+def test_object_that_moves_in_place_is_returned() -> None:
     batch = MovesItself(ROW)
     assert to_device([batch], DEVICE) == [batch]
     assert batch.nodes.device == DEVICE
 
 
-def test_what_else_a_container_has_stays() -> None:
+def test_to_device_keeps_everything_else_in_a_container() -> None:
     assert to_device(BatchEncoding({"ids": ROW}, "fast"), DEVICE).encodings == "fast"
     assert to_device(defaultdict(list, a=ROW), DEVICE).default_factory is list
     moved = to_device(Example(ROW, ["a"], 3.0), DEVICE)

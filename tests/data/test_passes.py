@@ -8,8 +8,8 @@ from mgpu_slurm.data.batches import Share
 from mgpu_slurm.data.passes import HandedBatch, Pass
 
 
-def test_a_batch_that_is_gone_stays_gone_if_a_later_one_has_its_ids() -> None:
-    """Python uses the id of an object again once that is gone."""
+def test_freed_batch_stays_freed_if_its_id_is_reused() -> None:
+    """Python reuses the id of an object once it is freed."""
     passing, share = Pass(0, False), Share(1, 2)
     first, second = torch.ones(1), torch.ones(1)
     gone, kept = (HandedBatch(number, share, samples, passing) for number, samples in enumerate((first, second)))

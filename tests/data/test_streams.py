@@ -112,7 +112,7 @@ def trains(run: Run, which: str, stop_at: int | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("which", LOADERS)
-def test_any_ranks_see_the_same_batches_and_continue_exactly(which: str, tmp_path: Path) -> None:
+def test_one_and_two_ranks_see_the_same_batches_and_resume_exactly(which: str, tmp_path: Path) -> None:
     (alone,) = run_ranks(trains, 1, which)
     assert [sorted(n for of, _, numbers in alone["seen"] if of == epoch for n in numbers) for epoch in (1, 2)] == [
         list(range(SIZE))
@@ -138,7 +138,7 @@ def test_any_ranks_see_the_same_batches_and_continue_exactly(which: str, tmp_pat
         assert second["next number"] == answer["next number"]
 
 
-def test_a_stop_after_the_last_batch_of_a_stream_loses_nothing(tmp_path: Path) -> None:
+def test_stop_after_the_last_batch_of_a_stream_loses_nothing(tmp_path: Path) -> None:
     (whole,) = run_ranks(trains, 1, "stream", folder=tmp_path / "whole")
     (begun,) = run_ranks(trains, 1, "stream", 5, folder=tmp_path / "parts")
     (rest,) = run_ranks(trains, 1, "stream", folder=tmp_path / "parts")
@@ -152,7 +152,7 @@ def drawn_by_collate(run: Run) -> list[list[float]]:
     return [batch.tolist() for batch in run.loader(Shuffled(), BATCH, collate_fn=DrawingCollate(), drop_last=True)]
 
 
-def test_what_collate_draws_differs_between_ranks_and_does_not_change_the_stream() -> None:
+def test_collate_draws_differ_by_rank_without_changing_the_stream() -> None:
     first, second = run_ranks(drawn_by_collate, 2)
     assert len(first) == len(second) == SIZE // BATCH
     assert len({number for batch in [*first, *second] for number, _ in batch}) == SIZE // BATCH * BATCH
@@ -181,7 +181,7 @@ def evaluated(run: Run) -> tuple[list[int], float]:
     return seen, run.mean(sum(seen), len(seen))
 
 
-def test_a_shard_of_a_stream_holds_no_sample_twice() -> None:
+def test_shard_of_a_stream_has_no_duplicate_samples() -> None:
     answers = run_ranks(evaluated, 2)
     assert sorted(number for seen, _ in answers for number in seen) == list(range(SIZE))
     assert [mean for _, mean in answers] == [sum(range(SIZE)) / SIZE] * 2
@@ -205,7 +205,7 @@ def refused(run: Run) -> list[str]:
     return said
 
 
-def test_what_differs_between_ranks_is_named() -> None:
+def test_data_that_differs_between_ranks_is_named_in_the_error() -> None:
     for of_stream, of_shard, of_sampler, of_distributed, of_weighted in run_ranks(refused, 2):
         assert "ByRank yields different samples on rank 1 than on rank 0: it must yield all" in of_stream
         assert of_shard == of_stream
@@ -272,7 +272,7 @@ def trains_on(run: Run, dataset: type[Any], batches: int | None, exchanges_gradi
 @pytest.mark.parametrize(
     ("dataset", "batches"), [(SplitSamples, None), (DifferentLater, None), (DifferentLater, 2), (ShorterOnRank1, None)]
 )
-def test_a_stream_that_is_not_the_same_on_all_ranks_is_refused(dataset: type[Any], batches: int | None) -> None:
+def test_stream_that_differs_between_ranks_is_rejected(dataset: type[Any], batches: int | None) -> None:
     refused = f"UserError: {dataset.__name__} yields different samples on rank 1 than on rank 0: it must yield all"
     # what a rank says that has waited for a slow one at the end of a stream
     waited = "UserError: the ranks make different calls: rank 0 at the next batch of a loader, rank 1 at the end of a"
@@ -301,19 +301,19 @@ def changes_its_samples(run: Run) -> list[int]:
     return [number for batch in loader for number in batch.tolist()]
 
 
-def test_what_collate_changes_in_a_rank_s_samples_is_not_compared() -> None:
+def test_samples_modified_by_collate_are_not_compared() -> None:
     first, second = run_ranks(changes_its_samples, 2)
     assert len(first) + len(second) == SIZE + 1
 
 
-def test_all_ranks_that_differ_are_named() -> None:
+def test_all_differing_ranks_are_named() -> None:
     drawn = Drawn()
     drawn.add(ShorterOnRank1(0), None)
     with pytest.raises(UserError, match=r"^ShorterOnRank1 yields different samples on ranks 1,3-4 than on rank 0: "):
         drawn.check([5, 6, 5, 7, 6])
 
 
-def test_a_stream_that_ends_while_another_rank_waits_for_gradients_is_told() -> None:
+def test_stream_ending_early_on_one_rank_is_reported() -> None:
     _, answer = run_ranks(trains_on, 2, ShorterOnRank1, None, True, may_fail=True)
     assert answer.startswith(
         "UserError: the ranks make different calls: rank 0 at the next batch of a loader, rank 1 at the end of a"
@@ -349,7 +349,7 @@ def with_parts(*parts: Any) -> Sample:
         (lambda: with_parts(lambda: 1), lambda: with_parts(lambda: 2), lambda: iter([])),
     ],
 )
-def test_the_digest_of_any_object_is_that_of_what_it_holds(
+def test_digest_depends_on_the_contents_of_an_object(
     one: Callable[[], Any], same: Callable[[], Any], other: Callable[[], Any]
 ) -> None:
     first = one()
@@ -418,7 +418,7 @@ def draws_its_own(
 
 @pytest.mark.parametrize("drives", [True, False])
 @pytest.mark.parametrize("which", OWN)
-def test_an_order_that_is_another_one_after_a_restart_is_refused(which: str, drives: bool, tmp_path: Path) -> None:
+def test_different_sample_order_after_a_restart_is_rejected(which: str, drives: bool, tmp_path: Path) -> None:
     """In the second epoch, which a new process would begin like the first."""
     seeded, own = tmp_path / "seeded", tmp_path / "own"
     (whole,) = run_ranks(draws_its_own, 1, which, True, drives, folder=tmp_path / "whole")
@@ -475,7 +475,7 @@ def grows(run: Run, stop_at: int | None = None) -> list[tuple[int, int, list[int
     return seen
 
 
-def test_a_sampler_that_has_another_length_in_each_epoch_loses_no_batch(tmp_path: Path) -> None:
+def test_sampler_whose_length_changes_per_epoch_loses_no_batch(tmp_path: Path) -> None:
     (whole,) = run_ranks(grows, 1, folder=tmp_path / "whole")
     assert whole == [
         (epoch, 1 + epoch, [2 * number, 2 * number + 1]) for epoch in range(1, 5) for number in range(1 + epoch)
@@ -496,11 +496,11 @@ def evaluates_in_the_loop(run: Run) -> list[tuple[list[int], int]]:
     return seen
 
 
-def test_an_evaluation_in_the_loop_leaves_the_length_of_its_epoch() -> None:
+def test_evaluation_inside_the_loop_keeps_the_epoch_length() -> None:
     (seen,) = run_ranks(evaluates_in_the_loop, 1)
     assert seen == [([2 * number, 2 * number + 1], length) for length in (2, 3) for number in range(length)]
 
 
-def test_a_sampler_that_changes_its_length_as_it_goes_is_refused(run: Run) -> None:
+def test_sampler_whose_length_changes_on_iteration_is_rejected(run: Run) -> None:
     with pytest.raises(UserError, match="the length of GrowingAsItGoes changed from 1 to 2 when it was iterated"):
         list(run.loader(DATA, batch_sampler=GrowingAsItGoes()))

@@ -148,7 +148,7 @@ def stop(worker: int) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_busy_worker_outlives_a_stop_and_ends_with_its_rank(
+def test_busy_worker_survives_sigterm_and_ends_with_its_rank(
     method: str, ended: dict[str, tuple[Path, int, str]]
 ) -> None:
     folder, code, said = ended[method]

@@ -7,7 +7,7 @@ import pytest
 from mgpu_slurm.doctor import check_results
 
 
-def test_the_mend_stands_below_what_was_found() -> None:
+def test_fix_is_printed_below_the_finding() -> None:
     assert check_results.ok("clocks", "clocks agree").lines() == ["ok       clocks agree"]
     assert check_results.ok("clocks", "clocks of n[1-2] agree").lines(20) == [
         "ok       clocks of",
@@ -20,7 +20,7 @@ def test_the_mend_stands_below_what_was_found() -> None:
     ]
 
 
-def test_programs_get_the_same_by_fixed_names() -> None:
+def test_plain_finding_has_fixed_keys() -> None:
     found = check_results.failed("clocks", "no clock", "buy one")
     assert found.plain == {
         "level": "failed",
@@ -37,5 +37,5 @@ def test_programs_get_the_same_by_fixed_names() -> None:
     ("seconds", "words"),
     [(0.0000421, "0.042 ms"), (0.0031, "3.1 ms"), (0.42, "420 ms"), (0.9999, "1.0 s"), (12.34, "12.3 s")],
 )
-def test_times_have_two_or_three_digits(seconds: float, words: str) -> None:
+def test_durations_are_rounded_to_two_or_three_digits(seconds: float, words: str) -> None:
     assert check_results.span(seconds) == words

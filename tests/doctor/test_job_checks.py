@@ -24,7 +24,7 @@ def made(path: Path) -> RunFolder:
     return folder
 
 
-def test_ranks_that_left_no_word_most_often_do_not_see_the_folder(tmp_path: Path) -> None:
+def test_checkup_without_rank_logs_suggests_an_unshared_folder(tmp_path: Path) -> None:
     folder = made(tmp_path)
     folder.launch_log("42").write_text("slurmstepd: error: execve(): /opt/python: No such file or directory\n")
     found = ended_badly(folder, LOST, shown=0)
@@ -32,18 +32,18 @@ def test_ranks_that_left_no_word_most_often_do_not_see_the_folder(tmp_path: Path
     assert f"nodes do not see the runs folder {tmp_path}/runs or this Python" in found.fix
 
 
-def test_ranks_that_left_a_word_are_to_be_read(tmp_path: Path) -> None:
+def test_failed_checkup_points_to_the_rank_logs(tmp_path: Path) -> None:
     folder = made(tmp_path)
     folder.rank_log(1, 0).write_text("Traceback ...\n")
     assert ended_badly(folder, LOST, shown=0).fix == f"look at the logs of the ranks in {folder.logs}"
 
 
-def test_a_cancelled_checkup_is_no_fault_of_the_cluster(tmp_path: Path) -> None:
+def test_cancelled_checkup_suggests_trying_again(tmp_path: Path) -> None:
     found = ended_badly(made(tmp_path), RunState(state="CANCELLED"), shown=3)
     assert (found.text, found.fix) == ("the checkup ended as CANCELLED: no reason was recorded", "try again")
 
 
-def test_a_run_that_cannot_be_deleted_is_named_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkup_run_that_cannot_be_deleted_is_only_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(path: Path) -> NoReturn:
         raise OSError(errno.EBUSY, "Device or resource busy", f"{path}/logs/.nfs0001")
 

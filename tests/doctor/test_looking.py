@@ -13,9 +13,7 @@ from mgpu_slurm.doctor import machine_checks
 from mgpu_slurm.doctor.check_results import Finding, ok
 
 
-def test_a_check_that_fails_itself_is_a_finding_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_that_raises_is_a_finding_and_others_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def odd() -> Iterator[Finding]:
         yield ok("slurm", "so far so good")
         raise ValueError("an answer unlike any other")

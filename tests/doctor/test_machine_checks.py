@@ -19,13 +19,13 @@ def seen(found: list[Finding]) -> list[tuple[str, str]]:
     return [(finding.level, finding.text) for finding in found]
 
 
-def test_packages_that_are_new_enough() -> None:
+def test_sufficient_package_versions_are_ok() -> None:
     packages = {"click": "8.1", "pyyaml": "6.0.3", "torch": "2.13.0+cpu"}
     found = list(machine_checks.package_findings(REQUIREMENTS, packages))
     assert seen(found) == [("ok", "packages: all 3 required ones present")]
 
 
-def test_packages_that_are_missing_or_too_old_are_all_named() -> None:
+def test_missing_and_outdated_packages_are_named() -> None:
     found = list(machine_checks.package_findings(REQUIREMENTS, {"click": "7.9.1", "torch": "2.9.1"}))
     words = (
         "packages: click 7.9.1 (needs 8.1 or newer), no PyYAML (needs 6.0 or newer), torch 2.9.1 (needs 2.13 or newer)"
@@ -33,7 +33,7 @@ def test_packages_that_are_missing_or_too_old_are_all_named() -> None:
     assert seen(found) == [("failed", words)]
 
 
-def test_what_this_project_itself_needs_is_here() -> None:
+def test_this_environment_meets_the_requirements() -> None:
     assert [finding.level for finding in machine_checks.python_findings()] == ["ok", "ok"]
 
 
@@ -56,11 +56,11 @@ MOUNTINFO = r"""
         ("/tmp/x", "xfs"),
     ],
 )
-def test_the_file_system_of_a_folder(path: str, type_: str) -> None:
+def test_file_system_type_is_that_of_the_mount_point(path: str, type_: str) -> None:
     assert machine_checks.file_system(Path(path), machine_checks.parse_mounts(MOUNTINFO)) == type_
 
 
-def test_folders_that_nodes_may_not_see_are_named_with_their_file_system(tmp_path: Path) -> None:
+def test_folders_on_local_disks_are_named_with_their_file_system(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     mounts = [Mount("/", "ext4"), Mount(str(tmp_path / "scratch"), "lustre")]
     places = {"the environment": tmp_path, "this folder": tmp_path, "the runs folder": tmp_path / "scratch"}
@@ -71,12 +71,12 @@ def test_folders_that_nodes_may_not_see_are_named_with_their_file_system(tmp_pat
     assert shared.text == f"the runs folder ({tmp_path}/scratch): on lustre"
 
 
-def test_where_a_job_will_show_what_nodes_see_nothing_is_guessed(tmp_path: Path) -> None:
+def test_local_folder_is_ok_if_a_job_will_check_it(tmp_path: Path) -> None:
     (found,) = machine_checks.shared_findings({"this folder": tmp_path}, [Mount("/", "ext4")], will_be_proven=True)
     assert found.level == "ok"
 
 
-def test_a_folder_that_cannot_be_written_is_named() -> None:
+def test_unwritable_folder_is_named() -> None:
     (found,) = machine_checks.writable_findings("runs folder", Path("/proc/runs"), "set MGPU_RUNS")
     assert found.level == "failed"
     assert found.text.startswith("runs folder /proc/runs: not writable (")
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
     assert found.level == "warning"
 
 
-def test_looking_at_a_folder_makes_none(tmp_path: Path) -> None:
+def test_checking_a_folder_does_not_create_it(tmp_path: Path) -> None:
     (found,) = machine_checks.writable_findings("runs folder", tmp_path / "runs", "")
     assert found.text.startswith(f"runs folder {tmp_path}/runs: writable, ")
     assert list(tmp_path.iterdir()) == []
@@ -95,7 +95,7 @@ def torch_facts(**changed: Any) -> TorchFacts:
     return replace(facts, **changed)
 
 
-def test_a_torch_for_cuda_on_a_login_node_without_gpus_is_fine() -> None:
+def test_cuda_torch_without_local_gpus_is_ok() -> None:
     found = list(machine_checks.torch_findings(torch_facts(), "", ["gpu"]))
     assert seen(found) == [
         ("ok", "torch 2.13.0+cu130 (for CUDA 13.0; GPUs here: none), imported in 1.5 s"),
@@ -103,17 +103,17 @@ def test_a_torch_for_cuda_on_a_login_node_without_gpus_is_fine() -> None:
     ]
 
 
-def test_a_torch_without_cuda_before_nodes_with_gpus_is_told() -> None:
+def test_cpu_torch_with_gpu_partitions_is_a_warning() -> None:
     found = next(iter(machine_checks.torch_findings(torch_facts(version="2.13.0+cpu", cuda=None), "", ["gpu", "big"])))
     assert found.level == "warning"
     assert found.text.endswith(": runs on the GPUs of gpu, big would compute on the CPU")
 
 
-def test_a_torch_without_gloo_cannot_be_used() -> None:
+def test_torch_without_gloo_fails_the_check() -> None:
     assert next(iter(machine_checks.torch_findings(torch_facts(gloo=False), "", []))).level == "failed"
 
 
-def test_a_broken_torch_and_a_broken_torchvision_are_told_in_their_own_words() -> None:
+def test_import_errors_of_torch_and_torchvision_are_quoted() -> None:
     (found,) = machine_checks.torch_findings(None, "fails on import: ImportError: libcudart.so.13", [])
     assert (found.level, found.text) == ("failed", "torch fails on import: ImportError: libcudart.so.13")
     broken = torch_facts(torchvision=None, torchvision_problem="RuntimeError: no")
@@ -121,6 +121,6 @@ def test_a_broken_torch_and_a_broken_torchvision_are_told_in_their_own_words() -
     assert (found.level, found.text) == ("warning", "torchvision fails on import: RuntimeError: no")
 
 
-def test_torchvision_is_an_extra() -> None:
+def test_torchvision_is_optional() -> None:
     (found,) = machine_checks.torch_findings(torch_facts(torchvision=None), "", [])
     assert found.text.startswith("torch 2.13.0")

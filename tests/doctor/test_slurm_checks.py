@@ -26,7 +26,7 @@ def seen(finding: Finding) -> tuple[str, str]:
         ((20, 2, 7), "failed", "SLURM 20.02.7: srun has no --overlap before 20.11"),
     ],
 )
-def test_versions(version: tuple[int, ...], level: str, words: str) -> None:
+def test_slurm_version_is_checked_for_support(version: tuple[int, ...], level: str, words: str) -> None:
     assert seen(slurm_checks.version_finding(version)) == (level, words)
 
 
@@ -63,13 +63,13 @@ def test_versions(version: tuple[int, ...], level: str, words: str) -> None:
             "partition main: 1 node (1 drained), 2 GPUs each, no time limit: none of its nodes is usable",
         ),
     ],
-    ids=["plain", "limits", "some down", "closed", "default without nodes", "other without nodes"],
+    ids=["plain", "limits", "some down", "inactive", "default without usable nodes", "other without usable nodes"],
 )
-def test_partitions(partition: Partition, level: str, words: str) -> None:
+def test_partition_is_described_with_limits_and_unusable_nodes(partition: Partition, level: str, words: str) -> None:
     assert seen(slurm_checks.partition_finding(partition)) == (level, words)
 
 
-def test_a_controller_that_takes_its_time_is_told() -> None:
+def test_slow_controller_is_a_warning() -> None:
     assert seen(slurm_checks.controller_finding("hpc", 0.02)) == ("ok", "controller of hpc answers in 20 ms")
     assert seen(slurm_checks.controller_finding("hpc", 4.0)) == ("warning", "controller of hpc answers in 4.0 s")
 
@@ -79,7 +79,7 @@ def settings(**changed: str) -> dict[str, str]:
     return usual | {"JobSubmitPlugins": "(null)"} | changed
 
 
-def test_usual_settings_are_fine() -> None:
+def test_usual_settings_are_ok() -> None:
     found = list(slurm_checks.setting_findings(settings(), [MAIN]))
     assert [seen(finding) for finding in found] == [
         ("ok", "runs request requeueing; if it is refused, they submit a job that continues them"),
@@ -99,23 +99,23 @@ def test_usual_settings_are_fine() -> None:
         ({"JobSubmitPlugins": "lua"}, MAIN, "ok", "JobSubmitPlugins=lua: the site may change or refuse"),
     ],
 )
-def test_unusual_settings(changed: dict[str, str], partition: Partition, level: str, words: str) -> None:
+def test_unusual_settings_are_reported(changed: dict[str, str], partition: Partition, level: str, words: str) -> None:
     found = [f for f in slurm_checks.setting_findings(settings(**changed), [partition]) if words in f.text]
     assert [finding.level for finding in found] == [level]
 
 
-def test_settings_that_a_version_does_not_have_are_not_judged() -> None:
+def test_missing_settings_are_not_reported() -> None:
     assert list(slurm_checks.setting_findings({}, [MAIN])) == []
 
 
-def test_the_tightest_of_several_accounts_limits_is_named() -> None:
+def test_tightest_limits_of_several_accounts_are_reported() -> None:
     rights = [Association("a", None, 100, ()), Association("b", 4, 50, ()), Association("b", 8, None, ())]
     words = "accounts a, b; at most 4 jobs running and 50 jobs submitted at a time"
     assert seen(slurm_checks.account_finding(rights)) == ("ok", words)
     assert slurm_checks.account_finding([Association("a", None, None, ())]).text == "account a"
 
 
-def test_defaults_for_sbatch_that_do_not_reach_runs_are_named() -> None:
+def test_sbatch_variables_that_do_not_reach_runs_are_named() -> None:
     (found,) = slurm_checks.variable_findings({"SBATCH_ACCOUNT": "lab", "SBATCH_EXPORT": "NONE", "SBATCH_MEM": "4"})
     assert seen(found) == ("warning", "SBATCH_EXPORT, SBATCH_MEM in this shell do not reach runs")
     assert list(slurm_checks.variable_findings({"SLURM_CONF": "/etc"})) == []

@@ -52,40 +52,42 @@ class ExecutorContract:
         (facts,) = place.json("status", folder.name)
         return str(facts["state"])
 
-    def test_its_name_is_that_of_its_runs(self, place: Project) -> None:
+    def test_run_records_the_executor_name(self, place: Project) -> None:
         folder = self.submit(place, "--", "true")
         assert records.read_state(RunFolder(folder)).executor == self.executor.name == self.name
         assert place.finish(folder)["state"] == "COMPLETED"
 
-    def test_ranks_run_on_as_many_nodes_as_were_asked_for(self, place: Project) -> None:
+    def test_ranks_run_on_the_requested_number_of_nodes(self, place: Project) -> None:
         told = "echo $RANK of $WORLD_SIZE on $SLURM_NODEID"
         folder = self.submit(place, "--nodes", "2", "--ntasks-per-node", "2", "--", "sh", "-c", told)
         assert place.finish(folder)["state"] == "COMPLETED"
         assert [log(folder, rank) for rank in range(4)] == [f"{rank} of 4 on {rank // 2}\n" for rank in range(4)]
 
-    def test_a_run_that_fails_says_so(self, place: Project) -> None:
+    def test_failed_run_reports_its_exit_code(self, place: Project) -> None:
         facts = place.finish(self.submit(place, "--", "sh", "-c", "exit 3"))
         assert (facts["state"], "exit code 3" in facts["reason"]) == ("FAILED", True)
 
-    def test_a_run_is_seen_from_its_start_to_its_end(self, place: Project) -> None:
+    def test_state_follows_a_run_from_start_to_end(self, place: Project) -> None:
         folder = self.started(place)
         assert self.state_of(place, folder) == "RUNNING"
         self.release(folder)
         assert place.finish(folder)["state"] == "COMPLETED"
         assert log(folder, 0).endswith("went\n")
 
-    def test_a_run_that_is_cancelled_ends(self, place: Project) -> None:
+    def test_cancelled_run_ends(self, place: Project) -> None:
         folder = self.started(place)
         assert place.call("cancel", folder.name).returncode == 0
         assert place.finish(folder)["state"] == "CANCELLED"
 
-    def test_a_run_that_asks_for_it_is_started_again(self, place: Project, restart: Callable[[Path], object]) -> None:
+    def test_run_that_asks_for_a_requeue_is_started_again(
+        self, place: Project, restart: Callable[[Path], object]
+    ) -> None:
         folder = self.submit(place, "--", "sh", "-c", '[ "$MGPU_ATTEMPT" = 2 ] || exit 75')
         restart(folder)
         facts = place.finish(folder)
         assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
 
-    def test_a_run_that_has_ended_is_resumed(self, place: Project) -> None:
+    def test_failed_run_can_be_resumed(self, place: Project) -> None:
         folder = self.submit(place, "--retries", "0", "--", "sh", "-c", "[ -e fixed ]")
         assert place.finish(folder)["state"] == "FAILED"
         (folder / "code" / "fixed").touch()
@@ -93,14 +95,14 @@ class ExecutorContract:
         facts = place.finish(folder)
         assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
 
-    def test_a_command_gets_beside_its_ranks(self, place: Project) -> None:
+    def test_shell_runs_a_command_alongside_the_ranks(self, place: Project) -> None:
         folder = self.started(place)
         done = place.call("shell", folder.name, "--", "sh", "-c", "echo in $(pwd)")
         assert done.stdout.endswith(f"in {folder / 'code'}\n"), done.stderr
         self.release(folder)
         place.finish(folder)
 
-    def test_more_than_it_has_is_refused_or_waits_with_a_reason(self, place: Project) -> None:
+    def test_excessive_request_is_rejected_or_pends_with_a_reason(self, place: Project) -> None:
         done = place.call("submit", "--executor", self.name, "--gpus-per-node", "4096", "--no-follow", "--", "true")
         if self.executor.is_queued and done.returncode == 0:
             (facts,) = place.json("status")

@@ -68,7 +68,7 @@ def held(**changes: Any) -> Allocation:
     return replace(whole, **changes)
 
 
-def test_scontrol_tells_what_each_node_has() -> None:
+def test_allocation_is_parsed_from_scontrol() -> None:
     found = held_allocation.parse("42", SHOWN)
     assert found == Allocation(
         job_id="42",
@@ -82,7 +82,7 @@ def test_scontrol_tells_what_each_node_has() -> None:
     assert held_allocation.parse("42", SHOWN + PLAIN) == found, "the first component of a heterogeneous job"
 
 
-def test_an_allocation_without_limits_gpus_and_counted_memory() -> None:
+def test_allocation_without_limits_or_gpus_is_parsed() -> None:
     found = held_allocation.parse("43", PLAIN)
     assert (found.nodes, found.ntasks_per_node, found.end) == ((Node("n1", 4, 0, 0),), None, None)
     assert found.seconds_left is None
@@ -90,19 +90,19 @@ def test_an_allocation_without_limits_gpus_and_counted_memory() -> None:
     assert held_allocation.take(found, {"mem": "64G"}) == Resources(nodes=1, mem="64G")
 
 
-def test_a_run_takes_all_of_it_where_nothing_is_said() -> None:
+def test_run_takes_the_whole_allocation_by_default() -> None:
     assert held_allocation.take(held(), {}) == Resources(nodes=2, gpus_per_node=2)
     assert held_allocation.take(held(ntasks_per_node=4), {}) == Resources(nodes=2, gpus_per_node=2, ntasks_per_node=4)
     assert held_allocation.take(held(nodes=(Node("n1", 4, 2, 0), Node("n2", 1, 1, 0))), {}).gpus_per_node == 1
 
 
-def test_what_is_said_wins() -> None:
+def test_requested_resources_override_the_allocation() -> None:
     asked = {"nodes": 1, "ntasks-per-node": 1, "gpus-per-node": 0, "cpus-per-task": 3, "mem": "500", "time": "30"}
     wanted = Resources(nodes=1, ntasks_per_node=1, gpus_per_node=0, cpus_per_task=3, mem="500", time="30")
     assert held_allocation.take(held(ntasks_per_node=4, cpus_per_task=2), asked) == wanted
 
 
-def test_the_cores_of_a_task_are_srun_s_too_where_they_suffice() -> None:
+def test_cpus_per_task_is_inherited_if_the_cores_suffice() -> None:
     assert held_allocation.take(held(cpus_per_task=2), {}).cpus_per_task == 2
     assert held_allocation.take(held(cpus_per_task=4), {}).cpus_per_task is None
     assert held_allocation.take(held(cpus_per_task=4), {"ntasks-per-node": 1}).cpus_per_task == 4
@@ -129,7 +129,7 @@ def test_the_cores_of_a_task_are_srun_s_too_where_they_suffice() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_apply_is_refused_by_name(given: dict[str, Any], words: str) -> None:
+def test_request_the_allocation_cannot_satisfy_is_rejected(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         held_allocation.take(held(), given)
 
@@ -138,7 +138,7 @@ def names(resources: Resources, *, nodes: tuple[Node, ...] = held().nodes, busy:
     return ",".join(node.name for node in held_allocation.choose(held(nodes=nodes), resources, busy))
 
 
-def test_ranks_go_where_least_runs_and_only_where_there_is_enough() -> None:
+def test_least_busy_nodes_with_enough_resources_are_chosen() -> None:
     assert names(Resources(nodes=1)) == "n1"
     assert names(Resources(nodes=1), busy={"n1": 1}) == "n2"
     assert names(Resources(nodes=1), busy={"n1": 1, "n2": 2}) == "n1"
@@ -153,7 +153,7 @@ def options(resources: Resources, **changes: Any) -> list[str]:
     return held_allocation.srun_options(found, held_allocation.choose(found, resources), resources, "run-1")
 
 
-def test_srun_is_told_all_that_the_step_takes() -> None:
+def test_srun_options_name_all_resources_of_the_step() -> None:
     place = ["--jobid=42", "--overlap", "--job-name=run-1", "--nodelist=n1,n2"]
     both = Resources(nodes=2, gpus_per_node=2)
     assert options(both) == [*place, "--gres=gpu:2"]
@@ -170,7 +170,7 @@ def test_srun_is_told_all_that_the_step_takes() -> None:
     assert options(Resources(nodes=2, ntasks_per_node=5)) == [*place, "--overcommit"]
 
 
-def test_the_shorter_of_what_was_asked_and_what_is_left_is_the_limit() -> None:
+def test_time_limit_is_the_shorter_of_requested_and_remaining() -> None:
     assert held().limit(Resources(time="10")) == 600
     limit = held().limit(Resources(time="10:00:00"))
     assert limit is not None
@@ -191,7 +191,7 @@ def test_the_shorter_of_what_was_asked_and_what_is_left_is_the_limit() -> None:
         (states.UNKNOWN, states.CANCELLED, "was released"),
     ],
 )
-def test_how_an_allocation_ended_is_how_its_run_did(ended: str, state: str, words: str) -> None:
+def test_end_of_the_allocation_determines_the_run_state(ended: str, state: str, words: str) -> None:
     assert held_allocation.ending("42", ended) == (
         state,
         f"its allocation 42 {words}; continue with `resume` inside a new one",
@@ -204,7 +204,7 @@ def test_how_an_allocation_ended_is_how_its_run_did(ended: str, state: str, word
 SILENT = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
 
-def test_outside_of_an_allocation_salloc_is_named() -> None:
+def test_missing_allocation_error_suggests_salloc() -> None:
     with pytest.raises(UserError, match=r"you hold no allocation here \(SLURM_JOB_ID is not set\): .*`salloc "):
         held_allocation.held({})
 
@@ -216,22 +216,22 @@ def test_outside_of_an_allocation_salloc_is_named() -> None:
         (shows(SHOWN.replace("RUNNING", "TIMEOUT")), r"that allocation has ended \(TIMEOUT\):"),
         (shows(SHOWN.replace("RUNNING", "COMPLETING")), r"that allocation has ended \(COMPLETING\):"),
     ],
-    ids=["forgotten", "over", "ending"],
+    ids=["forgotten", "ended", "ending"],
 )
-def test_a_shell_that_was_left_behind_holds_nothing(answers: Callable[[str, str], None], script: str, how: str) -> None:
+def test_ended_allocation_is_rejected(answers: Callable[[str, str], None], script: str, how: str) -> None:
     answers("scontrol", script)
     with pytest.raises(UserError, match=how):
         held_allocation.held({"SLURM_JOB_ID": "42"})
 
 
-def test_a_controller_that_does_not_answer_ends_no_allocation(answers: Callable[[str, str], None]) -> None:
+def test_silent_controller_does_not_end_an_allocation(answers: Callable[[str, str], None]) -> None:
     answers("scontrol", SILENT)
     with pytest.raises(ClusterError):
         held_allocation.held({"SLURM_JOB_ID": "42"})
     assert held_allocation.lost("42") is None
 
 
-def test_what_became_of_an_allocation(answers: Callable[[str, str], None], tmp_path: Path) -> None:
+def test_lost_returns_how_the_allocation_ended(answers: Callable[[str, str], None], tmp_path: Path) -> None:
     answers("scontrol", shows(SHOWN))
     assert held_allocation.lost("42") is None
     answers("scontrol", shows(SHOWN.replace("JobState=RUNNING", "JobState=NODE_FAIL")))

@@ -43,7 +43,7 @@ def notice(why: str, at: str = "2024-05-01T12:30:00") -> str:
         ),
     ],
 )
-def test_slurm_says_why_a_job_has_ended(run: RunFolder, why: str, expected: tuple[str, str]) -> None:
+def test_reason_is_read_from_slurm_cancellation_notice(run: RunFolder, why: str, expected: tuple[str, str]) -> None:
     run.launch_log("7").write_text(f"srun: got SIGCONT\n{notice(why)}{STEP}")
     found = slurm_states.ending(run, "7")
     assert found is not None
@@ -63,22 +63,22 @@ def test_slurm_says_why_a_job_has_ended(run: RunFolder, why: str, expected: tupl
         f"echo {notice('')}",
     ],
 )
-def test_else_nothing_is_known(run: RunFolder, text: str) -> None:
+def test_log_without_a_valid_notice_gives_no_ending(run: RunFolder, text: str) -> None:
     run.launch_log("7").write_text(text)
     assert slurm_states.ending(run, "7") is None
 
 
-def test_a_job_that_is_ended_in_the_second_of_its_start_has_ended(run: RunFolder) -> None:
+def test_notice_in_the_same_second_as_the_start_counts(run: RunFolder) -> None:
     run.launch_log("7").write_text(notice("", at=START))
     assert slurm_states.ending(run, "7") is not None
 
 
-def test_a_job_without_a_log_says_nothing(run: RunFolder) -> None:
+def test_missing_launch_log_gives_only_a_generic_reason(run: RunFolder) -> None:
     assert slurm_states.ending(run, "8") is None
     assert slurm_states.before_the_ranks(run, "8") == "its batch script failed before the ranks were started"
 
 
-def test_a_script_that_fails_says_so_last(run: RunFolder) -> None:
+def test_last_line_of_a_failed_script_is_quoted(run: RunFolder) -> None:
     said = "/var/spool/slurmd/job00008/slurm_script: line 9: module: command not found"
     run.launch_log("8").write_text(f"Welcome\n{said}\n\n")
     assert slurm_states.before_the_ranks(run, "8") == (

@@ -91,7 +91,7 @@ def events(folder: RunFolder) -> list[str]:
 @pytest.mark.parametrize(
     "happens", ["take-and-time-out", "take-later", "take-and-hang", "take-and-die", "take-and-say-nothing"]
 )
-def test_a_job_that_was_taken_without_an_answer_is_found_and_not_submitted_again(
+def test_job_queued_without_an_answer_is_found_not_resubmitted(
     slurm: StandIn, here: Path, notes: list[str], happens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_it_hang_for_a_moment(happens, monkeypatch)
@@ -106,7 +106,7 @@ def test_a_job_that_was_taken_without_an_answer_is_found_and_not_submitted_again
 
 
 @pytest.mark.parametrize("happens", ["time-out", "hang", "unreached", "busy"])
-def test_what_fails_for_a_moment_is_tried_again(
+def test_transient_sbatch_failure_is_retried(
     slurm: StandIn, here: Path, notes: list[str], happens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_it_hang_for_a_moment(happens, monkeypatch)
@@ -117,7 +117,7 @@ def test_what_fails_for_a_moment_is_tried_again(
     assert len(notes) == 1
 
 
-def test_a_refusal_is_not_tried_again_and_leaves_nothing(slurm: StandIn, here: Path, notes: list[str]) -> None:
+def test_refused_submission_is_not_retried_and_leaves_nothing(slurm: StandIn, here: Path, notes: list[str]) -> None:
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match="Invalid partition name specified"):
         submit(notes)
@@ -126,13 +126,13 @@ def test_a_refusal_is_not_tried_again_and_leaves_nothing(slurm: StandIn, here: P
     assert notes == []
 
 
-def test_what_no_script_can_hold_leaves_nothing(slurm: StandIn, here: Path, notes: list[str]) -> None:
+def test_invalid_flag_value_leaves_nothing(slurm: StandIn, here: Path, notes: list[str]) -> None:
     with pytest.raises(UserError, match="line break"):
         submit(notes, flags={"account": "a\nb"})
     assert (slurm.calls, runs_of(here)) == ([], [])
 
 
-def test_a_controller_that_stays_away_leaves_nothing(
+def test_long_controller_outage_leaves_nothing(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.2)
@@ -145,7 +145,7 @@ def test_a_controller_that_stays_away_leaves_nothing(
     assert len(notes) == 1
 
 
-def test_a_controller_that_goes_away_with_the_question_leaves_the_run_and_says_how_to_find_the_job(
+def test_outage_after_sbatch_keeps_the_run_and_names_its_token(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.2)
@@ -158,7 +158,7 @@ def test_a_controller_that_goes_away_with_the_question_leaves_the_run_and_says_h
     assert f"look for {records.events(folder)[0].token} in squeue" in str(caught.value)
 
 
-def test_questions_of_the_plan_wait_too(
+def test_planning_queries_also_wait_during_an_outage(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.2)
@@ -169,7 +169,7 @@ def test_questions_of_the_plan_wait_too(
     assert len(notes) == 1
 
 
-def test_a_job_that_has_started_is_found_by_its_claim(slurm: StandIn, here: Path, notes: list[str]) -> None:
+def test_started_job_is_found_by_its_claim(slurm: StandIn, here: Path, notes: list[str]) -> None:
     """SLURM forgets jobs that have ended; some sites make it forget them soon."""
     slurm.write(
         "real-sbatch", f"for run in {here}/runs/*; do mkdir $run/claims; echo -n 77 > $run/claims/mgpu-1; done\n"
@@ -180,8 +180,8 @@ def test_a_job_that_has_started_is_found_by_its_claim(slurm: StandIn, here: Path
         assert submit(notes).job_id == "77"
 
 
-def test_runs_that_were_not_asked_for_can_be_resumed(slurm: StandIn, here: Path, notes: list[str]) -> None:
-    """A group that is larger than the cluster's arrays may be, the second of which is refused."""
+def test_runs_whose_array_was_refused_can_be_resumed(slurm: StandIn, here: Path, notes: list[str]) -> None:
+    """The group needs several job arrays, and the second one is refused."""
     slurm.write("scontrol", "echo 'MaxArraySize = 2'\n")
     slurm.plan("take", "refuse")
     with pytest.raises(ClusterError, match=r"/2 are queued as job 42, and `resume` submits the others$"):
@@ -195,7 +195,7 @@ def test_runs_that_were_not_asked_for_can_be_resumed(slurm: StandIn, here: Path,
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
-def test_what_somebody_else_is_submitting_is_left_alone(
+def test_submission_of_another_user_is_left_alone(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.0)
@@ -223,7 +223,7 @@ def ended_run(here: Path, notes: list[str]) -> RunFolder:
     return folder
 
 
-def test_a_resume_that_is_refused_leaves_the_run_as_it_ended(slurm: StandIn, here: Path, notes: list[str]) -> None:
+def test_refused_resume_leaves_the_run_unchanged(slurm: StandIn, here: Path, notes: list[str]) -> None:
     folder = ended_run(here, notes)
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match="Invalid partition"):
@@ -232,7 +232,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_ended(slurm: StandIn, her
     assert (api.Handle(folder).state, api.Handle(folder).facts["reason"]) == ("TIMEOUT", "ended")
 
 
-def test_a_resume_of_which_nobody_can_tell_pends_and_is_found_later(
+def test_unconfirmed_resume_is_pending_and_found_later(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ended_run(here, notes)
@@ -249,9 +249,7 @@ def test_a_resume_of_which_nobody_can_tell_pends_and_is_found_later(
     assert api.Handle(folder).facts["job_id"] == "43"
 
 
-def test_runs_of_a_group_that_slurm_never_got_stay_so_where_their_resume_is_refused(
-    slurm: StandIn, here: Path, notes: list[str]
-) -> None:
+def test_refused_resume_leaves_never_queued_runs_resumable(slurm: StandIn, here: Path, notes: list[str]) -> None:
     slurm.write("scontrol", "echo 'MaxArraySize = 3'\n")
     slurm.plan("take", "refuse")
     with pytest.raises(ClusterError, match="`resume` submits the others"):
@@ -268,7 +266,7 @@ def test_runs_of_a_group_that_slurm_never_got_stay_so_where_their_resume_is_refu
 # -- cancel
 
 
-def test_a_job_of_which_only_slurm_knows_is_cancelled(
+def test_cancel_finds_a_job_that_was_not_recorded(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(notes)
@@ -280,9 +278,7 @@ def test_a_job_of_which_only_slurm_knows_is_cancelled(
     assert (slurm.state / "cancelled").read_text() == "42\n"
 
 
-def test_a_run_whose_job_slurm_does_not_have_cannot_be_cancelled_yet(
-    slurm: StandIn, here: Path, notes: list[str]
-) -> None:
+def test_cancel_fails_while_slurm_does_not_know_the_job(slurm: StandIn, here: Path, notes: list[str]) -> None:
     submit(notes)
     folder = only_run(here)
     first_event = folder.attempts.read_text().splitlines(keepends=True)[0]
@@ -292,7 +288,7 @@ def test_a_run_whose_job_slurm_does_not_have_cannot_be_cancelled_yet(
         api.Handle(folder).cancel()
 
 
-def test_what_slurm_has_of_a_group_is_cancelled_though_the_rest_may_still_come(
+def test_cancel_of_a_group_cancels_the_jobs_slurm_knows(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.write("scontrol", "echo 'MaxArraySize = 3'\n")
@@ -311,14 +307,14 @@ def test_what_slurm_has_of_a_group_is_cancelled_though_the_rest_may_still_come(
 # -- when and where it would start
 
 
-def test_on_this_machine_there_is_nothing_to_ask(project: Project) -> None:
+def test_local_dry_run_has_nothing_to_check(project: Project) -> None:
     words = ("submit", "--executor", "local", "--dry-run", "--check")
     done = project.call(*words, "--", "true")
     assert done.stdout.endswith("\nnothing to check: local starts jobs immediately\n")
     assert project.json(*words, "--", "true")["check"] is None
 
 
-def test_only_a_rehearsal_asks(project: Project) -> None:
+def test_check_requires_dry_run(project: Project) -> None:
     done = project.call("submit", "--check", "--", "true")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "mgpu-slurm: --check only works with --dry-run\n"
@@ -348,7 +344,7 @@ def later(folder: RunFolder) -> None:
     folder.attempts.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_killed_before_the_folder_is_made(project: Project, slurm: StandIn, here: Path) -> None:
+def test_submit_killed_before_creating_a_folder_leaves_nothing(project: Project, slurm: StandIn, here: Path) -> None:
     slurm.write("sinfo", f"touch {slurm.state}/here; until [ -e {slurm.state}/go ]; do sleep 0.1; done\n")
     with killed(project, slurm, "--", "true"):
         wait_until(lambda: slurm.is_waiting)
@@ -356,7 +352,9 @@ def test_killed_before_the_folder_is_made(project: Project, slurm: StandIn, here
     assert not (here / "runs").exists()
 
 
-def test_killed_before_the_run_can_be_seen(project: Project, slurm: StandIn, here: Path) -> None:
+def test_submit_killed_before_publishing_leaves_only_a_staging_folder(
+    project: Project, slurm: StandIn, here: Path
+) -> None:
     slurm.write("scontrol", f"touch {slurm.state}/here; until [ -e {slurm.state}/go ]; do sleep 0.1; done\n")
     with killed(project, slurm, "--seeds", "2", "--", "echo", "{seed}"):
         wait_until(lambda: slurm.is_waiting)
@@ -366,17 +364,17 @@ def test_killed_before_the_run_can_be_seen(project: Project, slurm: StandIn, her
     assert staged.startswith(layout.STAGING_PREFIX)
 
 
-def test_a_run_that_can_be_seen_says_already_what_will_be_asked_for(
+def test_visible_run_already_records_its_submission(
     slurm: StandIn, here: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So one that is killed at that very moment is known for what it is."""
+    """So a submission that is killed at that moment is recognized as one."""
     seen: list[str] = []
     monkeypatch.setattr(slurm_queue, "submit", lambda folder, *_: seen.extend(events(folder)) or "42")
     submit(notes)
     assert seen == ["submitting"]
 
 
-def test_killed_between_being_seen_and_asking(project: Project, slurm: StandIn, here: Path) -> None:
+def test_run_of_a_submit_killed_before_queueing_is_removed_later(project: Project, slurm: StandIn, here: Path) -> None:
     slurm.plan("hang")
     with killed(project, slurm, "--", "true"):
         wait_until(lambda: slurm.calls == ["hang"])
@@ -389,10 +387,10 @@ def test_killed_between_being_seen_and_asking(project: Project, slurm: StandIn, 
     assert runs_of(here) == []
 
 
-def test_a_submission_that_still_waits_is_not_removed(
+def test_submission_that_still_waits_is_not_removed(
     project: Project, slurm: StandIn, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody else looks at it when a controller that was down is back, and before the submission knows that."""
+    """Another process looks at it after the controller is back, and before the submission notices that."""
     slurm.plan("hang")
     monkeypatch.setattr(records, "SUBMISSION_TAKES", timedelta(0))
     with killed(project, slurm, "--", "true"):
@@ -402,7 +400,9 @@ def test_a_submission_that_still_waits_is_not_removed(
 
 
 @pytest.mark.parametrize("happens", ["wait-and-take", "take-and-wait"])
-def test_killed_during_sbatch_which_lives_on(project: Project, slurm: StandIn, here: Path, happens: str) -> None:
+def test_job_is_found_if_submit_is_killed_and_sbatch_survives(
+    project: Project, slurm: StandIn, here: Path, happens: str
+) -> None:
     slurm.plan(happens)
     with killed(project, slurm, "--", "true"):
         wait_until(lambda: slurm.is_waiting)
@@ -431,9 +431,7 @@ def test_ctrl_c_while_the_controller_is_down_leaves_nothing(project: Project, sl
         assert runs_of(here) == []
 
 
-def test_ctrl_c_waits_for_the_answer_of_sbatch_and_tells_of_the_job(
-    project: Project, slurm: StandIn, here: Path
-) -> None:
+def test_ctrl_c_waits_for_sbatch_and_names_the_queued_job(project: Project, slurm: StandIn, here: Path) -> None:
     slurm.plan("wait-and-take")
     with start(project, slurm, "--", "true") as process:
         wait_until(lambda: slurm.is_waiting)
@@ -448,9 +446,7 @@ def test_ctrl_c_waits_for_the_answer_of_sbatch_and_tells_of_the_job(
         assert events(only_run(here)) == ["submitting", "submitted"]
 
 
-def test_ctrl_c_while_the_answer_of_sbatch_is_lost_tells_of_the_job_all_the_same(
-    project: Project, slurm: StandIn, here: Path
-) -> None:
+def test_ctrl_c_names_the_queued_job_even_if_sbatch_times_out(project: Project, slurm: StandIn, here: Path) -> None:
     slurm.plan("take-wait-and-time-out")
     with start(project, slurm, "--", "true") as process:
         wait_until(lambda: slurm.is_waiting)
@@ -465,9 +461,7 @@ def test_ctrl_c_while_the_answer_of_sbatch_is_lost_tells_of_the_job_all_the_same
     assert slurm.calls == ["take-wait-and-time-out"]
 
 
-def test_ctrl_c_during_an_sbatch_that_then_fails_is_not_followed_by_another(
-    project: Project, slurm: StandIn, here: Path
-) -> None:
+def test_ctrl_c_during_a_failing_sbatch_prevents_a_retry(project: Project, slurm: StandIn, here: Path) -> None:
     slurm.plan("wait-and-fail", "take")
     with start(project, slurm, "--", "true") as process:
         wait_until(lambda: slurm.is_waiting)
@@ -479,7 +473,7 @@ def test_ctrl_c_during_an_sbatch_that_then_fails_is_not_followed_by_another(
     assert runs_of(here) == []
 
 
-def test_ctrl_c_before_a_job_was_taken_leaves_nothing(project: Project, slurm: StandIn, here: Path) -> None:
+def test_ctrl_c_before_the_job_was_queued_leaves_nothing(project: Project, slurm: StandIn, here: Path) -> None:
     slurm.plan("time-out")
     slurm.write("squeue", f"touch {slurm.state}/here; until [ -e {slurm.state}/go ]; do sleep 0.01; done\n")
     with start(project, slurm, "--", "true") as process:

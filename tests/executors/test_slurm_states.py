@@ -74,8 +74,8 @@ def state_of(folder: RunFolder) -> tuple[str, str]:
 SILENT = "echo 'scontrol: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
 
-def test_what_squeue_does_not_list_lives_if_the_controller_shows_it(run: RunFolder, answers: Answers) -> None:
-    """As with a wrapper around squeue that prints nothing, and says that all went well."""
+def test_job_missing_from_squeue_is_looked_up_with_scontrol(run: RunFolder, answers: Answers) -> None:
+    """As with a wrapper around squeue that prints nothing and exits with 0."""
     answers("scontrol", shows("JobId=42 JobName=digits JobState=RUNNING Reason=None SubmitTime=2026-05-01T12:00:00\n"))
     assert state_of(run) == ("RUNNING", "")
     with pytest.raises(UserError, match="is RUNNING: only a run that has ended can be resumed"):
@@ -86,7 +86,7 @@ def test_what_squeue_does_not_list_lives_if_the_controller_shows_it(run: RunFold
     assert state_of(run) == ("TIMEOUT", "TimeLimit")
 
 
-def test_and_is_lost_if_nobody_knows_it(run: RunFolder, answers: Answers) -> None:
+def test_job_unknown_to_squeue_and_scontrol_is_lost(run: RunFolder, answers: Answers) -> None:
     assert state_of(run) == ("FAILED", slurm_states.LOST.reason)
     answers("sacct", "echo 'sacct: error: Connection refused' >&2; exit 1")
     assert state_of(run) == ("FAILED", slurm_states.LOST_SO_FAR.reason)
@@ -95,7 +95,7 @@ def test_and_is_lost_if_nobody_knows_it(run: RunFolder, answers: Answers) -> Non
     assert state_of(run) == ("RUNNING", "")
 
 
-def test_a_job_that_writes_while_slurm_is_asked_is_there(run: RunFolder, answers: Answers) -> None:
+def test_job_that_writes_during_the_lookup_counts_as_running(run: RunFolder, answers: Answers) -> None:
     # file times are coarse: without the second it may be one before the question
     answers("scontrol", f"touch -d '+1 second' {run.rank_log(1, 0)}; {UNKNOWN_JOB}")
     assert state_of(run) == ("RUNNING", slurm_states.UNLISTED.reason)
@@ -105,7 +105,7 @@ def test_a_job_that_writes_while_slurm_is_asked_is_there(run: RunFolder, answers
 
 
 @pytest.mark.parametrize("scontrol", [SILENT, "true"], ids=["silent", "empty"])
-def test_if_nobody_else_answers_the_last_state_counts_until_squeue_has_left_it_out_for_long(
+def test_unlisted_job_keeps_its_state_until_missing_long_and_often(
     run: RunFolder, answers: Answers, monkeypatch: pytest.MonkeyPatch, scontrol: str
 ) -> None:
     answers("scontrol", scontrol)
@@ -126,7 +126,7 @@ def test_if_nobody_else_answers_the_last_state_counts_until_squeue_has_left_it_o
     assert [state_of(run) for _ in range(3)] == [unlisted, unlisted, ("FAILED", slurm_states.LOST.reason)]
 
 
-def test_a_controller_that_takes_long_is_not_asked_for_many_jobs(
+def test_slow_controller_is_not_asked_about_every_job(
     runs: Path, answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers("scontrol", f"echo >> {tmp_path}/asked; {UNKNOWN_JOB}")
@@ -151,7 +151,7 @@ def test_a_controller_that_takes_long_is_not_asked_for_many_jobs(
         (None, "CANCELLED", ""),
     ],
 )
-def test_of_one_that_never_started_accounting_tells_who_cancelled_it(
+def test_accounting_tells_a_failed_dependency_from_a_cancel(
     runs: Path, answers: Answers, after: str | None, word: str, reason: str
 ) -> None:
     folder = RunFolder(runs / "second")
@@ -163,8 +163,8 @@ def test_of_one_that_never_started_accounting_tells_who_cancelled_it(
     assert state_of(folder) == ("CANCELLED", reason)
 
 
-def test_an_end_before_the_newest_attempt_is_not_its_end(run: RunFolder, answers: Answers) -> None:
-    """Accounting is some seconds behind: of a requeued job it knows the start before."""
+def test_accounted_end_before_the_newest_attempt_is_ignored(run: RunFolder, answers: Answers) -> None:
+    """Accounting is some seconds late: for a requeued job it still has the previous start."""
     answers("scontrol", SILENT)
     answers("sacct", shows("42|PREEMPTED|2026-05-01T11:58:00|2026-05-01T11:58:01|2026-05-01T11:59:00|digits\n"))
     assert state_of(run) == ("RUNNING", slurm_states.UNLISTED.reason)
@@ -172,8 +172,8 @@ def test_an_end_before_the_newest_attempt_is_not_its_end(run: RunFolder, answers
     assert state_of(run)[0] == "PREEMPTED"
 
 
-def test_an_end_before_a_requeue_is_not_its_end(run: RunFolder, answers: Answers) -> None:
-    """As of a preempted job, of whose return to the queue accounting has not heard yet."""
+def test_accounted_end_of_the_start_before_a_requeue_is_ignored(run: RunFolder, answers: Answers) -> None:
+    """As with a preempted job whose requeue is not in accounting yet."""
     requeued = (BEGUN + timedelta(minutes=31)).isoformat()
     records.record_event(run, "requeued", job_id="42", time=requeued)
     records.update_state(run, state="REQUEUED")
@@ -186,7 +186,7 @@ def test_an_end_before_a_requeue_is_not_its_end(run: RunFolder, answers: Answers
     assert state_of(run)[0] == "CANCELLED"
 
 
-def test_what_accounting_knows_as_alive_is_not_counted_as_missing(
+def test_job_running_in_accounting_is_not_counted_as_missing(
     run: RunFolder, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_states, "GONE_AFTER", 0.0)
@@ -198,14 +198,14 @@ def test_what_accounting_knows_as_alive_is_not_counted_as_missing(
     assert state_of(run) == ("FAILED", slurm_states.LOST.reason)
 
 
-def test_an_end_before_a_start_that_accounting_knows_is_not_its_end(run: RunFolder, answers: Answers) -> None:
+def test_accounted_end_before_a_newer_start_is_ignored(run: RunFolder, answers: Answers) -> None:
     answers("scontrol", SILENT)
     preempted = "42|PREEMPTED|2026-05-01T12:00:00|2026-05-01T12:00:01|2026-05-01T12:30:00|digits"
     answers("sacct", shows(f"{preempted}\n42|RUNNING|2026-05-01T12:30:00|2026-05-01T12:31:00|Unknown|digits\n"))
     assert state_of(run) == ("RUNNING", slurm_states.UNLISTED.reason)
 
 
-def test_a_task_that_has_not_started_is_counted_too(
+def test_missing_task_that_never_started_becomes_failed(
     runs: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_states, "GONE_AFTER", 0.0)
@@ -218,9 +218,7 @@ def test_a_task_that_has_not_started_is_counted_too(
     assert [state_of(group.of_task(0))[0] for _ in range(3)] == ["PENDING", "PENDING", "FAILED"]
 
 
-def test_a_run_that_has_moved_on_while_slurm_was_asked_counts_as_it_is_now(
-    run: RunFolder, answers: Answers, tmp_path: Path
-) -> None:
+def test_state_written_during_the_lookup_wins(run: RunFolder, answers: Answers, tmp_path: Path) -> None:
     newer = tmp_path / "newer.json"
     newer.write_text(run.state.read_text().replace('"42"', '"43"'))
     answers("scontrol", f"cp {newer} {run.state}; {UNKNOWN_JOB}")
@@ -244,7 +242,7 @@ HOUR = timedelta(hours=1)
         (job("after a reset", after=-HOUR, restarts=1), False),
     ],
 )
-def test_a_job_is_known_by_its_name_or_the_time_of_its_submission(
+def test_job_is_identified_by_name_or_submission_time(
     run: RunFolder, answers: Answers, line: str, is_own: bool
 ) -> None:
     answers("squeue", shows(line))
@@ -256,13 +254,13 @@ def test_a_job_is_known_by_its_name_or_the_time_of_its_submission(
             job_identity.check(run, ["42"])
 
 
-def test_a_run_without_a_record_of_its_submission_is_taken_by_its_id(run: RunFolder, answers: Answers) -> None:
+def test_run_without_submission_record_is_identified_by_job_id(run: RunFolder, answers: Answers) -> None:
     run.attempts.unlink()
     answers("squeue", shows(job("something", after=-HOUR)))
     assert state_of(run) == ("RUNNING", "")
 
 
-def test_of_two_runs_with_one_id_each_has_its_own_end(runs: Path, run: RunFolder, answers: Answers) -> None:
+def test_two_runs_with_the_same_job_id_get_their_own_states(runs: Path, run: RunFolder, answers: Answers) -> None:
     new = make_run(runs, "new", BEGUN + HOUR)
     answers("squeue", shows(job("new", after=HOUR)))
     answers("sacct", shows("42|COMPLETED|2026-05-01T12:00:00|2026-05-01T12:00:00|2026-05-01T12:30:00|digits\n"))
@@ -270,7 +268,7 @@ def test_of_two_runs_with_one_id_each_has_its_own_end(runs: Path, run: RunFolder
     assert found == {"digits": "COMPLETED", "new": "RUNNING"}
 
 
-def test_accounting_s_lines_on_another_job_say_nothing(run: RunFolder) -> None:
+def test_accounting_lines_are_matched_by_name_or_submission_time(run: RunFolder) -> None:
     def is_own(name: str, submit: str) -> bool:
         return job_identity.belongs_to(run, AccountedStart("42", "FAILED", None, name, submit))
 
@@ -280,7 +278,7 @@ def test_accounting_s_lines_on_another_job_say_nothing(run: RunFolder) -> None:
     assert not is_own("other", "2025-05-01T12:00:00")
 
 
-def test_an_allocation_was_there_before_its_run(run: RunFolder) -> None:
+def test_allocation_must_be_older_than_its_run(run: RunFolder) -> None:
     run.attempts.unlink()
     records.update_state(run, executor="allocation")
     before, after = (str((BEGUN + span).replace(tzinfo=None).isoformat()) for span in (-HOUR, HOUR))
@@ -288,7 +286,7 @@ def test_an_allocation_was_there_before_its_run(run: RunFolder) -> None:
     assert not job_identity.belongs_to(run, QueuedJob("42", "RUNNING", "", None, None, "bash", after))
 
 
-def test_a_job_that_has_the_id_of_a_run_s_is_not_cancelled(run: RunFolder, answers: Answers, tmp_path: Path) -> None:
+def test_cancel_leaves_another_job_with_a_reused_id_alone(run: RunFolder, answers: Answers, tmp_path: Path) -> None:
     answers("squeue", shows(job("somebody's", after=HOUR)))
     assert not api.Handle(run).cancel()
     # the two looks of a cancel may differ
@@ -305,7 +303,7 @@ def test_a_job_that_has_the_id_of_a_run_s_is_not_cancelled(run: RunFolder, answe
     assert (tmp_path / "cancelled").read_text() == "42\n"
 
 
-def test_a_submission_that_nobody_saw_arrive_may_be_in_the_queue_all_the_same(
+def test_unconfirmed_submission_is_pending_until_missing_for_long(
     runs: Path, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(runs / "sent")

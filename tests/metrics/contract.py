@@ -44,7 +44,7 @@ class SinkContract:
     def expect(self, heard: Heard, expected: Heard) -> None:
         assert heard == (expected if self.keeps_all else expected[-1:])
 
-    def test_reports_are_heard_in_order(
+    def test_reports_are_written_in_order(
         self, made: Sink, folder: RunFolder, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for progress in (1, 2, 3):
@@ -53,7 +53,7 @@ class SinkContract:
         made.close(30)
         self.expect(self.heard(folder, capsys.readouterr().out), [(10, 1.0), (20, 2.0), (30, 3.0)])
 
-    def test_it_is_closed_without_a_report(
+    def test_close_without_a_report_writes_no_values(
         self, made: Sink, folder: RunFolder, capsys: pytest.CaptureFixture[str]
     ) -> None:
         made.resume(20)
@@ -69,7 +69,7 @@ class SinkContract:
         ],
         ids=["full disk", "bug"],
     )
-    def test_an_error_is_one_warning_and_a_full_disk_loses_nothing(
+    def test_write_error_warns_once_and_full_disk_loses_nothing(
         self,
         made: Sink,
         folder: RunFolder,

@@ -49,7 +49,7 @@ def check(path: Path, *, at_least: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"new_style": True}, {"double_precision": True}], ids=["old", "new", "double"])
-def test_what_torch_writes(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_reads_files_written_by_torch(tmp_path: Path, options: dict[str, Any]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
@@ -63,7 +63,7 @@ def test_what_torch_writes(tmp_path: Path, options: dict[str, Any]) -> None:
     check(path, at_least=900)
 
 
-def test_what_tensorboardx_writes(tmp_path: Path) -> None:
+def test_reads_files_written_by_tensorboardx(tmp_path: Path) -> None:
     from tensorboardX import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
@@ -75,7 +75,7 @@ def test_what_tensorboardx_writes(tmp_path: Path) -> None:
     check(path, at_least=400)
 
 
-def test_what_lightning_writes_with_its_hyperparameters(tmp_path: Path) -> None:
+def test_reads_lightning_files_and_hyperparameters(tmp_path: Path) -> None:
     # lightning imports it, which fails beside a torch without CUDA
     import_torchvision()
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -91,7 +91,7 @@ def test_what_lightning_writes_with_its_hyperparameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"new_style": True}, {"double_precision": True}], ids=["old", "new", "double"])
-def test_records_that_are_alike_are_not_read_one_by_one(
+def test_uniform_records_are_read_in_bulk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     from torch.utils.tensorboard import SummaryWriter
@@ -148,7 +148,7 @@ EVENTS = some.builds(
 
 
 @given(some.lists(EVENTS, max_size=40))
-def test_it_finds_what_tensorboard_finds(said: list[Event]) -> None:
+def test_finds_the_same_scalars_as_tensorboard(said: list[Event]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "events.out.tfevents.1.host", [opened(1.0), *said])
         check(path, at_least=0)
@@ -159,7 +159,7 @@ def test_it_finds_what_tensorboard_finds(said: list[Event]) -> None:
         ]
 
 
-def test_files_that_are_read_together_keep_their_points(tmp_path: Path) -> None:
+def test_files_read_together_keep_their_own_points(tmp_path: Path) -> None:
     paths = [
         write(
             tmp_path / f"events.out.tfevents.{number}.host",
@@ -173,7 +173,7 @@ def test_files_that_are_read_together_keep_their_points(tmp_path: Path) -> None:
     assert [file.started for file in together] == [0, 1, 2, 3, 4, math.inf]
 
 
-def test_a_tensor_of_another_plugin_is_no_scalar_though_only_its_first_says_so(tmp_path: Path) -> None:
+def test_tensors_of_another_plugin_are_not_scalars(tmp_path: Path) -> None:
     number = tensor_util.make_tensor_proto(1.0, dtype=np.float32)
     values = [tensor_value("x", number, "pr_curves"), *(Summary.Value(tag="tensor pr_curves x", tensor=number),) * 3]
     said = [Event(step=step, summary=Summary(value=[value])) for step, value in enumerate(values)]
@@ -191,7 +191,7 @@ def found_in(data: bytes) -> list[bytes]:
 
 
 @given(RECORDS, some.data())
-def test_a_byte_that_changed_costs_its_record_only(records: list[bytes], data: some.DataObject) -> None:
+def test_changed_byte_loses_only_its_record(records: list[bytes], data: some.DataObject) -> None:
     whole = bytearray(b"".join(map(framed, records)))
     place = data.draw(some.integers(0, len(whole) - 1))
     whole[place] ^= data.draw(some.integers(1, 255))
@@ -202,7 +202,7 @@ def test_a_byte_that_changed_costs_its_record_only(records: list[bytes], data: s
 
 
 @given(RECORDS, some.data())
-def test_what_is_cut_out_of_the_middle_costs_no_other_record(records: list[bytes], data: some.DataObject) -> None:
+def test_cut_in_the_middle_loses_no_other_record(records: list[bytes], data: some.DataObject) -> None:
     whole = b"".join(map(framed, records))
     first, last = sorted(data.draw(some.tuples(*[some.integers(0, len(whole))] * 2)))
     ends = np.cumsum([0, *(len(framed(record)) for record in records)])
@@ -213,7 +213,7 @@ def test_what_is_cut_out_of_the_middle_costs_no_other_record(records: list[bytes
 
 
 @given(RECORDS, some.data())
-def test_an_unfinished_last_record_is_no_damage(records: list[bytes], data: some.DataObject) -> None:
+def test_unfinished_last_record_is_not_damage(records: list[bytes], data: some.DataObject) -> None:
     whole = b"".join(map(framed, records))
     stop = data.draw(some.integers(0, len(whole)))
     ends = np.cumsum([len(framed(record)) for record in records])
@@ -221,7 +221,7 @@ def test_an_unfinished_last_record_is_no_damage(records: list[bytes], data: some
     assert find_records(whole[:stop]).damaged == 0
 
 
-def test_a_hole_of_zeros_and_noise_is_skipped(tmp_path: Path) -> None:
+def test_gap_of_zeros_and_noise_is_skipped(tmp_path: Path) -> None:
     first, second = ([scalar("loss", step, step) for step in steps] for steps in (range(50), range(50, 90)))
     path = write(tmp_path / "tfevents", first)
     noise = np.random.default_rng(0).bytes(5000)
@@ -232,7 +232,7 @@ def test_a_hole_of_zeros_and_noise_is_skipped(tmp_path: Path) -> None:
     assert file.damaged == 1
 
 
-def test_a_record_that_is_no_event_is_counted(tmp_path: Path) -> None:
+def test_record_that_is_not_an_event_counts_as_damaged(tmp_path: Path) -> None:
     path = tmp_path / "tfevents"
     path.write_bytes(framed(scalar("loss", 1, 0.5).SerializeToString()) + framed(b"\xff\xff\xff"))
     file = read(path)

@@ -26,7 +26,7 @@ def write(folder: Path, begins_at: int, *steps: int, value: float = 1.0) -> Even
     return writer
 
 
-def test_tensorboard_reads_what_was_written_with_its_times(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_written_values_and_times(tmp_path: Path) -> None:
     write(tmp_path / "new", 0, 1, 2)
     assert points(tmp_path / "new") == {"loss": [(1, 1.0), (2, 1.0)], "a/b": [(1, 2.0), (2, 3.0)]}
     shown = EventAccumulator(str(tmp_path / "new"))
@@ -34,8 +34,8 @@ def test_tensorboard_reads_what_was_written_with_its_times(tmp_path: Path) -> No
     assert [event.wall_time for event in shown.Scalars("loss")] == [1e9 + 1, 1e9 + 2]
 
 
-@pytest.mark.parametrize("now", [2e9, 1e9], ids=["later", "after the clock was set back"])
-def test_what_a_later_writer_goes_back_behind_is_void(
+@pytest.mark.parametrize("now", [2e9, 1e9], ids=["later", "clock set back"])
+def test_later_writer_replaces_points_from_its_first_step(
     tmp_path: Path, now: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1.5e9)
@@ -45,17 +45,17 @@ def test_what_a_later_writer_goes_back_behind_is_void(
     assert points(tmp_path)["loss"] == [(1, 1.0), (2, 5.0), (3, 5.0), (4, 5.0)]
 
 
-def test_two_writers_of_one_second_have_files_of_their_own(tmp_path: Path) -> None:
+def test_writers_started_in_the_same_second_use_separate_files(tmp_path: Path) -> None:
     for begins_at in range(3):
         write(tmp_path, begins_at, begins_at)
     assert len(event_writer.names(tmp_path)) == 3
     assert points(tmp_path)["loss"] == [(0, 1.0), (1, 1.0), (2, 1.0)]
 
 
-def test_what_a_full_disk_takes_in_part_is_taken_back_and_can_be_tried_again(
+def test_partial_write_to_a_full_disk_is_undone_and_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that may not become longer: the system takes as much as there is room for, and then nothing."""
+    """A limit on the file size: the system writes as much as fits, and then fails."""
     import resource
     import signal
 

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def test_it_is_written_soon_without_another_call(folder: RunFolder) -> None:
+def test_state_is_written_without_another_call(folder: RunFolder) -> None:
     live = LiveState(folder, 1, Tolerance())
     live.report(Report(1, 3, records.now(), 1, {}))
     wait_until(lambda: records.read_state(folder).progress == 1)
@@ -35,8 +35,8 @@ def test_it_is_written_soon_without_another_call(folder: RunFolder) -> None:
     live.close(4)
 
 
-def test_a_report_does_not_wait_for_it(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk on which a rename hangs holds nothing up; metrics and curves are on the disk when `report` returns."""
+def test_report_does_not_wait_for_the_state_file(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename that hangs delays nothing; metrics and curves are on the disk when `report` returns."""
     gate, passed = os.pipe()
     replace = os.replace
 
@@ -58,14 +58,14 @@ def test_a_report_does_not_wait_for_it(folder: RunFolder, monkeypatch: pytest.Mo
     assert state.state == "RUNNING"
 
 
-def test_an_attempt_does_not_speak_for_a_later_one(folder: RunFolder) -> None:
+def test_earlier_attempt_does_not_overwrite_a_later_one(folder: RunFolder) -> None:
     records.update_state(folder, attempts=2, step=7)
     live = LiveState(folder, 1, Tolerance())
     live.close(3)
     assert records.read_state(folder).step == 7
 
 
-def test_what_was_not_submitted_has_no_state(tmp_path: Path) -> None:
+def test_unsubmitted_run_gets_no_state_file(tmp_path: Path) -> None:
     live = LiveState(RunFolder(tmp_path), 1, Tolerance())
     live.close(3)
     assert list(tmp_path.iterdir()) == []

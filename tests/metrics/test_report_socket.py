@@ -46,7 +46,7 @@ def server(study: Study) -> Iterator[ReportServer]:
     server.close()
 
 
-def test_numbers_arrive_as_they_are_and_the_answer_comes_back(server: ReportServer, study: Study) -> None:
+def test_numbers_arrive_exactly_and_the_answer_is_returned(server: ReportServer, study: Study) -> None:
     client = ReportClient(server.name)
     assert client(1, {"loss": 0.1 + 0.2}) is None
     study.answer = "worse than the other trials: ü"
@@ -56,7 +56,7 @@ def test_numbers_arrive_as_they_are_and_the_answer_comes_back(server: ReportServ
     assert math.isnan(study.heard[-1][1]["loss"])
 
 
-def test_one_that_comes_and_goes_keeps_nobody_from_asking(server: ReportServer, study: Study) -> None:
+def test_client_that_disconnects_does_not_block_others(server: ReportServer, study: Study) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         visitor.connect(f"\0{server.name}")
         visitor.sendall(b'{"progress": 1, ')
@@ -65,7 +65,7 @@ def test_one_that_comes_and_goes_keeps_nobody_from_asking(server: ReportServer, 
     assert study.heard == [(0, {}), (1, {}), (2, {})]
 
 
-def test_a_worker_that_is_gone_is_an_error() -> None:
+def test_report_to_a_closed_server_raises_connection_error() -> None:
     server = ReportServer(Study().prune)
     client = ReportClient(server.name)
     answered: list[BaseException | str | None] = []

@@ -25,13 +25,13 @@ from mgpu_slurm.metrics.reporter import as_numbers, odd_result, result_of
         ({}, True, {}),
     ],
 )
-def test_the_result_is_what_was_returned_or_else_reported(
+def test_result_is_the_returned_value_or_the_last_report(
     returned: object, has_trained: bool, result: dict[str, float]
 ) -> None:
     assert result_of(returned, {"loss": 0.5}, has_trained) == result
 
 
-def test_what_is_not_a_number_is_named() -> None:
+def test_non_numeric_result_is_named() -> None:
     assert odd_result({"loss": 1.0}) is odd_result(None) is odd_result(3) is None
     assert odd_result("done") == (
         "the job function returned value = 'done' (str), which is not a number: the result omits it"
@@ -40,14 +40,14 @@ def test_what_is_not_a_number_is_named() -> None:
     assert len(odd_result("x" * 10**6) or "") < 200
 
 
-def test_names_that_are_no_texts_become_texts() -> None:
+def test_non_string_result_names_become_strings() -> None:
     result = result_of({np.int64(3): 0.5, (0, 1): 0.25, "loss": 0.0}, {})
     assert json.loads(json.dumps(result)) == {"3": 0.5, "(0, 1)": 0.25, "loss": 0.0}
     assert "(0, 1) = 'done' (str)" in (odd_result({(0, 1): "done"}) or "")
 
 
 @pytest.mark.parametrize("digits", [400, 5000])
-def test_an_integer_that_no_float_holds_is_no_number(digits: int) -> None:
+def test_integer_too_large_for_a_float_is_not_a_number(digits: int) -> None:
     returned = {"loss": 0.5, "states": 10**digits}
     assert result_of(returned, {}) == {"loss": 0.5}
     warning = odd_result(returned) or ""

@@ -36,7 +36,7 @@ class TestEventFiles(SinkContract):
     def heard(self, folder: RunFolder, screen: str) -> Heard:
         return points(folder.tensorboard).get("loss", []) if folder.tensorboard.exists() else []
 
-    def test_reports_after_the_step_that_a_run_resumes_from_are_void(self, folder: RunFolder) -> None:
+    def test_reports_after_the_resumed_step_are_replaced(self, folder: RunFolder) -> None:
         for first in (1, 2):
             sink = EventFiles(folder)
             if first > 1:
@@ -70,7 +70,7 @@ class TestScreen(SinkContract):
         return [(int(step), float(loss)) for step, loss in lines]
 
 
-def test_one_full_disk_is_one_warning(
+def test_full_disk_warns_once_for_all_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def is_full(*_: object) -> None:

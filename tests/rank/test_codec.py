@@ -36,7 +36,7 @@ STATES = st.recursive(
 
 
 @given(STATES)
-def test_what_goes_in_comes_out(state: Any) -> None:
+def test_round_trip(state: Any) -> None:
     # NaN is not equal to itself, and -0.0 is to 0.0: the texts tell them apart
     assert repr(through_json(state)) == repr(state)
 
@@ -57,24 +57,24 @@ def test_what_goes_in_comes_out(state: Any) -> None:
     ],
     ids=lambda state: type(state).__name__,
 )
-def test_types_are_kept(state: Any) -> None:
+def test_round_trip_keeps_types(state: Any) -> None:
     found = through_json(state)
     assert type(found) is type(state)
     assert found == state
 
 
-def test_a_dict_with_a_factory_is_one_without() -> None:
+def test_defaultdict_keeps_its_items() -> None:
     assert through_json(defaultdict(list, {"a": [1]})) == {"a": [1]}
 
 
 @pytest.mark.parametrize("values", [np.arange(6, dtype=np.uint8).reshape(2, 3), np.array(1.5), np.array([True])])
-def test_arrays_keep_their_type_and_shape(values: Any) -> None:
+def test_arrays_keep_dtype_and_shape(values: Any) -> None:
     found = through_json([values])[0]
     assert (found.dtype, found.shape) == (values.dtype, values.shape)
     assert (found == values).all()
 
 
-def test_what_torch_keeps_trains_on_alike() -> None:
+def test_training_continues_exactly_after_a_round_trip() -> None:
     def made() -> list[Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
@@ -111,13 +111,13 @@ def test_what_torch_keeps_trains_on_alike() -> None:
     assert math.isfinite(undisturbed[-1])
 
 
-def test_keys_that_give_two_tensors_one_name_do_not_mix_them_up() -> None:
+def test_tensors_with_colliding_names_are_kept_apart() -> None:
     state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}
     found = through_json(state)
     assert [found["a.b"].item(), found["a"]["b"].item(), found[1].item(), found["1"].item()] == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("value", [object(), lambda: None, np.array(["text"]), np.array([object()])])
-def test_anything_else_is_refused_by_its_place(value: Any) -> None:
+def test_unsupported_value_is_rejected_with_its_path(value: Any) -> None:
     with pytest.raises(UserError, match=r"^model\.layers\.1 is of type .* convert it to these$"):
         split({"layers": [1, value]}, "model")

@@ -28,9 +28,9 @@ CHILD = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(36
         # C code that gives the interpreter's lock to nobody
         ("", "re.match('(a+)+$', 40 * 'a' + 'b')", -signal.SIGALRM),
     ],
-    ids=["a wait, with a child", "C code"],
+    ids=["waiting, with a child process", "C code that holds the GIL"],
 )
-def test_it_ends(before: str, blocks: str, code: int) -> None:
+def test_failed_rank_exits_while_blocked(before: str, blocks: str, code: int) -> None:
     script = SCRIPT.format(before=before, blocks=blocks)
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60)
     assert done.returncode == code

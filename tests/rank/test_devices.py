@@ -24,16 +24,18 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize(
     ("visible", "local_rank", "chosen"),
     [(1, 0, 0), (1, 3, 0), (4, 3, 3), (2, 3, 1)],
-    ids=["one for one", "bound by the site", "by local rank", "shared in turn"],
+    ids=["single GPU", "bound by the site", "by local rank", "shared round-robin"],
 )
-def test_the_gpu_of_a_local_rank(visible: int, local_rank: int, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_chosen_by_local_rank(
+    visible: int, local_rank: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     assert rank_info.choose_device(RankInfo(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
 
 
-def test_threads_are_the_cores_shared_out_unless_slurm_gave_each_task_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_divide_the_cores_unless_slurm_sets_cpus_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert rank_info.threads_per_rank(1) == cores
@@ -59,7 +61,7 @@ def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_gpus_random_numbers_go_on_where_they_were() -> None:
+def test_gpu_random_state_is_restored() -> None:
     device = rank_info.choose_device(RankInfo())
     state = randomness.random_state(device)
     first = torch.rand(3, device=device)
@@ -95,7 +97,7 @@ def trained(folder: Path, device: torch.device, stop_at: int | None) -> tuple[in
 
 
 @pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
-def test_a_training_goes_on_exactly_on_its_device(on: str, tmp_path: Path) -> None:
+def test_training_resumes_exactly_on_its_device(on: str, tmp_path: Path) -> None:
     device = torch.device(on) if on == "cpu" else rank_info.choose_device(RankInfo())
     try:
         _, whole = trained(tmp_path / "whole", device, None)
@@ -110,7 +112,7 @@ def test_a_training_goes_on_exactly_on_its_device(on: str, tmp_path: Path) -> No
 
 @pytest.mark.gpu
 @needs_gpu
-def test_nvml_knows_the_gpus_that_torch_sees() -> None:
+def test_nvml_lists_the_gpus_visible_to_torch() -> None:
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     seen = rank_info.visible_gpu_identities()

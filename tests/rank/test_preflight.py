@@ -29,13 +29,13 @@ def node(python: str = "3.11.2", **packages: str) -> Versions:
             "this node has Python 3.10.1 instead of 3.11.2, torch 2.12.0 instead of 2.13.0, numpy 2.0 instead of 2.1",
         ),
     ],
-    ids=["same", "more than needed", "another torch", "missing", "all at once"],
+    ids=["same", "more than needed", "different torch", "missing", "several differences"],
 )
-def test_other_versions_than_at_the_submission_are_named(here: Versions, warning: str | None) -> None:
+def test_versions_that_differ_from_the_submission_are_named(here: Versions, warning: str | None) -> None:
     assert preflight.version_warning(node(torch="2.13.0", numpy="2.1"), here) == warning
 
 
-def test_many_differences_are_counted_not_listed() -> None:
+def test_many_version_differences_are_abbreviated() -> None:
     names = [f"package{number}" for number in range(9)]
     submitted, here = node(**dict.fromkeys(names, "1.0")), node(**dict.fromkeys(names, "2.0"))
     warning = preflight.version_warning(submitted, here)
@@ -44,7 +44,7 @@ def test_many_differences_are_counted_not_listed() -> None:
     assert warning.endswith("package4 2.0 instead of 1.0 and 4 more")
 
 
-def test_a_run_without_a_record_of_its_submission_has_nothing_to_compare() -> None:
+def test_missing_submission_record_gives_no_version_warning() -> None:
     assert preflight.version_warning(None, node()) is None
 
 
@@ -56,9 +56,11 @@ def test_a_run_without_a_record_of_its_submission_has_nothing_to_compare() -> No
         (4, 1, 2, 16, "requested 4 cores per rank, but this rank may use 2"),
         (4, 2, 4, 4, "requested 4 cores per rank, but 2 ranks share the 4 of this node"),
     ],
-    ids=["bound to its own", "room for all", "too few", "shared"],
+    ids=["own cores", "enough for all", "too few", "shared"],
 )
-def test_fewer_cores_than_asked_for(asked: int, ranks: int, usable: int, on_machine: int, warning: str | None) -> None:
+def test_fewer_cores_than_requested_is_a_warning(
+    asked: int, ranks: int, usable: int, on_machine: int, warning: str | None
+) -> None:
     assert preflight.cores_warning(asked, ranks, usable, on_machine) == warning
 
 
@@ -73,23 +75,21 @@ def test_fewer_cores_than_asked_for(asked: int, ranks: int, usable: int, on_mach
         (4, 0, "requested 4 GPUs per node, but torch sees none: running on the CPU"),
     ],
 )
-def test_gpus_that_were_asked_for_and_are_not_there(asked: int | None, visible: int, warning: str | None) -> None:
+def test_missing_requested_gpus_are_a_warning(asked: int | None, visible: int, warning: str | None) -> None:
     assert preflight.missing_gpus_warning(asked, visible) == warning
 
 
-def test_ranks_on_the_same_gpu_are_told_of_each_other() -> None:
+def test_ranks_sharing_a_gpu_are_each_warned() -> None:
     gpus: list[preflight.RankGpu] = [("n1", "GPU-a"), ("n1", "GPU-b"), ("n1", "GPU-a"), ("n2", "GPU-c")]
     shared = "ranks 0,2 compute on the same GPU, GPU-a of n1"
     assert preflight.shared_gpu_warnings(gpus) == {0: shared, 2: shared}
 
 
-def test_ranks_without_gpus_share_none() -> None:
+def test_ranks_without_gpus_are_not_warned_about_sharing() -> None:
     assert preflight.shared_gpu_warnings([("n1", None), ("n1", None)]) == {}
 
 
-def test_a_warning_stands_in_the_ranks_own_log_and_in_a_file_for_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warning_is_printed_and_saved_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     preflight.warn(["few cores", "old torch"], folder, 2, RankInfo(3, 4, 1, 2, 1, "n2"))
@@ -97,13 +97,13 @@ def test_a_warning_stands_in_the_ranks_own_log_and_in_a_file_for_the_others(
     assert [line["text"] for line in read_jsonl(folder.rank_warnings(2, 3))] == ["few cores", "old torch"]
 
 
-def test_where_nothing_is_wrong_nothing_is_written(tmp_path: Path) -> None:
+def test_no_warnings_write_no_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     preflight.warn([], folder, 1, RankInfo())
     assert list(folder.logs.iterdir()) == []
 
 
-def test_a_warning_that_cannot_be_kept_is_still_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warning_that_cannot_be_saved_is_still_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     preflight.warn(["few cores"], RunFolder(tmp_path / "gone"), 1, RankInfo())
     assert "few cores" in capsys.readouterr().out

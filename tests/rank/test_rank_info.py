@@ -26,26 +26,26 @@ STEP = BATCH_SCRIPT | {
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
 
 
-def test_a_task_of_srun() -> None:
+def test_rank_is_read_from_srun_variables() -> None:
     assert from_environment(STEP) == RankInfo(2, 3, 0, 1, 1, "rack2n7")
 
 
-def test_the_steps_variables_win_over_the_jobs() -> None:
+def test_step_variables_take_precedence_over_job_variables() -> None:
     # a step of one task inside of a job of three
     one = STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     one |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "rack2n7"}
     assert from_environment(one) == RankInfo(0, 1, 0, 1, 0, "rack2n7")
 
 
-def test_a_batch_script_is_no_world_of_three_ranks() -> None:
+def test_batch_script_is_a_single_rank() -> None:
     assert from_environment(BATCH_SCRIPT).world_size == 1
 
 
-def test_torchrun_below_srun_knows_better() -> None:
+def test_torchrun_variables_take_precedence_over_srun() -> None:
     assert from_environment(STEP | TORCHRUN | {"SLURMD_NODENAME": "rack2n7"}) == RankInfo(5, 8, 1, 4, 1, "rack2n7")
 
 
-def test_nothing_set_is_a_world_of_one() -> None:
+def test_empty_environment_is_a_single_rank() -> None:
     assert from_environment({}).world_size == 1
 
 
@@ -58,6 +58,6 @@ def test_nothing_set_is_a_world_of_one() -> None:
         ({name: value for name, value in STEP.items() if name != "SLURM_LOCALID"}, "not SLURM_LOCALID"),
     ],
 )
-def test_half_a_launcher_is_named(environ: dict[str, str], words: str) -> None:
+def test_incomplete_or_invalid_launcher_variables_are_named(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         from_environment(environ)

@@ -29,18 +29,18 @@ def joined_once_there(facts: RankInfo, place: Path, present: int) -> str:
     return joined(facts)
 
 
-def test_a_missing_rank_is_named_by_every_rank_that_came(tmp_path: Path) -> None:
+def test_every_present_rank_names_the_missing_ranks(tmp_path: Path) -> None:
     present = [RankInfo(rank, 4, rank, 4, node_name="n1") for rank in (0, 2)]
     for answer in join_ranks(joined_once_there, present, tmp_path, 2):
         assert answer.startswith("RendezvousError: rank 1, 3 of 4 has not arrived after 2 s")
 
 
-def test_a_missing_rank_0_is_named() -> None:
+def test_missing_rank_0_is_named() -> None:
     (answer,) = join_ranks(joined, [RankInfo(1, 2, 1, 2, node_name="n7")])
     assert answer.startswith("RendezvousError: rank 0 has not arrived after 2 s (reported by rank 1 on n7)")
 
 
-def test_ranks_that_believe_in_different_worlds_are_told_so(tmp_path: Path) -> None:
+def test_ranks_with_different_world_sizes_cannot_join(tmp_path: Path) -> None:
     different = [RankInfo(0, 2, 0, 2), RankInfo(1, 3, 1, 3, node_name="n2")]
     answers = join_ranks(joined_once_there, different, tmp_path, 2)
     assert all("rank 1 on n2 expects 3 ranks, rank 0 expects 2" in answer for answer in answers)
@@ -54,13 +54,13 @@ def joined_with_gpu(facts: RankInfo) -> str | None:
     return warning
 
 
-def test_ranks_that_share_a_gpu_are_told_so() -> None:
+def test_ranks_sharing_a_gpu_are_warned() -> None:
     answers = join_ranks(joined_with_gpu, [RankInfo(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
     shared = "ranks 0-1 compute on the same GPU, GPU-a of n1"
     assert answers == [shared, shared, None]
 
 
-def test_ports_are_bound_outside_of_the_range_from_which_linux_takes_its_own() -> None:
+def test_ports_are_bound_outside_the_ephemeral_range() -> None:
     low, high = store_server._ephemeral_range()
     listeners = [store_server.bind("127.0.0.1") for _ in range(30)]
     ports = [listener.getsockname()[1] for listener in listeners]
@@ -70,7 +70,7 @@ def test_ports_are_bound_outside_of_the_range_from_which_linux_takes_its_own() -
     assert not any(low <= port <= high for port in ports)
 
 
-def test_ports_are_those_that_a_site_leaves_open() -> None:
+def test_ports_are_taken_from_the_range_of_the_site() -> None:
     with store_server.bind("127.0.0.1") as taken:
         port = taken.getsockname()[1]
         with store_server.bind("127.0.0.1", range(port, port + 20)) as listener:
@@ -79,7 +79,7 @@ def test_ports_are_those_that_a_site_leaves_open() -> None:
             store_server.bind("127.0.0.1", range(port, port + 1))
 
 
-def test_a_rank_without_an_address_says_who_sets_it() -> None:
+def test_missing_master_address_is_named_in_the_error() -> None:
     (answer,) = join_ranks(joined_without_address, [RankInfo(0, 2, 0, 2)])
     assert "rank 0 of 2 has no MASTER_ADDR and MASTER_PORT" in answer
 

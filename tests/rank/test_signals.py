@@ -44,14 +44,14 @@ def started(folder: Path, then: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_the_first_saves_and_leaves_at_the_next_boundary(tmp_path: Path) -> None:
+def test_first_ctrl_c_saves_and_stops_at_the_next_boundary(tmp_path: Path) -> None:
     process = started(tmp_path, "pass")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (TERMINATED_EXIT_CODE, "mgpu_slurm: asked to end: stopped at step 2\n", "")
     assert [path.name for path in tmp_path.glob("*/checkpoints/*")] == ["step-000000002"]
 
 
-def test_the_second_does_not_wait(tmp_path: Path) -> None:
+def test_second_ctrl_c_exits_without_saving(tmp_path: Path) -> None:
     process = started(tmp_path, "print('again', flush=True); time.sleep(600)")
     assert process.stdout is not None
     assert process.stdout.readline() == "again\n"

@@ -47,7 +47,7 @@ def passes(run: Run, seed: int) -> list[tuple[int, Agreed]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_all_do_the_same_at_the_same_boundary(seed: int) -> None:
+def test_all_ranks_act_at_the_same_boundary(seed: int) -> None:
     first, *others = run_ranks(passes, 4, seed)
     assert {agreed.stop for _, agreed in first} >= {Stop.END}
     assert any(agreed.save for _, agreed in first)
@@ -65,7 +65,7 @@ def all_want_it(run: Run) -> list[int]:
     return found
 
 
-def test_what_all_want_is_done_there() -> None:
+def test_request_of_all_ranks_is_done_at_that_boundary() -> None:
     assert run_ranks(all_want_it, 3) == [[5]] * 3
 
 
@@ -116,7 +116,7 @@ def _counting(function: Any, calls: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_step_sends_nothing_until_somebody_wants_something(is_stream: bool) -> None:
+def test_step_sends_no_messages_until_a_rank_requests_something(is_stream: bool) -> None:
     for at_5, at_95, at_98 in run_ranks(counts_messages, 2, is_stream):
         assert at_5 == at_95 < at_98
 
@@ -138,7 +138,7 @@ def counts_messages_of_calls(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_mean_and_a_report_cost_one_message_each(ranks: int) -> None:
+def test_mean_and_report_send_one_message_each(ranks: int) -> None:
     assert run_ranks(counts_messages_of_calls, ranks) == [[10, 10]] * ranks
 
 
@@ -150,7 +150,7 @@ def evaluates_alone(run: Run) -> None:
     run.mean(0, 1)
 
 
-def test_a_loader_that_one_rank_alone_goes_over_is_told() -> None:
+def test_loader_iterated_by_only_one_rank_is_an_error() -> None:
     for answer in run_ranks(evaluates_alone, 2, may_fail=True):
         assert answer.startswith("CollectiveMismatch: rank 1 has taken 4 more batches of run.loader than rank 0")
 
@@ -164,7 +164,7 @@ def goes_past(run: Run) -> None:
         time.sleep(0.01)
 
 
-def test_who_goes_past_a_call_of_another_is_told_so() -> None:
+def test_different_calls_on_two_ranks_are_an_error() -> None:
     for answer in run_ranks(goes_past, 2, may_fail=True):
         assert answer.startswith(
             "CollectiveMismatch: the ranks make different calls: rank 0 at run.mean(), rank 1 at the next batch"
@@ -177,7 +177,7 @@ def comes_late(run: Run) -> float:
     return run.mean(run.rank, 1)
 
 
-def test_who_comes_late_is_waited_for() -> None:
+def test_late_rank_is_waited_for() -> None:
     assert run_ranks(comes_late, 2) == [0.5, 0.5]
 
 
@@ -187,7 +187,7 @@ def ends(run: Run) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "boundaries"]
 
 
-def test_its_thread_ends_with_the_run() -> None:
+def test_sync_thread_ends_with_the_run() -> None:
     assert run_ranks(ends, 2) == [[], []]
 
 
@@ -201,7 +201,7 @@ def goes_on_alone(run: Run) -> list[Stop]:
     return [run._collectives.step(Agreed(stop=Stop.END)).stop for _ in range(3)]
 
 
-def test_nobody_waits_for_one_that_has_ended() -> None:
+def test_rank_that_has_ended_is_not_waited_for() -> None:
     assert run_ranks(goes_on_alone, 2) == [[Stop.NO] * 3, []]
 
 
@@ -213,7 +213,7 @@ def trains_unrestored(run: Run) -> int:
     return run._collectives._step_sync._round if run._collectives._step_sync is not None else -1
 
 
-def test_who_keeps_nothing_asks_for_nothing() -> None:
+def test_run_without_restore_requests_no_checkpoints() -> None:
     assert run_ranks(trains_unrestored, 2) == [0, 0]
 
 
@@ -229,7 +229,7 @@ def test_who_keeps_nothing_asks_for_nothing() -> None:
         ([(2, 8), (4, 9), (3, 8)], False),
     ],
 )
-def test_a_call_that_another_has_gone_past(places: list[tuple[int, int]], expected: bool) -> None:
+def test_rank_past_a_call_of_another_is_detected(places: list[tuple[int, int]], expected: bool) -> None:
     """Calls made and boundaries passed."""
     assert have_diverged([Place(calls, passed, Call.STEP) for calls, passed in places]) is expected
 
@@ -245,5 +245,5 @@ def test_a_call_that_another_has_gone_past(places: list[tuple[int, int]], expect
         (Place(3, 8, Call.END), Place(2, 7, Call.STEP, has_batch=True), False),
     ],
 )
-def test_an_end_of_a_stream_where_another_has_a_batch(one: Place, other: Place, expected: bool) -> None:
+def test_stream_end_while_another_rank_has_a_batch_is_detected(one: Place, other: Place, expected: bool) -> None:
     assert have_diverged([one, other]) is expected

@@ -77,13 +77,13 @@ def is_told(facts: RankInfo, marker: Path, knows: str, has_secret: bool) -> Any:
 
 
 @pytest.mark.parametrize(("knows", "forged"), [("nothing", "mgpu/verdict"), ("greetings", "mgpu/default/")])
-def test_a_stranger_does_not_become_rank_0(tmp_path: Path, knows: str, forged: str) -> None:
+def test_unauthenticated_process_cannot_become_rank_0(tmp_path: Path, knows: str, forged: str) -> None:
     (answer,) = join_ranks(is_told, [RankInfo(1, 2, 1, 2)], tmp_path / "ran", knows, True)
     assert answer.startswith(f"ForgeryError: the rendezvous has a value of '{forged}"), answer
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_a_stranger_sends_is_not_unpickled_where_nothing_is_signed(tmp_path: Path) -> None:
+def test_forged_message_is_not_unpickled_without_a_secret(tmp_path: Path) -> None:
     """A script that torchrun has started has no secret."""
     (answer,) = join_ranks(is_told, [RankInfo(1, 2, 1, 2)], tmp_path / "ran", "nothing", False)
     # of what it was sent: it has arrived
@@ -118,7 +118,7 @@ def meets_forgeries(run: Run) -> list[str]:
     return [text.replace(prefix, "") for text in said]
 
 
-def test_nothing_that_a_stranger_writes_during_a_training_is_used() -> None:
+def test_forged_store_values_are_rejected_during_training() -> None:
     names = ["saves 2/7/1", GONE]
     assert run_ranks(meets_forgeries, 2)[0] == [f"the rendezvous has a value of {name!r}" for name in names]
 
@@ -132,7 +132,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {store_server.SECRET_VARIABLE: str(tmp_path / "secret"), "MGPU_ATTEMPT": "1", "MASTER_PORT": "1234"}
 
 
-def test_a_value_is_valid_under_its_own_name_and_in_its_own_store_only(environ: dict[str, str]) -> None:
+def test_signed_value_is_valid_only_for_its_key_and_store(environ: dict[str, str]) -> None:
     raw = HashStore()
     store = signed(raw, 3, environ)
     store.set("name", b"value\0")
@@ -160,7 +160,7 @@ def test_a_value_is_valid_under_its_own_name_and_in_its_own_store_only(environ: 
         reader.wait(["er"], timedelta(seconds=0.1))
 
 
-def test_a_store_is_signed_once_and_not_without_a_secret(environ: dict[str, str]) -> None:
+def test_store_is_signed_once_and_only_with_a_secret(environ: dict[str, str]) -> None:
     once = signed(HashStore(), 0, environ)
     assert isinstance(once, SignedStore)
     within = PrefixStore("a", PrefixStore("b", once))
@@ -169,7 +169,7 @@ def test_a_store_is_signed_once_and_not_without_a_secret(environ: dict[str, str]
     assert signed(plain, 0, {}) is plain
 
 
-def test_the_secret_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_secret_file_is_accessible_only_to_its_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         store_server.create_secret(tmp_path / "secret")
@@ -184,7 +184,7 @@ def test_the_secret_is_for_its_owner_alone(tmp_path: Path) -> None:
         store_server.key_of_store({store_server.SECRET_VARIABLE: str(tmp_path / "nowhere")})
 
 
-def test_what_ranks_have_said_of_a_save_is_removed() -> None:
+def test_save_barrier_removes_its_keys() -> None:
     store = HashStore()
     barriers = [SaveBarrier(store, rank, 2) for rank in range(2)]
     for save in (1, 2):
@@ -227,7 +227,7 @@ def hears(run: Run) -> list[str]:
     return found
 
 
-def test_what_rank_0_tells_stays_what_it_is() -> None:
+def test_broadcast_from_rank_0_keeps_values_and_raises_errors() -> None:
     first, second = run_ranks(hears, 2)
     assert first[0] == second[0] == repr(TOLD)
     assert first[1:6] == [f"{type(each).__name__}: {getattr(each, 'reason', each)}" for each in ERRORS]
@@ -248,7 +248,7 @@ def sums(run: Run) -> list[tuple[Agreed, str]]:
     return found
 
 
-def test_a_message_sums_in_double_precision_and_has_the_strongest_request() -> None:
+def test_sums_use_double_precision_and_strongest_request_wins() -> None:
     first, second = run_ranks(sums, 2)
     assert first == second
     assert first == [

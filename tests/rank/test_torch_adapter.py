@@ -47,7 +47,7 @@ PRIVATE_MODULE = re.compile(r"torch(\.\w+)*\._")
 OTHERS = sorted(name for name in FILES if not name.endswith((".torch_adapter", ".optuna_adapter", ".submitit_adapter")))
 
 
-def test_the_versions_are_those_that_the_project_names() -> None:
+def test_documented_torch_versions_match_the_project() -> None:
     words = " ".join((torch_adapter.__doc__ or "").split())
     assert f"written for torch {WRITTEN_AGAINST}, the only version it is tested with" in words
     assert f"aims to work from torch {OLDEST} on" in words
@@ -57,11 +57,11 @@ def test_the_versions_are_those_that_the_project_names() -> None:
 @pytest.mark.parametrize(
     ("owner", "name"), [pytest.param(owner, name, id=name) for owner, names in NAMES for name in names]
 )
-def test_the_installed_version_has_each_name(owner: Any, name: str) -> None:
+def test_installed_torch_has_each_private_name(owner: Any, name: str) -> None:
     assert hasattr(owner, name)
 
 
-def test_the_table_has_every_name_that_the_adapter_uses() -> None:
+def test_table_lists_every_private_name_the_adapter_uses() -> None:
     nodes = list(ast.walk(ast.parse(FILES[torch_adapter.__name__].read_text())))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -92,13 +92,13 @@ def _is_name(value: ast.expr, names: set[str]) -> bool:
     return isinstance(value, ast.Name) and value.id in names
 
 
-def test_a_compiled_module_is_recognized_and_holds_the_original() -> None:
+def test_compiled_module_is_recognized_and_holds_the_original() -> None:
     compiled = torch.compile(MODEL, backend="eager")
     assert (torch_adapter.is_compiled(compiled), torch_adapter.is_compiled(MODEL)) == (True, False)
     assert getattr(compiled, torch_adapter.COMPILED_MODULE) is MODEL
 
 
-def test_what_a_module_holds_is_found_by_its_name() -> None:
+def test_registered_members_of_a_module_are_found_by_name() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     norm = torch_adapter.registered(model, "0")
     assert norm is model[0]
@@ -107,7 +107,7 @@ def test_what_a_module_holds_is_found_by_its_name() -> None:
     assert torch_adapter.registered(norm, "eps") is None
 
 
-def test_an_optimizer_that_skips_steps_itself_is_told_by_the_scaler() -> None:
+def test_steps_skipped_by_a_fused_optimizer_are_detected() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu")
@@ -123,12 +123,12 @@ def test_an_optimizer_that_skips_steps_itself_is_told_by_the_scaler() -> None:
     assert heard == [True, False]
 
 
-def test_a_stream_that_is_read_as_the_only_worker_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_only_worker_hides_the_worker_info(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_worker_info", "info")
     with torch_adapter.as_only_worker():
         assert get_worker_info() is None
     assert get_worker_info() == "info"
 
 
-def test_the_code_in_which_ranks_wait_exists() -> None:
+def test_paths_of_waiting_code_exist() -> None:
     assert all(Path(path).exists() for path in torch_adapter.WAITING_CODE)

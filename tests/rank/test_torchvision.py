@@ -43,20 +43,20 @@ def plain_import_works() -> bool:
     return plain.returncode == 0
 
 
-def test_the_operators_are_declared_exactly_where_the_plain_import_fails(plain_import_works: bool) -> None:
+def test_operators_are_declared_only_if_the_plain_import_fails(plain_import_works: bool) -> None:
     used = run_python(USE)
     assert used.returncode == 0, used.stderr
     assert used.stdout.split() == ["(1,", "3)", "0" if plain_import_works else "1"]
 
 
-def test_nothing_is_declared_where_the_plain_import_works(plain_import_works: bool) -> None:
+def test_nothing_is_declared_if_the_import_works(plain_import_works: bool) -> None:
     # where torchvision does not fit this torch, it imports once somebody else has declared the operators
     used = run_python(USE if plain_import_works else DECLARE + USE)
     assert used.returncode == 0, used.stderr
     assert used.stdout.split() == ["(1,", "3)", "0"]
 
 
-def test_another_error_of_the_import_is_not_hidden(tmp_path: Path) -> None:
+def test_other_import_errors_are_not_hidden(tmp_path: Path) -> None:
     package = tmp_path / "torchvision"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('built for another torch')")
@@ -70,7 +70,7 @@ def test_another_error_of_the_import_is_not_hidden(tmp_path: Path) -> None:
     assert "During handling" not in broken.stderr
 
 
-def test_a_torchvision_that_is_not_installed_is_told_of() -> None:
+def test_missing_torchvision_error_names_the_extra() -> None:
     missing = run_python(
         "import sys; sys.modules['torchvision'] = None\n"
         "from mgpu_slurm import UserError, import_torchvision\n"

@@ -38,7 +38,7 @@ def started(folder: Path, seconds: float, body: str, stacks: str = "None") -> su
     return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
 
 
-def test_one_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
+def test_stuck_process_reports_its_stack_and_is_killed(tmp_path: Path) -> None:
     process = started(tmp_path, 0.5, "threading.Event().wait()")
     told, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -53,15 +53,15 @@ def test_one_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
         "for _ in range(20):\n    time.sleep(0.1)\n    watchdog.alive()",
         "watchdog.rest()\ntime.sleep(2)",
     ],
-    ids=["comes on", "is not watched any more"],
+    ids=["makes progress", "no longer watched"],
 )
-def test_it_leaves_others_alone(tmp_path: Path, body: str) -> None:
+def test_process_that_is_not_stuck_is_left_alone(tmp_path: Path, body: str) -> None:
     process = started(tmp_path, 1.0, body)
     assert process.communicate() == ("", None)
     assert process.returncode == 0
 
 
-def test_a_process_that_was_suspended_has_not_stood_still(tmp_path: Path) -> None:
+def test_suspended_process_is_not_stuck(tmp_path: Path) -> None:
     """As SLURM does with a whole job."""
     process = started(tmp_path, 2.0, "time.sleep(1)")
     wait_until(lambda: (tmp_path / "ready").exists())
@@ -72,7 +72,7 @@ def test_a_process_that_was_suspended_has_not_stood_still(tmp_path: Path) -> Non
     assert process.returncode == 0
 
 
-def test_the_stack_of_one_whose_c_code_holds_the_interpreters_lock_is_shown(tmp_path: Path) -> None:
+def test_stack_is_shown_while_c_code_holds_the_gil(tmp_path: Path) -> None:
     script = SCRIPT.format(seconds=0.5, stacks="None", body='import re\nre.match("(a+)+$", 40 * "a" + "b")')
     command = [sys.executable, "-c", script, str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -87,7 +87,7 @@ def test_the_stack_of_one_whose_c_code_holds_the_interpreters_lock_is_shown(tmp_
     last.cancel()
 
 
-def test_what_was_shown_of_one_that_comes_on_again_is_gone(tmp_path: Path) -> None:
+def test_shown_stack_is_cleared_after_progress_resumes(tmp_path: Path) -> None:
     shown, gate = tmp_path / "stacks", tmp_path / "gate"
     os.mkfifo(gate)
     body = f"""
@@ -106,7 +106,7 @@ print("comes on")
     assert process.returncode == 0
 
 
-def test_a_long_start_is_no_standstill_and_children_show_nothing(tmp_path: Path) -> None:
+def test_slow_start_is_not_stuck_and_children_show_no_stack(tmp_path: Path) -> None:
     shown = tmp_path / "stacks"
     # of C, and it keeps the interpreter's lock for longer than a busy machine would
     stalls = "import ctypes; ctypes.PyDLL(None).usleep(1_500_000)"
@@ -128,7 +128,7 @@ print(Path({str(shown)!r}).exists())
     assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
 
 
-def test_a_child_that_is_forked_ends(tmp_path: Path) -> None:
+def test_forked_child_exits(tmp_path: Path) -> None:
     body = "import os\nchild = os.fork()\nif child: sys.exit(os.waitpid(child, 0)[1])"
     process = started(tmp_path, 60.0, body)
     assert process.communicate() == ("", None)

@@ -39,7 +39,7 @@ def test_parse_sacct_orders_the_starts_of_a_requeued_job() -> None:
     ]
 
 
-def test_who_began_where_nodes_were_taken() -> None:
+def test_jobs_that_started_when_nodes_were_taken_are_found() -> None:
     output = (
         "40|ann|main|2024-05-01T11:59:59\n"
         "41|bob|high|2024-05-01T12:00:00\n"

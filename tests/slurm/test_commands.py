@@ -10,7 +10,7 @@ from mgpu_slurm.slurm import accounting, commands, jobs, site
 from tests.slurm.conftest import FakeCommand
 
 
-def test_a_submission_is_found_by_its_token() -> None:
+def test_submission_is_found_by_its_token() -> None:
     output = "41|(null)\n42|project-7 mgpu-ab12\n43|mgpu-ab1\n"
     assert commands.marked_command() == ["squeue", "--me", "--noheader", "--states=all", "-o", "%F|%k"]
     assert commands.parse_marked(output, "mgpu-ab12") == "42"
@@ -22,11 +22,11 @@ def test_a_submission_is_found_by_its_token() -> None:
     ("said", "seconds"),
     [("1-02:03:04", 93784), ("2:03:04", 7384), ("59:30", 3570), ("0:00", 0), ("UNLIMITED", None), ("INVALID", None)],
 )
-def test_how_much_time_a_job_has_left(said: str, seconds: int | None) -> None:
+def test_time_left_is_parsed(said: str, seconds: int | None) -> None:
     assert commands.parse_time_left(f"{said}\n") == seconds
 
 
-def test_the_look_for_a_submission_asks_the_queue(fake_command: FakeCommand) -> None:
+def test_job_marked_asks_squeue(fake_command: FakeCommand) -> None:
     fake_command("squeue", 'echo "42|mgpu-ab12"')
     assert commands.job_marked("mgpu-ab12") == "42"
     fake_command("squeue", "exit 1")
@@ -46,7 +46,7 @@ BANNERS = ("|   Maintenance on Monday   |", "| a | b | c | d | e | f | g |", "Yo
         (lambda output: commands.parse_marked(output, "mgpu-1"), "42|mgpu-1"),
     ],
 )
-def test_a_sites_banners_are_no_answers(parse: Callable[[str], object], line: str) -> None:
+def test_site_banners_are_ignored(parse: Callable[[str], object], line: str) -> None:
     banners = "".join(f"{banner}\n" for banner in BANNERS)
     assert parse(f"{banners}{line}\n{banners}") == parse(line)
     assert not parse(banners)
@@ -56,12 +56,12 @@ def test_scancel_command() -> None:
     assert commands.scancel_command(["42", "43_1"]) == ["scancel", "42", "43_1"]
 
 
-def test_a_profile_s_defaults_for_sbatch_are_flags() -> None:
+def test_sbatch_defaults_of_the_profile_become_flags() -> None:
     environ = {"SBATCH_ACCOUNT": "lab", "SBATCH_PARTITION": "", "SBATCH_TIMELIMIT": "5", "SLURM_ACCOUNT": "x"}
     assert commands.flags_of_profile(environ) == {"account": "lab"}
 
 
-def test_scrubbed_environment_drops_what_another_job_left() -> None:
+def test_scrubbed_environment_drops_variables_of_other_jobs() -> None:
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "MGPU_RUNS": "/runs", "RANKING": "1", "GPUS": "0"}
     leaked = [
         *("SLURM_CPU_BIND", "SLURM_JOB_ID", "SBATCH_PARTITION", "SRUN_CPUS_PER_TASK", "PMIX_RANK", "PMI_FD"),
@@ -73,14 +73,14 @@ def test_scrubbed_environment_drops_what_another_job_left() -> None:
     assert set(environ) == {*kept, *leaked}
 
 
-def test_threads_that_a_run_was_given_are_no_wish_of_its_user() -> None:
+def test_thread_count_set_for_a_run_is_not_passed_on() -> None:
     request = {"OMP_NUM_THREADS": "4"}
     assert commands.scrubbed_environment(request | {"MGPU_THREADS": "4"}) == {}
     assert commands.scrubbed_environment(request | {"MGPU_THREADS": "2"}) == request
     assert commands.scrubbed_environment(request) == request
 
 
-def test_run_gives_standard_output_and_hides_the_user_s_own_filters(
+def test_run_returns_stdout_and_ignores_user_filters(
     fake_command: FakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
@@ -90,12 +90,12 @@ def test_run_gives_standard_output_and_hides_the_user_s_own_filters(
     assert commands.run(["squeue", "a b"]) == "a b [] /etc/slurm.conf\n"
 
 
-def test_run_without_the_command(fake_command: FakeCommand) -> None:
+def test_run_reports_a_missing_command(fake_command: FakeCommand) -> None:
     with pytest.raises(ClusterError, match=r"^no sinfo on PATH: run this on a login node of the cluster$"):
         commands.run(["sinfo"])
 
 
-def test_run_gives_up_on_a_command_that_does_not_answer(fake_command: FakeCommand) -> None:
+def test_run_times_out_if_a_command_does_not_answer(fake_command: FakeCommand) -> None:
     fake_command("sinfo", "exec tail -f /dev/null")
     with pytest.raises(ClusterError, match=r"^sinfo did not answer within 0\.1 s"):
         commands.run(["sinfo"], timeout=0.1)
@@ -107,7 +107,7 @@ def test_run_reports_a_failure_in_one_line(fake_command: FakeCommand) -> None:
         commands.run(["scancel", "42"])
 
 
-def test_run_reports_a_failure_without_words(fake_command: FakeCommand) -> None:
+def test_run_reports_a_failure_without_a_message(fake_command: FakeCommand) -> None:
     fake_command("scancel", "exit 1")
     with pytest.raises(ClusterError, match=r"exit code 1.*no message"):
         commands.run(["scancel", "42"])
@@ -132,14 +132,14 @@ WAITING = """\
 """
 
 
-def test_who_waits_for_a_job_waits_for_its_successor_too() -> None:
+def test_dependants_of_a_job_also_wait_for_its_successor() -> None:
     assert commands.parse_dependants(WAITING, "9", "77") == {
         "50": "afterok:9,afterok:77",
         "51": "afterany:9,afterok:8,afterany:77",
     }
 
 
-def test_who_waits_for_an_array_waits_for_the_successor_of_each_task() -> None:
+def test_dependants_of_an_array_also_wait_for_task_successors() -> None:
     assert commands.parse_dependants(WAITING, "9_1", "77_1") == {
         "52": "afterok:9,afterok:77_1",
         "53": "afterok:9_1,afterok:77_1",

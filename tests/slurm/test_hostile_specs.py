@@ -40,7 +40,7 @@ def words(script: str, folder: Path) -> list[str]:
 @example(value="$(touch pwned)", name="$(touch pwned)")
 @example(value="'; touch pwned; '", name="x\ntouch pwned\n")
 @example(value="\\", name="-n")
-def test_bash_gets_values_and_paths_as_they_are(value: str, name: str) -> None:
+def test_bash_receives_values_and_paths_unchanged(value: str, name: str) -> None:
     with tempfile.TemporaryDirectory() as made:
         here = Path(made)
         python = here / f"python{name}"
@@ -61,7 +61,7 @@ def test_bash_gets_values_and_paths_as_they_are(value: str, name: str) -> None:
 @given(value=TEXT, option=TEXT)
 @example(value="a\n#SBATCH --uid=0", option="mail-user")
 @example(value='" --uid=0 "', option="mail-user")
-def test_sbatch_gets_values_as_they_are_or_they_are_refused(value: str, option: str) -> None:
+def test_sbatch_values_are_unchanged_or_rejected(value: str, option: str) -> None:
     if not value:
         return
     plain = _options(make())
@@ -86,7 +86,7 @@ def _options(spec: Spec) -> list[str] | None:
 
 @settings(max_examples=100)
 @given(name=TEXT)
-def test_a_variable_that_is_no_name_is_refused(name: str) -> None:
+def test_invalid_variable_name_is_rejected(name: str) -> None:
     if name.isidentifier() and name.isascii():
         return
     with pytest.raises(UserError):

@@ -49,23 +49,23 @@ def test_parse_squeue() -> None:
     assert jobs.parse_squeue("") == []
 
 
-def test_a_single_job_that_the_controller_has_forgotten_is_missing(answers: Answers) -> None:
+def test_job_forgotten_by_the_controller_is_missing(answers: Answers) -> None:
     answers("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
     assert jobs.queued(["42"]) == {}
 
 
-def test_a_controller_that_is_down_does_not_mean_a_forgotten_job(answers: Answers) -> None:
+def test_controller_outage_is_not_taken_for_a_forgotten_job(answers: Answers) -> None:
     answers("squeue", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
     assert jobs.queued(["42"]) is None
 
 
-def test_queued_jobs_by_their_id(answers: Answers) -> None:
+def test_queued_jobs_are_keyed_by_id(answers: Answers) -> None:
     answers("squeue", 'echo "42_1|RUNNING|N/A|0|2024-05-01T10:00:00|N/A||None|"')
     expected = QueuedJob("42_1", "RUNNING", "", "2024-05-01T10:00:00", None)
     assert jobs.queued(["42"]) == {"42_1": expected}
 
 
-def test_the_place_of_a_running_job() -> None:
+def test_nodes_of_a_running_job_are_parsed() -> None:
     assert jobs.parse_place("Welcome | to | gpu\n57|gpu[03-04]\n") == ("57", ["gpu03", "gpu04"])
     assert jobs.parse_place("57|\n") is None
 
@@ -89,13 +89,13 @@ def test_the_place_of_a_running_job() -> None:
         ("", []),
     ],
 )
-def test_every_form_of_an_id(text: str, ids: list[str]) -> None:
+def test_every_form_of_a_job_id_is_parsed(text: str, ids: list[str]) -> None:
     assert jobs.ids_in(text) == ids
     line = f"{text}|PENDING|2024-05-01T10:00:00|0|N/A|N/A|a|JobArrayTaskLimit|"
     assert [job.job_id for job in jobs.parse_squeue(line)] == ids
 
 
-def test_a_line_that_looks_like_a_job_and_cannot_be_read_is_told_once(answers: Answers) -> None:
+def test_unparsable_squeue_line_is_reported_once(answers: Answers) -> None:
     row = "RUNNING|2024-05-01T10:00:00|0|N/A|N/A|a|None|"
     strange = [f"42~{number}|{row}" for number in (1, 2)] + ["43|RUNNING|and nothing else"]
     banners = ["|   Maintenance on Monday   |", "Your job 500 has ended.", "5 new messages"]
@@ -118,7 +118,7 @@ JobId=44 ArrayJobId=42 ArrayTaskId=1 JobName=an array=1 JobState=RUNNING Reason=
 """
 
 
-def test_what_the_controller_shows_of_a_job(answers: Answers) -> None:
+def test_jobs_shown_by_scontrol_are_parsed(answers: Answers) -> None:
     answers("scontrol", shows(SHOWN))
     waiting = ("PENDING", "JobArrayTaskLimit", None, None, "an array=1", "2024-05-01T10:00:00", 0)
     assert jobs.shown("42") == [

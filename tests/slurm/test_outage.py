@@ -15,7 +15,7 @@ def notes() -> list[str]:
     return []
 
 
-def test_the_user_is_told_once_and_until_when(notes: list[str]) -> None:
+def test_outage_is_reported_once_with_the_deadline(notes: list[str]) -> None:
     some = Patience(notes.append, seconds=120)
     some.tell(SlurmUnavailable("socket timed out"))
     some.tell(SlurmUnavailable("socket timed out"))
@@ -26,12 +26,12 @@ def test_the_user_is_told_once_and_until_when(notes: list[str]) -> None:
     )
 
 
-def test_a_controller_that_answers_is_not_called_silent(notes: list[str]) -> None:
+def test_busy_controller_is_not_called_silent(notes: list[str]) -> None:
     Patience(notes.append).tell(SlurmUnavailable("queue full", BUSY))
     assert notes[0].startswith("SLURM's controller accepts no jobs at the moment; trying again until ")
 
 
-def test_the_pauses_grow_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_up_to_the_last_value(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(commands, "OUTAGE_PAUSES", (1.0, 5.0))
     monkeypatch.setattr(time, "sleep", pauses.append)
@@ -41,7 +41,7 @@ def test_the_pauses_grow_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pauses == [1.0, 5.0, 5.0]
 
 
-def test_a_question_is_asked_until_there_is_an_answer(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_out_retries_until_there_is_an_answer(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "OUTAGE_PAUSES", (0.0,))
     answers = iter([SlurmUnavailable("no"), SlurmUnavailable("no"), "yes"])
 
@@ -55,7 +55,7 @@ def test_a_question_is_asked_until_there_is_an_answer(notes: list[str], monkeypa
     assert len(notes) == 1
 
 
-def test_it_ends_with_the_problem(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_out_raises_the_error_after_the_deadline(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "OUTAGE_SECONDS", 0.0)
 
     def ask() -> str:
@@ -66,7 +66,7 @@ def test_it_ends_with_the_problem(notes: list[str], monkeypatch: pytest.MonkeyPa
     assert notes == []
 
 
-def test_a_refusal_is_not_waited_for(notes: list[str]) -> None:
+def test_refusal_is_not_retried(notes: list[str]) -> None:
     def ask() -> str:
         raise ClusterError("no such partition")
 

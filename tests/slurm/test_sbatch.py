@@ -40,12 +40,12 @@ FAILED = "sbatch: error: Batch job submission failed: "
         ("sbatch: Job will run on partition gpu\n  42;alpha  \n\n", "42"),
     ],
 )
-def test_the_job_id_among_banners(output: str, job_id: str) -> None:
+def test_job_id_is_found_among_banners(output: str, job_id: str) -> None:
     assert job_id_in(output) == job_id
 
 
 @pytest.mark.parametrize("output", ["", "Welcome to job 500\n", "Submitted batch job 42\n"])
-def test_an_answer_without_a_job_id_is_none(output: str) -> None:
+def test_output_without_a_job_id_counts_as_a_lost_request(output: str) -> None:
     with pytest.raises(SlurmUnavailable, match="printed no job id") as caught:
         job_id_in(output)
     assert caught.value.request == LOST
@@ -69,9 +69,7 @@ def test_an_answer_without_a_job_id_is_none(output: str) -> None:
         (255, "Connection to login2 closed.", LOST),
     ],
 )
-def test_what_may_succeed_later_is_told_apart_by_what_became_of_the_request(
-    code: int, output: str, request_was: str
-) -> None:
+def test_temporary_failure_says_what_became_of_the_request(code: int, output: str, request_was: str) -> None:
     problem = failure(code, f"Welcome!\n{output}\n")
     assert isinstance(problem, SlurmUnavailable)
     assert problem.request == request_was
@@ -90,18 +88,18 @@ def test_what_may_succeed_later_is_told_apart_by_what_became_of_the_request(
         (1, ""),
     ],
 )
-def test_anything_else_is_a_refusal(code: int, output: str) -> None:
+def test_any_other_failure_is_a_refusal(code: int, output: str) -> None:
     problem = failure(code, output)
     assert not isinstance(problem, SlurmUnavailable)
     assert "\n" not in str(problem)
 
 
-def test_the_comment_of_a_user_stays() -> None:
+def test_user_comment_is_kept() -> None:
     asked = Resources(sbatch={"comment": "project 7"})
     assert sbatch.comment(Spec("digits", Target(command=("true",)), "slurm", asked), "mgpu-1") == "project 7 mgpu-1"
 
 
-def test_when_and_where_a_job_would_start() -> None:
+def test_start_estimate_is_parsed() -> None:
     said = (
         "Welcome!\nsbatch: Job 6 to start at 2024-05-01T12:00:00 using 2 processors on nodes n[1-2] in partition main\n"
     )
@@ -110,7 +108,7 @@ def test_when_and_where_a_job_would_start() -> None:
     assert start.sentence.startswith("SLURM would start it at 2024-05-01 12:00:00 on n[1-2] in partition main")
 
 
-def test_a_test_that_tells_nothing() -> None:
+def test_unparsable_start_estimate_is_an_error() -> None:
     with pytest.raises(ClusterError, match=r"cannot parse the output of sbatch --test-only: hello$"):
         sbatch.start_in("hello\n")
 
@@ -149,25 +147,25 @@ def lost() -> SlurmUnavailable:
     return SlurmUnavailable("socket timed out", LOST)
 
 
-def test_an_answer_ends_it() -> None:
+def test_submission_returns_the_job_id() -> None:
     job = submission(("42",), ())
     assert job.queue(Patience()) == "42"
     assert not job.is_unsure
 
 
-def test_a_job_that_was_taken_without_an_answer_is_found() -> None:
+def test_job_queued_without_an_answer_is_found() -> None:
     assert submission((lost(),), ("42",)).queue(Patience()) == "42"
 
 
-def test_a_request_on_which_the_controller_still_works_is_found_at_the_second_look() -> None:
+def test_job_still_being_queued_is_found_at_the_second_look() -> None:
     assert submission((lost(),), (None, "42")).queue(Patience()) == "42"
 
 
-def test_only_two_answers_that_it_is_not_there_permit_another_try() -> None:
+def test_retry_needs_two_answers_that_the_job_is_missing() -> None:
     assert submission((lost(), "43"), (None, SILENT, None)).queue(Patience()) == "43"
 
 
-def test_one_answer_permits_it_where_the_request_never_arrived() -> None:
+def test_one_answer_allows_a_retry_if_the_request_never_arrived() -> None:
     unreached = SlurmUnavailable("connection refused", UNREACHED)
     assert submission((unreached, unreached, "43"), (SILENT, None, None)).queue(Patience()) == "43"
 
@@ -179,7 +177,7 @@ def test_a_refusal_is_final() -> None:
     assert not job.is_unsure
 
 
-def test_patience_ends_with_certainty_where_the_controller_answers() -> None:
+def test_timeout_is_sure_nothing_was_queued_if_squeue_answers() -> None:
     job = submission((lost(),), (None, None))
     with pytest.raises(ClusterError, match=r"^socket timed out; nothing was queued") as caught:
         job.queue(Patience(seconds=0))
@@ -187,14 +185,14 @@ def test_patience_ends_with_certainty_where_the_controller_answers() -> None:
     assert not job.is_unsure
 
 
-def test_patience_ends_with_certainty_where_the_controller_was_never_reached() -> None:
+def test_timeout_is_sure_nothing_was_queued_if_never_reached() -> None:
     job = submission((SlurmUnavailable("connection refused", UNREACHED),), (SILENT,))
     with pytest.raises(ClusterError, match=r"^connection refused; nothing was queued") as caught:
         job.queue(Patience(seconds=0))
     assert not isinstance(caught.value, MayBeQueued)
 
 
-def test_patience_ends_without_certainty_where_the_controller_went_away() -> None:
+def test_timeout_is_unsure_if_the_controller_went_away() -> None:
     job = submission((lost(),), (None, SILENT))
     with pytest.raises(
         MayBeQueued, match=r"^socket timed out; the job may be queued nevertheless, because squeue is silent: .*mgpu-1"
@@ -203,14 +201,14 @@ def test_patience_ends_without_certainty_where_the_controller_went_away() -> Non
     assert job.is_unsure
 
 
-def test_an_interrupt_between_two_looks_leaves_it_unsure() -> None:
+def test_interrupt_between_two_looks_leaves_the_submission_unsure() -> None:
     job = submission((lost(),), (None, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         job.queue(Patience())
     assert job.is_unsure
 
 
-def test_an_sbatch_that_puts_off_its_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbatch_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sbatch").write_text("#!/bin/sh\ntrap '' TERM\necho 42\nexec sleep 600\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setattr(sbatch, "TIME_LIMIT", 0.1)
@@ -231,7 +229,7 @@ def submitted(folder: RunFolder, *tokens: str, **facts: object) -> None:
         records.record_event(folder, "submitting", token=token, **facts)
 
 
-def test_of_jobs_that_come_at_the_same_moment_one_gets_the_run(folder: RunFolder) -> None:
+def test_only_one_of_several_simultaneous_jobs_claims_the_run(folder: RunFolder) -> None:
     command = [sys.executable, "-c", CLAIM, str(folder.path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     jobs = {str(job): subprocess.Popen([*command, str(job)], **pipes) for job in range(40, 50)}  # type: ignore[call-overload]
@@ -248,7 +246,7 @@ def test_of_jobs_that_come_at_the_same_moment_one_gets_the_run(folder: RunFolder
     assert [path.name for path in folder.claims.iterdir()] == ["mgpu-1"]
 
 
-def test_a_job_that_was_started_again_has_its_run_still(folder: RunFolder) -> None:
+def test_requeued_job_keeps_its_claim(folder: RunFolder) -> None:
     assert sbatch.claim(folder, "mgpu-1", "42") == "42"
     assert sbatch.claim(folder, "mgpu-1", "42") == "42"
     assert sbatch.claim(folder, "mgpu-1", "43") == "42"
@@ -259,20 +257,20 @@ def test_each_submission_can_be_claimed(folder: RunFolder) -> None:
     assert sbatch.claim(folder, "mgpu-2", "43") == "43"
 
 
-def test_a_late_job_leaves_the_run_to_the_job_of_a_later_submission_that_has_come(folder: RunFolder) -> None:
+def test_late_job_yields_to_the_job_of_a_later_submission(folder: RunFolder) -> None:
     submitted(folder, "mgpu-1", "mgpu-2")
     sbatch.claim(folder, "mgpu-2", "43")
     assert sbatch.claim(folder, "mgpu-1", "42") == "43"
 
 
-def test_a_late_job_that_comes_first_leaves_nothing_to_later_ones(folder: RunFolder) -> None:
+def test_late_job_that_claims_first_keeps_the_run(folder: RunFolder) -> None:
     submitted(folder, "mgpu-1", "mgpu-2", "mgpu-3")
     assert sbatch.claim(folder, "mgpu-1", "42") == "42"
     assert sbatch.claim(folder, "mgpu-2", "43") == "42"
     assert sbatch.claim(folder, "mgpu-3", "44") == "42"
 
 
-def test_the_runs_of_a_group_are_claimed_one_by_one(folder: RunFolder) -> None:
+def test_runs_of_a_group_are_claimed_separately(folder: RunFolder) -> None:
     """A late task must not take the runs of others with it."""
     submitted(folder, "mgpu-1", tasks="0-1", first=0)
     submitted(folder, "mgpu-2", tasks="0-1", first=0)
@@ -284,7 +282,7 @@ def test_the_runs_of_a_group_are_claimed_one_by_one(folder: RunFolder) -> None:
     assert sbatch.claim(runs[1], "mgpu-2", "43_1") == "43_1"
 
 
-def test_a_run_of_a_group_that_went_on_by_itself_is_claimed_by_its_own_submission(folder: RunFolder) -> None:
+def test_resumed_run_of_a_group_is_claimed_by_its_own_submission(folder: RunFolder) -> None:
     submitted(folder, "mgpu-1", tasks="0-1", first=0)
     run = folder.of_task(1)
     run.create_task()
@@ -295,13 +293,13 @@ def test_a_run_of_a_group_that_went_on_by_itself_is_claimed_by_its_own_submissio
     assert sbatch.claim(run, "mgpu-1", "42_1") == "77_1"
 
 
-def test_who_came_with_a_token(folder: RunFolder) -> None:
+def test_claimant_is_the_job_with_the_token(folder: RunFolder) -> None:
     assert sbatch.claimant(folder, "mgpu-1") is None
     sbatch.claim(folder, "mgpu-1", "42")
     assert sbatch.claimant(folder, "mgpu-1") == "42"
 
 
-def test_the_array_that_came_with_the_token_of_a_group(folder: RunFolder) -> None:
+def test_claimant_of_a_group_is_the_array_job(folder: RunFolder) -> None:
     assert sbatch.claimant(folder, "mgpu-1") is None
     run = folder.of_task(7)
     run.create_task()

@@ -132,17 +132,17 @@ def _unquoted(text: str) -> str:
     return argument
 
 
-def test_a_plain_run_sends_only_what_was_asked_for() -> None:
+def test_plain_run_sends_only_the_requested_options() -> None:
     assert rendered(make()) == with_python(PLAIN)
 
 
-def test_an_array_of_runs() -> None:
+def test_group_is_rendered_as_an_array() -> None:
     spec = make(tasks=2000, at_once=2)
     array = Array(1001, (1001, 1002, 1003, 1008))
     assert render(spec, RunFolder(Path("/runs") / spec.run), "mgpu-0123", array, "afterok:41") == with_python(ARRAY)
 
 
-def test_everything_set() -> None:
+def test_all_options_are_rendered() -> None:
     spec = make(
         resources={
             "nodes": 2,
@@ -169,17 +169,17 @@ def test_everything_set() -> None:
     assert rendered(spec) == with_python(EVERYTHING)
 
 
-def test_no_gpus_asked_for_sends_no_flag_about_gpus() -> None:
+def test_zero_gpus_sends_no_gpu_flag() -> None:
     assert "gpus" not in rendered(make(resources={"gpus_per_node": 0}))
 
 
-def test_one_task_per_node_is_sent_where_it_was_asked_for() -> None:
+def test_explicit_single_task_per_node_is_sent() -> None:
     script = rendered(make(resources={"gpus_per_node": 4, "ntasks_per_node": 1}))
     assert "#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n" in script
     assert " --ntasks-per-node=1 " in script.splitlines()[-1]
 
 
-def test_a_site_may_refuse_or_rename_any_flag() -> None:
+def test_site_can_drop_or_rename_any_flag() -> None:
     spec = make(resources={"sbatch": {"mail-type": "END"}}, rename={"requeue": None, "mail-type": "mail={}"})
     script = rendered(spec)
     assert "requeue" not in script
@@ -201,14 +201,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_sbatch_reads_the_values_that_were_meant(value: str) -> None:
+def test_sbatch_reads_hostile_values_unchanged(value: str) -> None:
     spec = make(resources={"account": value, "sbatch": {"mail-user": value}})
     arguments = as_sbatch_reads(rendered(spec))
     assert f"--account={value}" in arguments
     assert f"--mail-user={value}" in arguments
 
 
-def test_a_percent_sign_in_the_folder_is_no_pattern() -> None:
+def test_percent_sign_in_the_folder_is_escaped() -> None:
     arguments = as_sbatch_reads(rendered(make(), Path("/a %j/100%")))
     assert "--output=/a %%j/100%%/digits-20240501-100000-ab12/logs/launch-%j.log" in arguments
 
@@ -216,7 +216,7 @@ def test_a_percent_sign_in_the_folder_is_no_pattern() -> None:
 @pytest.mark.parametrize(
     "name", ["two words", "$(touch pwned)", 'a "b"', "it's", "`id`", "new\nline", "a;b&c", "*", "~"]
 )
-def test_bash_starts_the_command_that_was_meant(tmp_path: Path, name: str) -> None:
+def test_bash_starts_the_intended_command(tmp_path: Path, name: str) -> None:
     place = tmp_path / name
     place.mkdir()
     python = place / "python"
@@ -264,19 +264,19 @@ def test_bash_starts_the_command_that_was_meant(tmp_path: Path, name: str) -> No
         (make(environment={"A B": "x"}), "environment 'A B'"),
     ],
 )
-def test_what_no_script_can_say_is_refused(spec: Spec, words: str) -> None:
+def test_value_that_a_script_cannot_express_is_rejected(spec: Spec, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         rendered(spec)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a\\b", "a\nb"])
-def test_a_folder_that_sbatch_cannot_log_to_is_refused(name: str) -> None:
+def test_folder_that_sbatch_cannot_log_to_is_rejected(name: str) -> None:
     with pytest.raises(UserError):
         rendered(make(), Path("/runs") / name)
 
 
-def test_the_script_is_the_same_for_a_spec_that_was_written_and_read(tmp_path: Path) -> None:
+def test_script_is_the_same_after_the_spec_is_written_and_read(tmp_path: Path) -> None:
     from mgpu_slurm.request.spec import read_spec
 
     spec = make(rename={"mem": None, "gpus-per-node": "gres=gpu:{}"}, resources={"mem": "1G", "gpus_per_node": 2})

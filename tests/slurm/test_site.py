@@ -34,7 +34,7 @@ admin|1|idle|(null)
 """
 
 
-def test_partitions_are_read_with_their_limits_and_their_nodes() -> None:
+def test_partitions_are_parsed_with_limits_and_nodes() -> None:
     assert site.parse_partitions(PARTITIONS, NODES) == [
         Partition(
             name="main",
@@ -63,7 +63,7 @@ def test_partitions_are_read_with_their_limits_and_their_nodes() -> None:
     ]
 
 
-def test_nodes_that_get_no_jobs_do_not_count_as_usable() -> None:
+def test_unusable_nodes_are_not_counted_as_usable() -> None:
     main, gpu = site.parse_partitions(PARTITIONS, NODES)
     assert (main.usable_nodes, gpu.usable_nodes) == (2, 4)
 
@@ -71,12 +71,12 @@ def test_nodes_that_get_no_jobs_do_not_count_as_usable() -> None:
 @pytest.mark.parametrize(
     "state", ["down", "down*", "drained", "draining", "drained*", "idle*", "maint", "fail", "unknown"]
 )
-def test_states_without_jobs(state: str) -> None:
+def test_node_state_that_gets_no_jobs_is_unusable(state: str) -> None:
     assert site.is_unusable(state)
 
 
 @pytest.mark.parametrize("state", ["idle", "mixed", "allocated", "completing", "reserved", "planned", "idle~", "idle#"])
-def test_states_that_get_jobs_now_or_later(state: str) -> None:
+def test_node_state_that_gets_jobs_is_usable(state: str) -> None:
     assert not site.is_unusable(state)
 
 
@@ -89,11 +89,11 @@ def test_states_that_get_jobs_now_or_later(state: str) -> None:
         ("slurm\n", ()),
     ],
 )
-def test_versions(output: str, version: tuple[int, ...]) -> None:
+def test_slurm_version_is_parsed(output: str, version: tuple[int, ...]) -> None:
     assert site.parse_version(output) == version
 
 
-def test_associations_with_and_without_limits() -> None:
+def test_associations_are_parsed_with_and_without_limits() -> None:
     output = "root|||normal\nlab-a|4|100|long,normal\nsomething else\n"
     assert site.parse_associations(output) == [
         Association("root", None, None, ("normal",)),
@@ -109,7 +109,7 @@ def test_associations_with_and_without_limits() -> None:
         ("JobId=6 JobName=wrap", None),
     ],
 )
-def test_whether_a_job_may_be_requeued(output: str, may: bool | None) -> None:
+def test_requeue_permission_is_parsed(output: str, may: bool | None) -> None:
     assert site.may_be_requeued(output) is may
 
 
@@ -128,7 +128,7 @@ def test_whether_a_job_may_be_requeued(output: str, may: bool | None) -> None:
         ("gpu:no_consume:2", 2),
     ],
 )
-def test_gpus_in_generic_resources(gres: str, count: int) -> None:
+def test_gpus_are_counted_in_generic_resources(gres: str, count: int) -> None:
     assert site.gpus_in(gres) == count
 
 
@@ -138,7 +138,7 @@ def test_sinfo_command() -> None:
     assert site.sinfo_command("gpu,big") == ["sinfo", "--noheader", "--partition=gpu,big", "-o", "%P|%D|%G"]
 
 
-def test_gpus_per_node_are_what_every_gpu_node_of_the_partition_has() -> None:
+def test_gpus_per_node_is_the_minimum_of_the_gpu_nodes() -> None:
     groups = site.parse_sinfo("cpu*|20|(null)\ngpu|4|gpu:a100:8(S:0-1)\ngpu|2|gpu:v100:4(S:0-1)\ngpu|1|(null)\n")
     assert groups == [
         NodeGroup(True, 0),
@@ -157,7 +157,7 @@ def test_gpus_per_node_asks_the_cluster(fake_command: FakeCommand) -> None:
     assert (site.gpus_per_node("gpu"), site.gpus_per_node(None)) == (8, 0)
 
 
-def test_a_partition_that_sinfo_does_not_list_is_named(fake_command: FakeCommand) -> None:
+def test_unknown_partition_is_named_in_the_error(fake_command: FakeCommand) -> None:
     # sinfo says nothing of it, and that with exit code 0
     fake_command("sinfo", "true")
     with pytest.raises(ClusterError, match=r"^--partition gpuu: no such partition"):
@@ -167,12 +167,12 @@ def test_a_partition_that_sinfo_does_not_list_is_named(fake_command: FakeCommand
 @pytest.mark.parametrize(
     ("text", "ports"), [("60001-60003", [60001, 60002, 60003]), ("0-0", None), ("(null)", None), ("", None)]
 )
-def test_the_ports_that_a_site_leaves_open_for_srun(text: str, ports: list[int] | None) -> None:
+def test_srun_port_range_is_parsed(text: str, ports: list[int] | None) -> None:
     found = site.parse_ports(text)
     assert (None if found is None else list(found)) == ports
 
 
-def test_the_cluster_is_known_by_its_configuration_file_or_by_asking(
+def test_cluster_name_comes_from_slurm_conf_or_scontrol(
     fake_command: FakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_command("scontrol", 'echo "ClusterName             = asked"')

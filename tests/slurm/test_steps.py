@@ -14,7 +14,7 @@ from tests.support import UNKNOWN_JOB, shows
 NO_STEPS = "echo 'Job step 42. not found'; exit 1"
 
 
-def test_steps_of_slurms_own_are_none() -> None:
+def test_internal_steps_of_slurm_are_ignored() -> None:
     listed = "42.extern|n[1-2]|extern\n42.0|n[1-2]|a|b\n42.12|n2|digits-1/3\n42.interactive|n1|interactive\n"
     found = steps.parse_steps(listed)
     assert [(step.step_id, step.name, step.nodes) for step in found] == [
@@ -29,7 +29,7 @@ StepId=42.3 UserId=0 StartTime=2026-05-01T12:00:00 NodeList=n[1-2] Nodes=2 CPUs=
 """
 
 
-def test_steps_that_a_step_manager_keeps_from_squeue_are_found(answers: Callable[[str, str], None]) -> None:
+def test_steps_hidden_from_squeue_are_found_with_scontrol(answers: Callable[[str, str], None]) -> None:
     answers("squeue", shows("42.batch|n1|batch\n42.extern|n[1-2]|extern\n"))
     answers("scontrol", shows(SHOWN))
     assert steps.steps("42") == [steps.Step("42.3", "mine", ("n1", "n2"))]
@@ -42,7 +42,7 @@ def test_steps_that_a_step_manager_keeps_from_squeue_are_found(answers: Callable
         steps.steps("42")
 
 
-def test_a_signal_goes_to_the_step_of_the_run(answers: Callable[[str, str], None], tmp_path: Path) -> None:
+def test_signal_goes_to_the_step_of_the_run(answers: Callable[[str, str], None], tmp_path: Path) -> None:
     answers("scontrol", NO_STEPS)
     answers("squeue", shows("42.0|n1|other\n42.3|n2|mine\n"))
     answers("scancel", f'echo "$@" >> {tmp_path}/sent')
@@ -57,8 +57,8 @@ def test_a_signal_goes_to_the_step_of_the_run(answers: Callable[[str, str], None
 LEFT = "42_3.batch|n1|batch\n42_3.0|n[1-2]|mine\n42_3.1|n1|bash\n"
 
 
-def test_what_an_attempt_has_left_is_waited_for(answers: Callable[[str, str], None], tmp_path: Path) -> None:
-    """And ended by the step: the job's id would end the job, and others have steps in it."""
+def test_leftover_step_is_killed_and_waited_for(answers: Callable[[str, str], None], tmp_path: Path) -> None:
+    """The signal goes to the step: with the job's id it would end the job, in which others have steps."""
     answers("squeue", f"test $(wc -l < {tmp_path}/sent) = 2 || {{ {shows(LEFT)}\n}}")
     answers("scontrol", NO_STEPS)
     answers("scancel", f'echo "$@" >> {tmp_path}/sent; exit 1')
@@ -67,7 +67,9 @@ def test_what_an_attempt_has_left_is_waited_for(answers: Callable[[str, str], No
     assert (tmp_path / "sent").read_text() == 2 * "--signal=KILL 42_3.0\n"
 
 
-def test_what_cannot_be_ended_is_said(answers: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_cannot_be_ended_is_an_error(
+    answers: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(steps, "END_SECONDS", 0.1)
     answers("squeue", shows(LEFT))
     answers("scancel", "exit 0")

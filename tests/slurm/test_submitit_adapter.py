@@ -49,7 +49,7 @@ def fake_sbatch(tmp_path: Path) -> FakeSbatch:
     return write
 
 
-def test_sbatch_gets_the_script_as_it_is(folder: RunFolder, fake_sbatch: FakeSbatch, tmp_path: Path) -> None:
+def test_sbatch_gets_the_script_unchanged(folder: RunFolder, fake_sbatch: FakeSbatch, tmp_path: Path) -> None:
     environ = fake_sbatch(f"{RECORD}; echo 42")
     assert submit(SCRIPT, folder, environ) == "42"
     option, argument = (tmp_path / "argv").read_text().splitlines()
@@ -58,7 +58,7 @@ def test_sbatch_gets_the_script_as_it_is(folder: RunFolder, fake_sbatch: FakeSba
     assert (tmp_path / "script").read_text() == SCRIPT
 
 
-def test_submitit_s_files_stay_in_the_run_folder(
+def test_submitit_files_stay_in_the_run_folder(
     folder: RunFolder, fake_sbatch: FakeSbatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -70,7 +70,7 @@ def test_submitit_s_files_stay_in_the_run_folder(
     assert (folder.path / "submitit" / "42_submission.sh").read_text() == SCRIPT
 
 
-def test_sbatch_inherits_the_environment_that_was_given_and_nothing_else(
+def test_sbatch_inherits_only_the_given_environment(
     folder: RunFolder, fake_sbatch: FakeSbatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "mask")
@@ -85,7 +85,7 @@ def test_sbatch_inherits_the_environment_that_was_given_and_nothing_else(
     assert [line for line in lines if line.startswith(("SLURM_CPU_BIND", "RANK="))] == []
 
 
-def test_another_thread_keeps_its_path_during_a_submission(
+def test_other_threads_keep_their_path_during_a_submission(
     folder: RunFolder, fake_sbatch: FakeSbatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sbatch waits at a named pipe until this thread has looked."""
@@ -103,12 +103,12 @@ def test_another_thread_keeps_its_path_during_a_submission(
     assert during == {name: value for name, value in os.environ.items() if name != "RANK"}
 
 
-def test_without_sbatch(folder: RunFolder, tmp_path: Path) -> None:
+def test_missing_sbatch_error_suggests_the_local_executor(folder: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"^no sbatch on PATH: .* --executor local$"):
         submit(SCRIPT, folder, {"PATH": str(tmp_path)})
 
 
-def test_a_refusal_is_one_line_and_nothing_is_printed(
+def test_refusal_is_a_one_line_error_and_prints_nothing(
     folder: RunFolder, fake_sbatch: FakeSbatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     environ = fake_sbatch(
@@ -137,7 +137,7 @@ def test_a_refusal_is_one_line_and_nothing_is_printed(
         ),
     ],
 )
-def test_without_an_answer_the_job_may_be_queued_all_the_same(
+def test_job_may_be_queued_if_sbatch_gave_no_answer(
     folder: RunFolder, fake_sbatch: FakeSbatch, monkeypatch: pytest.MonkeyPatch, body: str, limit: float, problem: str
 ) -> None:
     monkeypatch.setattr(sbatch, "TIME_LIMIT", limit)
@@ -146,24 +146,24 @@ def test_without_an_answer_the_job_may_be_queued_all_the_same(
     assert caught.value.request == LOST
 
 
-def test_banners_around_the_answer(folder: RunFolder, fake_sbatch: FakeSbatch) -> None:
+def test_job_id_is_found_among_banners(folder: RunFolder, fake_sbatch: FakeSbatch) -> None:
     environ = fake_sbatch('echo "Your last job 500 has ended."; echo "2 jobs" >&2; echo "42;alpha"; echo "Bye 7"')
     assert submit(SCRIPT, folder, environ) == "42"
 
 
-def test_a_folder_whose_name_submitit_would_change_is_refused(tmp_path: Path) -> None:
+def test_folder_name_that_submitit_would_change_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set MGPU_RUNS"):
         submit(SCRIPT, RunFolder(tmp_path / "100%job" / "digits"), {})
 
 
-def test_the_versions_are_those_that_the_project_names() -> None:
+def test_documented_submitit_version_matches_the_project() -> None:
     words = " ".join((submitit_adapter.__doc__ or "").split())
     assert f"written for submitit {VERSION}, which is also the oldest supported version" in words
     assert f"\nsubmitit=={VERSION}\n" in (REPOSITORY / "constraints.txt").read_text()
     assert f'"submitit>={VERSION}"' in (REPOSITORY / "pyproject.toml").read_text()
 
 
-def test_every_private_name_is_one_of_those_that_are_checked() -> None:
+def test_only_checked_private_names_are_used() -> None:
     tree = ast.parse(Path(submitit_adapter.__file__).read_text())
     (executor,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     used = {node.name for node in executor.body if isinstance(node, ast.FunctionDef)}
@@ -176,7 +176,7 @@ def test_every_private_name_is_one_of_those_that_are_checked() -> None:
     }
 
 
-def test_the_installed_submitit_has_what_is_overridden() -> None:
+def test_installed_submitit_has_the_overridden_members() -> None:
     assert not hasattr(SlurmExecutor, "_script")
     assert list(inspect.signature(SlurmExecutor._make_submission_file_text).parameters) == ["self", "command", "uid"]
     assert isinstance(inspect.getattr_static(SlurmExecutor, "affinity"), classmethod)
@@ -191,7 +191,7 @@ def test_the_installed_submitit_has_what_is_overridden() -> None:
     assert list(inspect.signature(parse.__func__).parameters) == ["string"]
 
 
-def test_the_installed_submitit_tells_how_a_command_failed() -> None:
+def test_installed_submitit_reports_how_a_command_failed() -> None:
     with pytest.raises(FailedJobError) as caught:
         CommandFunction(["sh", "-c", "echo said; exit 3"], verbose=False)()
     cause = caught.value.__cause__

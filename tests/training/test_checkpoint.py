@@ -41,7 +41,7 @@ def listed(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_the_newest_two_stay_and_a_later_start_goes_on_from_the_newest(tmp_path: Path) -> None:
+def test_newest_two_are_kept_and_resume_uses_the_newest(tmp_path: Path) -> None:
     run_ranks(trained, 2, 3, folder=tmp_path)
     assert listed(tmp_path) == ["step-000000004", "step-000000006"]
     (first, second) = run_ranks(trained, 2, 4, folder=tmp_path)
@@ -49,13 +49,13 @@ def test_the_newest_two_stay_and_a_later_start_goes_on_from_the_newest(tmp_path:
     assert first == second
 
 
-def test_a_start_that_finds_nothing_left_to_do_still_knows_its_last_metrics(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_keeps_its_last_metrics(tmp_path: Path) -> None:
     (before,) = run_ranks(trained, 1, 2, folder=tmp_path)
     (after,) = run_ranks(trained, 1, 2, folder=tmp_path)
     assert after == before | {"start": 4}
 
 
-def test_what_a_killed_save_left_is_not_read_and_goes_away(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path) -> None:
     run_ranks(trained, 1, 1, folder=tmp_path)
     hidden = checkpoints.hidden(RunFolder(tmp_path), 4, attempt=1, save=1)
     hidden.mkdir()
@@ -65,14 +65,14 @@ def test_what_a_killed_save_left_is_not_read_and_goes_away(tmp_path: Path) -> No
     assert listed(tmp_path) == ["step-000000002", "step-000000004"]
 
 
-def test_training_goes_on_when_a_checkpoint_cannot_be_written(tmp_path: Path) -> None:
+def test_training_continues_if_a_checkpoint_cannot_be_written(tmp_path: Path) -> None:
     # a file in the way refuses root too, as a full disk does
     (tmp_path / "checkpoints").write_text("")
     (first, second) = run_ranks(trained, 2, 2, folder=tmp_path)
     assert first["step"] == second["step"] == 4
 
 
-def test_another_world_size_goes_on_from_the_same_step(tmp_path: Path) -> None:
+def test_another_world_size_resumes_from_the_same_step(tmp_path: Path) -> None:
     run_ranks(trained, 2, 1, folder=tmp_path)
     assert {answer["start"] for answer in run_ranks(trained, 3, 2, folder=tmp_path)} == {2}
 
@@ -93,7 +93,7 @@ def sharded(run: Run, epochs: int) -> list[float]:
     return [run.step, *whole]
 
 
-def test_a_sharded_model_goes_on_over_as_many_ranks_as_there_are(tmp_path: Path) -> None:
+def test_sharded_model_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     undisturbed, _ = run_ranks(sharded, 2, 4, folder=tmp_path / "whole")
     run_ranks(sharded, 2, 2, folder=tmp_path / "parts")
     assert run_ranks(sharded, 2, 3, folder=tmp_path / "parts")[0][0] == 3
@@ -102,7 +102,7 @@ def test_a_sharded_model_goes_on_over_as_many_ranks_as_there_are(tmp_path: Path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_damaged_one_is_set_aside_for_the_one_before(tmp_path: Path, ranks: int) -> None:
+def test_damaged_checkpoint_is_set_aside_for_the_previous_one(tmp_path: Path, ranks: int) -> None:
     run_ranks(trained, 2, 2, folder=tmp_path)
     damaged = tmp_path / "checkpoints" / "step-000000004"
     os.truncate(damaged / "rank-00001.safetensors", 100)
@@ -111,7 +111,7 @@ def test_a_damaged_one_is_set_aside_for_the_one_before(tmp_path: Path, ranks: in
     assert listed(tmp_path) == ["damaged-step-000000004", "step-000000004", "step-000000006"]
 
 
-def test_the_only_one_is_not_lost_silently(tmp_path: Path) -> None:
+def test_damage_to_the_only_checkpoint_is_an_error(tmp_path: Path) -> None:
     run_ranks(trained, 1, 1, folder=tmp_path)
     newest = tmp_path / "checkpoints" / "step-000000002"
     (newest / "rank-00000.json").unlink()
@@ -122,7 +122,7 @@ def test_the_only_one_is_not_lost_silently(tmp_path: Path) -> None:
     )
 
 
-def test_loading_runs_no_code(tmp_path: Path) -> None:
+def test_loading_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     run_ranks(trained, 1, 1, folder=tmp_path)
     newest = tmp_path / "checkpoints" / "step-000000002"
     evil = pickle.dumps(_Evil(tmp_path / "ran"))
@@ -147,7 +147,7 @@ def renamed(run: Run) -> None:
     run.restore(network=nn.Linear(2, 1))
 
 
-def test_a_name_that_the_checkpoint_lacks_is_told_with_those_it_has(tmp_path: Path) -> None:
+def test_unknown_object_name_error_lists_known_names(tmp_path: Path) -> None:
     run_ranks(trained, 1, 1, folder=tmp_path)
     (answer,) = run_ranks(renamed, 1, folder=tmp_path, may_fail=True)
     assert "checkpoint step-000000002 has no 'network' (known: model, optimizer, data)" in answer
@@ -164,7 +164,7 @@ def draws(run: Run, epochs: int) -> list[float]:
     return numbers
 
 
-def test_every_generator_of_every_rank_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_random_generators_of_every_rank_are_restored(tmp_path: Path) -> None:
     undisturbed = run_ranks(draws, 2, 5, folder=tmp_path / "whole")
     first = run_ranks(draws, 2, 3, folder=tmp_path / "parts")
     second = run_ranks(draws, 2, 5, folder=tmp_path / "parts")
@@ -199,7 +199,7 @@ def stopped_and_resumed(run: Run, way: str, stop_at: int | None) -> list[list[in
 
 
 @pytest.mark.parametrize(("way", "stop_at"), [("steps", 8), ("accumulates", 8), ("accumulates", 9)])
-def test_a_loop_of_ones_own_goes_on_exactly(way: str, stop_at: int, tmp_path: Path) -> None:
+def test_custom_training_loop_resumes_exactly(way: str, stop_at: int, tmp_path: Path) -> None:
     """No `run.update`, no `state.epochs`, gradients over several batches: steps are counted, and no batch is lost."""
     (whole,) = run_ranks(stopped_and_resumed, 1, way, None, folder=tmp_path / "whole")
     (stopped,) = run_ranks(stopped_and_resumed, 1, way, stop_at, folder=tmp_path / "parts")
@@ -222,13 +222,13 @@ def saves_something_odd(run: Run) -> None:
         pass
 
 
-def test_what_could_not_be_read_back_is_named_at_once(tmp_path: Path) -> None:
+def test_unsupported_state_is_named_before_anything_is_saved(tmp_path: Path) -> None:
     (answer,) = run_ranks(saves_something_odd, 1, folder=tmp_path, may_fail=True)
     assert answer.startswith("UserError: run.restore(odd=...): odd.where is of type PosixPath, but a checkpoint holds")
     assert layout.newest_checkpoint(RunFolder(tmp_path)) is None
 
 
-def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) -> None:
+def test_training_continues_if_metrics_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     (answer,) = run_ranks(trained, 1, 2, folder=tmp_path)
     assert answer["step"] == 4
@@ -240,5 +240,5 @@ def asked_to_requeue(run: Run) -> int:
     return sum(len(batch) for (batch,) in data)
 
 
-def test_a_run_that_keeps_nothing_is_not_started_again_from_nothing(tmp_path: Path) -> None:
+def test_run_without_checkpoints_ignores_a_requeue_request(tmp_path: Path) -> None:
     assert run_ranks(asked_to_requeue, 1, folder=tmp_path) == [6]

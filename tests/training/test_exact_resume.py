@@ -77,7 +77,7 @@ def assert_continued(begun: list[dict[str, Any]], rest: list[dict[str, Any]], st
 
 @pytest.mark.parametrize("stop_at", [3, 13])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_weights_are_equal_bit_for_bit(ranks: int, stop_at: int, tmp_path: Path) -> None:
+def test_resume_gives_bitwise_equal_weights(ranks: int, stop_at: int, tmp_path: Path) -> None:
     whole = run_ranks(trains, ranks, None, 0.2, folder=tmp_path / "whole")
     begun = run_ranks(trains, ranks, stop_at, 0.2, folder=tmp_path / "parts")
     rest = run_ranks(trains, ranks, None, 0.2, folder=tmp_path / "parts")
@@ -89,9 +89,7 @@ def test_the_weights_are_equal_bit_for_bit(ranks: int, stop_at: int, tmp_path: P
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 4)])
-def test_on_other_ranks_each_sample_counts_once_and_the_losses_are_close(
-    before: int, after: int, tmp_path: Path
-) -> None:
+def test_resume_on_other_ranks_sees_each_sample_once_with_close_losses(before: int, after: int, tmp_path: Path) -> None:
     whole = run_ranks(trains, before, None, 0.0, folder=tmp_path / "whole")
     begun = run_ranks(trains, before, 10, 0.0, folder=tmp_path / "parts")
     rest = run_ranks(trains, after, None, 0.0, folder=tmp_path / "parts")

@@ -48,7 +48,7 @@ def in_a_loop_of_its_own(run: Run, how: str) -> tuple[int, int]:
     ("how", "saved"),
     [("each step", 8), ("last line", 8), ("every_steps", 8), ("on rank 1", 8), ("left", 8), ("never", 0)],
 )
-def test_a_save_that_is_wanted_at_the_end_is_written(how: str, saved: int, tmp_path: Path) -> None:
+def test_overdue_save_is_written_at_the_end(how: str, saved: int, tmp_path: Path) -> None:
     run_ranks(in_a_loop_of_its_own, 2, how, folder=tmp_path)
     newest = layout.newest_checkpoint(RunFolder(tmp_path))
     assert (newest is None) == (saved == 0)
@@ -70,7 +70,9 @@ REASONS = {
 
 
 @pytest.mark.parametrize("how", REASONS)
-def test_why_there_is_no_boundary_is_told_once(how: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reason_for_a_missing_boundary_is_warned_about_once(
+    how: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, optimizer = trained()
     dataset = TensorDataset(torch.ones(260, 1))
     data: Any = run.loader(dataset, batch_size=1) if how == "uncounted" else DataLoader(dataset)
@@ -92,7 +94,7 @@ def test_why_there_is_no_boundary_is_told_once(how: str, run: Run, capsys: pytes
     assert REASONS[how] in said
 
 
-def test_nobody_is_told_where_there_are_boundaries(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_warning_if_there_are_boundaries(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = trained()
     data = run.loader(TensorDataset(torch.ones(120, 1)), batch_size=1)
     run.restore(model=model, data=data)
@@ -104,7 +106,7 @@ def test_nobody_is_told_where_there_are_boundaries(run: Run, capsys: pytest.Capt
     assert "WARNING" not in capsys.readouterr().out
 
 
-def test_a_script_that_ends_without_the_save_it_asked_for_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requested_save_missing_at_exit_is_a_warning(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = trained()
     run.restore(model=model)
     run.save()
@@ -113,13 +115,13 @@ def test_a_script_that_ends_without_the_save_it_asked_for_is_told(run: Run, caps
 
 
 @pytest.mark.parametrize("progress", [np.int64(3), torch.tensor(3), True])
-def test_progress_is_any_integer(progress: Any, run: Run) -> None:
+def test_progress_may_be_any_integer_type(progress: Any, run: Run) -> None:
     run.report(progress, loss=1.0)
     assert type(run.progress) is int
     assert run.progress == int(progress)
 
 
 @pytest.mark.parametrize("progress", [3.0, "3", None, torch.tensor(3.0)])
-def test_progress_that_is_no_integer_is_named(progress: Any, run: Run) -> None:
+def test_non_integer_progress_is_rejected(progress: Any, run: Run) -> None:
     with pytest.raises(UserError, match=r"run.report\(.*\): progress must be an integer, such as the epoch"):
         run.report(progress, loss=1.0)

@@ -43,9 +43,7 @@ def weights_after(run: Run, samples: int, batch_size: int, parts: int) -> list[f
         (17, 3, 2),
     ],
 )
-def test_any_number_of_ranks_computes_the_gradient_of_the_global_batch(
-    samples: int, world_size: int, parts: int
-) -> None:
+def test_any_number_of_ranks_gives_the_weights_of_one_process(samples: int, world_size: int, parts: int) -> None:
     (alone,) = run_ranks(weights_after, 1, samples, 8, 1)
     for weights in run_ranks(weights_after, world_size, samples, 8, parts):
         assert weights == pytest.approx(alone, rel=1e-12)
@@ -57,14 +55,14 @@ def seen_in_two_epochs(run: Run, drop_last: bool) -> list[list[int]]:
     return [[int(sample) for (batch,) in data for sample in batch] for _ in range(2)]
 
 
-def test_every_sample_of_an_epoch_is_seen_once_and_each_epoch_has_its_own_order() -> None:
+def test_each_epoch_sees_every_sample_once_in_a_new_order() -> None:
     per_rank = run_ranks(seen_in_two_epochs, 2, False)
     for epoch in range(2):
         assert sorted(per_rank[0][epoch] + per_rank[1][epoch]) == list(range(23))
     assert per_rank[0][0] != per_rank[0][1]
 
 
-def test_drop_last_leaves_the_smaller_batch_out() -> None:
+def test_drop_last_drops_the_smaller_batch() -> None:
     per_rank = run_ranks(seen_in_two_epochs, 2, True)
     first = per_rank[0][0] + per_rank[1][0]
     assert len(first) == len(set(first)) == 16
@@ -86,7 +84,7 @@ class _Drawing(torch.utils.data.Dataset[torch.Tensor]):
         return torch.rand(())
 
 
-def test_workers_draw_different_numbers_on_each_rank_and_in_each_epoch_and_the_same_again() -> None:
+def test_worker_random_numbers_differ_by_rank_and_epoch_reproducibly() -> None:
     first, again = run_ranks(random_numbers_of_workers, 2, 2), run_ranks(random_numbers_of_workers, 2, 1)
     assert [numbers[:4] for numbers in first] == again
     assert len({*first[0], *first[1]}) == 16
@@ -97,7 +95,7 @@ def evaluated(run: Run) -> tuple[list[int], float, float]:
     return seen, run.mean(sum(seen), len(seen)), run.mean(torch.tensor(0.0), 0)
 
 
-def test_a_shard_holds_no_sample_twice_and_mean_weighs_by_count() -> None:
+def test_shard_has_no_duplicates_and_mean_is_weighted_by_count() -> None:
     answers = run_ranks(evaluated, 3)
     assert sorted(sample for seen, _, _ in answers for sample in seen) == list(range(23))
     for _, mean, of_nothing in answers:
@@ -116,7 +114,7 @@ def batch_norm_evaluated_unevenly(run: Run) -> list[float]:
     return [float(inner.running_mean), run.mean(inner.running_mean, 1)]
 
 
-def test_evaluation_uses_rank_0s_batch_norm_statistics_everywhere_and_does_not_hang() -> None:
+def test_uneven_evaluation_uses_equal_batch_norm_statistics() -> None:
     for own, mean in run_ranks(batch_norm_evaluated_unevenly, 2):
         assert own == pytest.approx(mean)
 
@@ -127,7 +125,7 @@ def lonely_evaluation(run: Run) -> None:
     run.mean(1, 1)
 
 
-def test_evaluation_on_one_rank_alone_is_named() -> None:
+def test_evaluation_on_only_one_rank_is_an_error() -> None:
     for answer in run_ranks(lonely_evaluation, 2, may_fail=True):
         assert "rank 0 at the start of a pass over run.shard(), rank 1 at run.mean()" in answer
 
@@ -137,7 +135,7 @@ def wrongly_reported(run: Run) -> None:
     run.report(1, loss=0.4)
 
 
-def test_progress_has_to_rise_and_every_rank_is_told(tmp_path: Path) -> None:
+def test_progress_that_does_not_increase_fails_on_every_rank(tmp_path: Path) -> None:
     answers = run_ranks(wrongly_reported, 2, folder=tmp_path, may_fail=True)
     assert all("progress must increase, starting at 1 (last value: 1)" in answer for answer in answers)
 
@@ -179,7 +177,7 @@ def _loader(run: Run) -> Any:
         (lambda run: next(run.accumulate({"mode": "text"}, parts=1)), "run.accumulate: .* nothing in it has an entry"),
     ],
 )
-def test_wrong_arguments_are_named(use: Any, words: str, run: Run) -> None:
+def test_invalid_arguments_are_named_in_the_error(use: Any, words: str, run: Run) -> None:
     with pytest.raises((UserError, TypeError), match=words):
         use(run)
 
@@ -197,14 +195,14 @@ def metered(run: Run, samples: int) -> list[float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_meter_is_the_mean_over_all_samples_of_all_ranks(world_size: int) -> None:
+def test_meter_is_the_mean_over_all_samples_of_all_ranks(world_size: int) -> None:
     # of the last batch of one sample two of three ranks have none, and get the same one to go through the motions
     expected = FEATURES[:17].square().mean().item()
     for means in run_ranks(metered, world_size, 17):
         assert means == pytest.approx([expected, expected, float("nan")], nan_ok=True)
 
 
-def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_non_numeric_metric_is_named_in_the_error(tmp_path: Path) -> None:
     (answer,) = run_ranks(_reports_text, 1, folder=tmp_path, may_fail=True)
     assert answer == "TypeError: metric 'loss': expected a number, got 'low'"
 

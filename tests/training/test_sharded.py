@@ -60,7 +60,7 @@ def trained(run: Run, how: str, count: int = 3) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "restored"])
-def test_ranks_with_fewer_samples_keep_step(how: str) -> None:
+def test_ranks_with_fewer_samples_stay_in_step(how: str) -> None:
     (alone,) = run_ranks(trained, 1, "whole")
     first, second = answers = run_ranks(trained, 2, how)
     for answer in answers:
@@ -74,8 +74,8 @@ def test_ranks_with_fewer_samples_keep_step(how: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_weights_do_not_depend_on_the_number_of_parts(parts: int) -> None:
-    """Four are as many as the larger share of a batch has samples."""
+def test_sharded_weights_match_one_process_for_any_number_of_parts(parts: int) -> None:
+    """Four parts are as many as the larger share of a batch has samples."""
     (alone,) = run_ranks(trained, 1, "whole", parts)
     for answer in run_ranks(trained, 2, "wrapped", parts):
         for found, expected in zip(answer["weights"], alone["weights"], strict=True):
@@ -86,7 +86,7 @@ def wraps_by_the_first_fsdp(run: Run) -> None:
     run.wrap(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 1), device_id=run.device)))
 
 
-def test_the_first_fsdp_is_refused() -> None:
+def test_fsdp1_is_rejected() -> None:
     for answer in run_ranks(wraps_by_the_first_fsdp, 2, may_fail=True):
         assert answer.startswith("UserError: run.wrap(Sequential): FullyShardedDataParallel is not supported")
 
@@ -106,5 +106,5 @@ def trained_in_half_precision(run: Run) -> list[float]:
     return found
 
 
-def test_a_model_that_casts_its_batches_tells_which_they_were() -> None:
+def test_batches_cast_by_mixed_precision_are_recognized() -> None:
     assert run_ranks(trained_in_half_precision, 2) == [pytest.approx([28 / 3, 12.0], rel=1e-2)] * 2

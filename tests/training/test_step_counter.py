@@ -161,7 +161,7 @@ def made(kind: str, model: nn.Module) -> tuple[Any, torch.amp.GradScaler]:
         ("with a scaler that is off", 3),
     ],
 )
-def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, restored: bool, run: Run) -> None:
+def test_update_counts_as_one_step_unless_it_is_skipped(kind: str, steps: int, restored: bool, run: Run) -> None:
     model = nn.Linear(1, 1)
     optimizer, scaler = made(kind, model)
     if restored:
@@ -174,7 +174,7 @@ def test_an_update_is_one_step_unless_it_is_skipped(kind: str, steps: int, resto
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
-def test_an_update_counts_whichever_of_the_optimizers_step_in_it(is_sparse: bool, run: Run) -> None:
+def test_update_counts_whichever_optimizers_step(is_sparse: bool, run: Run) -> None:
     model = nn.Embedding(2, 1, sparse=is_sparse)
     optimizer = Alternates(model.parameters())
     if is_sparse:
@@ -185,8 +185,8 @@ def test_an_update_counts_whichever_of_the_optimizers_step_in_it(is_sparse: bool
         assert run.step == number
 
 
-def test_an_update_by_large_gradients_of_16_bits_counts(run: Run) -> None:
-    """Their norm is more than 16 bits can hold."""
+def test_update_with_large_16_bit_gradients_counts(run: Run) -> None:
+    """Their norm overflows 16 bits."""
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
     parameter.grad = torch.full((4,), 60000.0, dtype=torch.float16)
     run.update(Alternates([parameter]))
@@ -223,9 +223,9 @@ def scaled_by_hand(optimizer: torch.optim.Optimizer, model: nn.Module, run: Run)
         (Nested, lambda optimizer, *_: optimizer.step(), 1),
         (lambda parameters: Several(*(torch.optim.SGD([p], 0.1) for p in parameters)), lambda o, *_: o.step(), 2),
     ],
-    ids=["sgd", "closure", "scaled", "scaled adam", "scaled fused", "nested", "two"],
+    ids=["sgd", "closure", "scaled", "scaled adam", "scaled fused", "nested", "two optimizers"],
 )
-def test_a_torch_optimizer_that_is_stepped_by_hand_counts_each_step(kind: Any, step: Any, steps: int, run: Run) -> None:
+def test_each_manual_step_of_a_torch_optimizer_counts(kind: Any, step: Any, steps: int, run: Run) -> None:
     model = nn.Linear(1, 1)
     optimizer = kind(model.parameters())
     run.restore(model=model)
@@ -237,7 +237,7 @@ def test_a_torch_optimizer_that_is_stepped_by_hand_counts_each_step(kind: Any, s
     assert run.step == 2 * steps
 
 
-def test_a_step_that_fails_does_not_hide_the_next(run: Run) -> None:
+def test_failed_step_does_not_hide_the_next(run: Run) -> None:
     optimizer = torch.optim.LBFGS(nn.Linear(1, 1).parameters())
     for attempt in (optimizer.step, lambda: run.update(optimizer)):
         with pytest.raises(TypeError):
@@ -246,7 +246,7 @@ def test_a_step_that_fails_does_not_hide_the_next(run: Run) -> None:
     assert run.step == 1
 
 
-def test_an_object_without_parameter_groups_cannot_be_clipped(run: Run) -> None:
+def test_clip_without_parameter_groups_is_rejected(run: Run) -> None:
     with pytest.raises(UserError, match=r"run.update\(clip=1.0\): a Several has no param_groups"):
         run.update(Several(), clip=1.0)
 
@@ -274,7 +274,7 @@ def trains(run: Run, kind: str, stop_at: int | None) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", ["torch", "pair"])
-def test_such_a_run_saves_and_stops_like_any_other(kind: str, tmp_path: Path) -> None:
+def test_run_with_an_unrestored_optimizer_saves_and_stops(kind: str, tmp_path: Path) -> None:
     for stopped in run_ranks(trains, 2, kind, 6, folder=tmp_path):
         assert stopped.startswith("RunStopped")
     found = [layout.checkpoint_step(path) or 0 for path in layout.complete_checkpoints(RunFolder(tmp_path))]

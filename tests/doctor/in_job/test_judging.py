@@ -33,18 +33,18 @@ def versions(*differences: str) -> dict[str, Any]:
     return {"differences": list(differences), "python": "3.11.2", "packages": 60}
 
 
-def test_nodes_with_the_versions_of_the_submission_are_one_line() -> None:
+def test_nodes_with_submitted_versions_are_reported_in_one_line() -> None:
     found = node_facts.judge_versions(answered(versions(), versions()))
     assert seen(found) == [("ok", "n[1-2]: Python 3.11.2 and all packages as at submission")]
 
 
-def test_other_versions_fail_where_ranks_could_not_work_together() -> None:
+def test_different_torch_version_fails_and_other_packages_warn() -> None:
     other_torch, other_numpy = "torch 2.12.0 instead of 2.13.0", "numpy 2.0 instead of 2.1"
     found = node_facts.judge_versions(answered(versions(), versions(other_torch, other_numpy), versions(other_numpy)))
     assert seen(found)[1:] == [("failed", f"n2: {other_torch}, {other_numpy}"), ("warning", f"n3: {other_numpy}")]
 
 
-def test_cores() -> None:
+def test_cores_per_rank_are_compared_with_the_request() -> None:
     enough = {"asked": 4, "usable": 4, "on_machine": 16, "ranks": 2}
     few = {"asked": 4, "usable": 1, "on_machine": 16, "ranks": 2}
     found = node_facts.judge_cores(answered(enough, enough, few, few, ranks_per_node=2))
@@ -62,7 +62,7 @@ def limits(**changed: Any) -> dict[str, Any]:
     return usual | changed
 
 
-def test_limits() -> None:
+def test_low_node_limits_are_warnings() -> None:
     assert seen(node_facts.judge_limits(answered(limits(), limits(shared_memory=4 * GB)))) == [
         ("ok", "shared memory (/dev/shm): 4.0 GB free on n2")
     ]
@@ -74,7 +74,7 @@ def test_limits() -> None:
     ]
 
 
-def test_little_locked_memory_is_fine_without_infiniband() -> None:
+def test_low_locked_memory_is_ok_without_infiniband() -> None:
     found = node_facts.judge_limits(answered(limits(locked=64 << 10, infiniband=[])))
     assert [finding.level for finding in found] == ["ok"]
 
@@ -83,7 +83,7 @@ def gpu(identity: str | None, asked: int | None = 2, visible: int = 2) -> dict[s
     return {"asked": asked, "visible": visible, "gpu": identity, "name": "NVIDIA H200" if identity else ""}
 
 
-def test_gpus() -> None:
+def test_missing_and_shared_gpus_are_reported() -> None:
     found = gpus.judge_gpus(answered(gpu("GPU-a"), gpu("GPU-b"), ranks_per_node=2))
     assert seen(found) == [("ok", "ranks 0-1 on n1: NVIDIA H200")]
     found = gpus.judge_gpus(answered(gpu("GPU-a"), gpu("GPU-a"), gpu(None, visible=0), ranks_per_node=2))
@@ -99,7 +99,7 @@ def health(**changed: Any) -> dict[str, Any]:
     return usual | {"remapping": [0, 0, 0, 0], "temperature": 41, "others": 0, "persistent": 1} | changed
 
 
-def test_healthy_gpus_are_one_line() -> None:
+def test_healthy_gpus_are_reported_in_one_line() -> None:
     found = gpus.judge_gpu_health(answered({"gpus": [health(), health(temperature=63)]}))
     assert seen(found) == [("ok", "n1: 2 GPUs without memory errors or slowdown, 63 C at most")]
 
@@ -114,7 +114,7 @@ def test_healthy_gpus_are_one_line() -> None:
         ({"others": 20 * GB}, "warning", "processes outside of this run hold 20.0 GB of its memory"),
     ],
 )
-def test_ill_gpus_are_named_with_their_node(changed: dict[str, Any], level: str, words: str) -> None:
+def test_unhealthy_gpu_is_named_with_its_node(changed: dict[str, Any], level: str, words: str) -> None:
     (found,) = gpus.judge_gpu_health(answered({"gpus": [health(), health(uuid="GPU-b", **changed)]}))
     assert found.level == level
     assert found.text.startswith("n1: GPU GPU-b (NVIDIA H200)")
@@ -122,25 +122,25 @@ def test_ill_gpus_are_named_with_their_node(changed: dict[str, Any], level: str,
     assert "--exclude n1" in found.fix
 
 
-def test_gpus_that_do_not_know_some_values_are_not_ill() -> None:
+def test_gpu_without_health_values_is_ok() -> None:
     unknown = dict.fromkeys(("uncorrected", "retirement_pending", "remapping", "temperature", "persistent"))
     found = gpus.judge_gpu_health(answered({"gpus": [health(**unknown)]}))
     assert [finding.level for finding in found] == ["ok"]
 
 
-def test_without_the_library_the_health_is_not_read() -> None:
+def test_missing_nvml_library_is_a_warning() -> None:
     found = gpus.judge_gpu_health(answered({"gpus": None}, {"gpus": None}))
     words = "n[1-2]: GPU health was not read: nvidia-ml-py is not installed"
     assert seen(found) == [("warning", words)]
 
 
-def test_gpus_that_nvml_does_not_list_are_not_called_healthy() -> None:
+def test_health_of_gpus_that_nvml_does_not_list_is_unknown() -> None:
     found = gpus.judge_gpu_health(answered({"gpus": []}))
     assert seen(found) == [("ok", "n1: GPU health is unknown: NVML does not list them (as with MIG)")]
 
 
-def test_gpus_of_other_jobs_on_the_node_are_left_alone() -> None:
-    """NVML knows all of a node; here the last is lost, and an older binding gives bytes."""
+def test_gpus_of_other_jobs_on_the_node_are_ignored() -> None:
+    """NVML lists all GPUs of a node; here the last one is lost, and an older binding returns bytes."""
 
     class Lost(Exception):
         pass
@@ -161,7 +161,7 @@ def test_gpus_of_other_jobs_on_the_node_are_left_alone() -> None:
     assert list(gpus.handles(nvml, {"b", "c", "of another node"})) == [1, 2]
 
 
-def test_nvml_has_the_names_that_are_used_here() -> None:
+def test_pynvml_has_every_name_in_use() -> None:
     nvml = importlib.import_module("pynvml")
     used = set(re.findall(r"nvml\.(\w+)", Path(gpus.__file__).read_text()))
     missing = {name for name in used | set(gpus.THROTTLE_REASONS) if not hasattr(nvml, name)}
@@ -172,7 +172,7 @@ def looked_up(forward: float | None = 0.001, backward: float | None = 0.001) -> 
     return {"address": "10.0.0.2" if forward is not None else None, "forward": forward, "backward": backward}
 
 
-def test_names() -> None:
+def test_failed_and_slow_name_lookups_are_reported() -> None:
     assert seen(network.judge_names(answered({"n1": looked_up(), "n2": looked_up()}))) == [
         ("ok", "node names resolve on n1: 1 ms at most")
     ]
@@ -189,7 +189,7 @@ def reached(problem: str | None = None) -> dict[str, Any]:
     return {"port": 12345, "seconds": 0.1, "problem": problem}
 
 
-def test_a_port_behind_a_firewall() -> None:
+def test_unreachable_port_fails_the_check() -> None:
     (found,) = network.judge_ports(answered({"n2": reached("timed out")}, {"n1": reached()}))
     assert (found.level, found.text) == ("failed", "n1 cannot reach n2 on port 12345: timed out")
 
@@ -199,7 +199,7 @@ def reduced(**changed: Any) -> dict[str, Any]:
     return usual | {"transport": ""} | changed
 
 
-def test_all_reduce() -> None:
+def test_slow_all_reduce_is_a_warning() -> None:
     assert seen(network.judge_gloo(answered(reduced(), reduced(large=0.0671)))) == [
         ("ok", "all-reduce by gloo, ranks 0-1 on n[1-2]: 1 MB in 2 ms, 64 MB in 67 ms (1 GB/s)")
     ]
@@ -210,7 +210,7 @@ def test_all_reduce() -> None:
     assert found.text == "all-reduce by gloo, ranks 0-1 on n[1-2]: 1 MB in 700 ms, so 64 MB was not tried"
 
 
-def test_the_network_that_nccl_goes_by_is_told() -> None:
+def test_nccl_transport_is_reported() -> None:
     found = network.judge_nccl(answered(reduced(backend="nccl", transport="IB"), reduced(backend="nccl")))
     assert seen(found)[1:] == [("ok", "NCCL connects nodes by IB")]
 
@@ -223,7 +223,7 @@ def test_the_network_that_nccl_goes_by_is_told() -> None:
         ("trained\n", ""),
     ],
 )
-def test_nccls_own_words_on_its_network(log: str, name: str) -> None:
+def test_nccl_transport_is_read_from_its_log(log: str, name: str) -> None:
     assert network.nccl_transport(log) == name
 
 

@@ -39,7 +39,7 @@ def what_it_knows(facts: RankInfo) -> Any:
     return [member.words for member in team.leaders], team.gather("double", 2 * facts.rank)
 
 
-def test_ranks_know_each_other_and_rank_0_gets_what_all_have_measured() -> None:
+def test_ranks_agree_on_leaders_and_rank_0_gathers_values() -> None:
     answers = join_ranks(what_it_knows, TWO_NODES)
     assert [leaders for leaders, _ in answers] == [["rank 0 on n1", "rank 2 on n2"]] * 4
     assert [gathered for _, gathered in answers] == [{0: 0, 1: 2, 2: 4, 3: 6}, {}, {}, {}]
@@ -62,7 +62,7 @@ def looks(facts: RankInfo, silent: int, broken: int) -> list[dict[str, Any]]:
     return [finding.plain for finding in in_job.run_check(check, team, a_place(Path()), 0)]
 
 
-def test_ranks_that_fail_and_ranks_that_fall_silent_are_named_and_the_others_count() -> None:
+def test_failing_and_silent_ranks_are_named_and_others_still_count() -> None:
     first, *others = join_ranks(looks, TWO_NODES, 3, 2)
     assert others == [[], [], []]
     assert [(finding["level"], finding["text"]) for finding in first] == [
@@ -83,7 +83,7 @@ def waits_for_nobody(facts: RankInfo) -> str:
     return "heard"
 
 
-def test_a_wait_has_an_end() -> None:
+def test_waiting_for_a_missing_message_times_out() -> None:
     assert join_ranks(waits_for_nobody, [RankInfo()]) == ["never told did not arrive within 0.2 s"]
 
 
@@ -99,7 +99,7 @@ def levels(answers: list[Any]) -> list[tuple[str, str]]:
     return [(finding["level"], finding["text"]) for finding in json.loads(answers[0])]
 
 
-def test_what_one_node_writes_the_others_see(tmp_path: Path) -> None:
+def test_shared_folder_is_ok_if_nodes_see_each_others_files(tmp_path: Path) -> None:
     found = levels(
         join_ranks(judged, TWO_NODES, tmp_path, shared_files.measure_visibility, shared_files.judge_visibility)
     )
@@ -117,7 +117,7 @@ def looks_elsewhere(team: Team, place: Place) -> Any:
     return shared_files.measure_visibility(team, place)
 
 
-def test_a_folder_that_nodes_do_not_share_is_found(tmp_path: Path) -> None:
+def test_folder_that_nodes_do_not_share_fails_the_check(tmp_path: Path) -> None:
     found = levels(join_ranks(judged, TWO_NODES, tmp_path, looks_elsewhere, shared_files.judge_visibility))
     assert [level for level, _ in found] == ["failed", "failed"]
     assert f"n1 does not see what the other nodes write in {tmp_path.parent} within" in found[0][1]
@@ -125,7 +125,7 @@ def test_a_folder_that_nodes_do_not_share_is_found(tmp_path: Path) -> None:
     assert found[1][1].endswith("new, appended, replaced")
 
 
-def test_locks_that_hold_lose_no_count(tmp_path: Path) -> None:
+def test_working_locks_lose_no_counts(tmp_path: Path) -> None:
     (tmp_path / "checkup").mkdir()
     found = levels(join_ranks(judged, TWO_NODES, tmp_path, shared_files.measure_locks, shared_files.judge_locks))
     assert [level for level, _ in found] == ["ok", "ok"]
@@ -141,7 +141,7 @@ def refused(descriptor: int) -> None:
     raise OSError("No locks available")
 
 
-def test_locks_that_keep_nobody_out_and_locks_that_are_refused_are_found(tmp_path: Path) -> None:
+def test_ineffective_and_unavailable_locks_are_reported(tmp_path: Path) -> None:
     (tmp_path / "checkup").mkdir()
     found = levels(join_ranks(judged, TWO_NODES, tmp_path, counts_without_locks, shared_files.judge_locks))
     assert [level for level, _ in found] == ["failed", "warning"]
@@ -162,19 +162,19 @@ def measures_a_clock_that_is_ahead(team: Team, place: Place) -> Any:
     return network.measure_clocks(team, place)
 
 
-def test_a_clock_that_is_ahead_is_found(tmp_path: Path) -> None:
+def test_clock_that_is_ahead_is_a_warning(tmp_path: Path) -> None:
     found = levels(join_ranks(judged, TWO_NODES, tmp_path, measures_a_clock_that_is_ahead, network.judge_clocks))
     assert found == [("warning", "the clock of n2 is 5.0 s ahead of that of n1")]
 
 
-def test_ranks_are_named_in_short() -> None:
+def test_rank_lists_are_abbreviated() -> None:
     members = [Member(rank, rank // 2, f"n{1 + rank // 2}", rank % 2) for rank in range(6)]
     assert who(members[3:4]) == "rank 3 on n2"
     assert who(members) == "ranks 0-5 on n[1-3]"
     assert who([members[0], members[5]]) == "ranks 0,5 on n1,n3"
 
 
-def test_a_look_that_succeeds_late_is_timed_and_one_that_does_not_ends() -> None:
+def test_within_returns_the_time_taken_or_none_on_timeout() -> None:
     begun = time.perf_counter()
     seconds = within(5.0, lambda: time.perf_counter() - begun > 0.02)
     assert seconds is not None
