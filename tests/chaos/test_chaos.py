@@ -58,7 +58,7 @@ class Written:
 
 
 @pytest.mark.parametrize(("hit_at", "turns", "problems"), [(0, 1, 0), (2, 3, 0), (9, 3, 1)])
-def test_a_round_that_nothing_hit_is_repeated_with_another_seed_and_fails_after_three(
+def test_round_that_hit_nothing_is_repeated_and_fails_after_three_tries(
     hit_at: int, turns: int, problems: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[str] = []
@@ -72,7 +72,7 @@ def test_a_round_that_nothing_hit_is_repeated_with_another_seed_and_fails_after_
     assert (len(set(seeds)), seeds[0], len(done.problems)) == (turns, "5", problems)
 
 
-def test_what_strikes_in_a_later_attempt_is_not_hidden_by_the_end_of_the_one_before(tmp_path: Path) -> None:
+def test_later_fault_is_not_hidden_by_the_end_of_the_previous_attempt(tmp_path: Path) -> None:
     """A rank that hangs has not said so yet when the other one would be stopped, too, and nobody is left to say it."""
     struck = []
 
@@ -94,7 +94,7 @@ def test_what_strikes_in_a_later_attempt_is_not_hidden_by_the_end_of_the_one_bef
     assert (len(struck), strikes.hit, strikes.problems) == (1, both, [])
 
 
-def test_what_finds_nothing_to_hit_strikes_again(tmp_path: Path) -> None:
+def test_fault_without_a_target_strikes_again(tmp_path: Path) -> None:
     """The batch step was killed, and its ranks with it, before one of them could be killed."""
     struck = []
 
@@ -120,7 +120,7 @@ def test_what_finds_nothing_to_hit_strikes_again(tmp_path: Path) -> None:
     ],
     ids=" and ".join,
 )
-def test_a_training_ends_as_if_nothing_had_come_over_it(names: tuple[str, ...], expected: dict[str, Result]) -> None:
+def test_training_with_faults_ends_like_an_undisturbed_one(names: tuple[str, ...], expected: dict[str, Result]) -> None:
     if os.geteuid() != 0 and set(names) & {*NEEDS_ROOT}:
         require("this round needs root")
     if not (PREPARED / "ready").exists() and set(names) & {*NEEDS_PACKAGES}:
@@ -179,7 +179,7 @@ def an_attempt_that_began_anew(training: Training) -> None:
         shutil.copy(file, file.with_name(f"2-{rank}.jsonl"))
 
 
-def test_a_training_that_was_not_resumed_is_found(trained: Training, expected: dict[str, Result]) -> None:
+def test_training_that_was_not_resumed_is_detected(trained: Training, expected: dict[str, Result]) -> None:
     found = checks.problems(trained, trained.facts, expected, faults.FAULTS[:1])
     assert found == ["nothing shows that it was resumed from a checkpoint"]
 
@@ -198,7 +198,7 @@ def test_a_training_that_was_not_resumed_is_found(trained: Training, expected: d
         (an_attempt_without_an_end, "of attempts [1] [] have ended"),
     ],
 )
-def test_what_is_wrong_is_found(
+def test_each_kind_of_damage_is_detected(
     change: Callable[[Training], None], said: str, trained: Training, expected: dict[str, Result], put_back: None
 ) -> None:
     facts = trained.facts
@@ -216,7 +216,7 @@ def put_back(trained: Training, tmp_path: Path) -> Iterator[None]:
     shutil.copytree(kept, trained.project.folder, symlinks=True)
 
 
-def test_a_process_that_is_left_is_found(
+def test_leftover_process_is_detected(
     trained: Training, expected: dict[str, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "PATIENCE", 0.1)
@@ -226,10 +226,10 @@ def test_a_process_that_is_left_is_found(
     assert any("processes are left" in problem for problem in found)
 
 
-def test_a_point_that_tensorboard_shows_twice_is_found(
+def test_duplicate_tensorboard_point_is_detected(
     trained: Training, expected: dict[str, Result], put_back: None
 ) -> None:
-    """As where a writer does not say that it goes back."""
+    """As if a writer had gone back to an earlier step without recording it."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(trained.submitted.tensorboard)) as writer:

@@ -101,82 +101,86 @@ BAD = {
     "unknown target": local("trainn", "'trainn'", "did you mean 'train'"),
     "unknown target in a package": asked("pack.module", "'pack.module'", "known: ", "train"),
     "unknown function": asked("train:traim", "'traim'", "did you mean 'train'"),
-    "file that is not there": local("trian.py", "'trian.py'", "did you mean 'train.py'"),
+    "missing job file": local("trian.py", "'trian.py'", "did you mean 'train.py'"),
     "no function name": local("train:", "'train:'", "package.module:function"),
     "not a function": imported("train:number", "'train:number'", "int", "train(run, config)"),
     "not callable with run and config": local("train:alone", "'train:alone'", "alone(run)", "(run, config)"),
-    "value that was not given": asked("train:odd", "'config' has no default", "add config=VALUE"),
-    "module it imports is missing": imported("lacks", "'lacks'", "lacks.py:2", "nothing_of_that_name"),
+    "required value missing": asked("train:odd", "'config' has no default", "add config=VALUE"),
+    "missing import": imported("lacks", "'lacks'", "lacks.py:2", "nothing_of_that_name"),
     "syntax error": asked("syntax", "'syntax'", "syntax.py:2", "SyntaxError"),
     "error in a sibling module": imported("outer", "'outer'", "sibling.py:2", "ZeroDivisionError: division by zero"),
-    "error of two lines": imported("two_lines", "two_lines.py:1", "RuntimeError: first line"),
+    "error message of two lines": imported("two_lines", "two_lines.py:1", "RuntimeError: first line"),
     "sys.exit on import": imported("exits", "'exits'", "exits.py:2", "SystemExit: 3"),
-    "process ends on import": imported("dies", "'dies:train'", "import it by hand"),
-    "file that is no module": local("notes", "'notes'", "neither a Python file", "after --", files={"notes": ""}),
-    "script that is not there": local("-- python trian.py", "python trian.py", "has no trian.py", "git-ignored"),
+    "process exits on import": imported("dies", "'dies:train'", "import it by hand"),
+    "file that is not a Python module": local(
+        "notes", "'notes'", "neither a Python file", "after --", files={"notes": ""}
+    ),
+    "missing script": local("-- python trian.py", "python trian.py", "has no trian.py", "git-ignored"),
     "command as one word": Bad((*ASK_ONLY, "--", "python -V"), ("'python -V'", "quotes")),
     "two targets": local("train other", "'train'", "'other'", "put it after"),
     "target and command": local("train -- echo", "(train)", "give only one"),
     "no target": local("", "no target", "mgpu_slurm init"),
-    "no command after the dashes": local("--", "no target", "mgpu_slurm init"),
+    "no command after --": local("--", "no target", "mgpu_slurm init"),
     # its config
     "config as a flag": local("--lr 0.1", "--lr", "lr=0.1"),
     "unknown key": local("train lrr=1", "'lrr'", "did you mean 'lr'"),
     "unknown nested key": asked("train model.widht=1", "'model.widht'", "did you mean 'width'"),
     "wrong type": asked("train lr=fast", "lr='fast'", "valid number"),
-    "fraction for a whole number": asked("train steps=1.5", "steps=1.5", "valid integer"),
+    "fraction for an integer": asked("train steps=1.5", "steps=1.5", "valid integer"),
     "value for a nested config": asked("train model=3", "model=3", "Model"),
     "missing required key": asked("train:needs", "'data'", "add data=VALUE"),
     "refused by __post_init__": imported("train lr=-1", "lr=-1.0 is negative", "give one above 0"),
     "crash in __post_init__": imported("train steps=13", "config of train:train", "train.py:", "KeyError: 'thirteen'"),
-    "value that is no YAML": local("train lr=[1", "'lr=[1'", "quote it for the shell"),
+    "value that is not YAML": local("train lr=[1", "'lr=[1'", "quote it for the shell"),
     "override without a key": local("train =1", "'=1'", "key=value"),
     "config for a command": local("lr=1 -- echo", "'lr'", "after --"),
     "broken config file": local("train --config broken.yaml", "broken.yaml:3:6", "fix the YAML"),
-    "key twice in the config file": local("train --config twice.yaml", "twice.yaml:2:1", "'lr'", "fix the YAML"),
+    "duplicate key in the config file": local("train --config twice.yaml", "twice.yaml:2:1", "'lr'", "fix the YAML"),
     "list as config file": local("train --config list.yaml", "list.yaml", "expected `key: value` lines"),
     "config file not in UTF-8": local("train --config latin1.yaml", "'latin1.yaml'", "save it as UTF-8"),
-    "config file that is not there": local("train --config none.yaml", "'none.yaml'", "check the path"),
+    "missing config file": local("train --config none.yaml", "'none.yaml'", "check the path"),
     "folder as config file": local("train --config .", "'.'", "check the path"),
     "unknown key in the config file": asked("train --config mistake.yaml", "'lrr'", "did you mean 'lr'"),
     # the resources
-    "no nodes": local("train --nodes 0", "--nodes 0", "at least 1"),
-    "nodes as a word": local("train --nodes two", "--nodes", "'two'", "submit --help"),
-    "no ranks": local("train --ntasks-per-node 0", "--ntasks-per-node 0", "at least 1"),
+    "zero nodes": local("train --nodes 0", "--nodes 0", "at least 1"),
+    "nodes that are not a number": local("train --nodes two", "--nodes", "'two'", "submit --help"),
+    "zero ranks per node": local("train --ntasks-per-node 0", "--ntasks-per-node 0", "at least 1"),
     "negative GPUs": local("train --gpus-per-node -1", "--gpus-per-node -1", "at least 0"),
-    "GPUs that are not here": local(
+    "more GPUs than available": local(
         "train --gpus-per-node 3", "--gpus-per-node 3", "this machine has 0", "0", environ={"CUDA_VISIBLE_DEVICES": ""}
     ),
     "negative time": local("train --time -5", "--time '-5'", "expected minutes or one of M:S"),
-    "no time": local("train --time 0", "--time '0'", "must be greater than 0"),
+    "zero time": local("train --time 0", "--time '0'", "must be greater than 0"),
     "lead as long as the limit": local("train --time 2 --signal USR2@120", "120 s", "must be shorter"),
     "lead longer than the limit": local("train --time 1 --signal USR2@120", "120 s", "60 s", "must be shorter"),
     "lead without a limit": local("train --signal USR2@60", "'USR2@60'", "need a --time"),
     "unknown signal": local("train --signal HELLO", "'HELLO'", "use USR1 or USR2"),
-    "signal nobody can catch": local("train --signal KILL", "'KILL'", "use USR1 or USR2"),
-    "lead as a word": local("train --time 5 --signal USR2@soon", "'USR2@soon'", "USR2@120"),
-    "negative minutes": local("train --stuck-after -1", "--stuck-after -1", "0 for never"),
+    "signal that cannot be caught": local("train --signal KILL", "'KILL'", "use USR1 or USR2"),
+    "lead that is not a number": local("train --time 5 --signal USR2@soon", "'USR2@soon'", "USR2@120"),
+    "negative stuck-after": local("train --stuck-after -1", "--stuck-after -1", "0 for never"),
     "negative retries": local("train --retries -1", "--retries -1", "0 or more"),
     "negative requeues": local("train --max-requeues -1", "--max-requeues -1", "0 or more"),
-    "own flag as an extra": local("train --sbatch nodes=3", "'nodes=3'", "write --nodes 3 instead"),
-    "extra that is no option": local("train --sbatch =3", "'=3'", "KEY=VALUE"),
+    "own flag as an sbatch option": local("train --sbatch nodes=3", "'nodes=3'", "write --nodes 3 instead"),
+    "sbatch option without a key": local("train --sbatch =3", "'=3'", "KEY=VALUE"),
     "slash in the name": local("train --name a/b", "'a/b'", "use letters"),
     "space in the name": Bad((*LOCAL, "train", "--name", "a b"), ("'a b'", "use letters")),
     "empty name": Bad((*LOCAL, "train", "--name", ""), ("''", "use letters")),
-    "name that climbs out": local("train --name ../a", "'../a'", "use letters"),
-    "name that is too long": local(f"train --name {'x' * 101}", "x" * 101, "at most 100"),
+    "name with a parent folder": local("train --name ../a", "'../a'", "use letters"),
+    "name too long": local(f"train --name {'x' * 101}", "x" * 101, "at most 100"),
     "unknown executor": local("train --executor moon", "'moon'", "auto, slurm, allocation or local"),
-    "no sbatch": call(
+    "sbatch not on PATH": call(
         "submit --executor slurm train", "no sbatch", "--executor local", code=3, environ={"PATH": "/no-such-folder"}
     ),
     "unknown flag": local("train --nodez 2", "--nodez", "--nodes"),
-    "command without its dashes": local("python train.py --lr 0.1", "'--lr'", "a command goes after"),
-    "script that is no job": local("script.py", "no 'train'", "-- python script.py", files={"script.py": b"x = 1"}),
+    "command without --": local("python train.py --lr 0.1", "'--lr'", "a command goes after"),
+    "script without a job function": local(
+        "script.py", "no 'train'", "-- python script.py", files={"script.py": b"x = 1"}
+    ),
     # the folders
     "runs folder below a file": local(
         "train", "train.py/runs'", "Not a directory", "set MGPU_RUNS", environ={"MGPU_RUNS": "train.py/runs"}
     ),
-    "runs folder where none can be made": local(
+    "runs folder that cannot be created": local(
         "train", "'/proc/runs'", "cannot be written", "set MGPU_RUNS", environ={"MGPU_RUNS": "/proc/runs"}
     ),
     "snapshot over the limit": local(
@@ -200,20 +204,22 @@ BAD = {
     "unknown key of a cluster": cluster_file("clusters: {hpc: {flagz: {}}}\n", "'flagz'", "did you mean 'flags'"),
     "unknown flag of a cluster": cluster_file("clusters: {hpc: {flags: {nodez: 2}}}\n", "'nodez'", "'nodes'"),
     "negative time of a cluster": cluster_file("clusters: {hpc: {flags: {time: -5}}}\n", "'-5'", "minutes"),
-    "limit that is no size": cluster_file("clusters: {hpc: {snapshot-limit: lots}}\n", "'lots'", "such as 100MB"),
-    "readers that are nobody": cluster_file("clusters: {hpc: {readable-by: all}}\n", "'all'", "'owner' or 'group'"),
-    "setup that is no list": cluster_file("clusters: {hpc: {setup: module load x}}\n", "setup", "expected a list"),
+    "snapshot limit that is not a size": cluster_file(
+        "clusters: {hpc: {snapshot-limit: lots}}\n", "'lots'", "such as 100MB"
+    ),
+    "unknown readers": cluster_file("clusters: {hpc: {readable-by: all}}\n", "'all'", "'owner' or 'group'"),
+    "setup that is not a list": cluster_file("clusters: {hpc: {setup: module load x}}\n", "setup", "expected a list"),
     "cluster that is a number": cluster_file("clusters: {hpc: 3}\n", "clusters.hpc=3", "expected a mapping"),
     # the other commands
-    "status of nothing": call("status nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "logs of nothing": call("logs nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "logs of no run": call("logs", "RUN", "logs --help"),
-    "cancel of nothing": call("cancel nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "wait for nothing": call("wait nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "wait for no time": call("wait nope-1 --timeout soon", "'soon'", "wait --help"),
-    "resume of nothing": call("resume nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "clean of nothing": call("clean nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "init over files": call("init .", "train.py", "already exists", "choose another folder"),
+    "status of an unknown run": call("status nope-1", "'nope-1'", "-m mgpu_slurm status"),
+    "logs of an unknown run": call("logs nope-1", "'nope-1'", "-m mgpu_slurm status"),
+    "logs without a run": call("logs", "RUN", "logs --help"),
+    "cancel of an unknown run": call("cancel nope-1", "'nope-1'", "-m mgpu_slurm status"),
+    "wait for an unknown run": call("wait nope-1", "'nope-1'", "-m mgpu_slurm status"),
+    "wait with an invalid timeout": call("wait nope-1 --timeout soon", "'soon'", "wait --help"),
+    "resume of an unknown run": call("resume nope-1", "'nope-1'", "-m mgpu_slurm status"),
+    "clean of an unknown run": call("clean nope-1", "'nope-1'", "-m mgpu_slurm status"),
+    "init over existing files": call("init .", "train.py", "already exists", "choose another folder"),
     "unknown command": call("submitt", "'submitt'", "'submit'"),
 }
 
@@ -243,7 +249,7 @@ def _write(project: Project, files: dict[str, str | bytes]) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-def test_bad_input_gets_one_line_and_leaves_nothing(prepared: Project, bad: Bad) -> None:
+def test_bad_input_prints_a_one_line_error_and_creates_no_run(prepared: Project, bad: Bad) -> None:
     _write(prepared, bad.files)
     project = Project(prepared.folder, prepared.environ | bad.environ)
     done = project.call(*bad.words)
@@ -260,14 +266,14 @@ def _entries(runs: Path) -> list[Path]:
     return list(runs.iterdir()) if runs.exists() else []
 
 
-def test_debug_shows_the_traceback_with_the_line(base: Project) -> None:
+def test_debug_flag_prints_the_traceback_and_the_error(base: Project) -> None:
     done = base.call("submit", "--debug", "--executor", "local", "train", "--nodes", "0")
     assert done.returncode != 0
     assert "Traceback" in done.stderr
     assert "--nodes 0: expected a whole number of at least 1" in done.stderr.splitlines()[-1]
 
 
-def test_the_program_alone_shows_its_help(base: Project) -> None:
+def test_no_arguments_print_the_help(base: Project) -> None:
     done = base.call()
     assert (done.returncode, done.stderr) == (0, "")
     assert "submit" in done.stdout

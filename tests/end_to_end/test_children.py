@@ -24,7 +24,7 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, dict[s
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_children_end_when_they_are_ended(way: str, submitted: tuple[Project, dict[str, Path]]) -> None:
+def test_child_processes_end_when_the_job_ends_them(way: str, submitted: tuple[Project, dict[str, Path]]) -> None:
     project, folders = submitted
     facts = project.finish(folders[way])
     reached = (folders[way] / "children-0").read_text()

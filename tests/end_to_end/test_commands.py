@@ -184,7 +184,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Project:
     ],
     ids=["plain", "lightning", "accelerate"],
 )
-def test_a_script_trains_unchanged_on_two_nodes(
+def test_unmodified_script_trains_on_two_nodes(
     scripts: Project, tmp_path: Path, command: list[str], steps: int
 ) -> None:
     environ = scripts.environ
@@ -217,7 +217,7 @@ def undisturbed(scripts: Project) -> Path:
     return folder
 
 
-def test_attach_in_a_command_is_the_submitted_run(scripts: Project, undisturbed: Path) -> None:
+def test_attach_in_a_command_returns_the_submitted_run(scripts: Project, undisturbed: Path) -> None:
     (facts,) = scripts.json("status", undisturbed.name)
     assert (facts["step"], facts["progress"], facts["metrics"]) == (16, 2, {"loss": 2.0})
     reports = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
@@ -227,9 +227,7 @@ def test_attach_in_a_command_is_the_submitted_run(scripts: Project, undisturbed:
     assert log(undisturbed, 1) == "rank 1 of 2 is at step 16 of attempt 1\n"
 
 
-def test_an_attached_script_is_requeued_by_the_lead_signal_and_goes_on_exactly(
-    scripts: Project, undisturbed: Path
-) -> None:
+def test_attached_script_resumes_exactly_after_lead_signal_requeue(scripts: Project, undisturbed: Path) -> None:
     project = Project(scripts.folder, scripts.environ | {"STOP_AT": "5"})
     # a launcher may have an exit code of its own
     python = shlex.quote(sys.executable)
@@ -261,7 +259,7 @@ def test_attach_works_under_plain_torchrun(scripts: Project, undisturbed: Path, 
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_attach_works_in_a_script_that_nothing_launched(scripts: Project, tmp_path: Path) -> None:
+def test_attach_works_without_a_launcher(scripts: Project, tmp_path: Path) -> None:
     project = Project(scripts.folder, scripts.environ | {"MGPU_RUNS": str(tmp_path)})
     assert "rank 0 of 1 is at step 16 of attempt 1" in run_by_hand(project, "attached.py")
     (folder,) = tmp_path.glob("attached-attached-*")
@@ -271,7 +269,7 @@ def test_attach_works_in_a_script_that_nothing_launched(scripts: Project, tmp_pa
 # -- what reaches a command, and what its end means
 
 
-def test_words_and_the_clusters_environment_reach_a_command_untouched(scripts: Project) -> None:
+def test_arguments_and_cluster_environment_reach_a_command_unchanged(scripts: Project) -> None:
     scripts.write(
         "mgpu.yaml",
         """
@@ -289,7 +287,7 @@ def test_words_and_the_clusters_environment_reach_a_command_untouched(scripts: P
     assert (environ["LEVEL"], environ["OMP_NUM_THREADS"]) == ("3", "7")
 
 
-def test_the_command_is_shown_as_it_could_be_typed(project: Project) -> None:
+def test_dry_run_shows_the_command_quoted_for_the_shell(project: Project) -> None:
     words = ["sh", "-c", "echo 'it''s' $HOME", "two words"]
     done = project.call("submit", "--executor", "local", "--dry-run", "--", *words)
     (line,) = re.findall(r"^target +(.*)$", done.stdout, flags=re.MULTILINE)
@@ -297,7 +295,7 @@ def test_the_command_is_shown_as_it_could_be_typed(project: Project) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (3, "FAILED")])
-def test_the_exit_code_of_the_command_decides(project: Project, code: int, state: str) -> None:
+def test_exit_code_of_a_command_decides_the_run_state(project: Project, code: int, state: str) -> None:
     ends = f"test $RANK = 0 || exit {code}"
     done = project.call("submit", "--executor", "local", "--nodes", "2", "--", "sh", "-c", ends)
     assert done.returncode == (1 if code else 0)
@@ -306,7 +304,7 @@ def test_the_exit_code_of_the_command_decides(project: Project, code: int, state
     assert facts["reason"] == ("rank 1 ended with exit code 3" if code else "")
 
 
-def test_a_request_to_save_reaches_a_script_behind_any_launcher_once(project: Project) -> None:
+def test_script_behind_any_launcher_gets_sigterm_once_and_saves(project: Project) -> None:
     run = wrappers.start(project)
     assert project.call("cancel", run.name).returncode == 0
     assert project.finish(run)["state"] == "CANCELLED"

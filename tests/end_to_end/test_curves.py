@@ -53,7 +53,7 @@ def trained(project: Project) -> Project:
     return project
 
 
-def test_a_group_becomes_one_curve_and_what_an_attempt_repeats_counts_once(trained: Project) -> None:
+def test_group_is_averaged_and_repeated_steps_count_once(trained: Project) -> None:
     folder = trained.submit("--seeds", "3", "train.py", "fails_after=3", "fails_for=1")
     assert trained.call("wait", folder.name).returncode == 1
     facts = trained.json("aggregate")
@@ -79,7 +79,7 @@ def test_a_group_becomes_one_curve_and_what_an_attempt_repeats_counts_once(train
     assert [float(row["mean"]) for row in rows if row["metric"] == "first"] == pytest.approx([2 / 3] * 4)
 
 
-def test_groups_are_told_apart_by_their_config_and_shown_in_a_table(trained: Project) -> None:
+def test_groups_are_distinguished_by_config_and_listed_in_a_table(trained: Project) -> None:
     for lr in ("0.1", "0.5"):
         folder = trained.submit("--seeds", "2", "train.py", f"lr={lr}")
         assert trained.call("wait", folder.name).returncode == 0
@@ -106,7 +106,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_calls_that_are_wrong_are_told_in_one_line(project: Project) -> None:
+def test_invalid_aggregate_calls_are_refused_with_one_line(project: Project) -> None:
     assert "no group found: name runs" in refused(project.call("aggregate"))
     assert "there is no run 'nothing'" in refused(project.call("aggregate", "nothing"))
     assert "has neither a run nor event files" in refused(project.call("aggregate", "."))

@@ -63,7 +63,7 @@ def imported_by(project: Project, *words: str, code: int = 0) -> int:
     return len(imports(project).read_text().splitlines())
 
 
-def test_a_job_is_imported_at_submission_only_where_that_is_asked_for_or_needed(project: Project) -> None:
+def test_submission_imports_the_job_only_if_requested_or_needed(project: Project) -> None:
     assert imported_by(project, "job", "lr=1") == 0
     # what the source tells is refused at once
     assert imported_by(project, "job", "lr=fast", code=2) == 0
@@ -74,7 +74,7 @@ def test_a_job_is_imported_at_submission_only_where_that_is_asked_for_or_needed(
     assert "check     when the job starts" in project.call(*DRY_RUN, "job").stdout
 
 
-def test_a_value_that_only_the_job_refuses_ends_it_before_its_ranks_join(project: Project) -> None:
+def test_value_refused_by_the_job_ends_the_run_before_ranks_join(project: Project) -> None:
     folder, facts = project.run("job", "--ntasks-per-node", "2", "lr=-1")
     assert facts["state"] == "FAILED"
     for rank in (0, 1):
@@ -86,7 +86,7 @@ def test_a_value_that_only_the_job_refuses_ends_it_before_its_ranks_join(project
     assert "`submit --dry-run --check` checks it beforehand" in told
 
 
-def test_an_import_that_fails_in_the_job_is_told_of(project: Project) -> None:
+def test_failed_import_in_the_job_is_reported_by_why(project: Project) -> None:
     folder, facts = project.run("missing.py", "lr=1")
     assert facts["state"] == "FAILED"
     told = project.call("why", folder.name).stdout
@@ -94,7 +94,7 @@ def test_an_import_that_fails_in_the_job_is_told_of(project: Project) -> None:
     assert "missing.py:1: ModuleNotFoundError: No module named 'no_module_of_this_name'" in told
 
 
-def test_the_job_completes_what_was_given_once_at_each_attempt(project: Project) -> None:
+def test_job_completes_its_config_exactly_once_per_attempt(project: Project) -> None:
     folder, facts = project.run("job", "lr=0.25", "data=sub")
     assert facts["state"] == "FAILED"
     assert project.call("resume", folder.name, "--follow").returncode == 0
@@ -106,7 +106,7 @@ def test_the_job_completes_what_was_given_once_at_each_attempt(project: Project)
     assert curves["groups"][0]["config"]["lr"] == 0.5
 
 
-def test_the_runs_of_a_group_complete_it_with_their_own_seeds(project: Project) -> None:
+def test_group_runs_complete_the_config_with_their_own_seeds(project: Project) -> None:
     group = project.submit("job", "--seeds", "2", "--retries", "1", "lr=0.25")
     assert project.call("wait", group.name, "--timeout", "90").returncode == 0
     for task in (0, 1):

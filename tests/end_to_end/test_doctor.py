@@ -30,7 +30,7 @@ def by_check(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return grouped
 
 
-def test_a_machine_without_slurm_is_told_what_it_has(bare: Project) -> None:
+def test_machine_without_slurm_is_described_without_failures(bare: Project) -> None:
     # the program ends by SystemExit
     code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr));"
     code += "from mgpu_slurm.cli.main import main; main(['doctor', '--json'])"
@@ -49,7 +49,7 @@ def test_a_machine_without_slurm_is_told_what_it_has(bare: Project) -> None:
     assert list(bare.folder.iterdir()) == []
 
 
-def test_what_is_broken_is_told_line_by_line_and_ends_nothing(bare: Project) -> None:
+def test_each_problem_is_reported_and_none_stops_the_other_checks(bare: Project) -> None:
     bare.write("broken/torch/__init__.py", 'raise ImportError("libcudart.so.13: cannot open shared object file")\n')
     bare.write("mgpu.yaml", "clusters: {hpc: {flag: {partition: gpu}}}\n")
     bare.environ |= {"PYTHONPATH": str(bare.folder / "broken"), "MGPU_RUNS": "/proc/runs"}
@@ -64,13 +64,13 @@ def test_what_is_broken_is_told_line_by_line_and_ends_nothing(bare: Project) -> 
     assert done.stderr == ""
 
 
-def test_flags_of_the_job_are_refused_without_it(bare: Project) -> None:
+def test_job_flags_are_refused_without_submit(bare: Project) -> None:
     done = bare.call("doctor", "--nodes", "3")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "mgpu-slurm: --nodes only applies with --submit\n"
 
 
-def test_the_job_measures_what_lies_between_two_nodes_and_leaves_nothing(bare: Project) -> None:
+def test_job_measures_two_nodes_and_leaves_no_run_folder(bare: Project) -> None:
     done = bare.call("doctor", "--submit", "--json", "--executor", "local", "--cpus-per-task", "999")
     assert done.returncode == 0, done.stderr
     told = by_check(json.loads(done.stdout))

@@ -62,7 +62,7 @@ def failing(project: Project) -> Project:
     return project
 
 
-def test_an_exception_on_one_rank_ends_the_run_with_that_ranks_traceback_first(failing: Project) -> None:
+def test_exception_on_one_rank_fails_the_run_and_shows_its_traceback(failing: Project) -> None:
     done = failing.call("submit", "fails:raises", "--nodes", "2", "--executor", "local")
     assert done.returncode == 1
     assert "-- rank 1 on local2 failed first:" in done.stdout
@@ -116,7 +116,7 @@ BLOCKED = """
 
 
 @pytest.mark.parametrize("way", ["function", "attached script"])
-def test_a_failed_rank_waits_for_nobody(way: str, project: Project) -> None:
+def test_failed_rank_exits_despite_blocked_threads_and_process_group(way: str, project: Project) -> None:
     project.write("blocked.py", BLOCKED)
     words = ["blocked.py"] if way == "function" else ["--", "python", "blocked.py"]
     folder, facts = project.run("--nodes", "2", "--stuck-after", "0", *words)
@@ -154,8 +154,8 @@ DISCONNECTED = """
 """
 
 
-def test_a_rank_whose_connection_to_the_rendezvous_breaks_ends_and_the_run_starts_again(project: Project) -> None:
-    """If it trained on, it would hear of no save and no stop."""
+def test_rank_that_loses_the_rendezvous_exits_and_the_run_restarts(project: Project) -> None:
+    """If it kept training, it would not receive requests to save or stop."""
     project.write("disconnected.py", DISCONNECTED)
     folder, facts = project.run("--nodes", "2", "--stuck-after", "0", "disconnected.py")
     assert facts["state"] == "COMPLETED"
@@ -166,7 +166,7 @@ def test_a_rank_whose_connection_to_the_rendezvous_breaks_ends_and_the_run_start
     assert re.search("DistNetworkError: .*(Connection was likely closed|Broken pipe)", retried.why)
 
 
-def test_a_rank_that_succeeds_waits_for_its_threads_and_exit_handlers(project: Project) -> None:
+def test_successful_rank_waits_for_threads_and_exit_handlers(project: Project) -> None:
     project.write("blocked.py", BLOCKED)
     folder, facts = project.run("blocked.py:threaded")
     assert facts["state"] == "COMPLETED"
@@ -174,7 +174,7 @@ def test_a_rank_that_succeeds_waits_for_its_threads_and_exit_handlers(project: P
     assert (folder / "atexit").exists()
 
 
-def test_a_script_that_fails_on_one_rank_shows_the_end_of_that_ranks_log(project: Project) -> None:
+def test_failed_script_shows_the_log_tail_of_the_first_failed_rank(project: Project) -> None:
     project.write("script.py", 'import os\nif os.environ["RANK"] == "1":\n    raise ValueError("crash on one")\n')
     done = project.call("submit", "--executor", "local", "--nodes", "2", "--", "python", "script.py")
     assert done.returncode == 1
@@ -183,7 +183,7 @@ def test_a_script_that_fails_on_one_rank_shows_the_end_of_that_ranks_log(project
     assert facts["reason"] == "rank 1 ended with exit code 1: ValueError: crash on one"
 
 
-def test_a_killed_rank_ends_the_others_within_seconds(failing: Project) -> None:
+def test_killed_rank_ends_the_other_ranks_within_seconds(failing: Project) -> None:
     folder, facts = failing.run("fails:killed", "--nodes", "2", "--retries", "0")
     assert facts["state"] == "FAILED"
     assert facts["reason"] == "rank 1 was killed by SIGKILL"
@@ -198,7 +198,7 @@ def test_a_killed_rank_ends_the_others_within_seconds(failing: Project) -> None:
         ("lonely_report_at_the_end", "rank 1 at the end of the job function"),
     ],
 )
-def test_report_on_one_rank_alone_is_named_and_does_not_hang(failing: Project, function: str, place: str) -> None:
+def test_report_on_one_rank_only_is_an_error_that_names_both_ranks(failing: Project, function: str, place: str) -> None:
     folder, facts = failing.run(f"fails:{function}", "--nodes", "2")
     assert facts["state"] == "FAILED"
     failure = json.loads((folder / "failure.json").read_text())
@@ -207,7 +207,7 @@ def test_report_on_one_rank_alone_is_named_and_does_not_hang(failing: Project, f
     assert place in failure["message"]
 
 
-def test_a_killed_supervisor_leaves_no_process_and_the_run_is_told_lost(failing: Project) -> None:
+def test_killed_supervisor_fails_the_run_and_leaves_no_process(failing: Project) -> None:
     folder = failing.submit("fails:sleeps", "--nodes", "2")
     wait_until(lambda: (folder / "asleep-0").exists() and (folder / "asleep-1").exists())
     # 2 ranks with a daemon each, and the batch step
@@ -220,7 +220,7 @@ def test_a_killed_supervisor_leaves_no_process_and_the_run_is_told_lost(failing:
     assert "supervisor" in facts["reason"]
 
 
-def test_cancel_ends_ranks_that_do_not_listen_and_their_children(failing: Project) -> None:
+def test_cancel_ends_unresponsive_ranks_and_their_children(failing: Project) -> None:
     failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
     folder = failing.submit("fails:sleeps", "--nodes", "2")
     wait_until(lambda: (folder / "asleep-0").exists() and (folder / "asleep-1").exists())
@@ -244,8 +244,8 @@ STUBBORN = """
 """
 
 
-def test_a_cancel_right_after_the_submission_is_a_cancel(failing: Project) -> None:
-    """The supervisor still imports torch then, and no rank is there to hear of it."""
+def test_cancel_right_after_submission_is_recorded_as_cancelled(failing: Project) -> None:
+    """The supervisor is still importing torch then, and no rank has started that could receive it."""
     failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
     failing.submit("fails:sleeps", "--nodes", "2")
     # the second submission of the same code waits for no import
@@ -256,8 +256,8 @@ def test_a_cancel_right_after_the_submission_is_a_cancel(failing: Project) -> No
     failing.call("cancel", *(path.name for path in failing.runs.iterdir()))
 
 
-def test_a_cancel_right_behind_a_resume_is_a_cancel(project: Project) -> None:
-    """The supervisor's Python still starts then."""
+def test_cancel_right_after_resume_is_recorded_as_cancelled(project: Project) -> None:
+    """The supervisor's Python is still starting then."""
     gate = project.folder / "gate"
     folder, _ = project.run("--", "sh", "-c", f"test -e {gate} && exec sleep 600")
     gate.touch()
@@ -269,7 +269,7 @@ def test_a_cancel_right_behind_a_resume_is_a_cancel(project: Project) -> None:
     assert project.json("status", folder.name)[0]["reason"] == "cancelled"
 
 
-def test_who_waited_long_enough_is_told_so_by_an_exit_code_of_its_own(project: Project) -> None:
+def test_wait_timeout_has_its_own_exit_code(project: Project) -> None:
     folder = project.submit("--", "sleep", "600")
     waited = project.call("wait", folder.name, "--timeout", "0.1")
     assert waited.returncode == 124
@@ -277,7 +277,7 @@ def test_who_waited_long_enough_is_told_so_by_an_exit_code_of_its_own(project: P
     project.call("cancel", folder.name)
 
 
-def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing: Project) -> None:
+def test_time_limit_sends_lead_signal_then_sigterm_then_sigkill(failing: Project) -> None:
     failing.write("mgpu.yaml", "clusters: {local: {kill-wait: 1}}\n")
     failing.write("stubborn.py", STUBBORN)
     folder, facts = failing.run("--time", "0:04", "--signal", "USR2@1", "--", "python", "stubborn.py")
@@ -288,29 +288,29 @@ def test_the_time_limit_sends_the_lead_signal_then_sigterm_then_sigkill(failing:
     wait_until(lambda: processes_of(folder) == [], seconds=20)
 
 
-def test_an_attempt_that_starts_near_the_time_limit_has_all_of_its_time(project: Project) -> None:
-    """The lead signal was due in the five seconds before it."""
+def test_retry_near_the_time_limit_gets_the_full_time_limit(project: Project) -> None:
+    """The lead signal was due during the five seconds before the retry."""
     script = "[ $MGPU_ATTEMPT -ge 3 ] || kill -9 $$; sleep 2; echo through"
     folder, facts = project.run("--time", "0:06", "--signal", "USR2@2", "--", "sh", "-c", script)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 3)
     assert log(folder, 0, 3) == "through\n"
 
 
-def test_a_command_asks_for_another_start_with_exit_code_75(project: Project) -> None:
+def test_exit_code_75_restarts_a_command(project: Project) -> None:
     folder, facts = project.run("--", "sh", "-c", "echo try $MGPU_ATTEMPT; test $SLURM_RESTART_COUNT -ge 2 || exit 75")
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 3)
     assert [log(folder, 0, attempt) for attempt in (1, 2, 3)] == ["try 1\n", "try 2\n", "try 3\n"]
 
 
-def test_a_command_that_is_not_there_is_named(project: Project) -> None:
+def test_missing_program_is_named_in_the_log(project: Project) -> None:
     # which program a run of a group starts is known in the run only
     group = project.submit("--seeds", "1", "--", "no-such-program-{seed}")
     assert project.call("wait", group.name, "--timeout", "90").returncode == 1
     assert "'no-such-program-0' is not on PATH" in log(group / "tasks" / "0", 0)
 
 
-def test_a_supervisor_with_threads_starts_its_ranks_afresh(project: Project) -> None:
-    """Some libraries start threads when they are imported; a fork would copy their locks as they are."""
+def test_supervisor_with_threads_starts_ranks_in_new_interpreters(project: Project) -> None:
+    """Some libraries start threads on import; a fork would copy their locks in whatever state they are."""
     project.write(
         "site/sitecustomize.py",
         """

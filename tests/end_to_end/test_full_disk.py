@@ -117,7 +117,7 @@ def in_a_namespace(project: Project, script: str, *words: str) -> subprocess.Com
     return done
 
 
-def test_training_goes_on_while_nothing_can_be_written(project: Project) -> None:
+def test_training_continues_while_the_disk_is_full(project: Project) -> None:
     project.write("train.py", JOB)
     done = call_on_a_small_disk(project, "submit", "train", "--executor", "local", "--nodes", "2", "--follow")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -135,7 +135,7 @@ def test_training_goes_on_while_nothing_can_be_written(project: Project) -> None
     assert "WARNING: rank 0 could not write the checkpoint of step 4: [Errno 28] No space left" in log(folder, 0)
 
 
-def test_a_run_that_is_cancelled_meanwhile_is_cancelled(project: Project) -> None:
+def test_cancel_while_the_disk_is_full_is_recorded(project: Project) -> None:
     project.write("train.py", STEPS)
     done = in_a_namespace(project, CANCELLED_WHILE_FULL)
     (folder,) = (project.folder / "kept").glob("full-*")

@@ -27,7 +27,7 @@ def states(project: Project, name: str) -> list[str]:
     return [facts["state"] for facts in project.json("status", name)]
 
 
-def test_each_seed_is_a_run_of_its_own_and_the_group_tells_of_all(project: Project) -> None:
+def test_each_seed_is_its_own_run_and_the_group_summarizes_all(project: Project) -> None:
     folder = group(project, "3", SAYS_SEED)
     done = project.call("wait", folder.name)
     assert done.returncode == 1
@@ -47,7 +47,7 @@ def test_each_seed_is_a_run_of_its_own_and_the_group_tells_of_all(project: Proje
     assert [line.split()[0] for line in project.call("status").stdout.splitlines()] == ["RUN", folder.name]
 
 
-def test_resume_starts_only_what_did_not_complete(project: Project) -> None:
+def test_resume_starts_only_runs_that_did_not_complete(project: Project) -> None:
     mark = project.folder / "second-time"
     folder = group(project, "3", f"test {{seed}} != 1 || test -e {mark}")
     project.call("wait", folder.name)
@@ -61,7 +61,7 @@ def test_resume_starts_only_what_did_not_complete(project: Project) -> None:
     assert "it has already completed" in again.stderr
 
 
-def test_no_more_run_at_a_time_than_the_limit_and_a_cancel_ends_them_all(project: Project) -> None:
+def test_concurrency_limit_is_kept_and_cancel_ends_all_runs(project: Project) -> None:
     folder = group(project, "4%2", "exec sleep 60{seed}")
     wait_until(lambda: states(project, folder.name).count("RUNNING") == 2)
     assert sorted(states(project, folder.name)) == ["PENDING", "PENDING", "RUNNING", "RUNNING"]
@@ -73,7 +73,7 @@ def test_no_more_run_at_a_time_than_the_limit_and_a_cancel_ends_them_all(project
     assert states(project, folder.name) == ["CANCELLED"] * 4
 
 
-def test_a_group_that_is_at_work_is_not_resumed_until_it_has_ended(project: Project) -> None:
+def test_running_group_cannot_be_resumed_until_it_has_ended(project: Project) -> None:
     gate = project.folder / "gate"
     folder = group(project, "4%1", f"test {{seed}} != 0 || test $MGPU_ATTEMPT = 2 || exit 1; {until(gate)}")
     wait_until(lambda: states(project, folder.name)[:2] == ["FAILED", "RUNNING"])
@@ -90,7 +90,7 @@ def test_a_group_that_is_at_work_is_not_resumed_until_it_has_ended(project: Proj
     assert [facts["attempts"] for facts in project.json("status", folder.name)] == [2, 1, 1, 1]
 
 
-def test_a_group_of_another_machine_is_resumed_once_its_runs_have_ended(project: Project) -> None:
+def test_ended_group_from_another_host_can_be_resumed(project: Project) -> None:
     gate = project.folder / "gate"
     folder = group(project, "2", f"test -e {gate} # {{seed}}")
     project.call("wait", folder.name)
@@ -101,7 +101,7 @@ def test_a_group_of_another_machine_is_resumed_once_its_runs_have_ended(project:
     assert project.call("wait", folder.name).returncode == 0
 
 
-def test_a_cancel_that_comes_while_a_run_gets_its_turn_is_heard(project: Project) -> None:
+def test_cancel_while_a_run_is_being_started_takes_effect(project: Project) -> None:
     gate = project.folder / "gate"
     folder = group(project, "2%1", f"{until(gate)} # {{seed}}")
     wait_until(lambda: states(project, folder.name) == ["RUNNING", "PENDING"])
@@ -118,7 +118,7 @@ def test_a_cancel_that_comes_while_a_run_gets_its_turn_is_heard(project: Project
     assert project.call("wait", folder.name).returncode == 0
 
 
-def test_the_seed_of_a_job_function_counts_up_from_its_own(project: Project) -> None:
+def test_group_seeds_count_up_from_the_seed_in_the_config(project: Project) -> None:
     project.write(
         "job.py",
         """
@@ -148,14 +148,14 @@ def test_the_seed_of_a_job_function_counts_up_from_its_own(project: Project) -> 
         (["--seeds", "3%", "--", "true", "{seed}"], "--seeds '3%': expected a number of runs"),
     ],
 )
-def test_seeds_that_reach_nothing_are_refused(project: Project, words: list[str], error: str) -> None:
+def test_unused_or_invalid_seeds_are_refused(project: Project, words: list[str], error: str) -> None:
     done = project.call("submit", "--executor", "local", *words)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert error in done.stderr
     assert not project.runs.exists() or not list(project.runs.iterdir())
 
 
-def test_commands_that_want_one_run_name_one(project: Project) -> None:
+def test_logs_needs_a_single_run_and_clean_needs_the_whole_group(project: Project) -> None:
     folder = group(project, "2", "true {seed}")
     project.call("wait", folder.name)
     for words, error in [
@@ -177,7 +177,7 @@ class TestAfter:
         (facts,) = project.json("status", folder.name)
         return dict(facts)
 
-    def test_a_run_starts_once_another_has_completed(self, project: Project) -> None:
+    def test_run_starts_after_the_other_run_has_completed(self, project: Project) -> None:
         gate = project.folder / "gate"
         first = project.submit("--", "sh", "-c", f"until test -e {gate}; do sleep 0.05; done; date +%s%N > {gate}")
         second = project.submit("--after", first.name, "--", "sh", "-c", f"cat {gate}")
@@ -187,7 +187,7 @@ class TestAfter:
         # the first had written its last word
         assert project.call("logs", second.name).stdout.strip().isdigit()
 
-    def test_a_run_whose_forerunner_fails_never_starts_unless_any_end_will_do(self, project: Project) -> None:
+    def test_run_after_a_failed_run_is_cancelled_unless_after_any(self, project: Project) -> None:
         gate = project.folder / "gate"
         first = project.submit("--", "sh", "-c", f"until test -e {gate}; do sleep 0.05; done; false")
         strict = project.submit("--after", first.name, "--", "true")
@@ -201,7 +201,7 @@ class TestAfter:
         assert told["words"] == "the run it waited for did not complete"
         assert project.finish(lax)["state"] == "COMPLETED"
 
-    def test_a_cancel_ends_the_wait(self, project: Project) -> None:
+    def test_cancel_ends_the_wait(self, project: Project) -> None:
         first = project.submit("--", "sleep", "600")
         second = project.submit("--after", first.name, "--", "true")
         project.call("cancel", second.name)
@@ -210,7 +210,7 @@ class TestAfter:
         assert project.finish(first)["state"] == "CANCELLED"
 
     @pytest.mark.parametrize("runs", [("",), ("/0", "/1", "/2")], ids=["whole", "run by run"])
-    def test_a_group_that_is_cancelled_while_it_waits_and_resumed_starts_each_run_once(
+    def test_waiting_group_cancelled_and_resumed_starts_each_run_once(
         self, project: Project, runs: tuple[str, ...]
     ) -> None:
         gate, marks = project.folder / "gate", project.folder / "marks"
@@ -226,7 +226,7 @@ class TestAfter:
         assert sorted(marks.read_text().split()) == ["0", "1", "2"]
         assert [facts["attempts"] for facts in project.json("status", folder.name)] == [1, 1, 1]
 
-    def test_what_waits_for_a_run_that_was_deleted_is_cancelled_and_says_what_to_do(self, project: Project) -> None:
+    def test_dependency_on_a_deleted_run_cancels_with_advice(self, project: Project) -> None:
         first = project.submit("--", "sleep", "600")
         waiting = [project.submit("--after", first.name, "--", "true")]
         waiting.append(group(project, "2", "true {seed}", "--after", first.name))
@@ -244,7 +244,7 @@ class TestAfter:
             told = project.json("why", folder.name)[0]["why"]
             assert (told["cause"], told["words"]) == ("dependency-gone", "the run it waited for is gone")
 
-    def test_a_group_whose_runs_have_started_does_not_wait_again(self, project: Project) -> None:
+    def test_resumed_group_whose_runs_have_started_does_not_wait_again(self, project: Project) -> None:
         first, _ = project.run("--", "true")
         mark = project.folder / "second-time"
         folder = group(project, "3%1", f"test -e {mark} # {{seed}}", "--after", first.name)
@@ -260,7 +260,7 @@ class TestAfter:
         assert states(project, folder.name) == ["COMPLETED"] * 3
 
     @pytest.mark.parametrize("damage", ["a torn file", "a folder in its place"])
-    def test_a_state_that_cannot_be_read_is_waited_for(self, project: Project, damage: str) -> None:
+    def test_dependency_with_unreadable_state_is_waited_for(self, project: Project, damage: str) -> None:
         gate = project.folder / "gate"
         first = project.submit("--", "sh", "-c", until(gate))
         wait_until(lambda: self.facts(project, first)["state"] == "RUNNING")
@@ -282,7 +282,7 @@ class TestAfter:
         gate.touch()
         assert project.finish(second)["state"] == "COMPLETED"
 
-    def test_a_run_that_is_not_there_is_an_error(self, project: Project) -> None:
+    def test_dependency_on_an_unknown_run_is_an_error(self, project: Project) -> None:
         done = project.call("submit", "--executor", "local", "--after", "nothing", "--", "true")
         assert done.returncode == 2
         # as it was called

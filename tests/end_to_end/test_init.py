@@ -10,7 +10,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log
 
 
-def test_the_starter_runs_as_written_in_an_empty_folder(project: Project) -> None:
+def test_starter_project_runs_unmodified(project: Project) -> None:
     # a machine without sbatch, and without any other tool
     project.environ["PATH"] = "/no-such-folder"
     written = project.call("init")
@@ -27,7 +27,7 @@ def test_the_starter_runs_as_written_in_an_empty_folder(project: Project) -> Non
     assert log(folder, 0).count("accuracy") == read_spec(RunFolder(folder)).config["epochs"]
 
 
-def test_init_in_a_new_folder_says_how_to_go_there(project: Project) -> None:
+def test_init_in_a_new_folder_prints_cd_and_refuses_to_overwrite(project: Project) -> None:
     written = project.call("init", "first/project")
     assert written.returncode == 0
     assert "cd first/project && " in written.stdout

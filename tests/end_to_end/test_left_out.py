@@ -54,7 +54,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
-def test_a_program_that_git_ignores_is_started_by_its_path_and_data_is_named(project: Project) -> None:
+def test_git_ignored_program_runs_and_git_ignored_data_is_noted(project: Project) -> None:
     words = ("--", ".venv/bin/python", "reads.py", "--data=data/digits/train.txt")
     done = project.call("submit", "--executor", "local", *words)
     assert done.returncode == 1
@@ -71,7 +71,7 @@ def test_a_program_that_git_ignores_is_started_by_its_path_and_data_is_named(pro
 
 
 @pytest.mark.parametrize("options", ["-c", "-euc", "-l -c", "-eu -o pipefail -c"])
-def test_what_a_shell_is_told_is_looked_through(options: str, project: Project) -> None:
+def test_shell_script_text_is_searched_for_git_ignored_paths(options: str, project: Project) -> None:
     text = "cd . && .venv/bin/python reads.py --data='data/digits/train.txt' | tee reads.log"
     done = project.call(*DRY_RUN, *PLAIN, "--", "bash", *options.split(), text)
     assert done.returncode == 0, done.stderr
@@ -79,7 +79,7 @@ def test_what_a_shell_is_told_is_looked_through(options: str, project: Project) 
     assert notes == [f"note      {ADVICE.replace('data/', name)}" for name in (".venv/", "data/")]
 
 
-def test_data_is_named_where_a_config_names_it_as_text(project: Project) -> None:
+def test_git_ignored_data_in_a_text_config_value_is_noted(project: Project) -> None:
     done = project.call("submit", "--executor", "local", "job.py", "text=data/digits/train.txt", "path=data/digits")
     assert done.returncode == 1
     assert [line for line in done.stdout.splitlines() if line.startswith("note")] == [f"note      {ADVICE}"]
@@ -94,7 +94,7 @@ def test_data_is_named_where_a_config_names_it_as_text(project: Project) -> None
 @pytest.mark.parametrize(
     ("program", "problem"), [("no-such-tool", "is not on PATH"), ("/opt/no/such/tool", "does not exist")]
 )
-def test_a_program_that_the_job_may_bring_is_only_warned_of(
+def test_missing_program_is_only_a_warning_if_the_job_may_provide_it(
     project: Project, flags: tuple[str, ...], program: str, problem: str
 ) -> None:
     done = project.call(*DRY_RUN, *flags, "--", program, "x")
@@ -115,14 +115,16 @@ def test_a_program_that_the_job_may_bring_is_only_warned_of(
     ],
 )
 @pytest.mark.parametrize("executor", ["local", "slurm"])
-def test_a_program_that_is_not_there_is_refused(project: Project, executor: str, program: str, says: str) -> None:
+def test_program_that_cannot_run_is_refused_with_advice(
+    project: Project, executor: str, program: str, says: str
+) -> None:
     before = set(project.runs.glob("*"))
     done = project.call("submit", "--executor", executor, *PLAIN, "--gpus-per-node", "0", "--dry-run", "--", program)
     assert (done.returncode, done.stderr) == (2, f"mgpu-slurm: {says}\n")
     assert set(project.runs.glob("*")) == before
 
 
-def test_programs_that_are_there_are_left_as_they_are(project: Project) -> None:
+def test_existing_programs_are_left_unchanged(project: Project) -> None:
     runs = project.write("tool.sh", "#!/bin/sh\ntrue\n")
     runs.chmod(0o755)
     for program in ("./tool.sh", "sh", "/bin/sh", "python", str(Path(sys.executable)), "tool-{seed}"):

@@ -37,7 +37,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
-def test_values_reach_the_function_by_name_also_when_it_is_resumed(project: Project) -> None:
+def test_values_reach_the_function_by_name_and_again_after_resume(project: Project) -> None:
     folder, facts = project.run("job.py", "--config", "big.yaml", "lr=1")
     assert facts["state"] == "FAILED"
     (project.folder / "data").mkdir()
@@ -46,7 +46,7 @@ def test_values_reach_the_function_by_name_also_when_it_is_resumed(project: Proj
         assert f"values 1.0 30 {project.folder / 'data'} 0\n" in log(folder, 0, attempt)
 
 
-def test_a_group_has_its_seeds_and_no_parent_of_the_package_on_its_path(project: Project) -> None:
+def test_group_runs_have_their_seeds_and_a_clean_sys_path(project: Project) -> None:
     (project.folder / "data").mkdir(exist_ok=True)
     folder = project.submit("job", "--seeds", "2")
     assert project.call("wait", folder.name, "--timeout", "90").returncode == 0
@@ -74,7 +74,7 @@ def test_wrong_values_are_refused_at_submission(project: Project, words: list[st
     assert says in done.stderr
 
 
-def test_a_sweep_searches_the_values_and_best_trains_them_again(project: Project) -> None:
+def test_sweep_searches_named_values_and_best_command_retrains_them(project: Project) -> None:
     (project.folder / "data").mkdir(exist_ok=True)
     sweep = (
         "{study: named, job: job, metric: score, trials: 2, sampler: grid, fixed: {epochs: 2},"

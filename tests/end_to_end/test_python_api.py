@@ -127,13 +127,13 @@ def said(project: Project) -> dict[str, Any]:
     return dict(json.loads(python(project, "script.py")))
 
 
-def test_a_function_of_the_script_itself_runs_with_what_it_uses(said: dict[str, Any]) -> None:
+def test_function_of_the_calling_script_runs_with_its_globals(said: dict[str, Any]) -> None:
     assert said["results"][0] == {"value": 20.0}
     assert said["logs"][:2] == ["rank 0 of 2 has width 5\n", "rank 1 of 2 has width 5\n"]
     assert said["waited"] == ["COMPLETED", "COMPLETED"]
 
 
-def test_a_function_of_a_module_and_a_name_run_the_snapshot(said: dict[str, Any], project: Project) -> None:
+def test_module_function_and_target_name_run_from_the_snapshot(said: dict[str, Any], project: Project) -> None:
     # the last metrics are the result of a function that returns nothing
     assert said["results"][1:] == [{"loss": 0.5}, {"loss": 0.25}]
     assert said["logs"][2].startswith(f"module 0.5 {project.folder / 'data'}\n")
@@ -142,13 +142,13 @@ def test_a_function_of_a_module_and_a_name_run_the_snapshot(said: dict[str, Any]
     assert not (module / "function.pkl").exists()
 
 
-def test_the_result_of_a_failed_run_raises_the_first_cause(said: dict[str, Any]) -> None:
+def test_result_of_a_failed_run_raises_the_first_cause(said: dict[str, Any]) -> None:
     name = Path(said["folders"][3]).name
     expected = "rank 0 on local1: RuntimeError: nothing to learn from {'samples': 0}"
     assert said["failed"] == f"run {name} is FAILED: {expected}"
 
 
-def test_a_run_is_waited_for_and_cancelled(said: dict[str, Any]) -> None:
+def test_wait_times_out_and_cancel_ends_the_run(said: dict[str, Any]) -> None:
     folder = Path(said["folders"][4])
     assert said["state"] in ("PENDING", "RUNNING")
     assert said["repr"].startswith(f"<Handle {folder.name} ")
@@ -158,7 +158,7 @@ def test_a_run_is_waited_for_and_cancelled(said: dict[str, Any]) -> None:
     wait_until(lambda: processes_of(folder) == [])
 
 
-def test_wrong_calls_raise_one_line_and_leave_nothing(said: dict[str, Any], project: Project) -> None:
+def test_invalid_calls_raise_one_line_errors_and_leave_no_temp_folders(said: dict[str, Any], project: Project) -> None:
     expected = [
         "config of train: lr='fast': expected a valid number",
         "config: expected a dataclass or a mapping, got int",
@@ -175,7 +175,7 @@ def test_wrong_calls_raise_one_line_and_leave_nothing(said: dict[str, Any], proj
     assert not any(path.name.startswith(".") for path in project.runs.iterdir())
 
 
-def test_runs_are_found_in_another_process_newest_first(said: dict[str, Any], project: Project, tmp_path: Path) -> None:
+def test_runs_lists_newest_first_from_another_process(said: dict[str, Any], project: Project, tmp_path: Path) -> None:
     names = [Path(folder).name for folder in said["folders"]]
     assert said["runs"] == names[::-1]
     code = """
@@ -188,7 +188,7 @@ def test_runs_are_found_in_another_process_newest_first(said: dict[str, Any], pr
     assert lines[-1] == f"{names[0]} COMPLETED {{'value': 20.0}}"
 
 
-def test_a_function_typed_in_has_no_file_and_runs(tmp_path: Path) -> None:
+def test_function_without_a_source_file_runs(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     code = """
         from mgpu_slurm import submit
@@ -203,7 +203,7 @@ def test_a_function_typed_in_has_no_file_and_runs(tmp_path: Path) -> None:
     assert (project.runs / name / "function.pkl").exists()
 
 
-def test_each_run_of_a_group_of_a_function_typed_in_has_its_own_seed(tmp_path: Path) -> None:
+def test_group_of_a_function_without_a_file_has_one_seed_per_run(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     code = """
         from __future__ import annotations
@@ -241,8 +241,8 @@ def test_each_run_of_a_group_of_a_function_typed_in_has_its_own_seed(tmp_path: P
     ]
 
 
-def test_a_function_that_v0_1_pickled_is_resumed(tmp_path: Path) -> None:
-    """It kept the function beside one config, that of the group."""
+def test_function_pickled_by_version_0_1_can_be_resumed(tmp_path: Path) -> None:
+    """Version 0.1 pickled the function together with the config of the group."""
     project = make_project(tmp_path)
     code = """
         from dataclasses import dataclass
@@ -266,7 +266,7 @@ def test_a_function_that_v0_1_pickled_is_resumed(tmp_path: Path) -> None:
     assert python(project, "-c", textwrap.dedent(code)) == "[{'seed': 4.0}, {'seed': 5.0}]\n"
 
 
-def test_a_sweep_of_a_function_typed_in_goes_on_and_is_found_again(tmp_path: Path) -> None:
+def test_sweep_of_a_function_without_a_file_continues_and_is_found(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     code = """
         from __future__ import annotations
@@ -327,7 +327,7 @@ def test_a_sweep_of_a_function_typed_in_goes_on_and_is_found_again(tmp_path: Pat
     assert command == f"submit(train, {{'kind': 'a', 'inner': {inner}, 'layers': [{{'width': 4}}]}})"
 
 
-def test_a_sweep_file_takes_other_values(project: Project) -> None:
+def test_sweep_file_values_can_be_overridden(project: Project) -> None:
     project.write(
         "sweep.yaml",
         "{study: filed, job: work, metric: loss, direction: maximize, trials: 9, sampler: random,"
@@ -343,14 +343,14 @@ def test_a_sweep_file_takes_other_values(project: Project) -> None:
     assert python(project, "-c", textwrap.dedent(code)) == "COMPLETED 1 True filed\n"
 
 
-def test_a_command_is_a_list_of_words(project: Project) -> None:
+def test_command_is_given_as_a_list_of_words(project: Project) -> None:
     code = "run = submit(['echo', 'a  b'], executor='local'); print(run.wait(), run.logs())"
     assert python(project, "-c", f"from mgpu_slurm import submit; {code}") == "COMPLETED a  b\n\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
-def test_a_pickle_of_somebody_else_is_not_loaded(tmp_path: Path) -> None:
-    """As in the place of a run's own, where a folder is shared."""
+def test_pickle_owned_by_another_user_is_not_loaded(tmp_path: Path) -> None:
+    """In a shared folder, another user may replace the pickle of a run."""
     project = make_project(tmp_path)
     code = """
         from mgpu_slurm import submit

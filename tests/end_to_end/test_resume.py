@@ -129,9 +129,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, bytes]:
 
 
 @pytest.mark.parametrize("step", [7, 10])
-def test_a_run_stopped_by_the_lead_signal_and_requeued_ends_with_equal_weights(
-    trained: tuple[Project, bytes], step: int
-) -> None:
+def test_requeue_after_lead_signal_ends_with_identical_weights(trained: tuple[Project, bytes], step: int) -> None:
     project, expected = trained
     folder, facts = project.run("train", "--nodes", "2", f"signal_at={step}")
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 21, 2)
@@ -139,7 +137,7 @@ def test_a_run_stopped_by_the_lead_signal_and_requeued_ends_with_equal_weights(
     assert (folder / "final.pt").read_bytes() == expected
 
 
-def test_ranks_that_are_killed_cost_attempts_and_nothing_else(trained: tuple[Project, bytes]) -> None:
+def test_run_with_killed_ranks_retries_and_ends_with_identical_weights(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
     done = project.call("submit", "train", "--nodes", "2", "--executor", "local", "kill_at=10")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -154,7 +152,7 @@ def test_ranks_that_are_killed_cost_attempts_and_nothing_else(trained: tuple[Pro
 
 
 @pytest.mark.parametrize(("words", "attempts"), [((), 1), (("--retries", "1"), 2)])
-def test_an_error_of_the_program_is_tried_again_only_where_that_is_asked_for(
+def test_program_error_is_retried_only_if_retries_are_requested(
     trained: tuple[Project, bytes], words: tuple[str, ...], attempts: int
 ) -> None:
     project, expected = trained
@@ -168,7 +166,7 @@ def test_an_error_of_the_program_is_tried_again_only_where_that_is_asked_for(
         assert (folder / "final.pt").read_bytes() == expected
 
 
-def test_cancel_from_another_shell_keeps_the_work_and_resume_goes_on_exactly(trained: tuple[Project, bytes]) -> None:
+def test_resume_after_cancel_ends_with_identical_weights(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
     folder = project.submit("train", "--nodes", "2", "wait_at=9")
     wait_until(lambda: (folder / "waits-0").exists() and (folder / "waits-1").exists())
@@ -181,7 +179,7 @@ def test_cancel_from_another_shell_keeps_the_work_and_resume_goes_on_exactly(tra
     assert (folder / "final.pt").read_bytes() == expected
 
 
-def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trained: tuple[Project, bytes]) -> None:
+def test_run_with_loader_workers_is_requeued_at_its_time_limit(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
     folder = project.submit("train", "--nodes", "2", "wait_at=9", "workers=1", "--time", "0:30", "--signal", "USR2@25")
     facts = project.finish(folder)
@@ -190,7 +188,7 @@ def test_the_time_limit_signals_loader_workers_too_and_the_run_starts_again(trai
     assert [each.event for each in events(folder)] == ["started", "ended", "requeued", "started", "ended"]
 
 
-def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple[Project, bytes]) -> None:
+def test_ranks_that_cannot_save_exit_before_the_time_limit(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
     folder = project.submit("train", "--nodes", "2", "block_at=10", "--time", "1:00:00", "--signal", "USR2@8")
     announce_the_time_limit(folder)
@@ -209,7 +207,7 @@ def test_ranks_that_reach_no_boundary_leave_before_the_time_limit(trained: tuple
     assert (folder / "final.pt").read_bytes() == expected
 
 
-def test_ranks_that_reach_no_boundary_say_where_they_are_when_they_are_cancelled(project: Project) -> None:
+def test_cancelled_ranks_that_cannot_save_log_where_they_are(project: Project) -> None:
     project.write("train.py", JOB)
     project.write("mgpu.yaml", "clusters: {local: {kill-wait: 6}}\n")
     folder = project.submit("train", "--nodes", "2", "block_at=10", "--cluster", "local")
@@ -248,7 +246,7 @@ for epoch in state.epochs(2):
 """
 
 
-def test_a_script_that_reaches_no_boundary_leaves_too(project: Project) -> None:
+def test_script_rank_that_cannot_save_exits_and_the_run_resumes(project: Project) -> None:
     project.write("script.py", SCRIPT)
     folder = project.submit("--nodes", "2", "--time", "1:00:00", "--signal", "USR2@12", "--", "python", "script.py")
     facts = project.finish(folder)
@@ -276,13 +274,13 @@ kept = AtTheEnd()
 """
 
 
-def test_the_lead_signal_does_not_kill_a_script_that_is_about_to_be_over(project: Project) -> None:
+def test_lead_signal_does_not_kill_a_script_that_is_exiting(project: Project) -> None:
     project.write("script.py", ENDS)
     folder = project.submit("--", "python", "script.py")
     assert project.finish(folder)["state"] == "COMPLETED"
 
 
-def test_without_requeues_left_the_run_says_so_and_keeps_its_checkpoint(trained: tuple[Project, bytes]) -> None:
+def test_run_without_requeues_left_times_out_and_can_be_resumed(trained: tuple[Project, bytes]) -> None:
     project, expected = trained
     folder, facts = project.run("train", "--nodes", "2", "signal_at=5", "--max-requeues", "0")
     assert facts["state"] == "TIMEOUT"
@@ -291,7 +289,7 @@ def test_without_requeues_left_the_run_says_so_and_keeps_its_checkpoint(trained:
     assert (folder / "final.pt").read_bytes() == expected
 
 
-def test_a_completed_run_is_not_resumed(trained: tuple[Project, bytes]) -> None:
+def test_completed_run_cannot_be_resumed(trained: tuple[Project, bytes]) -> None:
     project, _ = trained
     name = json.loads(project.call("status", "--json").stdout)[-1]["run"]
     done = project.call("resume", name)
@@ -299,7 +297,7 @@ def test_a_completed_run_is_not_resumed(trained: tuple[Project, bytes]) -> None:
     assert "COMPLETED" in done.stderr
 
 
-def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_attempts(
+def test_two_time_limits_without_a_newer_checkpoint_end_the_run(
     waiting: tuple[Project, Path, Path],
 ) -> None:
     project, _, folder = waiting
@@ -312,7 +310,7 @@ def test_an_epoch_that_is_longer_than_the_time_limit_ends_the_run_after_two_atte
     assert "raise `--time`, or pass a `run.loader` to `run.restore`" in told
 
 
-def test_without_a_checkpoint_they_stay(waiting: tuple[Project, Path, Path]) -> None:
+def test_blocked_run_without_a_checkpoint_times_out_without_requeue(waiting: tuple[Project, Path, Path]) -> None:
     project, folder, _ = waiting
     facts = project.finish(folder)
     assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 1)

@@ -31,13 +31,13 @@ def resume(project: Project, folder: Path, *words: str) -> str:
     return str(project.finish(folder)["state"])
 
 
-def test_it_keeps_its_own_code(failed: tuple[Project, Path]) -> None:
+def test_resume_keeps_the_original_code(failed: tuple[Project, Path]) -> None:
     project, folder = failed
     assert resume(project, folder) == "FAILED"
     assert log(folder, 0, attempt=2) == "1 nodes: wrong\n"
 
 
-def test_new_code_takes_the_place_of_the_old_which_is_kept(failed: tuple[Project, Path]) -> None:
+def test_new_code_replaces_the_old_and_the_old_is_kept(failed: tuple[Project, Path]) -> None:
     project, folder = failed
     before = json.loads((folder / "environment.json").read_text())
     assert resume(project, folder, "--code", "new") == "COMPLETED"
@@ -46,7 +46,7 @@ def test_new_code_takes_the_place_of_the_old_which_is_kept(failed: tuple[Project
     assert json.loads((folder / "environment.json").read_text())["digest"] != before["digest"]
 
 
-def test_other_resources_are_those_of_the_next_attempt(failed: tuple[Project, Path]) -> None:
+def test_changed_resources_apply_to_the_next_attempt(failed: tuple[Project, Path]) -> None:
     project, folder = failed
     assert resume(project, folder, "--nodes", "2", "--time", "5", "--code", "new") == "COMPLETED"
     assert log(folder, 1, attempt=2) == "2 nodes: right\n"
@@ -57,7 +57,7 @@ def test_other_resources_are_those_of_the_next_attempt(failed: tuple[Project, Pa
     assert (facts["nodes"], facts["ranks"], facts["attempts"]) == (2, 2, 2)
 
 
-def test_what_makes_it_start_again_can_be_changed(failed: tuple[Project, Path]) -> None:
+def test_restart_options_can_be_changed_on_resume(failed: tuple[Project, Path]) -> None:
     project, folder = failed
     again = ("--stuck-after", "45", "--retries", "1", "--max-requeues", "3", "--time", "10", "--signal", "USR1@30")
     assert resume(project, folder, *again) == "FAILED"
@@ -69,7 +69,7 @@ def test_what_makes_it_start_again_can_be_changed(failed: tuple[Project, Path]) 
     assert facts["attempts"] == 3
 
 
-def test_a_change_that_does_not_fit_changes_nothing(project: Project) -> None:
+def test_rejected_change_leaves_the_run_folder_unchanged(project: Project) -> None:
     project.write(
         "job.py",
         """
@@ -100,8 +100,8 @@ def test_a_change_that_does_not_fit_changes_nothing(project: Project) -> None:
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith((".", "code"))) == ["code"]
 
 
-def test_a_lead_that_was_asked_for_stays(project: Project) -> None:
-    """It is what a save needs, whatever the limit."""
+def test_requested_lead_time_is_kept_on_resume(project: Project) -> None:
+    """A save needs that long, whatever the time limit is."""
     folder, _ = project.run("--time", "10", "--signal", "USR2@200", "--", "false")
     assert resume(project, folder, "--time", "20") == "FAILED"
     assert (read_spec(RunFolder(folder)).resources.time, read_spec(RunFolder(folder)).lead) == ("20", 200)
@@ -110,7 +110,7 @@ def test_a_lead_that_was_asked_for_stays(project: Project) -> None:
     assert "the lead of 200 s must be shorter than the time limit of 120 s" in done.stderr
 
 
-def test_a_change_waits_for_all_that_share_it(project: Project) -> None:
+def test_change_is_refused_while_another_run_of_the_group_is_running(project: Project) -> None:
     gate = project.folder / "gate"
     script = f"test {{seed}} = 0 || until test -e {gate}; do sleep 0.05; done; exit 1"
     folder = project.submit("--seeds", "2%2", "--", "sh", "-c", script)
@@ -126,7 +126,7 @@ def test_a_change_waits_for_all_that_share_it(project: Project) -> None:
     assert [facts["attempts"] for facts in project.json("status", folder.name)] == [2, 2]
 
 
-def test_of_attempts_with_other_resources_logs_stay_and_warnings_go(project: Project) -> None:
+def test_resume_with_other_resources_keeps_logs_and_drops_warnings(project: Project) -> None:
     words = ("--nodes", "2", "--cpus-per-task", "999", "--", "sh", "-c", "echo attempt $MGPU_ATTEMPT; exit 1")
     folder, _ = project.run(*words)
     assert "requested 999 cores" in project.call("wait", folder.name).stdout

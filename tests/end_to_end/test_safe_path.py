@@ -64,15 +64,19 @@ def called(project: Project, strangers: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_job_submitted_from_there(project: Project, strangers: Path, mark: Path) -> None:
-    """Its supervisor, its ranks, and the processes of the job; ranks that are started afresh, too."""
+def test_job_submitted_from_untrusted_folder_imports_nothing_from_it(
+    project: Project, strangers: Path, mark: Path
+) -> None:
+    """Neither does its supervisor, a rank, or a process that the job spawns."""
     called(project, strangers, "submit", "--executor", "local", "--ntasks-per-node", "2", f"{project.folder}/job.py")
     assert not mark.exists()
     (folder,) = project.runs.glob("job-*")
     assert "imported from True" in log(folder, 1)
 
 
-def test_a_command_a_check_and_a_look_from_there(project: Project, strangers: Path, mark: Path) -> None:
+def test_command_check_and_doctor_import_nothing_from_untrusted_folder(
+    project: Project, strangers: Path, mark: Path
+) -> None:
     # the snapshot of that folder is where the command stands
     called(project, strangers, "submit", "--executor", "local", "--ntasks-per-node", "2", "--", "true")
     checked = ("submit", "--executor", "local", "--seeds", "1", "--dry-run", f"{project.folder}/computed.py", "seed=1")
@@ -83,7 +87,9 @@ def test_a_command_a_check_and_a_look_from_there(project: Project, strangers: Pa
     assert not mark.exists()
 
 
-def test_a_sweep_submitted_from_there(project: Project, strangers: Path, mark: Path) -> None:
+def test_sweep_submitted_from_untrusted_folder_imports_nothing_from_it(
+    project: Project, strangers: Path, mark: Path
+) -> None:
     sweep = project.write(
         "sweep.yaml",
         f"{{study: safe, job: '{project.folder}/job.py', metric: score, trials: 1, space: 'job:space'}}",
@@ -93,7 +99,7 @@ def test_a_sweep_submitted_from_there(project: Project, strangers: Path, mark: P
 
 
 @pytest.mark.parametrize(("name", "advice"), [("mgpu.yaml", "use your own copy"), ("runs", "set MGPU_RUNS")])
-def test_what_a_stranger_has_left_where_it_is_looked_for_is_refused(
+def test_cluster_file_or_runs_folder_of_another_user_is_refused(
     project: Project, tmp_path: Path, name: str, advice: str
 ) -> None:
     require(None if os.geteuid() == 0 else "it is not root, who can give files to others")

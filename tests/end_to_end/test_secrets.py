@@ -24,7 +24,7 @@ JOB = """
 """
 
 
-def test_it_is_in_no_file_and_in_no_command(project: Project, postgresql: Server) -> None:
+def test_database_password_is_in_no_file_output_or_command_line(project: Project, postgresql: Server) -> None:
     postgresql.query(f"CREATE ROLE secretive SUPERUSER LOGIN PASSWORD '{SECRET}'")
     url = postgresql.url(postgresql.new_database(), "x").replace("postgres:x", "secretive:${DATABASE_PASSWORD}")
     project.environ["DATABASE_PASSWORD"] = SECRET

@@ -47,7 +47,7 @@ def secret_is_in(folder: Path, secret: bytes) -> list[str]:
     return [str(path) for path in files if path.exists() and secret in path.read_bytes()]
 
 
-def test_forgery_ends_the_attempt_and_is_told_by_why(project: Project) -> None:
+def test_forged_rendezvous_value_fails_the_run_and_is_reported_by_why(project: Project) -> None:
     project.write("job.py", JOB)
     project.write("mgpu.yaml", "clusters: {local: {readable-by: group}}\n")
     folder = project.submit("job.py", "--nodes", "2")
@@ -69,8 +69,8 @@ def test_forgery_ends_the_attempt_and_is_told_by_why(project: Project) -> None:
     assert not secret.exists()
 
 
-def test_forgery_is_no_fault_of_a_trial(project: Project) -> None:
-    """Its worker ends and does not start again, and the sampler learns nothing from it."""
+def test_forged_rendezvous_value_is_not_counted_against_the_trial(project: Project) -> None:
+    """Its worker ends and is not restarted, and the sampler learns nothing from the trial."""
     project.write("job.py", JOB)
     sweep = "{study: s, job: job.py, metric: score, trials: 1, workers: 1, resources: {nodes: 2},"
     project.write("sweep.yaml", f"{sweep} space: {{lr: {{float: [0.0, 1.0]}}}}}}")

@@ -127,7 +127,7 @@ def retried(folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def test_the_rank_that_holds_up_the_others_is_named_with_its_line(stuck: Project) -> None:
+def test_stuck_rank_is_named_with_its_source_line(stuck: Project) -> None:
     folder, facts = stuck.run("train:stuck", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
     event = retried(folder)
@@ -150,7 +150,7 @@ def lines(project: Project) -> list[str]:
     return (project.folder / "train.py").read_text().splitlines()
 
 
-def test_one_that_holds_the_lock_of_the_interpreter_is_named_by_its_silence(stuck: Project) -> None:
+def test_rank_holding_the_gil_is_reported_as_not_responding(stuck: Project) -> None:
     folder, facts = stuck.run("train:locked", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
     assert retried(folder)["why"].startswith(
@@ -160,7 +160,7 @@ def test_one_that_holds_the_lock_of_the_interpreter_is_named_by_its_silence(stuc
     assert "in holding_the_lock" in log(folder, 1)
 
 
-def test_alone_it_is_ended_from_outside(stuck: Project) -> None:
+def test_single_rank_holding_the_gil_is_killed_and_the_run_restarts(stuck: Project) -> None:
     folder, facts = stuck.run("train:locked", "--stuck-after", "0.1")
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
     line = 1 + next(index for index, text in enumerate(lines(stuck)) if "re.match(" in text)
@@ -173,7 +173,7 @@ def test_alone_it_is_ended_from_outside(stuck: Project) -> None:
     assert not list((folder / "logs").glob("*.stacks"))
 
 
-def test_one_whose_own_write_hangs_is_named_with_its_line(stuck: Project) -> None:
+def test_rank_whose_checkpoint_write_hangs_is_named_with_its_line(stuck: Project) -> None:
     folder, facts = stuck.run("train:hanging", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
     line = 1 + next(index for index, text in enumerate(lines(stuck)) if "in state.epochs(2)" in text)
@@ -183,7 +183,7 @@ def test_one_whose_own_write_hangs_is_named_with_its_line(stuck: Project) -> Non
     assert "in hangs" in log(folder, 1)
 
 
-def test_ranks_that_wait_for_each_other_in_different_places_are_told_both(stuck: Project) -> None:
+def test_ranks_waiting_in_different_collectives_are_both_reported(stuck: Project) -> None:
     # longer, so that a slow step of one rank on a busy machine does not make its limit a later one than the other's
     folder, facts = stuck.run("train:apart", "--stuck-after", "0.3", "--nodes", "2")
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
@@ -195,7 +195,7 @@ def test_ranks_that_wait_for_each_other_in_different_places_are_told_both(stuck:
     assert why.endswith("in elsewhere")
 
 
-def test_a_trial_that_is_stuck_is_lost_and_begun_again(stuck: Project) -> None:
+def test_stuck_trial_is_restarted_and_completes(stuck: Project) -> None:
     stuck.write("sweep.yaml", SWEEP)
     done = stuck.call("sweep", "sweep.yaml", "--executor", "local", "--follow")
     assert done.returncode == 0, done.stdout + done.stderr

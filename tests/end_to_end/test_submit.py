@@ -31,7 +31,7 @@ STEPS = 45
 """Of an epoch of the digits job."""
 
 
-def test_a_run_stands_where_its_submission_stood_also_where_git_has_nothing(tmp_path: Path) -> None:
+def test_run_starts_in_the_submission_folder_even_if_it_is_empty(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     project.write("where.py", "from pathlib import Path\ndef train(run, config):\n    print(Path.cwd().name)\n")
     subprocess.run(["git", "init", "--quiet", project.folder], check=True)
@@ -76,7 +76,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Submitted:
 # -- the screen
 
 
-def test_the_screen_says_what_runs_how_it_goes_and_how_it_ended(digits: Submitted) -> None:
+def test_output_shows_the_run_its_progress_and_its_result(digits: Submitted) -> None:
     assert (digits.done.returncode, digits.done.stderr) == (0, "")
     name = digits.folder.name
     assert re.fullmatch(RUN_NAME, name)
@@ -99,7 +99,7 @@ def test_the_screen_says_what_runs_how_it_goes_and_how_it_ended(digits: Submitte
 # -- the JSON that programs read
 
 
-def test_status_gives_the_names_that_stay_fixed(digits: Submitted) -> None:
+def test_status_json_has_the_stable_field_names(digits: Submitted) -> None:
     (facts,) = digits.project.json("status", digits.folder.name)
     assert list(facts) == STATUS_NAMES
     expected = {"run": digits.folder.name, "kind": "run", "state": "COMPLETED", "attempts": 1, "nodes": 2, "ranks": 2}
@@ -111,7 +111,7 @@ def test_status_gives_the_names_that_stay_fixed(digits: Submitted) -> None:
     assert facts["submitted"] < facts["started"] < facts["ended"]
 
 
-def test_submit_gives_the_names_that_stay_fixed(project: Project) -> None:
+def test_submit_json_has_the_stable_field_names(project: Project) -> None:
     facts = project.json("submit", "--executor", "local", "--no-follow", "--", "true")
     assert list(facts) == ["run", "folder", "job_id", "executor"]
     assert facts["folder"] == str(project.runs / facts["run"])
@@ -122,7 +122,7 @@ def test_submit_gives_the_names_that_stay_fixed(project: Project) -> None:
 # -- the files
 
 
-def test_the_folder_holds_what_the_design_names_and_nothing_else(digits: Submitted) -> None:
+def test_run_folder_contains_exactly_the_expected_files(digits: Submitted) -> None:
     names = {path.name for path in digits.folder.iterdir()}
     assert names == {
         *("spec.yaml", "environment.json", "code", "state.json", "attempts.jsonl", "logs", "tensorboard"),
@@ -130,7 +130,7 @@ def test_the_folder_holds_what_the_design_names_and_nothing_else(digits: Submitt
     }
 
 
-def test_the_spec_holds_the_whole_request_and_reads_back_equal(digits: Submitted, tmp_path: Path) -> None:
+def test_spec_contains_the_whole_request_and_round_trips(digits: Submitted, tmp_path: Path) -> None:
     spec = read_spec(RunFolder(digits.folder))
     assert (spec.run, spec.target.function, spec.resources.nodes) == (digits.folder.name, "jobs.digits:train", 2)
     assert (spec.config["epochs"], spec.config["seed"], spec.config["lr"]) == (2, 5, 3e-3)
@@ -142,7 +142,7 @@ def test_the_spec_holds_the_whole_request_and_reads_back_equal(digits: Submitted
     assert again.spec.read_bytes() == (digits.folder / "spec.yaml").read_bytes()
 
 
-def test_the_environment_is_recorded(digits: Submitted) -> None:
+def test_environment_is_recorded(digits: Submitted) -> None:
     recorded = json.loads((digits.folder / "environment.json").read_text())
     assert recorded["python"]["executable"] == sys.executable
     assert recorded["host"] == os.uname().nodename
@@ -150,7 +150,7 @@ def test_the_environment_is_recorded(digits: Submitted) -> None:
     assert "epochs=2" in recorded["command"]
 
 
-def test_the_snapshot_is_the_project_without_its_runs(digits: Submitted) -> None:
+def test_snapshot_contains_the_project_without_its_runs(digits: Submitted) -> None:
     def files(root: Path) -> dict[str, bytes]:
         paths = [path for path in root.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
         return {str(path.relative_to(root)): path.read_bytes() for path in paths}
@@ -161,7 +161,7 @@ def test_the_snapshot_is_the_project_without_its_runs(digits: Submitted) -> None
     }
 
 
-def test_each_rank_has_a_log_and_rank_0_the_progress(digits: Submitted) -> None:
+def test_each_rank_has_a_log_and_only_rank_0_logs_progress(digits: Submitted) -> None:
     assert {"1-0.log", "1-1.log"} <= {path.name for path in (digits.folder / "logs").iterdir()}
     assert log(digits.folder, 0).count("accuracy") == 2
     assert log(digits.folder, 1) == ""
@@ -170,13 +170,13 @@ def test_each_rank_has_a_log_and_rank_0_the_progress(digits: Submitted) -> None:
 
 
 @pytest.mark.parametrize("rank", ["9", "2", "-1"])
-def test_a_rank_that_is_not_there_is_refused(digits: Submitted, rank: str) -> None:
+def test_logs_of_an_unknown_rank_are_refused(digits: Submitted, rank: str) -> None:
     done = digits.project.call("logs", digits.folder.name, "--rank", rank)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"mgpu-slurm: --rank {rank}: run {digits.folder.name} has ranks 0 to 1\n"
 
 
-def test_curves_hold_the_same_values_as_the_metrics_file(digits: Submitted) -> None:
+def test_tensorboard_has_the_same_values_as_the_metrics_file(digits: Submitted) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reports = read_jsonl(digits.folder / "metrics.jsonl")
@@ -189,7 +189,7 @@ def test_curves_hold_the_same_values_as_the_metrics_file(digits: Submitted) -> N
         assert points == expected
 
 
-def test_checkpoints_are_whole_and_the_result_is_the_last_accuracy(digits: Submitted) -> None:
+def test_each_epoch_has_a_checkpoint_and_result_is_the_last_accuracy(digits: Submitted) -> None:
     checkpoints = digits.folder / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"step-000000045", "step-000000090"}
     result = json.loads((digits.folder / "result.json").read_text())
@@ -199,7 +199,7 @@ def test_checkpoints_are_whole_and_the_result_is_the_last_accuracy(digits: Submi
     assert last["metrics"]["accuracy"] > 0.9
 
 
-def test_history_has_one_start_and_one_end(digits: Submitted) -> None:
+def test_attempts_file_has_one_start_and_one_end(digits: Submitted) -> None:
     started, ended = read_jsonl(digits.folder / "attempts.jsonl")
     assert (started["event"], started["attempt"], started["nodes"]) == ("started", 1, ["local1", "local2"])
     assert (ended["event"], ended["exit_code"]) == ("ended", 0)
@@ -207,7 +207,7 @@ def test_history_has_one_start_and_one_end(digits: Submitted) -> None:
     wait_until(lambda: processes_of(digits.folder) == [], seconds=20)
 
 
-def test_a_run_is_found_from_another_folder(digits: Submitted, tmp_path: Path) -> None:
+def test_run_is_found_from_another_folder(digits: Submitted, tmp_path: Path) -> None:
     elsewhere = {"cwd": tmp_path}
     assert digits.folder.name in digits.project.call("status", **elsewhere).stdout
     assert digits.project.call("wait", digits.folder.name, **elsewhere).returncode == 0
@@ -237,9 +237,7 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
     return [report["metrics"] for report in read_jsonl(folder / "metrics.jsonl")]
 
 
-def test_the_same_seed_gives_the_same_numbers_bit_for_bit(
-    digits: Submitted, at_the_same_moment: tuple[Path, Path]
-) -> None:
+def test_same_seed_gives_bitwise_identical_results(digits: Submitted, at_the_same_moment: tuple[Path, Path]) -> None:
     same, other = at_the_same_moment
     assert metrics_of(same) == metrics_of(digits.folder)
     last = "checkpoints/step-000000090/rank-00000.safetensors"
@@ -247,7 +245,7 @@ def test_the_same_seed_gives_the_same_numbers_bit_for_bit(
     assert metrics_of(other)[-1]["loss"] != metrics_of(digits.folder)[-1]["loss"]
 
 
-def test_folders_are_for_the_owner_or_for_the_group_too(at_the_same_moment: tuple[Path, Path]) -> None:
+def test_run_folder_is_private_or_readable_by_the_group(at_the_same_moment: tuple[Path, Path]) -> None:
     own, shared = at_the_same_moment
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert stat.S_IMODE(shared.stat().st_mode) == 0o750
@@ -263,7 +261,7 @@ def test_folders_are_for_the_owner_or_for_the_group_too(at_the_same_moment: tupl
 # -- what a rank is told
 
 
-def test_four_ranks_on_two_nodes_are_told_what_slurm_and_torchrun_would_tell(
+def test_ranks_get_the_environment_variables_of_slurm_and_torchrun(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # those of a job that this submission is made from must not reach the ranks
@@ -318,7 +316,7 @@ def test_simulated_nodes_share_the_cores_of_this_machine(project: Project, monke
 
 
 @pytest.mark.parametrize(("gpus", "seen"), [("4,7", ["4", "7"]), ("4,7,9,11", ["4,7", "9,11"]), ("4", ["", ""])])
-def test_simulated_nodes_share_out_the_gpus_or_have_none(project: Project, gpus: str, seen: list[str]) -> None:
+def test_simulated_nodes_divide_the_gpus_or_have_none(project: Project, gpus: str, seen: list[str]) -> None:
     project.environ["CUDA_VISIBLE_DEVICES"] = gpus
     words = ("--nodes", "2", "--ntasks-per-node", "1", "--", "sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-unset}")
     folder, _ = project.run(*words)
@@ -328,7 +326,7 @@ def test_simulated_nodes_share_out_the_gpus_or_have_none(project: Project, gpus:
 # -- the list of runs, and getting rid of them
 
 
-def test_status_shows_the_newest_first_and_clean_shows_and_deletes(project: Project) -> None:
+def test_status_lists_newest_first_and_clean_deletes_only_if_confirmed(project: Project) -> None:
     old, middle, new = (project.run("--name", name, "--", "true")[0] for name in ("old", "middle", "new"))
     assert [facts["run"] for facts in project.json("status")] == [new.name, middle.name, old.name]
     table = project.call("status").stdout.splitlines()
@@ -349,7 +347,7 @@ def test_status_shows_the_newest_first_and_clean_shows_and_deletes(project: Proj
     assert project.call("logs", middle.name).returncode == 2
 
 
-def test_a_run_that_is_alive_is_not_deleted(project: Project) -> None:
+def test_live_run_is_not_deleted(project: Project) -> None:
     folder = project.submit("--", "sh", "-c", "until [ -e $MGPU_RUN_FOLDER/go ]; do sleep 0.02; done")
     done = project.call("clean", "--yes", folder.name)
     assert (done.returncode, folder.exists()) == (2, True)
@@ -362,7 +360,7 @@ def test_a_run_that_is_alive_is_not_deleted(project: Project) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_dry_run_starts_nothing_and_leaves_nothing(project: Project, tmp_path: Path, as_json: bool) -> None:
+def test_dry_run_starts_nothing_and_leaves_no_files(project: Project, tmp_path: Path, as_json: bool) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     project.environ["TMPDIR"] = str(temporary)
@@ -378,7 +376,7 @@ def test_a_dry_run_starts_nothing_and_leaves_nothing(project: Project, tmp_path:
     assert not (tmp_path / "state").exists()
 
 
-def test_a_profile_s_defaults_for_sbatch_come_after_the_cluster_file_and_the_call(project: Project) -> None:
+def test_sbatch_variables_yield_to_the_cluster_file_and_the_call(project: Project) -> None:
     project.write("mgpu.yaml", "clusters: {hpc: {flags: {account: file}}}")
     project.environ |= {"SBATCH_ACCOUNT": "profile", "SBATCH_PARTITION": "profile", "SBATCH_QOS": "profile"}
     words = ("submit", "--executor", "slurm", "--dry-run", "--gpus-per-node", "0", "--qos", "call", "--", "true")
@@ -387,7 +385,7 @@ def test_a_profile_s_defaults_for_sbatch_come_after_the_cluster_file_and_the_cal
         assert f"#SBATCH {line}\n" in said
 
 
-def test_a_dry_run_prints_the_script_without_slurm(project: Project) -> None:
+def test_dry_run_prints_the_batch_script_without_slurm(project: Project) -> None:
     project.write("train.py", "def train(run, config): pass\n")
     words = ("submit", "--executor", "slurm", "--dry-run", "train", "--nodes", "3", "--gpus-per-node", "4")
     done = project.call(*words, "--time", "1:00:00", "--sbatch", "mail-type=END")
@@ -407,7 +405,7 @@ def test_a_dry_run_prints_the_script_without_slurm(project: Project) -> None:
 # -- while it runs
 
 
-def test_ctrl_c_stops_following_and_not_the_run(project: Project) -> None:
+def test_ctrl_c_stops_following_but_not_the_run(project: Project) -> None:
     waits = "echo going; until [ -e $MGPU_RUN_FOLDER/go ]; do sleep 0.02; done; echo gone"
     process = project.start("submit", "--executor", "local", "--", "sh", "-c", waits, start_new_session=True)
     assert process.stdout is not None
@@ -462,7 +460,7 @@ LOOKS_BACK = """
 """
 
 
-def test_edits_do_not_reach_a_run_and_its_paths_lead_to_the_project(project: Project) -> None:
+def test_later_edits_do_not_reach_a_run_and_paths_resolve_to_the_project(project: Project) -> None:
     project.write("train.py", LOOKS_BACK)
     project.write("helper.py", "WORD = 'submitted'\n")
     project.write("values.yaml", "inner: {weights: best.pt}\nfiles: [/abs/one, two]\n")
@@ -479,7 +477,7 @@ def test_edits_do_not_reach_a_run_and_its_paths_lead_to_the_project(project: Pro
     assert weights == str(project.folder / "best.pt")
 
 
-def test_a_run_is_resumed_without_the_project_it_came_from(project: Project) -> None:
+def test_resume_does_not_need_the_files_of_the_project(project: Project) -> None:
     project.write("tool.sh", "echo try $MGPU_ATTEMPT; test $MGPU_ATTEMPT = 2\n")
     folder, facts = project.run("--", "sh", "tool.sh")
     assert (facts["state"], facts["reason"]) == ("FAILED", "rank 0 ended with exit code 1: try 1")

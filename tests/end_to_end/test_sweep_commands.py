@@ -92,14 +92,14 @@ def log(project: Project, number: int, rank: int = 0, attempt: int = 1) -> str:
     return (trial(project, number) / "logs" / f"{attempt}-{rank}.log").read_text()
 
 
-def test_a_script_that_knows_nothing_prints_its_result(swept: Project) -> None:
+def test_result_is_read_from_the_output_of_a_plain_script(swept: Project) -> None:
     # each trial has a rendezvous of its own, at which both ranks meet
     result = json.loads((trial(swept, 0) / "result.json").read_text())
     assert (result["state"], result["value"]) == ("COMPLETE", 2 * 0.30000000000000004)
     assert "more=7" in log(swept, 0)
 
 
-def test_a_script_that_attaches_reports_to_the_study(swept: Project) -> None:
+def test_attached_script_reports_to_the_study(swept: Project) -> None:
     result = json.loads((trial(swept, 1) / "result.json").read_text())
     assert (result["value"], result["progress"]) == (0.30000000000000004 * 3, 3)
     metrics = [json.loads(line) for line in (trial(swept, 1) / "metrics.jsonl").read_text().splitlines()]
@@ -108,19 +108,19 @@ def test_a_script_that_attaches_reports_to_the_study(swept: Project) -> None:
     assert "more=None" in log(swept, 1)
 
 
-def test_a_rank_that_fails_ends_the_trial_and_is_told_by_its_words(swept: Project) -> None:
+def test_failed_rank_ends_the_trial_and_its_message_is_recorded(swept: Project) -> None:
     failure = json.loads((trial(swept, 2) / "failure.json").read_text())
     assert failure["message"] == "its command ended with exit code 1: no data on this node"
 
 
-def test_one_that_is_killed_is_tried_again(swept: Project) -> None:
+def test_killed_command_is_retried_up_to_the_limit(swept: Project) -> None:
     failure = json.loads((trial(swept, 3) / "failure.json").read_text())
     assert failure["message"] == "its command was killed by SIGKILL (2 of 2 times)"
     assert "kind='killed'" in log(swept, 3, attempt=2)
     assert not (trial(swept, 3) / "logs" / "3-0.log").exists()
 
 
-def test_a_trial_that_is_given_up_ends_on_all_ranks_past_except_exception(swept: Project) -> None:
+def test_pruned_trial_ends_on_all_ranks_despite_except_exception(swept: Project) -> None:
     result = json.loads((trial(swept, 4) / "result.json").read_text())
     assert (result["state"], result["reason"]) == ("PRUNED", "score is nan")
     for rank in range(2):
@@ -130,18 +130,18 @@ def test_a_trial_that_is_given_up_ends_on_all_ranks_past_except_exception(swept:
         assert "done" not in said
 
 
-def test_a_rank_that_somebody_terminates_does_not_wait_for_the_other(swept: Project) -> None:
+def test_terminated_rank_ends_the_trial_without_waiting_for_the_other(swept: Project) -> None:
     failure = json.loads((trial(swept, 5) / "failure.json").read_text())
     assert failure["message"] == "its command was killed by SIGTERM (2 of 2 times)"
 
 
-def test_a_stranger_in_its_rendezvous_is_no_fault_of_a_trial(swept: Project) -> None:
+def test_forgery_error_in_a_command_is_retried(swept: Project) -> None:
     failure = json.loads((trial(swept, 6) / "failure.json").read_text())
     error = "mgpu_slurm.core.errors.ForgeryError: not of a rank"
     assert failure["message"] == f"its command ended with exit code 1: {error} (2 of 2 times)"
 
 
-def test_best_is_a_command_line(swept: Project) -> None:
+def test_best_gives_the_command_line_and_the_values(swept: Project) -> None:
     best = swept.json("best", "scripts")
     assert best["number"] == 1
     assert best["command"].endswith("submit --nodes 2 -- python script.py --x 0.30000000000000004 --kind reports")
@@ -149,7 +149,7 @@ def test_best_is_a_command_line(swept: Project) -> None:
     assert yaml == "x: 0.30000000000000004\nkind: reports\n"
 
 
-def test_a_request_to_save_reaches_a_trial_behind_a_shell_once(project: Project) -> None:
+def test_trial_behind_a_shell_gets_sigterm_once_and_saves(project: Project) -> None:
     project.write("hear.py", wrappers.SCRIPT)
     project.write("hear.sh", "python hear.py $1\ntrue\n")
     heard = project.folder / "heard"

@@ -73,7 +73,7 @@ def ends(folder: Path, number: int) -> dict[str, Any]:
     return dict(json.loads(end.read_text()))
 
 
-def test_two_ranks_train_trial_after_trial_and_what_goes_wrong_ends_one_alone(project: Project) -> None:
+def test_failed_pruned_and_killed_trials_do_not_affect_other_trials(project: Project) -> None:
     folder = start(
         project,
         trials=9,
@@ -126,7 +126,7 @@ def test_two_ranks_train_trial_after_trial_and_what_goes_wrong_ends_one_alone(pr
     assert (facts["state"], facts["reason"]) == ("COMPLETED", "9 of 9 trials")
 
 
-def test_a_killed_workers_trial_goes_on_elsewhere_and_a_sweep_grows_while_it_runs_and_after(project: Project) -> None:
+def test_trial_of_a_killed_worker_continues_and_the_sweep_can_grow(project: Project) -> None:
     folder = start(
         project,
         trials=5,
@@ -195,7 +195,7 @@ def test_a_killed_workers_trial_goes_on_elsewhere_and_a_sweep_grows_while_it_run
     )
 
 
-def test_a_trial_outlives_the_time_limit_of_its_worker_and_a_cancel(project: Project) -> None:
+def test_trial_continues_after_worker_time_limit_and_after_cancel(project: Project) -> None:
     folder = start(
         project,
         trials=2,
@@ -222,7 +222,7 @@ def test_a_trial_outlives_the_time_limit_of_its_worker_and_a_cancel(project: Pro
     assert facts_of(project)["attempts"] == 3
 
 
-def test_new_code_mends_a_sweep_and_what_does_not_fit_changes_nothing(project: Project) -> None:
+def test_sweep_takes_new_code_and_incompatible_code_changes_nothing(project: Project) -> None:
     folder = start(project, trials=2, space={"x": {"float": [0.0, 1.0]}}, fixed={"epochs": 1})
     assert wait(project).returncode == 0
     before = facts_of(project)
@@ -240,7 +240,7 @@ def test_new_code_mends_a_sweep_and_what_does_not_fit_changes_nothing(project: P
     assert (folder / "code-1" / "job.py").exists()
 
 
-def test_who_kills_all_that_watch_over_a_worker_kills_it_too(project: Project) -> None:
+def test_killing_all_supervising_processes_ends_the_worker(project: Project) -> None:
     folder = start(project, trials=2, fixed={"does": "waits", "place": str(project.folder)}, **WIDE)
     worker = folder / "tasks" / "0"
     # the batch step, and the rank that has only just begun
@@ -256,7 +256,7 @@ def children(parent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def test_an_error_that_all_workers_meet_first_stops_the_sweep_with_it(project: Project) -> None:
+def test_sweep_stops_if_all_first_trials_fail_with_the_same_error(project: Project) -> None:
     write_sweep(project, trials=50, workers=2, space={"x": {"float": [0.0, 1.0]}}, fixed={"does": "fails"})
     done = project.call("sweep", "sweep.yaml", "--executor", "local")
     assert done.returncode == 1
@@ -313,7 +313,7 @@ VALUES_JOB = """
 """
 
 
-def test_each_trial_has_the_value_that_it_reached_and_its_own_failure(project: Project) -> None:
+def test_each_trial_records_its_own_final_value_or_failure(project: Project) -> None:
     write_sweep(project, trials=5, space="job.py:choose", sampler="random", pruner={"name": "median"})
     project.write("job.py", VALUES_JOB)
     done = project.call("sweep", "sweep.yaml", "--executor", "local")
@@ -330,7 +330,7 @@ def test_each_trial_has_the_value_that_it_reached_and_its_own_failure(project: P
     assert list(trials[4].intermediate_values) == [3, 6]
 
 
-def test_a_metric_that_is_never_there_stops_the_sweep_with_the_first_five_trials(project: Project) -> None:
+def test_metric_that_is_never_reported_stops_the_sweep_after_five_trials(project: Project) -> None:
     write_sweep(project, trials=50, space={"x": {"float": [0.0, 1.0]}}, fixed={"metric": "scores"})
     done = project.call("sweep", "sweep.yaml", "--executor", "local")
     assert done.returncode == 1
@@ -353,12 +353,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return made
 
 
-class TestOneThatHasEnded:
+class TestEndedSweep:
     @pytest.fixture
     def project(self, ended: Project) -> Project:
         return ended
 
-    def test_the_best_is_told_and_its_command_finds_it_again(self, project: Project) -> None:
+    def test_best_command_reproduces_the_best_value(self, project: Project) -> None:
         best = project.json("best", "study")
         assert (best["number"], best["value"], best["params"]) == (2, 0.75, {"x": 0.75})
         told = project.call("best", "study").stdout
@@ -374,7 +374,7 @@ class TestOneThatHasEnded:
         assert "result    score 0.75  " in done.stdout
         assert shlex.split(best["command"])[-2:] == ["--config", "runs/study/trials/2/config.yaml"]
 
-    def test_its_command_runs_from_elsewhere_too(self, project: Project, tmp_path: Path) -> None:
+    def test_best_command_works_from_another_folder(self, project: Project, tmp_path: Path) -> None:
         environ = os.environ | project.environ | {"MGPU_RUNS": str(project.runs)}
 
         def call(command: str) -> str:
@@ -386,7 +386,7 @@ class TestOneThatHasEnded:
         assert command.startswith(f"cd {project.folder} && ")
         assert "target    job.py:train" in call(f"{command} --executor local --dry-run")
 
-    def test_optuna_reads_the_same_out_of_its_journal(self, project: Project) -> None:
+    def test_optuna_reads_the_same_trials_from_the_journal(self, project: Project) -> None:
         folder = project.runs / "study"
         values = {trial.number: (trial.params["x"], trial.value) for trial in trials_of(folder)}
         assert {x for x, _ in values.values()} == {0.25, 0.1 + 0.2, 0.75}
@@ -396,7 +396,7 @@ class TestOneThatHasEnded:
         }
         assert [trial.intermediate_values for trial in trials_of(folder)] == [{1: 1.0, 2: 1.0}] * 3
 
-    def test_it_stands_among_runs_as_one(self, project: Project) -> None:
+    def test_status_shows_the_sweep_on_one_line_and_its_workers_as_runs(self, project: Project) -> None:
         (line,) = [line for line in project.call("status").stdout.splitlines() if line.startswith("study")]
         assert "COMPLETED" in line
         facts = facts_of(project)
@@ -408,7 +408,7 @@ class TestOneThatHasEnded:
         assert project.json("status", "study/0")[0]["state"] == "COMPLETED"
         assert "-- trial 1: x=0.3\n" in project.call("logs", "study/0").stdout
 
-    def test_a_terminal_shows_what_there_is_room_for(self, project: Project) -> None:
+    def test_watch_fits_the_size_of_the_terminal(self, project: Project) -> None:
         screen, terminal = os.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 5, 60, 0, 0))
         words = [sys.executable, "-m", "mgpu_slurm", "status", "study", "--watch"]
@@ -423,7 +423,7 @@ class TestOneThatHasEnded:
         assert [line[:9] for line in told] == ["study    ", "trials   ", "best     ", "... 4 mor"]
         assert all(len(line) <= 60 for line in told)
 
-    def test_a_rehearsal_changes_nothing(self, project: Project) -> None:
+    def test_dry_run_changes_nothing(self, project: Project) -> None:
         before = sorted(path for path in project.runs.rglob("*"))
         write_sweep(project, **GRID, fixed={"epochs": 2}, workers=2)
         for study in ("study", "another"):
@@ -433,7 +433,7 @@ class TestOneThatHasEnded:
         assert sorted(path for path in project.runs.rglob("*")) == before
 
     @pytest.mark.parametrize("words", [["status"], ["status", "study"], ["best", "study"], ["wait", "study"]])
-    def test_who_looks_at_it_loads_nothing_heavy(self, project: Project, words: list[str]) -> None:
+    def test_read_only_commands_import_no_heavy_packages(self, project: Project, words: list[str]) -> None:
         code = (
             "import sys; from mgpu_slurm.cli.main import main\n"
             f"try: main({words})\nexcept SystemExit as ended: assert not ended.code\n"
@@ -444,12 +444,12 @@ class TestOneThatHasEnded:
         done = subprocess.run(words, cwd=project.folder, env=environ, capture_output=True, text=True)
         assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
 
-    def test_a_journal_that_is_whole_needs_no_repair(self, project: Project) -> None:
+    def test_repair_reports_an_intact_journal(self, project: Project) -> None:
         done = project.call("repair", "study")
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith("study.journal is not damaged: nothing was written\n")
 
-    def test_a_run_is_no_study_and_its_name_is_taken(self, project: Project) -> None:
+    def test_run_cannot_be_used_as_a_study(self, project: Project) -> None:
         run, _ = project.run("--", "true")
         for words in (["best", run.name], ["sweep", "sweep.yaml", f"study={run.name}"]):
             done = project.call(*words)
@@ -505,25 +505,23 @@ WRONG_SPACES = """
         ({"trial": 3}, "(did you mean 'trials'?)"),
     ],
     ids=[
-        "unknown",
-        "near",
-        "type",
-        "fixed",
-        "empty range",
-        "max_resource",
-        "fixed epochs",
-        "no function",
-        "a function that fails",
-        "a function that is wrong",
-        "a function and a command",
-        "sampler",
-        "job",
-        "key",
+        "unknown parameter",
+        "misspelled parameter",
+        "wrong type",
+        "wrong fixed value",
+        "reversed range",
+        "max_resource over the epochs",
+        "max_resource over fixed epochs",
+        "missing function",
+        "failing function",
+        "function with an unknown parameter",
+        "function parameter not in the command",
+        "unknown sampler option",
+        "missing job file",
+        "unknown key",
     ],
 )
-def test_a_file_that_cannot_work_is_refused_and_nothing_is_left(
-    project: Project, values: dict[str, Any], said: str
-) -> None:
+def test_invalid_sweep_file_is_refused_and_leaves_no_run(project: Project, values: dict[str, Any], said: str) -> None:
     project.write("space.py", WRONG_SPACES)
     write_sweep(project, **{"trials": 3, "space": {"x": {"float": [0.0, 1.0]}}} | values)
     done = project.call("sweep", "sweep.yaml", "--executor", "local")

@@ -23,32 +23,32 @@ def result_of(folder: Path) -> dict[str, float]:
     return dict(json.loads((folder / "result.json").read_text())["result"])
 
 
-def test_status_knows_them(project: Project, old: dict[str, Path]) -> None:
+def test_status_shows_the_states_of_old_runs(project: Project, old: dict[str, Path]) -> None:
     states = {facts["run"].partition("-")[0]: facts["state"] for facts in project.json("status")}
     ended = {"completed": "COMPLETED", "stopped": "CANCELLED", "failed": "FAILED", "group": "COMPLETED"}
     assert states.items() >= (ended | {"search": "COMPLETED", "pickled": "COMPLETED"}).items()
 
 
-def test_a_failure_is_explained(project: Project, old: dict[str, Path]) -> None:
+def test_why_and_logs_show_the_error_of_an_old_run(project: Project, old: dict[str, Path]) -> None:
     done = project.call("why", old["failed"].name)
     assert done.returncode == 0
     assert "ValueError: the data is broken" in done.stdout
     assert "ValueError: the data is broken" in project.call("logs", old["failed"].name).stdout
 
 
-def test_curves_of_a_group_are_averaged(project: Project, old: dict[str, Path]) -> None:
+def test_curves_of_an_old_group_are_averaged(project: Project, old: dict[str, Path]) -> None:
     (group,) = project.json("aggregate", old["group"].name)["groups"]
     assert (group["metrics"]["loss"]["step"], group["metrics"]["loss"]["count"]) == (16, 2)
 
 
-def test_a_stopped_run_ends_as_if_it_had_not_been_stopped(project: Project, old: dict[str, Path]) -> None:
+def test_resumed_old_run_has_the_result_of_an_uninterrupted_one(project: Project, old: dict[str, Path]) -> None:
     assert project.call("resume", old["stopped"].name, "--no-follow").returncode == 0
     facts = project.finish(old["stopped"])
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
     assert result_of(old["stopped"]) == result_of(old["completed"])
 
 
-def test_a_pickled_function_loads(project: Project, old: dict[str, Path]) -> None:
+def test_old_pickled_function_loads_on_resume(project: Project, old: dict[str, Path]) -> None:
     """Its annotations name modules of that version."""
     records.update_state(RunFolder(old["pickled"]), state="FAILED")
     (old["pickled"] / "result.json").unlink()
@@ -57,7 +57,7 @@ def test_a_pickled_function_loads(project: Project, old: dict[str, Path]) -> Non
     assert result_of(old["pickled"]) == {"answer": 0.5}
 
 
-def test_a_study_continues(project: Project, old: dict[str, Path]) -> None:
+def test_old_study_continues(project: Project, old: dict[str, Path]) -> None:
     before = {name: (old["search"] / f"trials/{name}/result.json").read_text() for name in range(4)}
     best = project.json("best", "search")
     assert project.call("sweep", "sweep.yaml", "--executor", "local", "trials=6").returncode == 0
@@ -75,7 +75,7 @@ def test_a_study_continues(project: Project, old: dict[str, Path]) -> None:
         ("mgpu_slurm.sweeping.worker", "worker"),
     ],
 )
-def test_the_names_that_queued_scripts_call_start_the_same_programs(old_name: str, part: str, tmp_path: Path) -> None:
+def test_old_module_names_start_the_same_programs(old_name: str, part: str, tmp_path: Path) -> None:
     def ends(*words: str) -> tuple[int, str]:
         command = [sys.executable, "-m", *words, str(tmp_path / "nowhere"), "--token", "x"]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)

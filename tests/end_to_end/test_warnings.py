@@ -8,7 +8,7 @@ import os
 from tests.support import Project, log
 
 
-def test_too_few_cores_are_told_in_the_log_while_following_and_at_the_end(project: Project) -> None:
+def test_too_few_cores_warning_is_in_the_log_the_output_and_the_summary(project: Project) -> None:
     words = ("submit", "--executor", "local", "--nodes", "2", "--cpus-per-task", "999", "--follow", "--", "true")
     done = project.call(*words)
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ def test_too_few_cores_are_told_in_the_log_while_following_and_at_the_end(projec
     assert shown.stderr == f"-- warning: rank 1 on local2: {few}\n"
 
 
-def test_a_run_that_has_what_it_asked_for_is_not_warned(project: Project) -> None:
+def test_run_with_enough_cores_has_no_warning(project: Project) -> None:
     done = project.call("submit", "--executor", "local", "--cpus-per-task", "1", "--follow", "--", "true")
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stdout
@@ -34,7 +34,7 @@ def test_a_run_that_has_what_it_asked_for_is_not_warned(project: Project) -> Non
     assert list((folder / "logs").glob("*.warnings.jsonl")) == []
 
 
-def test_a_result_that_is_not_a_number_fails_no_training_and_the_last_save_is_written(project: Project) -> None:
+def test_non_numeric_result_neither_fails_the_run_nor_loses_the_last_save(project: Project) -> None:
     project.write(
         "train.py",
         """

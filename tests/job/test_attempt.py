@@ -17,7 +17,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project, log
 
 
-def test_a_rendezvous_that_cannot_be_served_ends_the_attempt_with_the_traceback(
+def test_failure_to_serve_the_rendezvous_ends_the_attempt_with_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def serve(listener: socket.socket) -> Any:
@@ -60,7 +60,7 @@ def test_a_rendezvous_that_cannot_be_served_ends_the_attempt_with_the_traceback(
     assert folder.secrets() == []
 
 
-def test_a_rank_ends_with_the_thread_that_it_needs(project: Project) -> None:
+def test_rank_fails_if_its_helper_thread_fails(project: Project) -> None:
     project.write(
         "job.py",
         """

@@ -91,7 +91,7 @@ def shell(script: str) -> Target:
     return Target(command=("sh", "-c", script))
 
 
-def test_a_rank_that_asks_to_be_started_again_lets_the_others_finish(
+def test_rank_that_asks_for_a_restart_lets_the_others_save(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
     # rank 0 still saves when rank 1 has left
@@ -106,10 +106,10 @@ def test_a_rank_that_asks_to_be_started_again_lets_the_others_finish(
     assert not folder.failure.exists()
 
 
-def test_what_goes_wrong_in_the_interpreters_end_is_no_end_of_the_job(
+def test_abort_at_interpreter_exit_does_not_fail_the_job(
     folder: RunFolder, start_batch: StartBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an abort by a thread that is inside of torch then."""
+    """For example, a thread that is still inside torch may abort then."""
     customized = tmp_path / "customized"
     customized.mkdir()
     (customized / "sitecustomize.py").write_text(
@@ -120,9 +120,7 @@ def test_what_goes_wrong_in_the_interpreters_end_is_no_end_of_the_job(
     assert records.read_state(folder).state == "COMPLETED"
 
 
-def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
-    folder: RunFolder, start_batch: StartBatch, scontrol: Path
-) -> None:
+def test_run_without_requeues_left_ends_as_timeout(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
     # those of the job that was resumed do not count, and neither does a preemption
     for token in ("mgpu-0", "mgpu-0", "mgpu-1"):
         records.record_event(folder, "requeued", token=token)
@@ -134,7 +132,7 @@ def test_a_run_that_has_used_its_requeues_has_run_out_of_time(
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_run_that_comes_to_its_time_limit_twice_without_a_newer_checkpoint_ends(
+def test_two_time_limits_without_a_newer_checkpoint_end_the_run(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path, saves: bool
 ) -> None:
     squeue = scontrol.with_name("squeue")
@@ -154,7 +152,7 @@ def test_a_run_that_comes_to_its_time_limit_twice_without_a_newer_checkpoint_end
         assert records.read_state(folder).reason == reason
 
 
-def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
+def test_refused_requeue_and_submission_are_quoted_in_the_reason(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
     scontrol.write_text("#!/bin/sh\necho 'Requested operation is presently disabled for job 9' >&2; exit 1\n")
@@ -169,8 +167,8 @@ def test_a_site_that_refuses_to_start_the_run_again_is_quoted(
     assert state.reason.endswith("continue with `resume`")
 
 
-def test_a_cancel_while_the_job_is_requeued_ends_it(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
-    """SLURM requeues one that was cancelled a moment before."""
+def test_cancel_during_requeue_ends_the_run(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
+    """SLURM requeues a job even if it was cancelled a moment before."""
     scontrol.write_text(f"#!/bin/sh\ntouch {folder.cancel_request}\n")
     scancel = scontrol.with_name("scancel")
     scancel.write_text(f'#!/bin/sh\necho "$@" >> {scancel}.calls\nexit 1\n')
@@ -183,7 +181,7 @@ def test_a_cancel_while_the_job_is_requeued_ends_it(folder: RunFolder, start_bat
     assert (state.state, state.reason, state.attempts) == ("CANCELLED", "cancelled", 1)
 
 
-def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFolder, start_batch: StartBatch) -> None:
+def test_second_job_of_a_submission_leaves_the_run_unchanged(folder: RunFolder, start_batch: StartBatch) -> None:
     sbatch.claim(folder, "mgpu-1", "8")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     assert start_batch(shell("echo here")).wait() == 0
@@ -195,10 +193,10 @@ def test_a_second_job_of_the_same_submission_leaves_the_run_alone(folder: RunFol
 
 
 @pytest.mark.parametrize("code", [0, 3, 75])
-def test_an_attempt_that_was_given_up_does_not_speak_for_the_next(
+def test_abandoned_attempt_does_not_change_the_state_of_the_next(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path, code: int
 ) -> None:
-    """SLURM has lost its node and started the run again, while the node goes on."""
+    """SLURM has lost its node and restarted the run, while the node keeps running."""
     gate = folder.path / "gate"
     batch = start_batch(shell(f"echo here; until [ -e {gate} ]; do sleep 0.01; done; exit {code}"), nodes=1)
     wait_until(lambda: folder.rank_log(1, 0).exists())
@@ -222,9 +220,7 @@ def rank_1_is_killed(folder: RunFolder, attempts: int) -> Target:
     )
 
 
-def test_a_killed_rank_costs_an_attempt_and_not_the_job(
-    folder: RunFolder, start_batch: StartBatch, scontrol: Path
-) -> None:
+def test_killed_rank_is_retried_in_the_same_job(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
     assert start_batch(rank_1_is_killed(folder, attempts=1)).wait() == 0
     assert [event.event for event in records.events(folder)] == ["started", "ended", "retried", "started", "ended"]
     state = records.read_state(folder)
@@ -234,7 +230,9 @@ def test_a_killed_rank_costs_an_attempt_and_not_the_job(
     assert not Path(f"{scontrol}.calls").exists()
 
 
-def test_a_node_that_kills_twice_is_left_for_others(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
+def test_node_that_kills_ranks_twice_is_excluded_on_requeue(
+    folder: RunFolder, start_batch: StartBatch, scontrol: Path
+) -> None:
     sbatch = scontrol.with_name("sbatch")
     sbatch.write_text(
         f'#!/bin/sh\necho "$@" >> {sbatch}.calls\n'
@@ -249,7 +247,7 @@ def test_a_node_that_kills_twice_is_left_for_others(folder: RunFolder, start_bat
     assert state.reason.startswith("restarting (2 of 3): rank 1 on n2")
 
 
-def test_where_there_is_no_other_node_it_stays_and_fails_in_the_end(
+def test_run_without_another_node_retries_in_its_job_and_then_fails(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path
 ) -> None:
     sbatch = scontrol.with_name("sbatch")
@@ -263,7 +261,7 @@ def test_where_there_is_no_other_node_it_stays_and_fails_in_the_end(
     assert (state.state, state.attempts) == ("FAILED", 3)
 
 
-def test_a_cancel_is_heard_before_the_next_attempt(folder: RunFolder, start_batch: StartBatch) -> None:
+def test_sigterm_between_attempts_prevents_the_next_attempt(folder: RunFolder, start_batch: StartBatch) -> None:
     batch = start_batch(shell("kill -9 $$"), nodes=1)
     # the second failure in a row makes it wait
     wait_until(lambda: sum(event.event == "retried" for event in records.events(folder)) == 2)
@@ -272,7 +270,7 @@ def test_a_cancel_is_heard_before_the_next_attempt(folder: RunFolder, start_batc
     assert records.read_state(folder).attempts == 2
 
 
-def test_one_that_came_before_the_first_failure_too(folder: RunFolder, start_batch: StartBatch) -> None:
+def test_cancel_before_the_first_failure_prevents_a_retry(folder: RunFolder, start_batch: StartBatch) -> None:
     batch = start_batch(shell(f"touch {folder.cancel_request}; kill -9 $$"), nodes=1)
     assert batch.wait() == 143
     state = records.read_state(folder)
@@ -280,11 +278,11 @@ def test_one_that_came_before_the_first_failure_too(folder: RunFolder, start_bat
 
 
 @pytest.mark.parametrize(("left", "attempts"), [("0:45", 1), ("1:03", 2)])
-def test_near_its_time_limit_a_retry_is_a_requeue(
+def test_retry_near_the_time_limit_becomes_a_requeue(
     folder: RunFolder, start_batch: StartBatch, scontrol: Path, left: str, attempts: int
 ) -> None:
-    """New ranks would not hear of the limit. There is a pause before the second attempt that starts where the first one
-    did."""
+    """New ranks would not be warned of the limit. There is a pause before a second attempt that starts from the same
+    step as the first."""
     scontrol.with_name("squeue").write_text(f"#!/bin/sh\necho {left}\n")
     assert start_batch(rank_1_is_killed(folder, attempts=2), lead=60).wait() == 75
     # the node that has killed twice is left for others
@@ -293,9 +291,7 @@ def test_near_its_time_limit_a_retry_is_a_requeue(
     assert [event.event for event in records.events(folder)] == ["started", "ended", "retried"] * attempts
 
 
-def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
-    folder: RunFolder, start_batch: StartBatch, scontrol: Path
-) -> None:
+def test_run_is_not_retried_if_squeue_fails(folder: RunFolder, start_batch: StartBatch, scontrol: Path) -> None:
     scontrol.with_name("squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: Access denied' >&2; exit 1\n")
     assert start_batch(rank_1_is_killed(folder, attempts=1)).wait() == 137
     state = records.read_state(folder)
@@ -307,7 +303,7 @@ def test_where_slurm_does_not_say_what_is_left_nothing_starts_beside_it(
 @pytest.mark.parametrize(
     ("end", "how"), [("kill -9 $$", "was killed by SIGKILL"), ("exit 4", "ended with exit code 4: last words")]
 )
-def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
+def test_first_failed_rank_is_named_whatever_srun_reports(
     folder: RunFolder, start_batch: StartBatch, end: str, how: str
 ) -> None:
     """The other rank, which srun ends by SIGTERM, has the higher exit code."""
@@ -317,7 +313,7 @@ def test_the_first_rank_that_failed_is_named_whatever_srun_reports(
     assert (state.state, state.reason) == ("FAILED", f"rank 1 on n2 {how}")
 
 
-def test_a_rank_that_took_too_much_memory(
+def test_rank_out_of_memory_gives_the_out_of_memory_state(
     folder: RunFolder, start_batch: StartBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SRUN_SAYS", "Out Of Memory")
@@ -327,9 +323,7 @@ def test_a_rank_that_took_too_much_memory(
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_end_of_a_job_that_slurm_ends_is_left_to_slurm_to_tell(
-    folder: RunFolder, start_batch: StartBatch, code: int
-) -> None:
+def test_state_of_a_job_ended_by_slurm_is_left_to_slurm(folder: RunFolder, start_batch: StartBatch, code: int) -> None:
     batch = start_batch(shell(f"trap 'exit {code}' TERM; echo ready; sleep 600 & wait"))
     logs = [folder.rank_log(1, rank) for rank in (0, 1)]
     wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
@@ -343,12 +337,12 @@ def test_the_end_of_a_job_that_slurm_ends_is_left_to_slurm_to_tell(
     assert records.read_state(folder).state == "RUNNING"
 
 
-def test_ranks_that_somebody_else_ends_have_failed(folder: RunFolder, start_batch: StartBatch) -> None:
+def test_ranks_terminated_by_someone_else_count_as_failed(folder: RunFolder, start_batch: StartBatch) -> None:
     assert start_batch(shell("kill -TERM $$")).wait() == 143
     assert records.read_state(folder).state == "FAILED"
 
 
-def test_a_lead_signal_at_the_very_end_does_not_undo_a_finished_job(folder: RunFolder, start_batch: StartBatch) -> None:
+def test_lead_signal_at_interpreter_exit_keeps_the_run_completed(folder: RunFolder, start_batch: StartBatch) -> None:
     (folder.code / "late.py").write_text(
         "import os, signal\n\n\n"
         "class Late:\n"

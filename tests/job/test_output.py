@@ -33,15 +33,15 @@ def written(path: Path, lines: int, then: str) -> list[str]:
     return path.read_text().splitlines()
 
 
-def test_what_was_printed_meanwhile_is_there_once_there_is_room(tmp_path: Path) -> None:
+def test_output_printed_while_the_disk_is_full_is_written_later(tmp_path: Path) -> None:
     assert written(tmp_path / "log", 0, "print('at last')") == ["a line", "at last", "an error"]
 
 
-def test_also_where_nothing_is_printed_any_more(tmp_path: Path) -> None:
+def test_pending_output_is_written_without_further_prints(tmp_path: Path) -> None:
     assert written(tmp_path / "log", 0, "") == ["a line", "an error"]
 
 
-def test_of_much_the_last_is_kept_and_the_rest_counted(tmp_path: Path) -> None:
+def test_too_much_pending_output_keeps_the_end_and_counts_lost_bytes(tmp_path: Path) -> None:
     lines = written(tmp_path / "log", 2000, "")
     assert lines[:2] == [
         "",

@@ -63,7 +63,7 @@ def arguments(slurm: StandIn) -> list[str]:
     return (slurm.state / "arguments").read_text().splitlines()
 
 
-def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+def test_job_is_requeued_by_scontrol(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("scontrol", f"echo \"$@\" >> '{slurm.state}/requeued'\n")
     assert requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event()) == 75
     assert (slurm.state / "requeued").read_text() == "requeue 9\n"
@@ -72,7 +72,7 @@ def test_slurm_requeues(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     assert (state.state, state.job_id) == ("REQUEUED", "9")
 
 
-def test_another_job_that_has_the_id_by_now_is_not_requeued(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+def test_another_job_that_reuses_the_job_id_is_not_requeued(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("squeue", "echo '9|RUNNING|2025-05-01T12:00:00|0|N/A|N/A|other|None|'\n")
     with pytest.raises(ClusterError, match=r"job 9 no longer belongs to run digits"):
         requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event())
@@ -81,7 +81,7 @@ def test_another_job_that_has_the_id_by_now_is_not_requeued(folder: RunFolder, s
 
 
 @pytest.mark.parametrize("answer", ["refuses", "hangs"])
-def test_where_slurm_does_not_requeue_another_job_waits_for_the_end_of_this_one(
+def test_dependent_job_is_submitted_if_requeue_is_refused_or_hangs(
     folder: RunFolder, spec: Spec, slurm: StandIn, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     if answer == "hangs":
@@ -110,7 +110,9 @@ def test_where_slurm_does_not_requeue_another_job_waits_for_the_end_of_this_one(
     assert current_state.state(folder).state == "PENDING"
 
 
-def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+def test_array_task_continues_as_an_array_of_one_task(
+    tmp_path: Path, folder: RunFolder, spec: Spec, slurm: StandIn
+) -> None:
     array = Array(1001, (1001, 1004))
     files.write_whole(folder.submission(1001), script.render(spec, folder, "mgpu-2", array))
     records.record_event(folder, "submitting", token="mgpu-2", first=1001, tasks="1001,1004")
@@ -131,7 +133,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, folder: RunFolder, spe
     assert sbatch.claim(run, token, "42_3") == "42_3"
 
 
-def test_jobs_that_wait_for_the_run_wait_for_its_new_job_too(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+def test_dependents_of_the_job_also_wait_for_its_new_job(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("scontrol", 'echo "$*" >> "$0.calls"; case $1 in requeue) echo "is disabled" >&2; exit 1 ;; esac\n')
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'; echo '51|afterok:8(unfulfilled)'\n")
     assert requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event()) == 0
@@ -139,12 +141,12 @@ def test_jobs_that_wait_for_the_run_wait_for_its_new_job_too(folder: RunFolder, 
     assert calls == ["requeue 9", "update JobId=50 Dependency=afterok:9,afterok:42"]
 
 
-def test_where_they_cannot_be_told_they_do_not_start_too_soon(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+def test_exit_code_is_nonzero_if_dependents_cannot_be_updated(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.write("squeue", "echo '50|afterok:9(unfulfilled)'\n")
     assert requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event()) == 75
 
 
-def test_a_site_s_own_names_for_options_are_used(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+def test_renamed_sbatch_options_are_used(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     spec.rename.update({"comment": None, "dependency": "after={}"})
     requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event())
     assert arguments(slurm)[:2] == ["--parsable", "--after=afterany:9"]
@@ -152,7 +154,7 @@ def test_a_site_s_own_names_for_options_are_used(folder: RunFolder, spec: Spec, 
 
 
 @pytest.mark.parametrize("happens", ["take-and-time-out", "take-and-die"])
-def test_an_answer_that_is_lost_makes_no_second_job(
+def test_lost_sbatch_answer_does_not_lead_to_a_second_job(
     folder: RunFolder, spec: Spec, slurm: StandIn, happens: str
 ) -> None:
     slurm.plan(happens)
@@ -161,14 +163,14 @@ def test_an_answer_that_is_lost_makes_no_second_job(
     assert records.read_state(folder).job_id == "42"
 
 
-def test_where_neither_works_both_reasons_are_told(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
+def test_error_gives_both_reasons_if_requeue_and_sbatch_fail(folder: RunFolder, spec: Spec, slurm: StandIn) -> None:
     slurm.plan("refuse")
     with pytest.raises(ClusterError, match=r"presently disabled for job 9; nor could a job .*: .*Invalid partition"):
         requeue_before_limit(Job(folder, spec, "9", "mgpu-1"), Event())
     assert slurm.queue == []
 
 
-def test_requeues_count_over_the_jobs_that_continue_each_other_and_not_over_a_resume(
+def test_requeues_are_counted_across_continuing_jobs_but_not_resumes(
     folder: RunFolder, spec: Spec, slurm: StandIn
 ) -> None:
     slurm.write("scontrol", "")

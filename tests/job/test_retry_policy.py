@@ -48,7 +48,7 @@ def failing(tmp_path: Path) -> Failing:
     return Failing(tmp_path)
 
 
-def test_what_the_cluster_did_is_tried_again_as_long_as_it_comes_further(failing: Failing) -> None:
+def test_cluster_failures_are_retried_and_progress_resets_the_count(failing: Failing) -> None:
     assert failing.numbers(KILLED, KILLED) == [1, 2]
     failing.saves(5)
     assert failing.numbers(KILLED, KILLED, KILLED, KILLED) == [1, 2, 3, None]
@@ -56,62 +56,62 @@ def test_what_the_cluster_did_is_tried_again_as_long_as_it_comes_further(failing
     assert failing.numbers(KILLED) == [1]
 
 
-def test_what_the_program_did_is_not(failing: Failing) -> None:
+def test_program_error_is_not_retried(failing: Failing) -> None:
     assert failing.numbers(BROKEN) == [None]
 
 
 @pytest.mark.parametrize(("retries", "expected"), [(0, [None]), (2, [1, 2, None])])
 @pytest.mark.parametrize("failure", [KILLED, BROKEN])
-def test_who_says_how_often_means_everything(
+def test_explicit_retries_apply_to_all_failures(
     tmp_path: Path, retries: int, expected: list[int | None], failure: dict[str, Any]
 ) -> None:
     assert Failing(tmp_path, retries=retries).numbers(*[failure] * len(expected)) == expected
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_an_end_that_is_no_failure_needs_none(failing: Failing, code: int) -> None:
+def test_exit_codes_0_and_75_are_not_retried(failing: Failing, code: int) -> None:
     assert failing.fails(KILLED, code) is None
 
 
-def test_a_worker_of_a_sweep_has_its_own_way(tmp_path: Path) -> None:
+def test_sweep_worker_is_not_retried(tmp_path: Path) -> None:
     assert Failing(tmp_path, kind="sweep").numbers(KILLED) == [None]
 
 
-def test_but_a_job_in_which_slurm_starts_nothing_is_left_by_it_too(tmp_path: Path) -> None:
+def test_sweep_worker_leaves_a_job_whose_step_never_starts(tmp_path: Path) -> None:
     held_up = {"message": "srun waited for 90 s, and SLURM did not start the ranks' step"}
     retry = Failing(tmp_path, kind="sweep").fails(held_up)
     assert retry is not None
     assert retry.leaves_job
 
 
-def test_who_watched_over_the_ranks_may_be_killed_too(failing: Failing) -> None:
+def test_killed_supervisor_is_retried(failing: Failing) -> None:
     retry = failing.fails({}, code=-9)
     assert retry is not None
     assert retry.why == "the supervisor was killed by SIGKILL"
 
 
 class TestNodes:
-    def test_one_that_fails_twice_in_a_row_is_avoided_from_then_on(self, failing: Failing) -> None:
+    def test_node_that_fails_twice_in_a_row_is_avoided_from_then_on(self, failing: Failing) -> None:
         found = [failing.fails(failure) for failure in (KILLED, KILLED, {"message": "rank 0 on n3: Killed"})]
         assert [retry and retry.avoid for retry in found] == [(), ("n2",), ("n2",)]
 
-    def test_not_where_the_run_has_come_further_in_between(self, failing: Failing) -> None:
+    def test_node_is_not_avoided_if_the_run_made_progress_in_between(self, failing: Failing) -> None:
         failing.fails(KILLED)
         failing.saves(5)
         retry = failing.fails(KILLED)
         assert retry is not None
         assert retry.avoid == ()
 
-    def test_one_whose_gpu_is_gone_is_avoided_at_once(self, failing: Failing) -> None:
+    def test_node_whose_gpu_is_gone_is_avoided_at_once(self, failing: Failing) -> None:
         retry = failing.fails(NO_GPU)
         assert retry is not None
         assert retry.avoid == ("n1",)
 
-    def test_not_for_a_gpu_that_nobody_asked_for(self, tmp_path: Path) -> None:
+    def test_missing_gpu_is_not_retried_if_none_was_requested(self, tmp_path: Path) -> None:
         assert Failing(tmp_path, gpus=0).fails(NO_GPU) is None
 
 
-def test_what_is_written_down(failing: Failing) -> None:
+def test_retry_is_recorded_in_history_and_state(failing: Failing) -> None:
     failing.saves(5)
     failing.fails(NO_GPU)
     (event,) = records.events(failing.folder)
@@ -122,7 +122,7 @@ def test_what_is_written_down(failing: Failing) -> None:
     assert (state.state, state.reason) == ("REQUEUED", f"restarting (1 of 3): {why}")
 
 
-def test_later_ones_wait_longer(failing: Failing) -> None:
+def test_retries_wait_for_the_configured_pauses(failing: Failing) -> None:
     found = [failing.fails(KILLED) for _ in range(3)]
     assert [retry and retry.pause for retry in found] == list(retry_policy.PAUSES)
 
@@ -142,7 +142,9 @@ AT_LIMIT, NOT_AT_LIMIT = True, False
         ([(5, NOT_AT_LIMIT), (5, NOT_AT_LIMIT), (5, NOT_AT_LIMIT)], ""),
     ],
 )
-def test_two_attempts_in_vain_are_enough(failing: Failing, ends: list[tuple[int | None, bool]], expected: str) -> None:
+def test_two_time_limits_without_a_newer_checkpoint_prevent_a_requeue(
+    failing: Failing, ends: list[tuple[int | None, bool]], expected: str
+) -> None:
     reasons, requeued = [], []
     for step, is_at_limit in ends:
         records.record_event(failing.folder, "started", **retry_policy.newest_checkpoint(failing.folder))
@@ -155,14 +157,14 @@ def test_two_attempts_in_vain_are_enough(failing: Failing, ends: list[tuple[int 
     assert (expected in reasons[-1]) if expected else (reasons[-1] == "")
 
 
-def test_where_attempts_of_version_0_1_began_nobody_knows(failing: Failing) -> None:
+def test_attempts_of_version_0_1_do_not_prevent_a_requeue(failing: Failing) -> None:
     failing.saves(5)
     for _ in range(3):
         records.record_event(failing.folder, "started")
         assert retry_policy.requeue_event(failing.folder, failing.spec, lambda: True).in_vain is False
 
 
-def test_a_command_without_checkpoints_and_a_worker_of_a_sweep_may_save_elsewhere(tmp_path: Path) -> None:
+def test_requeue_of_commands_and_sweep_workers_needs_no_checkpoint(tmp_path: Path) -> None:
     worker = Failing(tmp_path, kind="sweep")
     command = Spec("run", Target(command=("true",)), "slurm", Resources())
     for spec in (worker.spec, command):

@@ -31,7 +31,7 @@ def offered(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> tuple[t
     return thread, said
 
 
-def test_rank_0_takes_the_bound_socket_and_serves_there(
+def test_rank_0_takes_the_bound_socket_and_serves_on_it(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = listener.getsockname()
@@ -52,7 +52,7 @@ def test_rank_0_takes_the_bound_socket_and_serves_there(
         socket.create_connection(address)
 
 
-def test_a_rank_that_connects_before_is_served_by_the_batch_step(
+def test_batch_step_keeps_the_socket_if_a_rank_connects_early(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, said = offered(listener, monkeypatch)
@@ -63,7 +63,7 @@ def test_a_rank_that_connects_before_is_served_by_the_batch_step(
     assert listener.fileno() != -1
 
 
-def test_a_rank_that_is_gone_before_it_has_the_socket_leaves_it_to_others(
+def test_socket_can_still_be_taken_after_a_rank_disconnects(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer = SocketOffer(listener)
@@ -81,7 +81,7 @@ def test_a_rank_that_is_gone_before_it_has_the_socket_leaves_it_to_others(
     os.close(descriptor)
 
 
-def test_other_ranks_take_nothing(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_other_than_0_take_no_socket(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     thread, said = offered(listener, monkeypatch)
     assert socket_handoff.take(1) is None
     assert socket_handoff.VARIABLE not in os.environ
@@ -101,7 +101,7 @@ def squats(name: str, there: Connection) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="starts a process of another user")
-def test_a_name_that_another_user_has_taken_is_not_the_batch_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_name_taken_by_another_user_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"mgpu-test-{os.getpid()}"
     here, there = FORKS.Pipe()
     stranger = FORKS.Process(target=squats, args=(name, there))

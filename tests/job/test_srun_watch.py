@@ -23,20 +23,20 @@ ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to fini
         ("srun: error: gpu07: task 5: Out Of Memory", "rank 5 on gpu07: Out Of Memory"),
     ],
 )
-def test_first_failure_in_sruns_words(line: str, told: str) -> None:
+def test_first_failure_is_read_from_the_srun_log(line: str, told: str) -> None:
     consequence = "srun: launch/slurm: _step_signal: Terminating StepId=9.0\nsrun: error: n1: task 0: Terminated\n"
     log = f"site banner\n{line}\n{consequence}"
     assert first_failure(log) == told
 
 
-def test_ranks_that_srun_could_not_start_are_told_in_its_words() -> None:
+def test_refusal_to_create_a_step_is_reported_verbatim() -> None:
     refusal = "srun: error: Unable to create step for job 9: Invalid generic resource (gres) specification"
     assert first_failure(f"site banner\n{refusal}\n") == refusal
     assert first_failure("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n") is None
 
 
-def test_a_rank_that_was_out_of_memory_comes_first(tmp_path: Path) -> None:
-    """The others lose their connections to it, and srun may hear of them before."""
+def test_rank_out_of_memory_takes_precedence(tmp_path: Path) -> None:
+    """The other ranks lose their connections to it, and srun may report them earlier."""
     lost = "srun: error: n[1-2]: tasks 0-3: Exited with exit code 1\n"
     path = tmp_path / "launch-9.log"
     log = LaunchLog(path)
@@ -60,10 +60,8 @@ def test_a_rank_that_was_out_of_memory_comes_first(tmp_path: Path) -> None:
         (f"{ABORTED}srun: error: Task launch for StepId=9.0 failed on node n2: Job credential revoked\n", True),
     ],
 )
-def test_whether_slurm_ended_the_ranks_is_read_from_what_srun_adds(
-    tmp_path: Path, words: str, is_slurms_doing: bool
-) -> None:
-    """One that leaves with 0 when it is told to may be gone before the batch step gets its own SIGTERM."""
+def test_abort_by_slurm_is_detected_from_new_srun_messages(tmp_path: Path, words: str, is_slurms_doing: bool) -> None:
+    """A rank that exits with 0 on SIGTERM may be gone before the batch step gets its own SIGTERM."""
     path = tmp_path / "launch-9.log"
     # of an earlier start
     path.write_text(ABORTED)

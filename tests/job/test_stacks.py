@@ -22,9 +22,9 @@ USERS = traceback.FrameSummary("/home/me/train.py", 12, "train")
         "/usr/lib/python3/dist-packages/torch/autograd/graph.py",
     ],
 )
-def test_lines_of_libraries_are_passed_over(file: str) -> None:
+def test_library_frames_are_skipped(file: str) -> None:
     assert stacks.place([USERS, traceback.FrameSummary(file, 979, "backward")]) == "train.py:12 in train"
 
 
-def test_without_a_line_of_the_user_the_innermost_one_is_shown() -> None:
+def test_innermost_frame_is_shown_without_a_user_frame() -> None:
     assert stacks.place([traceback.FrameSummary(stacks.__file__, 3, "place")]) == "stacks.py:3 in place"

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.support import Project
 
 
-def test_the_data_file_is_the_one_its_readme_describes() -> None:
+def test_data_file_matches_the_checksums_in_its_readme() -> None:
     readme = (digits.DATA.parent / "README.md").read_text(encoding="utf-8")
     assert hashlib.sha256(digits.DATA.read_bytes()).hexdigest() in readme
     with np.load(digits.DATA) as arrays:
@@ -37,7 +37,7 @@ def test_images_are_scaled_and_shaped_for_the_network() -> None:
         assert labels.dtype == torch.int64
 
 
-def test_the_split_uses_every_image_once_and_a_fifth_of_each_digit_for_testing() -> None:
+def test_split_uses_every_image_once_and_a_fifth_of_each_digit_for_test() -> None:
     (train_images, train_labels), (test_images, test_labels) = (part.tensors for part in digits.load_digits())
     assert (len(train_labels), len(test_labels)) == (1437, 360)
     shares = test_labels.bincount() / torch.cat([train_labels, test_labels]).bincount()
@@ -52,7 +52,7 @@ def test_the_split_uses_every_image_once_and_a_fifth_of_each_digit_for_testing()
     assert sorted((label, image.tobytes()) for image, label in zip(images, labels, strict=True)) == stored
 
 
-def test_the_split_does_not_depend_on_the_seed() -> None:
+def test_split_does_not_depend_on_the_seed() -> None:
     torch.manual_seed(1)
     _, first = digits.load_digits()
     torch.manual_seed(2)
@@ -61,13 +61,13 @@ def test_the_split_does_not_depend_on_the_seed() -> None:
 
 
 @pytest.mark.parametrize("width", [16, 128])
-def test_the_network_gives_ten_logits_per_image_and_has_the_width_asked_for(width: int) -> None:
+def test_network_has_ten_logits_per_image_and_the_requested_width(width: int) -> None:
     net = digits.Net(width=width, dropout=0.0)
     assert net(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
     assert net[0].out_channels == width
 
 
-def test_the_optimizer_is_the_one_chosen_with_its_values() -> None:
+def test_optimizer_is_built_from_the_config() -> None:
     parameters = list(digits.Net(width=1, dropout=0.0).parameters())
     adam = digits.make_optimizer(digits.Config(optimizer="adam", lr=0.5), parameters)
     assert isinstance(adam, torch.optim.AdamW)
@@ -77,14 +77,14 @@ def test_the_optimizer_is_the_one_chosen_with_its_values() -> None:
     assert (sgd.defaults["momentum"], sgd.defaults["weight_decay"]) == (0.25, 0.125)
 
 
-def test_a_wrong_config_is_refused_by_name() -> None:
+def test_invalid_config_value_or_key_is_named() -> None:
     with pytest.raises(UserError, match=r"optimizer='adm'.*'adam'"):
         fill(digits.Config, {"optimizer": "adm"}, "config of jobs.digits:train")
     with pytest.raises(UserError, match=r"'widht'.*did you mean 'width'"):
         fill(digits.Config, {"widht": 3}, "config of jobs.digits:train")
 
 
-def test_the_data_is_found_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_found_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert len(digits.load_digits()[0]) == 1437
 
@@ -99,7 +99,7 @@ def run_on_two_nodes(project: Project, *words: str) -> tuple[list[dict[str, floa
     return metrics, json.loads((folder / "result.json").read_text())["result"]["accuracy"]
 
 
-def test_two_ranks_with_the_defaults_reach_98_percent(project: Project) -> None:
+def test_two_ranks_with_default_config_reach_98_percent(project: Project) -> None:
     metrics, accuracy = run_on_two_nodes(project)
     assert len(metrics) == digits.Config().epochs
     assert accuracy >= 0.98
@@ -110,7 +110,7 @@ def metrics_with(run: Run, seed: int) -> dict[str, float]:
     return dict(run.last_metrics)
 
 
-def test_the_seed_decides_every_number_of_a_run() -> None:
+def test_seed_determines_all_metrics() -> None:
     first, again, other = (run_ranks(metrics_with, 2, seed) for seed in (5, 5, 6))
     assert set(first[0]) == {"accuracy", "loss"}
     assert first == again

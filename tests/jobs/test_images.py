@@ -30,7 +30,7 @@ def make_folder(root: Path, train: dict[str, int], val: dict[str, int]) -> Path:
 
 
 class TestConfig:
-    def test_a_dataset_on_disk_needs_its_folder(self) -> None:
+    def test_dataset_on_disk_needs_a_folder(self) -> None:
         with pytest.raises(UserError, match="dataset=folder needs its folder: add data=/path"):
             fill(images.Config, {}, "config of jobs.images:train")
 
@@ -38,12 +38,12 @@ class TestConfig:
         with pytest.raises(UserError, match="freeze=true without weights"):
             fill(images.Config, {"dataset": "fake", "freeze": True}, "config of jobs.images:train")
 
-    def test_an_unknown_model_names_the_nearest(self) -> None:
+    def test_unknown_model_is_refused_with_suggestion(self) -> None:
         values = {"dataset": "fake", "model": "resnet81"}
         with pytest.raises(UserError, match="model=resnet81 is no classifier of torchvision: did you mean 'resnet18'"):
             fill(images.Config, values, "config of jobs.images:train")
 
-    def test_a_detector_is_no_classifier(self) -> None:
+    def test_detection_model_is_refused(self) -> None:
         values = {"dataset": "fake", "model": "fasterrcnn_resnet50_fpn"}
         with pytest.raises(UserError, match="model=fasterrcnn_resnet50_fpn is no classifier"):
             fill(images.Config, values, "config of jobs.images:train")
@@ -55,7 +55,7 @@ class TestConfig:
 
 
 class TestData:
-    def test_an_image_folder_gives_square_normalised_colour_images(self, tmp_path: Path) -> None:
+    def test_image_folder_gives_square_normalized_rgb_images(self, tmp_path: Path) -> None:
         root = make_folder(tmp_path, train={"cat": 3, "dog": 2}, val={"cat": 1, "dog": 1})
         train_set, val_set, classes = images.load_images(images.Config(data=root, size=32))
         assert (len(train_set), len(val_set), classes) == (5, 2, 2)  # type: ignore[arg-type]
@@ -67,35 +67,35 @@ class TestData:
         black = -torch.tensor(images.MEAN) / torch.tensor(images.STD)
         torch.testing.assert_close(val_set[0][0][:, 5, 5], black)
 
-    def test_training_images_are_cropped_at_random_and_validation_images_are_not(self) -> None:
+    def test_only_training_images_are_randomly_augmented(self) -> None:
         train_set, val_set, _ = images.load_images(images.Config(dataset="fake", size=32))
         assert not torch.equal(train_set[0][0], train_set[0][0])
         assert torch.equal(val_set[0][0], val_set[0][0])
 
-    def test_fake_validation_images_are_not_the_training_images(self) -> None:
+    def test_fake_validation_images_differ_from_training_images(self) -> None:
         train_set, val_set = images.fake_images(8, random=None, plain=None)
         assert train_set[0][0].tobytes() != val_set[0][0].tobytes()
 
-    def test_a_missing_data_folder_is_named(self, tmp_path: Path) -> None:
+    def test_missing_data_folder_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"data=.*nowhere is no folder"):
             images.load_images(images.Config(data=tmp_path / "nowhere"))
 
-    def test_a_missing_part_is_named(self, tmp_path: Path) -> None:
+    def test_missing_split_is_named(self, tmp_path: Path) -> None:
         root = make_folder(tmp_path, train={"cat": 1}, val={})
         with pytest.raises(UserError, match=r"val' is missing: .* train/ and val/"):
             images.load_images(images.Config(data=root))
 
-    def test_a_folder_without_classes_is_named(self, tmp_path: Path) -> None:
+    def test_folder_without_classes_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "train").mkdir()
         with pytest.raises(UserError, match="train' is no image folder"):
             images.load_images(images.Config(data=tmp_path))
 
-    def test_classes_have_to_be_the_same_in_both_parts(self, tmp_path: Path) -> None:
+    def test_classes_must_match_in_both_splits(self, tmp_path: Path) -> None:
         root = make_folder(tmp_path, train={"cat": 1, "dog": 1}, val={"cat": 1, "eel": 1})
         with pytest.raises(UserError, match="class 'dog' is in one of train/ and val/ only"):
             images.load_images(images.Config(data=root))
 
-    def test_cifar10_that_is_not_there_is_named_and_not_downloaded(self, tmp_path: Path) -> None:
+    def test_missing_cifar10_is_reported_and_not_downloaded(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"does not hold CIFAR-10: unpack cifar-10-python.tar.gz"):
             images.load_images(images.Config(dataset="cifar10", data=tmp_path))
         assert list(tmp_path.iterdir()) == []
@@ -103,11 +103,11 @@ class TestData:
 
 class TestModel:
     @pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "mobilenet_v3_small", "googlenet"])
-    def test_a_model_has_one_logit_per_class_also_in_training(self, name: str) -> None:
+    def test_model_has_one_logit_per_class_in_training_mode(self, name: str) -> None:
         model = images.build_model(name, classes=3).train()
         assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
 
-    def test_freezing_leaves_the_last_layer_to_train(self) -> None:
+    def test_freezing_keeps_the_last_layer_trainable(self) -> None:
         model = images.build_model(SMALL, classes=3)
         images.freeze_all_but_last(model)
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -145,7 +145,7 @@ class TestWeights:
         torch.save(content, file)
         return file
 
-    def test_a_file_of_safetensors_does_as_well(self, trained: nn.Module, tmp_path: Path) -> None:
+    def test_weights_are_read_from_a_safetensors_file(self, trained: nn.Module, tmp_path: Path) -> None:
         save_file(wrap_as_checkpoint(trained.state_dict()), tmp_path / "rank-00000.safetensors")
         found = images.read_weights(tmp_path / "rank-00000.safetensors")
         assert found.keys() == trained.state_dict().keys()
@@ -154,7 +154,9 @@ class TestWeights:
     @pytest.mark.parametrize(
         "form", [wrap_nothing, wrap_as_checkpoint, wrap_as_ddp, drop_batch_counters, add_extra_outputs]
     )
-    def test_all_but_the_last_layer_is_taken_from_the_file(self, trained: nn.Module, tmp_path: Path, form: Any) -> None:
+    def test_last_layer_is_not_loaded_if_the_class_count_differs(
+        self, trained: nn.Module, tmp_path: Path, form: Any
+    ) -> None:
         torch.manual_seed(2)
         model = images.build_model(SMALL, classes=3)
         own_last_layer = model.fc.weight.detach().clone()
@@ -163,7 +165,7 @@ class TestWeights:
         for name, value in trained.state_dict().items():
             assert name.startswith("fc.") or torch.equal(model.state_dict()[name], value), name
 
-    def test_a_last_layer_with_as_many_classes_is_taken_too(self, trained: nn.Module, tmp_path: Path) -> None:
+    def test_last_layer_is_loaded_if_the_class_count_matches(self, trained: nn.Module, tmp_path: Path) -> None:
         torch.manual_seed(2)
         model = images.build_model(SMALL, classes=5)
         images.load_weights(model, self.save(trained.state_dict(), tmp_path))
@@ -174,29 +176,29 @@ class TestWeights:
         with pytest.raises(UserError, match=r"of another model: 'stage2.*' has shape \(24, .* in the file, \(58, "):
             images.load_weights(images.build_model("shufflenet_v2_x1_0", classes=5), file)
 
-    def test_weights_with_a_layer_missing_are_refused(self, trained: nn.Module, tmp_path: Path) -> None:
+    def test_weights_with_a_missing_layer_are_refused(self, trained: nn.Module, tmp_path: Path) -> None:
         state = trained.state_dict()
         del state["conv5.0.weight"]
         with pytest.raises(UserError, match=r"of another model: 'conv5.0.weight' is not in the file"):
             images.load_weights(trained, self.save(state, tmp_path))
 
-    def test_a_deeper_relative_whose_first_layers_fit_is_refused(self) -> None:
+    def test_weights_of_a_deeper_model_do_not_fit(self) -> None:
         with torch.device("meta"):
             small, deep = (images.build_model(name, classes=5).state_dict() for name in ("resnet18", "resnet34"))
         assert images.first_misfit(deep, small) == "the model has no 'layer1.2.conv1.weight'"
 
-    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+    def test_missing_weights_file_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"nowhere\.pt cannot be read: No such file or directory"):
             images.read_weights(tmp_path / "nowhere.pt")
 
     @pytest.mark.parametrize("content", [b"", b"<html>404</html>", b"PK\x03\x04 torn", b"0", b"\x80\x02}(X\x01"])
-    def test_a_file_that_torch_did_not_write_is_named(self, tmp_path: Path, content: bytes) -> None:
+    def test_file_not_written_by_torch_is_named(self, tmp_path: Path, content: bytes) -> None:
         file = tmp_path / "weights.pt"
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"weights\.pt is no file of safetensors or of torch\.save"):
             images.read_weights(file)
 
-    def test_code_in_a_file_is_not_run(self, tmp_path: Path) -> None:
+    def test_code_in_a_weights_file_is_not_executed(self, tmp_path: Path) -> None:
         witness = tmp_path / "witness"
         file = self.save(RunsOnLoad(witness), tmp_path)
         with pytest.raises(UserError, match="is no file of safetensors"):
@@ -205,7 +207,7 @@ class TestWeights:
         torch.load(file, weights_only=False)
         assert witness.exists(), "the file would have run code"
 
-    def test_other_content_than_tensors_by_name_is_refused(self, tmp_path: Path) -> None:
+    def test_file_without_named_tensors_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="holds no tensors by name"):
             images.read_weights(self.save([torch.zeros(1)], tmp_path))
         with pytest.raises(UserError, match="holds no tensors by name"):
@@ -245,7 +247,7 @@ class TestTraining:
         assert facts["state"] == "COMPLETED", log(folder, 0)
         return folder, json.loads((folder / "result.json").read_text())["result"]["accuracy"]
 
-    def test_a_network_learns_from_a_folder_and_its_checkpoint_starts_a_frozen_one(self, user: Project) -> None:
+    def test_model_learns_and_its_checkpoint_starts_a_frozen_training(self, user: Project) -> None:
         folder, accuracy = self.train(user, "model=resnet18", "epochs=5", "lr=0.03")
         assert accuracy >= 0.9
         before = newest_state(folder)

@@ -112,7 +112,7 @@ def end_in(cluster: Cluster, job_id: str, seconds: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_it_runs_at_once_on_all_that_is_held_again_and_again(
+def test_successive_runs_use_the_whole_allocation(
     hold: Callable[..., Shell], slurm_project: Project, cluster: Cluster
 ) -> None:
     shell = hold("--nodes=2", "--gpus-per-node=2", "--time=30")
@@ -149,9 +149,7 @@ def test_it_runs_at_once_on_all_that_is_held_again_and_again(
     assert len(list(slurm_project.runs.iterdir())) == 2
 
 
-def test_the_gpus_and_cores_of_a_step_are_those_that_were_asked_for(
-    hold: Callable[..., Shell], slurm_project: Project
-) -> None:
+def test_step_gets_the_requested_gpus_and_cores(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=2")
     script = 'echo "$LOCAL_WORLD_SIZE ranks of $SLURM_CPUS_PER_TASK cores see ${CUDA_VISIBLE_DEVICES-nothing}"'
     asked = {
@@ -166,7 +164,9 @@ def test_the_gpus_and_cores_of_a_step_are_those_that_were_asked_for(
         assert log(folder, rank=0).endswith(said)
 
 
-def test_what_is_not_held_is_refused_in_one_line(hold: Callable[..., Shell], slurm_project: Project) -> None:
+def test_resources_beyond_the_allocation_are_refused_with_one_line(
+    hold: Callable[..., Shell], slurm_project: Project
+) -> None:
     shell = hold("--nodes=2", "--gpus-per-node=2", "--time=30")
     job = shell.job_id
     refused = {
@@ -192,7 +192,7 @@ def test_what_is_not_held_is_refused_in_one_line(hold: Callable[..., Shell], slu
     assert len(list(slurm_project.runs.iterdir())) == 1
 
 
-def test_a_cancel_from_another_machine_lets_the_ranks_save(
+def test_cancel_from_another_machine_lets_ranks_save(
     hold: Callable[..., Shell], slurm_project: Project, cluster: Cluster
 ) -> None:
     shell = hold("--nodes=2", "--time=30")
@@ -213,7 +213,7 @@ def test_a_cancel_from_another_machine_lets_the_ranks_save(
     assert facts(slurm_project, folder)["attempts"] == 2
 
 
-def test_ranks_that_do_not_end_are_killed_after_the_kill_wait(
+def test_ranks_that_ignore_sigterm_are_killed_after_the_kill_wait(
     hold: Callable[..., Shell], slurm_project: Project, cluster: Cluster
 ) -> None:
     slurm_project.write("mgpu.yaml", "clusters: {here: {kill-wait: 1}}\n")
@@ -225,7 +225,7 @@ def test_ranks_that_do_not_end_are_killed_after_the_kill_wait(
     wait_until(lambda: not processes_of(folder) and not steps(cluster, shell.job_id))
 
 
-def test_ctrl_c_ends_the_following_and_not_the_run(hold: Callable[..., Shell], slurm_project: Project) -> None:
+def test_ctrl_c_stops_following_but_not_the_run(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=1")
     words = shlex.join([sys.executable, "-m", "mgpu_slurm", *SUBMIT, "--", "sh", "-c", SAVES])
     # a group of its own, as a terminal makes one for each command
@@ -240,9 +240,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run(hold: Callable[..., Shell], s
     assert slurm_project.finish(folder)["state"] == "CANCELLED"
 
 
-def test_a_run_whose_allocation_is_released_goes_on_in_a_new_one(
-    hold: Callable[..., Shell], slurm_project: Project
-) -> None:
+def test_run_of_a_released_allocation_resumes_in_a_new_one(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=2")
     folder = shell.submit("--", "sh", "-c", f"test $MGPU_ATTEMPT = 1 || exit 0; {SAVES}")
     wait_until(lambda: ready(folder) and ready(folder, rank=1))
@@ -264,7 +262,7 @@ def test_a_run_whose_allocation_is_released_goes_on_in_a_new_one(
     assert facts(slurm_project, folder)["attempts"] == 2
 
 
-def test_the_end_of_the_allocation_is_the_runs_limit(
+def test_end_of_the_allocation_is_the_time_limit_of_its_runs(
     hold: Callable[..., Shell], slurm_project: Project, cluster: Cluster
 ) -> None:
     shell = hold("--nodes=2", "--time=30")
@@ -285,7 +283,7 @@ def test_the_end_of_the_allocation_is_the_runs_limit(
     wait_until(lambda: not processes_of(heard) and not processes_of(did_not))
 
 
-def test_a_run_may_start_again_in_its_allocation(hold: Callable[..., Shell], slurm_project: Project) -> None:
+def test_run_can_restart_in_its_allocation(hold: Callable[..., Shell], slurm_project: Project) -> None:
     hangs = "trap '' TERM USR2; exec sleep 600"
     script = f"test $SLURM_RESTART_COUNT = 1 && exit; test $RANK = 0 && exit 75; {hangs}"
     # half of the lead is for those that hang
@@ -294,10 +292,10 @@ def test_a_run_may_start_again_in_its_allocation(hold: Callable[..., Shell], slu
     assert (ended["state"], ended["attempts"]) == ("COMPLETED", 2)
 
 
-def test_a_rank_that_takes_too_much_memory_is_called_that(
+def test_rank_out_of_memory_gives_the_out_of_memory_state(
     hold: Callable[..., Shell], slurm_project: Project, tmp_path: Path
 ) -> None:
-    """In the words of an srun whose SLURM confines memory, which takes cgroups of its own."""
+    """The message is that of an srun whose SLURM confines memory, which would need cgroups of its own."""
     shell = hold("--nodes=1")
     srun = tmp_path / "confined" / "srun"
     srun.parent.mkdir()
@@ -308,10 +306,10 @@ def test_a_rank_that_takes_too_much_memory_is_called_that(
     assert (found["state"], found["reason"]) == ("OUT_OF_MEMORY", "rank 0 on n1: Out Of Memory")
 
 
-def test_a_node_that_is_given_up_is_the_end_whatever_srun_says(
+def test_lost_node_ends_the_run_whatever_srun_reports(
     hold: Callable[..., Shell], slurm_project: Project, cluster: Cluster
 ) -> None:
-    """The ranks leave in good order, and srun ends with 0 where a node has failed."""
+    """The ranks exit cleanly, and srun exits with 0 although a node has failed."""
     shell = hold("--nodes=1", "--nodelist=n1")
     folder = shell.submit("--", "sh", "-c", "trap 'exit 0' TERM; echo ready; sleep 100 & wait")
     wait_until(lambda: ready(folder))
@@ -321,7 +319,7 @@ def test_a_node_that_is_given_up_is_the_end_whatever_srun_says(
     assert (found["state"], found["reason"]) == ("NODE_FAIL", told)
 
 
-def test_runs_side_by_side_take_nodes_of_their_own(hold: Callable[..., Shell], slurm_project: Project) -> None:
+def test_concurrent_runs_use_separate_nodes(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=2")
     # a step that overlaps with none
     shell.say("srun sleep 100 & echo")
@@ -335,7 +333,7 @@ def test_runs_side_by_side_take_nodes_of_their_own(hold: Callable[..., Shell], s
     assert {log(folder, rank=0) for folder in (first, second)} == {"ready on n1\n", "ready on n2\n"}
 
 
-def test_a_group_runs_in_it_one_after_the_other(hold: Callable[..., Shell], slurm_project: Project) -> None:
+def test_group_runs_in_the_allocation(hold: Callable[..., Shell], slurm_project: Project) -> None:
     shell = hold("--nodes=2")
     folder = shell.submit("--seeds", "2", "--", "sh", "-c", "echo seed {seed} in $SLURM_JOB_ID")
     assert slurm_project.call("wait", folder.name, "--timeout", "60").returncode == 0
@@ -343,7 +341,7 @@ def test_a_group_runs_in_it_one_after_the_other(hold: Callable[..., Shell], slur
         assert slurm_project.call("logs", f"{folder.name}/{task}").stdout == f"seed {task} in {shell.job_id}\n"
 
 
-def test_a_group_is_cancelled_from_another_machine(hold: Callable[..., Shell], slurm_project: Project) -> None:
+def test_group_can_be_cancelled_from_another_machine(hold: Callable[..., Shell], slurm_project: Project) -> None:
     folder = hold("--nodes=1").submit("--seeds", "2", "--", "sh", "-c", f"echo seed {{seed}}; {SAVES}")
     wait_until(lambda: ready(folder / "tasks" / "0"))
     assert slurm_project.call("cancel", folder.name).returncode == 0
@@ -354,7 +352,7 @@ def test_a_group_is_cancelled_from_another_machine(hold: Callable[..., Shell], s
     assert not (folder / "tasks" / "1" / "attempts.jsonl").exists()
 
 
-def test_inside_a_batch_script_of_the_users_own(slurm_project: Project, cluster: Cluster) -> None:
+def test_submit_works_inside_a_batch_script_of_the_user(slurm_project: Project, cluster: Cluster) -> None:
     meets = """
 import os, socket
 with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=30):
@@ -378,7 +376,7 @@ def _without_path(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name != "PATH"}
 
 
-def test_a_supervisor_that_is_killed_takes_its_ranks_with_it(
+def test_killed_supervisor_ends_its_ranks_and_fails_the_run(
     hold: Callable[..., Shell], slurm_project: Project, cluster: Cluster
 ) -> None:
     shell = hold("--nodes=2")
@@ -393,7 +391,9 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_with_it(
     assert (found["state"], found["reason"].partition(" (")[0]) == ("FAILED", "lost: its supervisor process is gone")
 
 
-def test_training_there_is_bit_for_bit_training_here(hold: Callable[..., Shell], slurm_project: Project) -> None:
+def test_training_in_an_allocation_is_bitwise_identical_to_local(
+    hold: Callable[..., Shell], slurm_project: Project
+) -> None:
     shutil.copytree(REPOSITORY / "jobs", slurm_project.folder / "jobs")
     slurm_project.environ["OMP_NUM_THREADS"] = "1"
     words = ("--nodes", "2", "--ntasks-per-node", "1", "--gpus-per-node", "0", "jobs.digits", "epochs=2")

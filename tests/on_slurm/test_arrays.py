@@ -18,7 +18,7 @@ def states(project: Project, name: str) -> list[str]:
     return [facts["state"] for facts in project.json("status", name)]
 
 
-def test_each_task_is_a_run_and_all_of_it_is_one_job(slurm_project: Project, cluster: Cluster) -> None:
+def test_each_task_is_a_run_of_one_array_job(slurm_project: Project, cluster: Cluster) -> None:
     folder = group(slurm_project, "3", "echo seed {seed} in $SLURM_ARRAY_TASK_ID; exit $(({seed} == 1))")
     done = slurm_project.call("wait", folder.name)
     assert done.returncode == 1
@@ -37,7 +37,7 @@ def test_each_task_is_a_run_and_all_of_it_is_one_job(slurm_project: Project, clu
     assert again[1]["job_id"] != runs[1]["job_id"]
 
 
-def test_who_is_resumed_while_others_run_is_told_the_new_job(slurm_project: Project) -> None:
+def test_resume_while_other_tasks_run_reports_the_new_job(slurm_project: Project) -> None:
     folder = group(slurm_project, "3", "test {seed} != 1 || exit 1; exec sleep 600")
     wait_until(lambda: states(slurm_project, folder.name) == ["RUNNING", "FAILED", "RUNNING"])
     before = slurm_project.json("status", folder.name)
@@ -49,7 +49,9 @@ def test_who_is_resumed_while_others_run_is_told_the_new_job(slurm_project: Proj
     wait_until(lambda: not {"RUNNING", "PENDING"} & set(states(slurm_project, folder.name)))
 
 
-def test_the_limit_is_slurms_and_a_cancel_takes_one_or_all(slurm_project: Project, cluster: Cluster) -> None:
+def test_slurm_enforces_the_array_limit_and_cancel_ends_one_task_or_all(
+    slurm_project: Project, cluster: Cluster
+) -> None:
     folder = group(slurm_project, "6%2", "exec sleep 60{seed}")
     wait_until(lambda: states(slurm_project, folder.name).count("RUNNING") == 2)
     pending = slurm_project.json("status", folder.name)[5]
@@ -62,7 +64,7 @@ def test_the_limit_is_slurms_and_a_cancel_takes_one_or_all(slurm_project: Projec
     assert states(slurm_project, folder.name) == ["CANCELLED"] * 6
 
 
-def test_1000_tasks_take_one_sbatch_and_two_questions(slurm_project: Project, asked: Path, cluster: Cluster) -> None:
+def test_1000_tasks_take_one_sbatch_and_one_squeue(slurm_project: Project, asked: Path, cluster: Cluster) -> None:
     folder = group(slurm_project, "1000", "exec sleep 60{seed}", "--sbatch", "hold")
     assert [line.split()[0] for line in asked.read_text().splitlines()].count("sbatch") == 1
     # nothing is made for a task before it starts
@@ -76,7 +78,7 @@ def test_1000_tasks_take_one_sbatch_and_two_questions(slurm_project: Project, as
     wait_until(lambda: set(states(slurm_project, folder.name)) == {"CANCELLED"})
 
 
-def test_more_tasks_than_an_array_may_have_are_several_arrays(slurm_project: Project, asked: Path) -> None:
+def test_group_above_the_array_size_limit_is_split_into_arrays(slurm_project: Project, asked: Path) -> None:
     folder = group(slurm_project, "1003", "exec sleep 60{seed}", "--sbatch", "hold")
     assert [line.split()[0] for line in asked.read_text().splitlines()].count("sbatch") == 2
     runs = slurm_project.json("status", folder.name)
@@ -90,7 +92,7 @@ def test_more_tasks_than_an_array_may_have_are_several_arrays(slurm_project: Pro
     assert slurm_project.json("status", f"{second}_1")[0]["run"] == f"{folder.name}/1002"
 
 
-def test_a_requeued_task_is_started_again_alone(slurm_project: Project, cluster: Cluster) -> None:
+def test_requeued_task_restarts_alone(slurm_project: Project, cluster: Cluster) -> None:
     folder = group(slurm_project, "2", "test $SLURM_RESTART_COUNT || exit $(({seed} * 75)); echo again {seed}")
     wait_until(lambda: states(slurm_project, folder.name) in (["COMPLETED", "PENDING"], ["COMPLETED", "REQUEUED"]))
     (facts,) = slurm_project.json("status", f"{folder.name}/1")
@@ -100,7 +102,7 @@ def test_a_requeued_task_is_started_again_alone(slurm_project: Project, cluster:
     assert slurm_project.call("logs", f"{folder.name}/1").stdout == "again 1\n"
 
 
-def test_a_killed_task_starts_again_alone_and_a_node_that_kills_is_left(
+def test_killed_task_restarts_alone_and_leaves_a_node_that_kills_twice(
     slurm_project: Project, cluster: Cluster
 ) -> None:
     # task 0 dies once; task 1 on each node that it gets first, twice
@@ -120,7 +122,7 @@ def test_a_killed_task_starts_again_alone_and_a_node_that_kills_is_left(
 
 
 class TestAfter:
-    def test_it_waits_in_slurms_queue(self, slurm_project: Project) -> None:
+    def test_run_waits_in_the_slurm_queue(self, slurm_project: Project) -> None:
         gate = slurm_project.folder / "gate"
         first = slurm_project.submit("--", "sh", "-c", f"until test -e {gate}; do sleep 0.05; done")
         second = slurm_project.submit("--after", first.name, "--", "true")
@@ -144,7 +146,7 @@ class TestAfter:
         assert [f"afterok:{job}" in text for text in waits] == [True, True]
         assert f"afterany:{min(jobs, key=int)}_*" in waits[1]
 
-    def test_one_that_can_never_start_ends(self, slurm_project: Project, cluster: Cluster) -> None:
+    def test_run_that_can_never_start_is_cancelled(self, slurm_project: Project, cluster: Cluster) -> None:
         gate = slurm_project.folder / "gate"
         first = group(slurm_project, "2", f"until test -e {gate}; do sleep 0.05; done; exit {{seed}}")
         strict = slurm_project.submit("--after", first.name, "--", "true")
@@ -170,7 +172,7 @@ class TestAfter:
         assert f"waited for run {first.name}/1, which is FAILED" in done.stderr
 
 
-def test_a_shell_beside_a_run_sees_its_node_its_gpus_and_its_code(slurm_project: Project) -> None:
+def test_shell_in_a_run_sees_its_node_gpus_and_code(slurm_project: Project) -> None:
     slurm_project.write("words.txt", "hello")
     run = slurm_project.submit("--nodes", "2", "--gpus-per-node", "2", "--", "sleep", "600")
     wait_until(lambda: states(slurm_project, run.name) == ["RUNNING"])
@@ -185,7 +187,7 @@ def test_a_shell_beside_a_run_sees_its_node_its_gpus_and_its_code(slurm_project:
     assert slurm_project.call("shell", run.name, "--", "sh", "-c", "exit 7").returncode == 7
 
 
-def test_a_shell_beside_one_of_a_group_also_before_its_ranks(slurm_project: Project) -> None:
+def test_shell_in_a_group_run_works_before_its_ranks_start(slurm_project: Project) -> None:
     gate = slurm_project.folder / "gate"
     slurm_project.write("mgpu.yaml", f"clusters: {{here: {{setup: ['until test -e {gate}; do sleep 0.05; done']}}}}\n")
     folder = group(slurm_project, "2", "exec sleep 60{seed}")

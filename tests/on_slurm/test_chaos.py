@@ -13,7 +13,7 @@ from tests.on_slurm.cluster import Cluster
 
 
 @pytest.mark.timeout(300)
-def test_a_training_ends_as_if_nothing_had_come_over_it(
+def test_training_with_faults_ends_like_an_undisturbed_one(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # SLURM's commands for this process too, which looks at the run without starting the program each time

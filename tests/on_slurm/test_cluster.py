@@ -55,7 +55,7 @@ def login(cluster: Cluster, tmp_path: Path) -> Login:
     return Login(cluster, tmp_path)
 
 
-def test_a_job_sees_two_hosts_and_their_gpus_in_the_folder_of_its_submission(cluster: Cluster, login: Login) -> None:
+def test_job_sees_both_hosts_their_gpus_and_the_submission_folder(cluster: Cluster, login: Login) -> None:
     tell = "echo $(hostname) $(getent hosts $(hostname)) $CUDA_VISIBLE_DEVICES $MARK"
     script = f"srun -l sh -c '{tell}'; pwd; which sbatch"
     job = login.submit(script, "--nodes=2", "--nodelist=n2,n3", "--gpus-per-node=2", "--export=ALL,MARK=a mark")
@@ -68,7 +68,7 @@ def test_a_job_sees_two_hosts_and_their_gpus_in_the_folder_of_its_submission(clu
     assert cluster.job(int(job) + 1) == {}
 
 
-def test_signals_reach_srun_and_its_exit_code_comes_back(cluster: Cluster, login: Login) -> None:
+def test_srun_receives_signals_and_returns_its_exit_code(cluster: Cluster, login: Login) -> None:
     assert login.call("srun", "sh", "-c", "exit 7").returncode == 7
     words = ["srun", "--nodes=2", "sleep", "600"]
     running = subprocess.Popen(words, env=os.environ | cluster.environ, stderr=subprocess.DEVNULL)
@@ -78,7 +78,7 @@ def test_signals_reach_srun_and_its_exit_code_comes_back(cluster: Cluster, login
     wait_until(lambda: login.call("squeue", "--noheader").stdout == "")
 
 
-def test_a_preempted_job_is_requeued_and_starts_again_when_told(cluster: Cluster, login: Login) -> None:
+def test_preempted_job_is_requeued_and_restarts_on_request(cluster: Cluster, login: Login) -> None:
     job = login.start("echo start ${SLURM_RESTART_COUNT:-0}; exec sleep 600", "--nodes=4")
     taker = cluster.preempt(["n1", "n2"])
     facts = cluster.job(job)
@@ -90,7 +90,7 @@ def test_a_preempted_job_is_requeued_and_starts_again_when_told(cluster: Cluster
     wait_until(lambda: login.starts(job) == ["PREEMPTED", "RUNNING"])
 
 
-def test_what_runs_on_a_node_that_is_cut_goes_on_until_it_is_back(cluster: Cluster, login: Login) -> None:
+def test_processes_on_a_disconnected_node_continue_and_job_is_requeued(cluster: Cluster, login: Login) -> None:
     beat = login.folder / "beat"
     rank = f"while :; do date +%s%N > {beat}-$(hostname); sleep 0.05; done"
     job = login.start(f"srun sh -c '{rank}'", "--nodes=2", "--nodelist=n1,n2")
@@ -107,7 +107,7 @@ def test_what_runs_on_a_node_that_is_cut_goes_on_until_it_is_back(cluster: Clust
     wait_until(lambda: Path(f"{beat}-n2").read_text() not in (last, ""))
 
 
-def test_peers_of_a_node_without_power_hear_nothing(cluster: Cluster, login: Login) -> None:
+def test_peers_of_a_powered_off_node_receive_nothing(cluster: Cluster, login: Login) -> None:
     program = login.folder / "talk.py"
     program.write_text(
         """if True:
@@ -147,7 +147,7 @@ def test_peers_of_a_node_without_power_hear_nothing(cluster: Cluster, login: Log
     assert login.call("srun", "--nodelist=n2", "hostname").stdout == "n2\n"
 
 
-def test_a_drained_node_gets_no_job(cluster: Cluster, login: Login) -> None:
+def test_drained_node_gets_no_job(cluster: Cluster, login: Login) -> None:
     cluster.drain("n1")
     job = login.submit("hostname", "--nodelist=n1")
     wait_until(lambda: "ReqNodeNotAvail" in cluster.job(job)["Reason"])
@@ -156,7 +156,7 @@ def test_a_drained_node_gets_no_job(cluster: Cluster, login: Login) -> None:
     assert login.output(job) == "n1\n"
 
 
-def test_a_job_goes_on_without_the_controller(cluster: Cluster, login: Login) -> None:
+def test_job_continues_while_the_controller_is_down(cluster: Cluster, login: Login) -> None:
     job = login.start("while :; do echo beat; sleep 0.05; done")
     cluster.stop_controller()
     asked = login.call("squeue")
@@ -169,7 +169,7 @@ def test_a_job_goes_on_without_the_controller(cluster: Cluster, login: Login) ->
     assert login.call("srun", "hostname").returncode == 0
 
 
-def test_accounting_can_be_off_and_out_of_order(cluster: Cluster, login: Login) -> None:
+def test_accounting_can_be_disabled_or_down(cluster: Cluster, login: Login) -> None:
     cluster.stop_database()
     asked = login.call("sacct")
     assert asked.returncode != 0
@@ -187,7 +187,7 @@ def test_accounting_can_be_off_and_out_of_order(cluster: Cluster, login: Login) 
     wait_until(lambda: login.call(*words).stdout == "COMPLETED|a comment\n")
 
 
-def test_a_site_can_forbid_requeues(cluster: Cluster, login: Login) -> None:
+def test_site_can_forbid_requeues(cluster: Cluster, login: Login) -> None:
     cluster.forbid_requeue()
     job = login.start("sleep 600", "--requeue")
     asked = login.call("scontrol", "requeue", job)
@@ -199,7 +199,7 @@ def test_a_site_can_forbid_requeues(cluster: Cluster, login: Login) -> None:
     assert cluster.until_job(job, "PENDING")["Restarts"] == "1"
 
 
-def test_an_ordinary_user_has_a_home_and_a_group_and_this_checkout(cluster: Cluster, tmp_path: Path) -> None:
+def test_ordinary_user_has_a_home_a_group_and_this_checkout(cluster: Cluster, tmp_path: Path) -> None:
     assert "student" not in Path("/etc/passwd").read_text()
     assert cluster.run("id", "-nG", user="student").stdout == "student lab\n"
     told = "import getpass, mgpu_slurm; print(getpass.getuser(), mgpu_slurm.__name__)"
@@ -215,7 +215,7 @@ def test_an_ordinary_user_has_a_home_and_a_group_and_this_checkout(cluster: Clus
     assert cluster.run("scancel", job, user="colleague").returncode != 0
 
 
-def test_reset_brings_everything_back(cluster: Cluster, login: Login) -> None:
+def test_reset_restores_the_cluster(cluster: Cluster, login: Login) -> None:
     login.start(f"srun sh -c {STUBBORN!r}", "--nodes=2", "--nodelist=n1,n2")
     login.submit("sleep 600", "--array=0-999")
     login.submit("sleep 600", "--hold")
@@ -272,10 +272,10 @@ def kill(holder: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("end", [end_of_input, kill])
-def test_a_second_one_from_a_closed_folder_leaves_nothing(
+def test_second_cluster_from_a_private_folder_leaves_nothing_behind(
     end: Callable[[subprocess.Popen[str]], None], tmp_path: Path
 ) -> None:
-    """Beside the first; its checkout lies below folders that only root may enter, as pytest's are."""
+    """It runs alongside the first; its checkout is below folders that only root may enter, as pytest's are."""
     before = facts_of_the_host()
     ours = namespaces("self")
     checkout = tmp_path / "checkout"

@@ -41,7 +41,7 @@ def texts(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(finding["level"], finding["text"]) for finding in found]
 
 
-def test_a_sound_cluster_is_described_and_measured(slurm_project: Project) -> None:
+def test_healthy_cluster_is_described_and_measured(slurm_project: Project) -> None:
     code, told, said = doctor(slurm_project, "--submit", "--gpus-per-node", "0", "--cpus-per-task", "1")
     assert code == 0, told
     assert texts(told["version"]) == [("ok", "SLURM 22.05.8: supported; ranks get their cores by SRUN_CPUS_PER_TASK")]
@@ -64,14 +64,14 @@ def test_a_sound_cluster_is_described_and_measured(slurm_project: Project) -> No
     assert list(slurm_project.runs.iterdir()) == []
 
 
-def test_one_node_is_looked_at_alone(slurm_project: Project) -> None:
+def test_single_node_can_be_checked(slurm_project: Project) -> None:
     code, told, _ = doctor(slurm_project, "--submit", "--nodes", "1", "--gpus-per-node", "0")
     assert code == 0, told
     assert re.match("rendezvous: 1 rank met", told["rendezvous"][0]["text"])
     assert list(slurm_project.runs.iterdir()) == []
 
 
-def test_what_is_wrong_with_a_cluster_is_told(cluster: Cluster, slurm_project: Project) -> None:
+def test_problems_of_a_cluster_are_reported(cluster: Cluster, slurm_project: Project) -> None:
     cluster.accounting_off()
     cluster.drain("n1")
     slurm_project.write(
@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_cluster_is_told(cluster: Cluster, slurm_project: P
     assert f"the checkup's run is kept: {folder}" in said
 
 
-def test_a_site_that_forbids_requeueing_is_seen_at_its_job(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_requeueing_is_detected_from_the_job(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.forbid_requeue()
     monkeypatch.setenv("PATH", cluster.environ["PATH"])
     submitted = cluster.run("sbatch", "--parsable", "--requeue", "--hold", "--output=/dev/null", "--wrap=true")
@@ -114,7 +114,7 @@ def test_a_site_that_forbids_requeueing_is_seen_at_its_job(cluster: Cluster, mon
     assert (found.level, found.text) == ("warning", "this site disables requeueing (--requeue is dropped)")
 
 
-def test_a_slurm_that_does_not_answer_is_not_asked_to_run_a_job(cluster: Cluster, slurm_project: Project) -> None:
+def test_no_job_is_submitted_if_the_controller_is_down(cluster: Cluster, slurm_project: Project) -> None:
     cluster.stop_controller()
     code, told, _ = doctor(slurm_project, "--submit")
     assert code == 1
@@ -125,7 +125,7 @@ def test_a_slurm_that_does_not_answer_is_not_asked_to_run_a_job(cluster: Cluster
     assert not slurm_project.runs.exists()
 
 
-def test_ranks_say_at_their_start_what_their_node_has_otherwise(cluster: Cluster, slurm_project: Project) -> None:
+def test_ranks_warn_if_their_node_differs_from_the_submission(cluster: Cluster, slurm_project: Project) -> None:
     # held, so that the submission's record can be made one of another environment before any rank reads it
     words = (
         "submit",

@@ -14,7 +14,7 @@ HOSTILE = "it's $(touch pwned) `touch pwned` \"; touch pwned; # \\ * ~"
 SCRIPT = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['VALUE'], os.getcwd()]))"
 
 
-def test_they_arrive_as_they_are(cluster: Cluster, tmp_path: Path) -> None:
+def test_shell_metacharacters_reach_the_job_unchanged(cluster: Cluster, tmp_path: Path) -> None:
     # a folder whose name sbatch can log to: it takes no backslash
     base = tmp_path / HOSTILE.replace("\\", "").replace("/", "")
     base.mkdir()

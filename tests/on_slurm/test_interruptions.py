@@ -236,7 +236,9 @@ def ends(seen: list[str]) -> list[str]:
 # -- told to end
 
 
-def test_a_cancelled_training_goes_on_exactly(project: Project, cluster: Cluster, undisturbed: bytes) -> None:
+def test_cancelled_training_resumes_with_identical_weights(
+    project: Project, cluster: Cluster, undisturbed: bytes
+) -> None:
     run = training(project, "--nodes", "2")
     assert "asked to save and end" in project.call("cancel", run.name).stdout
     first = finish(run)
@@ -258,7 +260,7 @@ def test_a_cancelled_training_goes_on_exactly(project: Project, cluster: Cluster
     assert again["job_id"] != first["job_id"]
 
 
-def test_a_run_that_waits_in_the_queue_is_cancelled(project: Project, cluster: Cluster) -> None:
+def test_queued_run_can_be_cancelled_and_resumed(project: Project, cluster: Cluster) -> None:
     run = project.submit(*NO_GPUS, "--sbatch", "hold", "--", "true")
     assert "asked to end" in project.call("cancel", run.name).stdout
     facts = finish(run)
@@ -271,7 +273,7 @@ def test_a_run_that_waits_in_the_queue_is_cancelled(project: Project, cluster: C
 # -- a failure
 
 
-def test_a_failed_training_goes_on_with_new_code_and_other_resources(project: Project, cluster: Cluster) -> None:
+def test_failed_training_resumes_with_new_code_and_resources(project: Project, cluster: Cluster) -> None:
     done = project.call("submit", "train", *NO_GPUS, "--nodes", "2", f"fail_at={WAIT_AT}", "--follow")
     assert done.returncode == 1
     assert "-- rank 1 on n2 failed first:\nTraceback" in done.stdout
@@ -297,10 +299,10 @@ def test_a_failed_training_goes_on_with_new_code_and_other_resources(project: Pr
 
 
 @pytest.mark.timeout(300)
-def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_ignores_it_ends(
+def test_time_limit_requeues_training_and_ends_a_run_that_ignores_signals(
     project: Project, cluster: Cluster, undisturbed: bytes
 ) -> None:
-    """Side by side, because SLURM looks at limits every 30 s, and waits for another 15 s before it kills."""
+    """All three run at the same time: SLURM checks limits every 30 s, and waits another 15 s before it kills."""
     deaf = running(project, "trap '' USR2 TERM INT HUP; echo ready; while :; do sleep 0.2; done")
     run = training(project, "--nodes", "2", "--time", "3", "--signal", "USR2@30")
     blocked = project.submit(
@@ -350,7 +352,7 @@ def test_at_its_time_limit_a_training_starts_again_also_a_blocked_one_and_what_i
     assert project.call("wait", deaf.name).returncode == 1
 
 
-def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
+def test_run_without_requeues_left_ends_as_timeout(project: Project, cluster: Cluster) -> None:
     run = project.submit(*NO_GPUS, "--max-requeues", "1", "--", "sh", "-c", "exit 75")
     wait_until(lambda: standing(run) == HELD_BACK, pause=LOOK_EVERY)
     cluster.start_now(facts_of(run)["job_id"])
@@ -359,9 +361,7 @@ def test_requeues_can_be_used_up(project: Project, cluster: Cluster) -> None:
     assert facts["reason"] == "asked for a restart, but all of --max-requeues 1 are used"
 
 
-def test_a_run_that_reaches_its_time_limit_twice_without_a_newer_checkpoint_ends(
-    project: Project, cluster: Cluster
-) -> None:
+def test_two_time_limits_without_a_newer_checkpoint_end_the_run(project: Project, cluster: Cluster) -> None:
     saves = "mkdir -p $MGPU_RUN_FOLDER/checkpoints/step-000000001; exit 75"
     # the lead signal comes as early as that: the limit is near from the start
     run = project.submit(*NO_GPUS, "--time", "1", "--signal", "USR2@50", "--", "sh", "-c", saves)
@@ -377,9 +377,7 @@ def test_a_run_that_reaches_its_time_limit_twice_without_a_newer_checkpoint_ends
 # -- what kills ranks
 
 
-def test_a_killed_rank_costs_an_attempt_on_the_same_nodes(
-    project: Project, cluster: Cluster, undisturbed: bytes
-) -> None:
+def test_killed_rank_is_retried_on_the_same_nodes(project: Project, cluster: Cluster, undisturbed: bytes) -> None:
     run = training(project, "--nodes", "2")
     job = facts_of(run)["job_id"]
     with seen(run) as states_seen:
@@ -393,7 +391,7 @@ def test_a_killed_rank_costs_an_attempt_on_the_same_nodes(
     assert ends(states_seen) == ["COMPLETED"]
 
 
-def test_ranks_whose_launcher_was_killed_do_not_live_beside_the_next_ones(project: Project, cluster: Cluster) -> None:
+def test_ranks_whose_srun_was_killed_end_and_the_run_is_retried(project: Project, cluster: Cluster) -> None:
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate), "--nodes", "2", ranks=2)
     first = [pid for pid in processes_of(run) if name_of(pid) == "sh"]
@@ -407,7 +405,7 @@ def test_ranks_whose_launcher_was_killed_do_not_live_beside_the_next_ones(projec
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)
 
 
-def test_a_node_on_which_ranks_die_twice_is_left(project: Project, cluster: Cluster) -> None:
+def test_node_that_kills_ranks_twice_is_excluded(project: Project, cluster: Cluster) -> None:
     script = "[ $SLURMD_NODENAME != n1 ] || kill -9 $$; echo here; sleep 1"
     run = project.submit(*NO_GPUS, "--nodes", "2", "--", "sh", "-c", script)
     wait_until(lambda: standing(run)[::2] == ("PENDING", 2), pause=LOOK_EVERY)
@@ -444,7 +442,7 @@ def submit_hasty(project: Project, *setup: str) -> Path:
     return project.submit(*NO_GPUS, "--cluster", "testbed", "--nodes", "2", "--", "sh", "-c", "echo here")
 
 
-def test_a_job_in_which_no_ranks_are_started_is_left_for_a_new_start(project: Project, cluster: Cluster) -> None:
+def test_job_whose_step_never_starts_is_requeued(project: Project, cluster: Cluster) -> None:
     bin_folder = project.folder / "hanging"
     Project(bin_folder).write("srun", HANGING_SRUN)
     (bin_folder / "srun").chmod(0o755)
@@ -458,7 +456,7 @@ def test_a_job_in_which_no_ranks_are_started_is_left_for_a_new_start(project: Pr
     assert re.fullmatch(r"srun waited for \d s, and SLURM did not start the ranks' step", found.ended)
 
 
-def test_ranks_that_wait_for_another_step_of_the_job_are_waited_for(project: Project, cluster: Cluster) -> None:
+def test_step_that_waits_for_another_step_of_the_job_is_waited_for(project: Project, cluster: Cluster) -> None:
     gate = project.folder / "gate"
     holds = f"srun --exclusive --nodes=2 --job-name=other sh -c 'until test -e {gate}; do sleep 0.1; done' &"
     see = "until squeue --noheader --steps --job $SLURM_JOB_ID -o %j | grep -q other; do sleep 0.1; done"
@@ -471,7 +469,7 @@ def test_ranks_that_wait_for_another_step_of_the_job_are_waited_for(project: Pro
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 1)
 
 
-def test_and_where_its_nodes_are_still_prepared_for_it(project: Project, cluster: Cluster) -> None:
+def test_step_that_waits_for_a_slow_prolog_is_waited_for(project: Project, cluster: Cluster) -> None:
     prolog = cluster.folder / "prolog"
     prolog.write_text("#!/bin/sh\n[ $SLURMD_NODENAME = n1 ] || sleep 6\n")
     prolog.chmod(0o755)
@@ -480,7 +478,7 @@ def test_and_where_its_nodes_are_still_prepared_for_it(project: Project, cluster
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 1)
 
 
-def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
+def test_preempted_training_resumes_with_identical_weights(
     project: Project, cluster: Cluster, undisturbed: bytes
 ) -> None:
     run = training(project, "--nodes", "2")
@@ -502,7 +500,7 @@ def test_a_preempted_training_keeps_its_work_and_goes_on_exactly(
     until_told(run, Before(1, taken, "SLURM restarted it"))
 
 
-def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: Project, cluster: Cluster) -> None:
+def test_preempted_script_is_requeued_whatever_its_exit_code(project: Project, cluster: Cluster) -> None:
     script = "[ $MGPU_ATTEMPT = 1 ] || exit 0; trap 'exit {}' TERM; echo ready; while :; do sleep 0.1; done"
     done, failed = (running(project, script.format(code)) for code in (0, 1))
     with seen(done) as states_of_done, seen(failed) as states_of_failed:
@@ -516,7 +514,7 @@ def test_what_a_preempted_script_makes_of_its_sigterm_does_not_matter(project: P
     assert ends(states_of_done) == ends(states_of_failed) == ["COMPLETED"]
 
 
-def test_a_run_that_loses_a_node_starts_again_on_others(project: Project, cluster: Cluster) -> None:
+def test_run_that_loses_a_node_restarts_without_it(project: Project, cluster: Cluster) -> None:
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate), "--nodes", "2", "--exclude", "n4", ranks=2)
     job = facts_of(run)["job_id"]
@@ -549,10 +547,8 @@ SAVES = """
 """
 
 
-def test_a_job_function_whose_node_is_given_up_is_not_done_whatever_srun_says(
-    project: Project, cluster: Cluster
-) -> None:
-    """It saves and leaves, and srun ends with 0 where a node has failed."""
+def test_job_function_on_a_lost_node_is_not_recorded_as_completed(project: Project, cluster: Cluster) -> None:
+    """It saves and exits, and srun exits with 0 although a node has failed."""
     project.write("saves.py", SAVES.format(place=project.folder))
     run = project.submit("--gpus-per-node", "0", "--nodelist", "n1", "saves.py")
     wait_until((project.folder / "1").exists)
@@ -572,7 +568,7 @@ def test_a_job_function_whose_node_is_given_up_is_not_done_whatever_srun_says(
     assert ends(states_seen) == ["COMPLETED"]
 
 
-def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(project: Project, cluster: Cluster) -> None:
+def test_attempt_on_a_disconnected_node_does_not_change_the_run_state(project: Project, cluster: Cluster) -> None:
     gate = project.folder / "gate"
     run = running(project, WAITS.format(gate=gate))
     job = facts_of(run)["job_id"]
@@ -602,7 +598,7 @@ def test_what_goes_on_where_nobody_hears_of_it_does_not_speak_for_the_run(projec
     assert ends(states_seen) == ["COMPLETED"]
 
 
-def test_without_requeues_a_lost_node_is_the_end(project: Project, cluster: Cluster) -> None:
+def test_lost_node_ends_a_run_without_requeues(project: Project, cluster: Cluster) -> None:
     run = running(project, "echo here; exec sleep 600", "--nodes", "2", "--max-requeues", "0", ranks=2)
     cluster.node_down("n2")
     facts = finish(run)
@@ -613,8 +609,8 @@ def test_without_requeues_a_lost_node_is_the_end(project: Project, cluster: Clus
     wait_until(lambda: standing(run) == ("RUNNING", "", 2), pause=LOOK_EVERY)
 
 
-def test_a_request_to_save_reaches_a_script_behind_any_launcher(slurm_project: Project) -> None:
-    """SLURM tells every process of the step; a launcher that this ends does not take its script with it, nor the
+def test_script_behind_any_launcher_gets_sigterm_and_saves(slurm_project: Project) -> None:
+    """SLURM signals every process of the step; a launcher that this ends does not take its script with it, nor the
     scripts of other ranks."""
     run = wrappers.start(slurm_project)
     assert slurm_project.call("cancel", run.name).returncode == 0

@@ -32,7 +32,7 @@ def newest_checkpoint(run: Path) -> dict[str, bytes]:
     return {newest.name: b""} | {path.name: path.read_bytes() for path in newest.iterdir()}
 
 
-def test_four_ranks_on_two_nodes_give_what_four_ranks_here_give(slurm_project: Project) -> None:
+def test_four_ranks_on_two_nodes_match_four_local_ranks(slurm_project: Project) -> None:
     shutil.copytree(REPOSITORY / "jobs", slurm_project.folder / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
     # the last bits depend on it, and here four ranks share the cores that two have on a node
     slurm_project.environ["OMP_NUM_THREADS"] = "1"
@@ -94,7 +94,7 @@ PLAIN = """
 """
 
 
-def test_a_plain_script_trains_over_two_nodes(slurm_project: Project) -> None:
+def test_plain_script_trains_on_two_nodes(slurm_project: Project) -> None:
     slurm_project.write("plain.py", PLAIN)
     done = slurm_project.call("submit", "--follow", *TWO_NODES, "--", "python", "plain.py", "0.1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -111,7 +111,7 @@ def test_a_plain_script_trains_over_two_nodes(slurm_project: Project) -> None:
     assert torch.equal(first, second)
 
 
-def test_a_run_is_seen_from_another_shell_from_its_queueing_to_its_end(
+def test_run_can_be_followed_from_another_shell_until_its_end(
     slurm_project: Project, cluster: Cluster, tmp_path: Path
 ) -> None:
     gate = slurm_project.folder / "gate"
@@ -170,17 +170,15 @@ ALONE = """
 """
 
 
-def test_a_job_function_of_one_rank_may_make_its_own_process_group(slurm_project: Project) -> None:
+def test_single_rank_job_can_create_its_own_process_group(slurm_project: Project) -> None:
     slurm_project.write("train.py", ALONE)
     run, facts = slurm_project.run("train", "--gpus-per-node", "0")
     assert facts["state"] == "COMPLETED", log(run, 0)
     assert json.loads((run / "result.json").read_text())["result"] == {"world": 1}
 
 
-def test_ranks_that_hang_do_not_keep_the_others_from_being_started_again(
-    slurm_project: Project, cluster: Cluster
-) -> None:
-    """As in NCCL, where one that waits for a rank which has left hears no signal."""
+def test_hanging_ranks_do_not_prevent_a_restart(slurm_project: Project, cluster: Cluster) -> None:
+    """As in NCCL, where a rank that waits for one that has exited handles no signal."""
     hangs = "trap '' TERM USR2; exec sleep 600"
     script = f"echo here; if [ $MGPU_ATTEMPT = 2 ]; then exit; elif [ $RANK = 1 ]; then {hangs}; fi; exit 75"
     # half of the lead is for them
@@ -207,9 +205,7 @@ def test_ranks_that_hang_do_not_keep_the_others_from_being_started_again(
         ("kill -KILL $PPID", ": Killed"),
     ],
 )
-def test_one_rank_that_ends_badly_ends_the_others_at_once(
-    slurm_project: Project, cluster: Cluster, end: str, how: str
-) -> None:
+def test_failed_rank_ends_the_others_at_once(slurm_project: Project, cluster: Cluster, end: str, how: str) -> None:
     script = f"if [ $RANK = 1 ]; then echo last words; {end}; exit; fi; exec sleep 600"
     words = (*TWO_NODES, "--ntasks-per-node", "1", "--retries", "0", "--follow")
     done = slurm_project.call("submit", *words, "--", "sh", "-c", script)

@@ -45,7 +45,7 @@ def environment_in(text: str) -> dict[str, str]:
 # -- from inside a job
 
 
-def test_a_run_that_is_submitted_from_inside_a_run_begins_afresh(slurm_project: Project) -> None:
+def test_run_submitted_inside_a_run_gets_a_clean_environment(slurm_project: Project) -> None:
     """The outer one is a task of an array, with its cores bound by srun and started by a PMI.
 
     Its code lies inside of the repository, which does not ignore its runs.
@@ -155,7 +155,7 @@ def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
     return done.stderr
 
 
-def test_an_ordinary_user_follows_cancels_and_resumes_and_keeps_others_out(student: User, colleague: User) -> None:
+def test_ordinary_user_controls_own_runs_and_others_have_no_access(student: User, colleague: User) -> None:
     done = student.call("submit", "--follow", *NO_GPUS, "--nodes", "2", "--", "sh", "-c", "id -un; umask")
     assert done.returncode == 0, done.stderr
     assert "\nstudent\n0022\n" in done.stdout
@@ -180,7 +180,7 @@ def test_an_ordinary_user_follows_cancels_and_resumes_and_keeps_others_out(stude
     assert student.call("logs", name).stdout == "first\nagain\n"
 
 
-def test_a_colleague_reads_runs_that_are_open_to_the_group_and_leaves_them_alone(
+def test_group_member_can_read_but_not_change_runs_open_to_the_group(
     student: User, colleague: User, shared: Path
 ) -> None:
     runs = {"MGPU_RUNS": str(student.cluster.home("lab"))}
@@ -237,7 +237,7 @@ SHOWING = """
 """
 
 
-def test_odd_names_words_and_values_arrive_as_they_are(slurm_project: Project) -> None:
+def test_special_characters_in_names_and_values_arrive_unchanged(slurm_project: Project) -> None:
     slurm_project.folder = slurm_project.folder / ODD
     slurm_project.write("show.py", SHOWING)
     cluster_file: dict[str, Any] = {"environment": {"ODD": ODD}, "setup": [f"export SET={shlex.quote(ODD)}"]}
@@ -257,7 +257,7 @@ def test_odd_names_words_and_values_arrive_as_they_are(slurm_project: Project) -
 # -- shells
 
 
-def test_banners_and_a_noisy_shell_are_no_answers(slurm_project: Project, tmp_path: Path) -> None:
+def test_banners_and_shell_noise_are_ignored(slurm_project: Project, tmp_path: Path) -> None:
     """Every command of SLURM prints before and after what it is asked for, and each shell of a job when it starts."""
     folder = tmp_path / "noisy"
     folder.mkdir()
@@ -309,7 +309,7 @@ DEFAULTS = {
 }
 
 
-def test_defaults_of_a_users_shell_are_for_other_jobs(slurm_project: Project) -> None:
+def test_slurm_variables_of_the_users_shell_do_not_reach_runs(slurm_project: Project) -> None:
     slurm_project.environ |= DEFAULTS | {"MINE": "my own"}
     run = slurm_project.submit("--", "env", "-0")
     facts = slurm_project.finish(run)
@@ -342,7 +342,7 @@ end
     [("echo 'Welcome back!'; export FROM_PROFILE='of the profile'\n", "of the profile"), ("exit 1\n", None)],
     ids=["prints", "fails"],
 )
-def test_a_site_that_exports_nothing_gives_ranks_what_a_login_shell_sets(
+def test_export_none_gives_ranks_the_login_shell_environment(
     cluster: Cluster, student: User, profile: str, sets: str | None
 ) -> None:
     (cluster.folder / "etc/cli_filter.lua").write_text(EXPORT_NOTHING)
@@ -391,7 +391,7 @@ CLUSTER_FILE = """
 """
 
 
-def test_the_cluster_file_says_what_slurm_is_asked_for_and_how(slurm_project: Project, cluster: Cluster) -> None:
+def test_cluster_file_sets_sbatch_options_setup_and_environment(slurm_project: Project, cluster: Cluster) -> None:
     slurm_project.write("mgpu.yaml", CLUSTER_FILE)
     script = 'echo $CUDA_VISIBLE_DEVICES "$GREETING" $LEVEL "$DOUBLE" $SLURM_CPUS_PER_TASK'
     run = slurm_project.submit("--time", "10", "--name", "asked", "--", "sh", "-c", script)
@@ -420,7 +420,7 @@ def test_the_cluster_file_says_what_slurm_is_asked_for_and_how(slurm_project: Pr
     assert "Features" not in job or job["Features"] == "(null)"
 
 
-def test_auto_is_slurm_and_asks_once_for_the_gpus_of_a_node(slurm_project: Project, asked: Path) -> None:
+def test_auto_executor_is_slurm_and_asks_once_for_the_gpus_of_a_node(slurm_project: Project, asked: Path) -> None:
     done = slurm_project.call(
         "submit", "--partition", "high", "--follow", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"
     )
@@ -433,7 +433,7 @@ def test_auto_is_slurm_and_asks_once_for_the_gpus_of_a_node(slurm_project: Proje
     assert [log(run, rank) for rank in range(2)] == ["0,1\n"] * 2
 
 
-def test_a_line_of_setup_that_fails_is_a_warning_at_the_end_of_the_run(slurm_project: Project) -> None:
+def test_failed_setup_line_is_a_warning_at_the_end_of_the_run(slurm_project: Project) -> None:
     slurm_project.write("site.sh", "false\n")
     lines = ["test -e /nowhere || true", f". {slurm_project.folder}/site.sh", "load_modules 'cu da'", "false"]
     # a file whose last command fails has failed
@@ -448,7 +448,7 @@ def test_a_line_of_setup_that_fails_is_a_warning_at_the_end_of_the_run(slurm_pro
         assert told == ([] if executor else [f"warning   {failed}"])
 
 
-def test_a_setup_that_fails_is_told_with_its_words(slurm_project: Project) -> None:
+def test_failed_setup_is_reported_with_its_error(slurm_project: Project) -> None:
     slurm_project.write("mgpu.yaml", "clusters: {here: {setup: ['set -e', 'load_modules cuda']}}\n")
     run = submit(slurm_project, "--", "true")
     facts = slurm_project.finish(run)
@@ -474,7 +474,7 @@ def strict(cluster: Cluster) -> None:
 
 
 @pytest.mark.usefixtures("strict")
-def test_what_slurm_refuses_is_told_in_its_words_and_leaves_nothing(slurm_project: Project) -> None:
+def test_sbatch_refusal_is_quoted_and_leaves_no_run(slurm_project: Project) -> None:
     refused = {
         ("--partition", "nowhere"): "sbatch: error: invalid partition specified: nowhere",
         ("--account", "nobody"): "Invalid account or account/partition combination specified",
@@ -495,7 +495,7 @@ def test_what_slurm_refuses_is_told_in_its_words_and_leaves_nothing(slurm_projec
     assert one_line(done, 3) == ("mgpu-slurm: --partition nowhere: no such partition; `sinfo` lists them\n")
 
 
-def test_what_slurm_takes_and_cannot_start_says_why(slurm_project: Project) -> None:
+def test_job_that_can_never_start_shows_the_reason(slurm_project: Project) -> None:
     run = submit(slurm_project, "--nodes", "20", "--", "true")
     wait_until(lambda: slurm_project.json("status", run.name)[0]["reason"] not in ("", "None"))
     (facts,) = slurm_project.json("status", run.name)

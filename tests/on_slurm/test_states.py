@@ -66,7 +66,7 @@ def commands(asked: Path) -> list[str]:
     return found
 
 
-def test_one_question_serves_all_runs_and_none_those_that_have_ended(
+def test_status_asks_squeue_once_and_nothing_about_ended_runs(
     slurm_project: Project, asked: Path, cluster: Cluster
 ) -> None:
     done, held = submit(slurm_project, "--", "true"), submit(slurm_project, "--sbatch", "hold", *SLEEP)
@@ -91,8 +91,8 @@ def test_one_question_serves_all_runs_and_none_those_that_have_ended(
     assert commands(asked) == []
 
 
-class TestTheControllerIsDown:
-    def test_who_follows_goes_on_and_ends_with_the_run(self, slurm_project: Project, cluster: Cluster) -> None:
+class TestControllerDown:
+    def test_wait_and_follow_continue_and_end_with_the_run(self, slurm_project: Project, cluster: Cluster) -> None:
         gate = slurm_project.folder / "gate"
         script = f"echo begin; until test -e {gate}; do sleep 0.05; done; echo end"
         words = ("--executor", "slurm", "--gpus-per-node", "0", "--follow", "--", "sh", "-c", script)
@@ -138,7 +138,7 @@ class TestTheControllerIsDown:
 
 
 class TestWithoutAccounting:
-    def test_ends_are_true_as_long_as_slurm_knows_them_and_afterwards(
+    def test_final_states_are_correct_before_and_after_slurm_forgets_them(
         self, slurm_project: Project, cluster: Cluster
     ) -> None:
         cluster.accounting_off()
@@ -162,16 +162,14 @@ class TestWithoutAccounting:
         assert states(slurm_project, *runs.values()) == list(runs)
         assert slurm_project.call("wait", runs["NODE_FAIL"].name).returncode == 1
 
-    def test_what_was_cancelled_before_it_started_is_not_lost(self, slurm_project: Project, cluster: Cluster) -> None:
+    def test_run_cancelled_before_its_start_is_not_lost(self, slurm_project: Project, cluster: Cluster) -> None:
         cluster.accounting_off()
         run = submit(slurm_project, "--sbatch", "hold", *SLEEP)
         assert slurm_project.call("cancel", run.name).returncode == 0
         cluster.forget_jobs()
         assert state_of(slurm_project, run) == ("CANCELLED", "cancelled")
 
-    def test_a_job_that_is_gone_without_a_trace_is_lost_and_resume_brings_it_back(
-        self, slurm_project: Project, cluster: Cluster
-    ) -> None:
+    def test_job_that_vanished_is_lost_and_can_be_resumed(self, slurm_project: Project, cluster: Cluster) -> None:
         cluster.accounting_off()
         run = start(slurm_project, "--", "sh", "-c", "test $MGPU_ATTEMPT = 2 || exec sleep 600; echo back")
         waiting = slurm_project.start("wait", run.name)
@@ -186,10 +184,10 @@ class TestWithoutAccounting:
         assert slurm_project.call("logs", run.name).stdout == "back\n"
 
 
-def test_a_run_of_another_cluster_that_shares_its_files_is_left_alone(
+def test_run_of_another_cluster_on_shared_files_is_left_alone(
     slurm_project: Project, asked: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Here its job's id may be another job's; and what SLURM does not know is not lost there."""
+    """Its job id may be another job's here, and a job that this SLURM does not know is not lost there."""
     run, waits = start(slurm_project, *SLEEP), submit(slurm_project, "--sbatch", "hold", *SLEEP)
     group = submit(slurm_project, "--seeds", "2", "--sbatch", "hold", "--", "echo", "{seed}")
     elsewhere = tmp_path / "slurm.conf"
@@ -221,7 +219,7 @@ def test_a_run_of_another_cluster_that_shares_its_files_is_left_alone(
     assert states(slurm_project, run, waits, group) == ["CANCELLED"] * 4
 
 
-def test_a_database_that_is_down_takes_no_certainty_for_good(slurm_project: Project, cluster: Cluster) -> None:
+def test_lost_state_is_corrected_once_the_database_is_back(slurm_project: Project, cluster: Cluster) -> None:
     cancelled, vanished = start(slurm_project, *SLEEP), start(slurm_project, *SLEEP)
     cluster.run("scancel", job_of(cancelled))
     cluster.until_job(job_of(cancelled), "CANCELLED")
@@ -237,7 +235,7 @@ def test_a_database_that_is_down_takes_no_certainty_for_good(slurm_project: Proj
 
 
 class TestAlive:
-    def test_held_suspended_and_requeued_in_held_state(self, slurm_project: Project, cluster: Cluster) -> None:
+    def test_held_suspended_and_requeued_held_jobs_are_alive(self, slurm_project: Project, cluster: Cluster) -> None:
         held = submit(slurm_project, "--sbatch", "hold", "--", "true")
         suspended, requeued, special = (start(slurm_project, *SLEEP) for _ in range(3))
         cluster.run("scontrol", "suspend", job_of(suspended))
@@ -261,7 +259,9 @@ class TestAlive:
         assert slurm_project.call("wait", suspended.name, requeued.name, special.name).returncode == 1
         assert states(slurm_project, suspended, requeued, special) == ["CANCELLED"] * 3
 
-    def test_configuring_and_completing(self, slurm_project: Project, cluster: Cluster, tmp_path: Path) -> None:
+    def test_configuring_and_completing_jobs_are_alive(
+        self, slurm_project: Project, cluster: Cluster, tmp_path: Path
+    ) -> None:
         lines = []
         for name in ("Prolog", "Epilog"):
             script = tmp_path / name
@@ -281,7 +281,7 @@ class TestAlive:
         (tmp_path / "Epilog.go").touch()
         assert slurm_project.finish(run)["state"] == "CANCELLED"
 
-    def test_what_pends_says_why_and_when_slurm_expects_it_to_start(
+    def test_pending_run_shows_the_reason_and_the_expected_start(
         self, slurm_project: Project, cluster: Cluster
     ) -> None:
         alone = ("--nodelist", "n1", "--sbatch", "exclusive", "--time", "10")
@@ -326,9 +326,7 @@ TRAINING = '''
 '''
 
 
-def test_an_admins_requeue_of_a_task_that_trains_is_an_attempt_more_and_keeps_the_work(
-    slurm_project: Project, cluster: Cluster
-) -> None:
+def test_requeue_by_an_admin_adds_an_attempt_and_keeps_the_work(slurm_project: Project, cluster: Cluster) -> None:
     slurm_project.write("train.py", TRAINING)
     group = submit(slurm_project, "--seeds", "1", "train")
     run = group / "tasks" / "0"
@@ -346,8 +344,8 @@ def test_an_admins_requeue_of_a_task_that_trains_is_an_attempt_more_and_keeps_th
     assert re.findall(r"^step \d", log(run, 0, attempt=2), re.MULTILINE) == ["step 3", "step 4"]
 
 
-def test_a_squeue_that_prints_nothing_makes_no_job_gone(slurm_project: Project, tmp_path: Path) -> None:
-    """As some wrappers of sites do while the controller is away; a second source tells."""
+def test_empty_squeue_output_does_not_mean_that_the_job_is_gone(slurm_project: Project, tmp_path: Path) -> None:
+    """Some sites' wrappers print nothing while the controller is down; a second source is asked then."""
     run = start(slurm_project, *SLEEP)
     real = slurm_project.environ["PATH"]
     folder = tmp_path / "mute"
@@ -368,7 +366,7 @@ def test_a_squeue_that_prints_nothing_makes_no_job_gone(slurm_project: Project, 
     assert state_of(slurm_project, run) == ("RUNNING", "")
 
 
-def test_another_job_with_the_id_of_a_runs_is_left_alone(slurm_project: Project, cluster: Cluster) -> None:
+def test_another_job_that_reuses_the_job_id_is_left_alone(slurm_project: Project, cluster: Cluster) -> None:
     run = submit(slurm_project, "--sbatch", "hold", *SLEEP)
     other = cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 600").stdout.strip()
     cluster.until_job(other, "RUNNING")

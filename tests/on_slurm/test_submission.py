@@ -77,7 +77,9 @@ def wait_for(project: Project, folder: RunFolder, state: str = "COMPLETED") -> d
     ],
     ids=" ".join,
 )
-def test_there_is_one_job(slurm_project: Project, cluster: Cluster, sbatch: Sbatch, happens: tuple[str, ...]) -> None:
+def test_exactly_one_job_is_submitted_whatever_sbatch_answers(
+    slurm_project: Project, cluster: Cluster, sbatch: Sbatch, happens: tuple[str, ...]
+) -> None:
     sbatch.plan(*happens)
     folder = submit(slurm_project, "--", "true")
     facts = wait_for(slurm_project, folder)
@@ -85,7 +87,7 @@ def test_there_is_one_job(slurm_project: Project, cluster: Cluster, sbatch: Sbat
     assert sbatch.calls == list(happens)
 
 
-def test_a_controller_that_was_down_gets_the_job_when_it_is_back(slurm_project: Project, cluster: Cluster) -> None:
+def test_submission_waits_until_the_controller_is_back(slurm_project: Project, cluster: Cluster) -> None:
     cluster.stop_controller()
     with start(slurm_project, "submit", "--gpus-per-node", "0", "--", "true") as process:
         assert "does not answer; trying again until" in process.stderr.readline()
@@ -97,7 +99,7 @@ def test_a_controller_that_was_down_gets_the_job_when_it_is_back(slurm_project: 
     assert jobs_of(cluster, folder) == [facts["job_id"]]
 
 
-def test_a_submission_that_is_killed_during_sbatch_is_a_run_that_works(
+def test_run_works_if_its_submission_is_killed_during_sbatch(
     slurm_project: Project, cluster: Cluster, sbatch: Sbatch
 ) -> None:
     sbatch.plan("wait-and-take")
@@ -110,7 +112,7 @@ def test_a_submission_that_is_killed_during_sbatch_is_a_run_that_works(
     assert jobs_of(cluster, folder) == [facts["job_id"]]
 
 
-def test_of_two_jobs_with_one_token_one_works(slurm_project: Project, cluster: Cluster) -> None:
+def test_only_one_of_two_jobs_with_the_same_token_runs(slurm_project: Project, cluster: Cluster) -> None:
     cluster.drain("n1")
     folder = submit(slurm_project, "--nodelist", "n1", "--", "true")
     second = cluster.run("sbatch", "--parsable", folder.submission()).stdout.strip()
@@ -126,7 +128,7 @@ def test_of_two_jobs_with_one_token_one_works(slurm_project: Project, cluster: C
     assert folder.launch_log(other).read_text() == said
 
 
-def test_where_a_requeue_is_refused_another_job_goes_on(slurm_project: Project, cluster: Cluster) -> None:
+def test_another_job_continues_the_run_if_requeue_is_refused(slurm_project: Project, cluster: Cluster) -> None:
     cluster.forbid_requeue()
     folder = submit(slurm_project, "--max-requeues", "1", "--", "sh", "-c", ONCE_AGAIN)
     (first,) = jobs_of(cluster, folder)
@@ -138,7 +140,7 @@ def test_where_a_requeue_is_refused_another_job_goes_on(slurm_project: Project, 
     assert facts["job_id"] != first
 
 
-def test_a_cancel_finds_the_job_that_is_just_being_queued_to_go_on(
+def test_cancel_also_ends_the_next_job_while_it_is_being_submitted(
     slurm_project: Project, cluster: Cluster, tmp_path: Path
 ) -> None:
     cluster.forbid_requeue()
@@ -163,9 +165,7 @@ def test_requeues_are_counted_over_all_jobs_of_a_run(slurm_project: Project, clu
     assert "all of --max-requeues 1 are used" in str(facts["reason"])
 
 
-def test_a_task_of_an_array_goes_on_alone_and_who_waits_for_the_group_waits_for_it(
-    slurm_project: Project, cluster: Cluster
-) -> None:
+def test_array_task_continues_alone_and_dependents_wait_for_it(slurm_project: Project, cluster: Cluster) -> None:
     cluster.forbid_requeue()
     until = f"until [ -e {slurm_project.folder}/$MGPU_ATTEMPT ]; do sleep 0.05; done"
     script = f"[ {{seed}} = 0 ] && exit 0; {until}; {ONCE_AGAIN}"
@@ -184,7 +184,7 @@ def test_a_task_of_an_array_goes_on_alone_and_who_waits_for_the_group_waits_for_
     assert [facts["state"] for facts in slurm_project.json("status", group.run)] == ["COMPLETED"] * 2
 
 
-def test_a_requeue_that_works_late_and_a_job_that_was_queued_instead_are_not_two_workers(
+def test_late_requeue_and_its_replacement_job_do_not_both_run(
     slurm_project: Project, cluster: Cluster, tmp_path: Path
 ) -> None:
     commands = tmp_path / "commands"
@@ -213,7 +213,7 @@ def test_a_requeue_that_works_late_and_a_job_that_was_queued_instead_are_not_two
     assert (facts["state"], facts["attempts"], facts["job_id"]) == ("COMPLETED", 2, first)
 
 
-def test_a_rehearsal_asks_slurm_when_it_would_start(slurm_project: Project, cluster: Cluster) -> None:
+def test_dry_run_check_asks_slurm_for_the_expected_start(slurm_project: Project, cluster: Cluster) -> None:
     words = ("submit", "--dry-run", "--check", "--nodes", "2", "--time", "5")
     done = slurm_project.call(*words, "--", "true")
     assert done.returncode == 0, done.stderr
@@ -226,7 +226,7 @@ def test_a_rehearsal_asks_slurm_when_it_would_start(slurm_project: Project, clus
     assert not slurm_project.runs.exists()
 
 
-def test_a_rehearsal_of_what_never_starts_says_why(slurm_project: Project) -> None:
+def test_dry_run_check_of_an_impossible_job_gives_the_reason(slurm_project: Project) -> None:
     done = slurm_project.call("submit", "--dry-run", "--check", "--nodes", "20", "--", "true")
     assert done.returncode == 3
     assert done.stderr == (
@@ -235,9 +235,7 @@ def test_a_rehearsal_of_what_never_starts_says_why(slurm_project: Project) -> No
     assert "#SBATCH --nodes=20" in done.stdout
 
 
-def test_a_job_submitted_from_a_folder_of_strangers_imports_nothing_from_there(
-    slurm_project: Project, cluster: Cluster
-) -> None:
+def test_job_submitted_from_untrusted_folder_imports_nothing_from_it(slurm_project: Project, cluster: Cluster) -> None:
     """sbatch starts the batch step, and srun the ranks, in the folder of the submission."""
     slurm_project.write("job.py", "import torch\ndef train(run, lr=0.1):\n    run.report(1, score=run.mean(lr, 1))\n")
     strangers = slurm_project.folder.parent / "strangers"

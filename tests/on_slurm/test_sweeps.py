@@ -91,7 +91,7 @@ def check_ended_once(folder: RunFolder, count: int) -> None:
         assert [how.startswith("score ") for how in ends].count(True) == 1
 
 
-def test_workers_share_the_trials_of_one_array_and_more_come_to_them(project: Project) -> None:
+def test_workers_of_an_array_share_trials_and_more_can_be_added(project: Project) -> None:
     gate = project.folder / "gate"
     folder = start(project, trials=8, workers=3, fixed={"does": "waits", "place": str(project.folder)})
     (job,) = {state.job_id.partition("_")[0] for state in workers(folder)}
@@ -113,9 +113,7 @@ def test_workers_share_the_trials_of_one_array_and_more_come_to_them(project: Pr
     assert "--gpus-per-node 0 " in best["command"]
 
 
-def test_a_worker_of_two_nodes_goes_on_at_its_time_limit_and_after_preemption(
-    project: Project, cluster: Cluster
-) -> None:
+def test_two_node_worker_continues_after_time_limit_and_preemption(project: Project, cluster: Cluster) -> None:
     fixed = {"does": "goes on until told", "epochs": 100000, "pause": 0.05, "place": str(project.folder)}
     folder = start(project, trials=2, fixed=fixed, resources={"nodes": 2, "time": 5})
     trial = folder.of_trial(0).path
@@ -146,7 +144,7 @@ def test_a_worker_of_two_nodes_goes_on_at_its_time_limit_and_after_preemption(
     assert not [trial for trial in trials_of(folder) if studies.LOSSES in trial.system_attrs]
 
 
-def test_a_worker_on_a_broken_node_leaves_the_trials_to_the_others(project: Project) -> None:
+def test_worker_on_a_broken_node_leaves_its_trials_to_the_others(project: Project) -> None:
     fixed = {"does": "waits", "broken": "n2", "pause": 1.0, "place": str(project.folder)}
     # a node for each of them
     folder = start(project, trials=12, workers=4, fixed=fixed, resources={"cpus-per-task": 4})

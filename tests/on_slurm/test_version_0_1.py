@@ -6,7 +6,7 @@ from tests.on_slurm.cluster import Cluster
 from tests.support import Project, restore_version_0_1
 
 
-def test_a_job_that_waits_in_the_queue_starts(cluster: Cluster, slurm_project: Project) -> None:
+def test_job_queued_by_version_0_1_starts(cluster: Cluster, slurm_project: Project) -> None:
     folder = restore_version_0_1(slurm_project)["queued"]
     cluster.run("sbatch", folder / "submission.sh", env=slurm_project.environ)
     facts = slurm_project.finish(folder)
