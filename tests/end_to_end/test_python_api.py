@@ -171,7 +171,7 @@ def test_invalid_calls_raise_one_line_errors_and_leave_no_temp_folders(said: dic
     for message, part in zip(said["wrong"], expected, strict=True):
         assert part in message
         assert "\n" not in message
-    assert {path.name for path in project.runs.iterdir()} >= {Path(folder).name for folder in said["folders"]}
+    assert {path.name for path in project.runs.iterdir()} == {Path(folder).name for folder in said["folders"]}
     assert not any(path.name.startswith(".") for path in project.runs.iterdir())
 
 

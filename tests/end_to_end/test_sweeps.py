@@ -445,9 +445,12 @@ class TestEndedSweep:
         assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
 
     def test_repair_reports_an_intact_journal(self, project: Project) -> None:
+        (journal,) = project.runs.rglob("study.journal")
+        before = {path: path.stat().st_mtime_ns for path in journal.parent.iterdir()}
         done = project.call("repair", "study")
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith("study.journal is not damaged: nothing was written\n")
+        assert {path: path.stat().st_mtime_ns for path in journal.parent.iterdir()} == before
 
     def test_run_cannot_be_used_as_a_study(self, project: Project) -> None:
         run, _ = project.run("--", "true")

@@ -125,6 +125,7 @@ def test_retry_is_recorded_in_history_and_state(failing: Failing) -> None:
 def test_retries_wait_for_the_configured_pauses(failing: Failing) -> None:
     found = [failing.fails(KILLED) for _ in range(3)]
     assert [retry and retry.pause for retry in found] == list(retry_policy.PAUSES)
+    assert sorted(set(retry_policy.PAUSES)) == list(retry_policy.PAUSES)
 
 
 AT_LIMIT, NOT_AT_LIMIT = True, False

@@ -399,7 +399,7 @@ def test_ranks_whose_srun_was_killed_end_and_the_run_is_retried(project: Project
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: RunFolder(run).rank_log(2, 0).exists())
-    wait_until(lambda: not set(first) & set(processes_of(run)))
+    assert not set(first) & set(processes_of(run))
     gate.touch()
     facts = finish(run)
     assert (facts["state"], facts["attempts"]) == ("COMPLETED", 2)

@@ -181,14 +181,19 @@ def test_late_rank_is_waited_for() -> None:
     assert run_ranks(comes_late, 2) == [0.5, 0.5]
 
 
-def ends(run: Run) -> list[str]:
+def sync_threads() -> int:
+    return sum(thread.name == "boundaries" for thread in threading.enumerate())
+
+
+def ends(run: Run) -> tuple[int, int]:
     run.mean(0, 1)
+    before = sync_threads()
     run.close()
-    return [thread.name for thread in threading.enumerate() if thread.name == "boundaries"]
+    return before, sync_threads()
 
 
 def test_sync_thread_ends_with_the_run() -> None:
-    assert run_ranks(ends, 2) == [[], []]
+    assert run_ranks(ends, 2) == [(1, 0), (1, 0)]
 
 
 def goes_on_alone(run: Run) -> list[Stop]:

@@ -68,6 +68,7 @@ def test_sbatch_values_are_unchanged_or_rejected(value: str, option: str) -> Non
     assert plain is not None
     for spec in (make(resources={"account": value}), make(resources={"sbatch": {"comment": value}})):
         options = _options(spec)
+        assert options is not None or not value.isprintable()
         if options is not None:
             (more,) = set(options) - set(plain)
             assert more in (f"--account={value}", f"--comment={value} mgpu-0123")
