@@ -20,12 +20,12 @@ NAMED = sorted(
 )
 
 
-def test_docs_name_tests() -> None:
+def test_docs_refer_to_tests() -> None:
     assert len(NAMED) > 20
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_test_that_is_named_is_there(name: str) -> None:
+def test_named_test_exists(name: str) -> None:
     path, *parts = name.split("::")
     body: list[ast.stmt] = ast.parse((REPOSITORY / path).read_text()).body
     for part in parts:
@@ -33,7 +33,7 @@ def test_a_test_that_is_named_is_there(name: str) -> None:
         body = found.body
 
 
-def test_the_modules_on_the_paths_of_the_architecture_exist() -> None:
+def test_modules_on_the_paths_of_the_architecture_exist() -> None:
     text = (REPOSITORY / "docs/architecture.md").read_text()
     paths = text[text.index("## Paths") : text.index("## Where to add")]
     named = set(re.findall(r"(?<![\w/.])(?:[a-z_0-9]+/)+[a-z_0-9]+\b", paths))
@@ -92,11 +92,11 @@ def table(title: str) -> set[str]:
     ],
     ids=["processes", "threads", "waits"],
 )
-def test_the_tables_are_complete(title: str, is_one: Callable[[str], bool]) -> None:
+def test_tables_of_the_architecture_are_complete(title: str, is_one: Callable[[str], bool]) -> None:
     assert table(title) == {module for module, call in calls() if is_one(call)}
 
 
-def test_threads_of_a_rank_are_guarded() -> None:
+def test_exactly_these_modules_start_guarded_threads() -> None:
     assert {module for module, call in calls() if call == "crash.guarded_thread"} == {
         "rank/signals.py",
         "rank/step_sync.py",

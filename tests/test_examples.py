@@ -60,7 +60,7 @@ def execute(block: Block, project: Project, place: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [name for name, found in BLOCKS.items() if any(b.kind in RUNS for b in found)])
-def test_the_examples_of_a_page_work(page: str, project: Project) -> None:
+def test_examples_of_a_page_succeed(page: str, project: Project) -> None:
     require("a machine without sbatch, where runs are local" if shutil.which("sbatch") else None)
     for block in BLOCKS[page]:
         if block.file is not None:
@@ -70,7 +70,7 @@ def test_the_examples_of_a_page_work(page: str, project: Project) -> None:
 
 
 @pytest.mark.parametrize("page", BLOCKS)
-def test_each_block_is_run_or_tells_why_not(page: str) -> None:
+def test_each_block_is_run_or_has_a_known_reason(page: str) -> None:
     for block in BLOCKS[page]:
         assert block.kind in RUNS.keys() | SHOWS or block.file, f"{page}:{block.line}: a block of kind {block.kind!r}"
         assert block.reason is None or block.reason in REASONS, f"{page}:{block.line}: {block.reason}"

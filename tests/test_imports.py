@@ -136,7 +136,7 @@ def loaded(module: str, seen: set[str] | None = None) -> set[str]:
     return packages
 
 
-def test_the_table_points_one_way() -> None:
+def test_table_of_allowed_imports_has_no_cycles() -> None:
     above: set[str] = set()
     for package, imported in MAY_IMPORT.items():
         assert set(imported.split()) <= above
@@ -144,26 +144,26 @@ def test_the_table_points_one_way() -> None:
 
 
 @pytest.mark.parametrize("module", sorted(FILES.keys() - {"mgpu_slurm", "mgpu_slurm.__main__"}))
-def test_a_module_imports_only_what_its_package_may(module: str) -> None:
+def test_module_imports_only_what_its_package_may(module: str) -> None:
     own = package_of(module)
     assert own in MAY_IMPORT, f"package {own!r} has no line in MAY_IMPORT"
     imported = {package_of(name) for name in imports(module, everywhere=True) & set(FILES)}
     assert imported <= {own, *MAY_IMPORT[own].split()}
 
 
-def test_modules_do_not_import_each_other_in_a_circle() -> None:
+def test_modules_have_no_import_cycles() -> None:
     graph = {module: imports(module, everywhere=True) & set(FILES) for module in FILES}
     # raises CycleError with the modules of a circle
     assert len(tuple(TopologicalSorter(graph).static_order())) == len(FILES)
 
 
-def test_the_top_of_the_package_has_its_entries_only() -> None:
+def test_top_of_the_package_has_only_its_entry_modules() -> None:
     assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == {
         *("__init__.py", "__main__.py", "api.py", "py.typed")
     }
 
 
-def test_no_two_modules_have_one_name() -> None:
+def test_module_names_are_unique() -> None:
     names = Counter(name.rpartition(".")[2] for name in FILES if package_of(name) not in ("cli", "executors"))
     assert [name for name, count in names.items() if count > 1 and name != "__main__"] == []
 
@@ -174,7 +174,7 @@ def test_no_module_hides_a_public_name() -> None:
 
 
 @pytest.mark.parametrize("module", sorted(filter(is_light, FILES)))
-def test_a_module_that_needs_no_torch_loads_nothing_heavy(module: str) -> None:
+def test_light_module_loads_no_heavy_package(module: str) -> None:
     assert loaded(module) & HEAVY == HEAVY_MODULES.get(module, set())
 
 
@@ -183,7 +183,7 @@ def test_submitit_is_imported_in_one_module() -> None:
     assert importing == {SUBMITIT_MODULE}
 
 
-def test_these_tests_see_what_modules_import() -> None:
+def test_import_scan_sees_top_level_and_lazy_imports() -> None:
     assert "torch" in loaded("mgpu_slurm.training.run")
     assert "mgpu_slurm.submission.submit" in imports("mgpu_slurm.cli.submit", everywhere=True)
     assert "mgpu_slurm.submission.submit" not in imports("mgpu_slurm.cli.submit", everywhere=False)
@@ -202,17 +202,17 @@ def test_these_tests_see_what_modules_import() -> None:
     ],
     ids=["package", "python", "help", "status", "clean", "dry-run"],
 )
-def test_the_login_side_starts_without_anything_heavy(project: Project, code: str) -> None:
+def test_login_side_loads_no_heavy_package(project: Project, code: str) -> None:
     assert loaded_by(code, project) & HEAVY == set()
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["submit", "--help"]], ids=" ".join)
-def test_help_loads_the_command_line_only(project: Project, words: list[str]) -> None:
+def test_help_loads_only_the_command_line(project: Project, words: list[str]) -> None:
     names = loaded_by(f"from mgpu_slurm.cli.main import main; main({words})", project)
     assert {name for name in names if name.partition(".")[0] == "mgpu_slurm"} <= LOADED_BY_HELP
 
 
-def test_completion_loads_the_command_line_only(project: Project) -> None:
+def test_completion_loads_only_the_command_line(project: Project) -> None:
     asked = {"_MGPU_SLURM_COMPLETE": "bash_complete", "COMP_WORDS": "mgpu-slurm sub", "COMP_CWORD": "1"}
     names = loaded_by("from mgpu_slurm.cli.main import main; main()", project, asked)
     assert {name for name in names if name.partition(".")[0] == "mgpu_slurm"} <= LOADED_BY_HELP
@@ -230,7 +230,7 @@ def loaded_by(code: str, project: Project, environ: dict[str, str] | None = None
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "jobs").rglob("*.py")), ids=lambda path: path.stem)
-def test_jobs_use_the_public_names_only(path: Path) -> None:
+def test_jobs_use_only_public_names(path: Path) -> None:
     names = {
         f"{node.module}.{alias.name}"
         for node in ast.walk(ast.parse(path.read_text()))

@@ -15,7 +15,7 @@ from tests.support import REPOSITORY, Project, require
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("false", pytest.skip.Exception)])
-def test_a_test_that_lacks_something_fails_in_ci_and_is_skipped_elsewhere(
+def test_unmet_requirement_fails_in_ci_and_skips_elsewhere(
     ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI", ci)
@@ -24,7 +24,7 @@ def test_a_test_that_lacks_something_fails_in_ci_and_is_skipped_elsewhere(
     require(None)
 
 
-def test_ctrl_c_reaches_what_tests_start_when_the_shell_that_started_them_ignores_it() -> None:
+def test_ctrl_c_reaches_children_even_if_the_parent_shell_ignores_it() -> None:
     code = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -37,7 +37,7 @@ sys.exit(subprocess.run(["sh", "-c", "kill -INT $$; echo still here"]).returncod
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
-def test_a_project_runs_the_code_of_this_checkout_and_not_an_installed_one(project: Project, tmp_path: Path) -> None:
+def test_project_runs_this_checkout_and_not_an_installed_one(project: Project, tmp_path: Path) -> None:
     venv.create(tmp_path / "other", symlinks=True)
     (site,) = (tmp_path / "other").glob("lib/python*/site-packages")
     (site / "mgpu_slurm.py").write_text("")

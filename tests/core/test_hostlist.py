@@ -60,7 +60,7 @@ def test_expand_reads_a_range_of_a_large_cluster() -> None:
         "(null)",
     ],
 )
-def test_expand_refuses_what_is_no_host_list(text: str) -> None:
+def test_expand_rejects_malformed_host_list(text: str) -> None:
     with pytest.raises(UserError, match="host list") as caught:
         expand(text)
     assert repr(text) in str(caught.value)
@@ -70,7 +70,7 @@ def test_expand_refuses_what_is_no_host_list(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["n[0-99999999999999]", f"n[0-{MAX_HOSTS}]", "a[1-60000]b[1-60000]", "a[1-60000],b[1-60000]"]
 )
-def test_expand_refuses_more_hosts_than_slurm_can_have(text: str) -> None:
+def test_expand_rejects_more_hosts_than_slurm_can_have(text: str) -> None:
     with pytest.raises(UserError, match="host list"):
         expand(text)
 
@@ -103,14 +103,14 @@ def hosts(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @given(st.lists(hosts(), min_size=1, max_size=3))
-def test_expand_gives_what_the_list_was_written_from(written: list[tuple[str, list[str]]]) -> None:
+def test_expand_returns_the_names_a_list_was_written_from(written: list[tuple[str, list[str]]]) -> None:
     expected = [name for _, names in written for name in names]
     if len(expected) <= MAX_HOSTS:
         assert expand(",".join(text for text, _ in written)) == expected
 
 
 @given(st.text("n[]0-9,a ", max_size=12))
-def test_expand_answers_with_names_or_one_error(text: str) -> None:
+def test_expand_of_any_text_returns_names_or_raises_user_error(text: str) -> None:
     try:
         names = expand(text)
     except UserError:
@@ -121,12 +121,12 @@ def test_expand_answers_with_names_or_one_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "counts"), [("1", [1]), ("4,2", [4, 2]), ("2(x3),1", [2, 2, 2, 1]), ("1,8(x2)", [1, 8, 8])]
 )
-def test_expand_counts(text: str, counts: list[int]) -> None:
+def test_expand_counts_reads_repetitions(text: str, counts: list[int]) -> None:
     assert expand_counts(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(3)", "2(x3", "2,", "2(x3)1", "2(x99999999999)"])
-def test_expand_counts_refuses_other_forms(text: str) -> None:
+def test_expand_counts_rejects_other_forms(text: str) -> None:
     with pytest.raises(UserError, match="counts"):
         expand_counts(text)
 
@@ -144,15 +144,15 @@ def test_expand_counts_refuses_other_forms(text: str) -> None:
         (["a", "b"], "a,b"),
     ],
 )
-def test_compress_is_read_back_by_expand(names: list[str], text: str) -> None:
+def test_compressed_names_are_read_back_by_expand(names: list[str], text: str) -> None:
     assert compress(names) == text
     assert expand(text) == names
 
 
 @given(st.sets(st.integers(min_value=0, max_value=5000), min_size=1))
-def test_ranges_are_read_back(numbers: set[int]) -> None:
+def test_ranges_are_read_back_by_expand(numbers: set[int]) -> None:
     assert expand(f"[{number_ranges(sorted(numbers))}]") == [str(number) for number in sorted(numbers)]
 
 
-def test_ranges_are_short() -> None:
+def test_ranges_join_consecutive_numbers() -> None:
     assert number_ranges([0, 1, 2, 3, 4, 7, 9, 10]) == "0-4,7,9-10"

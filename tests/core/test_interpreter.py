@@ -16,7 +16,9 @@ from mgpu_slurm.core import interpreter
 from tests.support import REPOSITORY, make_hostile
 
 
-def test_python_started_here_and_by_hand_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_python_imports_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark = make_hostile(tmp_path)
     commands = [interpreter.command(sys.executable, "mgpu_slurm.doctor.torch_probe")]
     # another interpreter may be of 3.10, which has no -P
@@ -35,7 +37,7 @@ def test_python_started_here_and_by_hand_is_safe(tmp_path: Path, monkeypatch: py
         assert not mark.exists()
 
 
-def test_arguments_and_the_main_module_are_those_of_python_m(tmp_path: Path) -> None:
+def test_arguments_and_main_module_match_python_m(tmp_path: Path) -> None:
     module = tmp_path / "shows.py"
     module.write_text("import json, sys; print(json.dumps([__name__, sys.argv[1:], sys.path]))")
     by_hand = interpreter.command("/other/python", "shows", "a b", "--", "")
@@ -57,15 +59,15 @@ def test_first_folder_of_the_search_path_wins(tmp_path: Path) -> None:
     assert interpreter.packages(paths) == {"my-pkg": "2.0+cpu", "old": "0.3"}
 
 
-def test_the_programs_own_folder_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_in_the_programs_own_folder_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "project" / "mine-1.0.egg-info").mkdir(parents=True)
     (tmp_path / "site" / "theirs-2.0.dist-info").mkdir(parents=True)
     monkeypatch.setattr("sys.path", [str(tmp_path / "project"), str(tmp_path / "site")])
     assert interpreter.facts()["packages"] == {"theirs": "2.0"}
 
 
-def test_nothing_that_is_installed_with_this_pins_torch() -> None:
-    """Otherwise pip would replace a torch that is there, such as a site's own build."""
+def test_no_dependency_pins_torch() -> None:
+    """Otherwise pip would replace an installed torch, such as a site's own build."""
     text = (REPOSITORY / "pyproject.toml").read_text()
     (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     waiting = re.findall(r'"([\w.-]+)', listed)

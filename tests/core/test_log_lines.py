@@ -11,7 +11,7 @@ from mgpu_slurm.core import log_lines
 from tests.test_imports import FILES
 
 
-def test_each_line_has_its_prefix(capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_line_starts_with_the_prefix(capfd: pytest.CaptureFixture[str]) -> None:
     log_lines.say("the sweep is over")
     log_lines.warn("the disk is full")
     log_lines.say("the disk does not answer", file=sys.stderr)

@@ -26,7 +26,7 @@ def run(script: str, *words: str, before: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-def test_ending_all_leaves_the_exit_code_of_what_is_kept_to_its_parent(tmp_path: Path) -> None:
+def test_end_all_leaves_exit_codes_of_kept_processes_to_the_parent(tmp_path: Path) -> None:
     script = """
 kept = os.fork()
 if kept == 0:
@@ -44,7 +44,7 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (kept, other
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a /proc of its own, as root")
-def test_a_proc_that_hides_the_processes_of_others_shows_ones_own() -> None:
+def test_own_processes_are_seen_if_proc_hides_those_of_others() -> None:
     script = """
 import subprocess
 subprocess.run(["mount", "-t", "proc", "-o", "hidepid=1", "proc", "/proc"], check=True)
@@ -63,8 +63,8 @@ os.kill(child, signal.SIGKILL)
     assert run(script, before=("unshare", "--mount")).split() == ["None", "False", "True"]
 
 
-def test_a_signal_reaches_the_first_on_each_way_that_catches_it_and_is_not_a_shell(tmp_path: Path) -> None:
-    """`passes` stands for a launcher that tells its child itself."""
+def test_signal_goes_down_to_the_first_handler_that_is_not_a_shell(tmp_path: Path) -> None:
+    """`passes` stands for a launcher that forwards signals to its child itself."""
     script = """
 import pathlib, time
 folder = pathlib.Path(sys.argv[1])

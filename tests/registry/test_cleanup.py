@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return make_run(tmp_path / "runs" / NAME)
 
 
-def test_delete_run_leaves_nothing_and_touches_no_other_run(folder: RunFolder, tmp_path: Path) -> None:
+def test_delete_run_removes_everything_of_that_run_only(folder: RunFolder, tmp_path: Path) -> None:
     other = make_run(tmp_path / "runs" / "other")
     before = usage(other)
     delete_run(folder)
@@ -27,7 +27,7 @@ def test_delete_run_leaves_nothing_and_touches_no_other_run(folder: RunFolder, t
     assert usage(other) == before
 
 
-def test_deleting_twice_is_fine(folder: RunFolder) -> None:
+def test_deleting_twice_succeeds(folder: RunFolder) -> None:
     delete_checkpoints(folder)
     delete_checkpoints(folder)
     delete_run(folder)
@@ -35,7 +35,7 @@ def test_deleting_twice_is_fine(folder: RunFolder) -> None:
     assert not folder.path.exists()
 
 
-def test_delete_checkpoints_leaves_the_rest(folder: RunFolder) -> None:
+def test_delete_checkpoints_keeps_the_rest(folder: RunFolder) -> None:
     before = usage(folder)
     names = set(os.listdir(folder.path))
     delete_checkpoints(folder)
@@ -43,7 +43,7 @@ def test_delete_checkpoints_leaves_the_rest(folder: RunFolder) -> None:
     assert usage(folder).total == before.total - before.checkpoints
 
 
-def test_delete_follows_no_link(folder: RunFolder, tmp_path: Path) -> None:
+def test_delete_does_not_follow_links(folder: RunFolder, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (scratch / "kept").touch()
@@ -56,7 +56,7 @@ def test_delete_follows_no_link(folder: RunFolder, tmp_path: Path) -> None:
     assert (scratch / "kept").exists()
 
 
-def test_an_interrupted_deletion_is_finished_by_the_next(folder: RunFolder, tmp_path: Path) -> None:
+def test_interrupted_deletion_is_finished_by_the_next(folder: RunFolder, tmp_path: Path) -> None:
     for name in (NAME, "another"):
         half = tmp_path / "runs" / f".deleted-{name}" / "checkpoints"
         half.mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_an_interrupted_deletion_is_finished_by_the_next(folder: RunFolder, tmp_
     assert os.listdir(tmp_path / "runs") == []
 
 
-def test_deletions_of_one_run_at_the_same_time_all_succeed(folder: RunFolder) -> None:
+def test_concurrent_deletions_of_one_run_all_succeed(folder: RunFolder) -> None:
     for number in range(300):
         (folder.checkpoints / f"part-{number}").touch()
     problems: list[BaseException] = []
@@ -85,14 +85,14 @@ def test_deletions_of_one_run_at_the_same_time_all_succeed(folder: RunFolder) ->
     assert os.listdir(folder.path.parent) == []
 
 
-def test_what_may_not_be_deleted_is_named(folder: RunFolder, ordinary_user: None) -> None:
+def test_file_that_cannot_be_deleted_is_named(folder: RunFolder, ordinary_user: None) -> None:
     folder.checkpoint(1).chmod(0o500)
     with pytest.raises(UserError, match="Permission denied") as caught:
         delete_checkpoints(folder)
     assert "model.pt" in str(caught.value)
 
 
-def test_a_runs_folder_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+def test_runs_folder_that_is_a_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(UserError, match="Not a directory") as caught:
         delete_run(RunFolder(tmp_path / "runs" / NAME))

@@ -53,7 +53,7 @@ def answers(runs: Path) -> Callable[[str, str], None]:
     return make
 
 
-def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
+def test_state_comes_from_squeue_or_else_from_accounting(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     running, ended = make_run("running", "42"), make_run("ended", "41")
@@ -67,7 +67,7 @@ def test_one_squeue_tells_of_all_and_accounting_of_those_it_has_forgotten(
     assert current_state.state(ended).state == "TIMEOUT"
 
 
-def test_the_end_of_a_job_is_slurms_and_not_when_somebody_looked(
+def test_end_time_of_a_job_is_the_one_of_slurm(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     folder = make_run("cancelled", "42")
@@ -78,7 +78,7 @@ def test_the_end_of_a_job_is_slurms_and_not_when_somebody_looked(
     assert (state.state, state.reason) == ("CANCELLED", "cancelled")
 
 
-def test_a_submission_without_an_answer_is_looked_for_by_its_token(
+def test_submission_without_a_reply_is_looked_up_by_its_token(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     there, not_there = make_run("there", None, "PENDING"), make_run("not-there", None, "PENDING")
@@ -93,7 +93,7 @@ def test_a_submission_without_an_answer_is_looked_for_by_its_token(
     assert [submission.job_id for submission in records.submissions(there)] == ["42"]
 
 
-def test_a_run_that_is_being_submitted_pends(
+def test_run_that_is_being_submitted_is_pending(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     answers("squeue", "")
@@ -102,9 +102,7 @@ def test_a_run_that_is_being_submitted_pends(
     assert current_state.state(folder).state == "PENDING"
 
 
-def test_a_job_that_nobody_knows_is_lost(
-    make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
-) -> None:
+def test_job_unknown_to_slurm_is_lost(make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]) -> None:
     folder = make_run("gone", "40")
     answers("squeue", "")
     answers("sacct", "")
@@ -112,7 +110,7 @@ def test_a_job_that_nobody_knows_is_lost(
     assert (state.state, state.reason.partition(":")[0]) == ("FAILED", "lost")
 
 
-def test_a_controller_that_does_not_answer_makes_no_job_lost(make_run: Callable[..., RunFolder], runs: Path) -> None:
+def test_job_is_not_lost_if_the_controller_does_not_answer(make_run: Callable[..., RunFolder], runs: Path) -> None:
     folder = make_run("waiting", "40")
     squeue = runs.parent / "bin" / "squeue"
     squeue.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n")
@@ -120,7 +118,7 @@ def test_a_controller_that_does_not_answer_makes_no_job_lost(make_run: Callable[
     assert current_state.state(folder).state == "RUNNING"
 
 
-def test_the_job_id_is_known_before_the_job_has_started(
+def test_queued_run_has_its_job_id_and_expected_start(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     folder = make_run("queued", None, "PENDING")
@@ -135,7 +133,7 @@ def test_the_job_id_is_known_before_the_job_has_started(
     assert lookup.find("77").run == "queued"
 
 
-def test_runs_are_found_by_the_beginning_of_their_name_and_from_elsewhere(
+def test_runs_are_found_by_name_prefix_and_in_earlier_runs_folders(
     make_run: Callable[..., RunFolder], runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     make_run("digits-1")
@@ -153,7 +151,7 @@ def test_runs_are_found_by_the_beginning_of_their_name_and_from_elsewhere(
         lookup.find("digit-1")
 
 
-def test_a_state_that_cannot_be_read_hides_no_other_run(make_run: Callable[..., RunFolder]) -> None:
+def test_unreadable_state_does_not_hide_other_runs(make_run: Callable[..., RunFolder]) -> None:
     make_run("good", state="COMPLETED")
     bad = make_run("bad", state="COMPLETED")
     bad.state.write_text("{")
@@ -175,7 +173,7 @@ GONE = [os.getpid(), 1]
         ("RUNNING", "RUNNING", ""),
     ],
 )
-def test_a_run_inside_an_allocation_ends_with_it_wherever_its_supervisor_is(
+def test_run_inside_an_allocation_ends_with_it(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None], job: str, state: str, reason: str
 ) -> None:
     folder = make_run("held", "42")
@@ -188,7 +186,7 @@ def test_a_run_inside_an_allocation_ends_with_it_wherever_its_supervisor_is(
         assert found.ended.startswith("2024-05-01T12:05:00")
 
 
-def test_a_run_whose_allocation_everybody_has_forgotten_has_ended(
+def test_run_whose_allocation_is_unknown_to_slurm_is_cancelled(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     folder = make_run("held", "42")
@@ -198,7 +196,7 @@ def test_a_run_whose_allocation_everybody_has_forgotten_has_ended(
     assert current_state.state(folder).state == "CANCELLED"
 
 
-def test_a_run_without_a_supervisor_is_lost_also_where_its_allocation_lives(
+def test_run_without_a_supervisor_is_lost_even_if_its_allocation_runs(
     make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     folder = make_run("held", "42")
@@ -209,7 +207,9 @@ def test_a_run_without_a_supervisor_is_lost_also_where_its_allocation_lives(
     assert found.reason.startswith("lost: its supervisor process is gone")
 
 
-def test_a_supervisor_that_lives_is_believed_without_a_question(make_run: Callable[..., RunFolder], runs: Path) -> None:
+def test_run_with_a_live_supervisor_is_running_without_asking_slurm(
+    make_run: Callable[..., RunFolder], runs: Path
+) -> None:
     folder = make_run("held", "42")
     supervisor = [os.getpid(), processes.started_at(os.getpid())]
     records.update_state(folder, executor="allocation", host=HERE, supervisor=supervisor)
@@ -241,7 +241,7 @@ def start(task: RunFolder, job_id: str) -> None:
 REST_OF_42 = "42_2|RUNNING|N/A|0|2024-05-01T12:00:00|N/A||None|\n"
 
 
-def test_of_an_array_that_is_still_there_slurm_keeps_nothing_of_a_task_that_was_cancelled_while_it_waited(
+def test_unstarted_task_missing_from_its_array_is_cancelled_and_not_lost(
     make_group: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     group = make_group("group", "42", 3)
@@ -254,7 +254,7 @@ def test_of_an_array_that_is_still_there_slurm_keeps_nothing_of_a_task_that_was_
     assert found == [("CANCELLED", "cancelled before it started"), ("FAILED", "lost"), ("RUNNING", "")]
 
 
-def test_an_accounting_that_does_not_answer_lets_nothing_be_cancelled(
+def test_missing_task_is_not_cancelled_if_accounting_does_not_answer(
     make_group: Callable[..., RunFolder], answers: Callable[[str, str], None], runs: Path
 ) -> None:
     group = make_group("group", "42", 3)
@@ -268,7 +268,7 @@ def test_an_accounting_that_does_not_answer_lets_nothing_be_cancelled(
     assert not group.of_task(0).state.exists()
 
 
-def test_a_group_stays_together_also_where_a_part_of_it_was_submitted_again(
+def test_group_is_listed_together_after_part_of_it_was_resubmitted(
     make_group: Callable[..., RunFolder], make_run: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     answers("squeue", "")
@@ -281,7 +281,7 @@ def test_a_group_stays_together_also_where_a_part_of_it_was_submitted_again(
     assert names == ["group/0", "group/1", "group/2", "other"]
 
 
-def test_a_run_of_a_group_that_goes_on_alone_is_found_by_its_new_job(
+def test_resubmitted_run_of_a_group_is_found_by_its_new_job_id(
     make_group: Callable[..., RunFolder], answers: Callable[[str, str], None]
 ) -> None:
     group = make_group("group", "42", 3)

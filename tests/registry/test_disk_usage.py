@@ -19,7 +19,7 @@ def test_usage_adds_up_each_part(folder: RunFolder) -> None:
     assert usage(folder).total == 11_420
 
 
-def test_usage_of_a_group_is_that_of_its_runs_too(folder: RunFolder) -> None:
+def test_usage_of_a_group_includes_its_runs(folder: RunFolder) -> None:
     for task, size in ((0, 8), (1, 16)):
         checkpoint = folder.of_task(task).checkpoint(1)
         checkpoint.mkdir(parents=True)
@@ -28,11 +28,11 @@ def test_usage_of_a_group_is_that_of_its_runs_too(folder: RunFolder) -> None:
     assert usage(folder) == Usage(checkpoints=11_024, logs=70, tensorboard=300, code=40, other=12)
 
 
-def test_usage_of_a_folder_that_is_gone_is_nothing(tmp_path: Path) -> None:
+def test_usage_of_a_missing_folder_is_zero(tmp_path: Path) -> None:
     assert usage(RunFolder(tmp_path / "gone")).total == 0
 
 
-def test_usage_does_not_count_what_links_lead_to(folder: RunFolder, tmp_path: Path) -> None:
+def test_usage_does_not_follow_links(folder: RunFolder, tmp_path: Path) -> None:
     big = tmp_path / "data.bin"
     big.write_bytes(b"x" * 1_000_000)
     (folder.code / "data.bin").symlink_to(big)

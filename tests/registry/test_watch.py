@@ -44,7 +44,7 @@ def squeue(run: RunFolder, tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-def test_a_silent_slurm_is_not_waited_for_and_asked_once(
+def test_unresponsive_slurm_is_asked_once_and_does_not_block(
     run: RunFolder, squeue: Callable[[str], Path], tmp_path: Path
 ) -> None:
     gate = squeue(f"echo '{RUNS}'")
@@ -60,7 +60,7 @@ def test_a_silent_slurm_is_not_waited_for_and_asked_once(
     gate.touch()
 
 
-def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[str], Path], tmp_path: Path) -> None:
+def test_each_outage_of_slurm_is_reported_once(run: RunFolder, squeue: Callable[[str], Path], tmp_path: Path) -> None:
     down = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     squeue(f"[ -e {tmp_path}/up ] && {{ echo '{RUNS}'; exit; }}; {down}").touch()
     notes: list[str] = []
@@ -84,7 +84,7 @@ def test_its_silence_is_told_once_each_time(run: RunFolder, squeue: Callable[[st
     assert len(notes) == 2
 
 
-def test_a_run_that_is_deleted_meanwhile_is_not_waited_for(run: RunFolder) -> None:
+def test_watching_a_deleted_run_is_an_error(run: RunFolder) -> None:
     records.update_state(run, executor="local")
     watch = Watch(run)
     assert watch.state().state == "RUNNING"

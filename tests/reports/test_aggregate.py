@@ -32,7 +32,7 @@ def members(histories: list[History], *by: str) -> dict[str, list[str]]:
 # -- grouping
 
 
-def test_runs_that_differ_in_their_seeds_only_are_one_group() -> None:
+def test_runs_that_differ_only_in_the_seed_form_one_group() -> None:
     runs = [history("a/0", lr=0.1, seed=0), history("a/1", lr=0.1, seed=1), history("b", lr=0.5, seed=0)]
     assert members(runs) == {"lr=0.1": ["a/0", "a/1"], "lr=0.5": ["b"]}
     assert members(runs[:2]) == {"a": ["a/0", "a/1"]}
@@ -44,11 +44,11 @@ NO_SEEDS = dict.fromkeys(["seeds", "seeding", "lr"], False)
 
 
 @pytest.mark.parametrize(("key", "expected"), (SEEDS | NO_SEEDS).items())
-def test_what_counts_as_a_seed(key: str, expected: bool) -> None:
+def test_seed_keys_are_recognized(key: str, expected: bool) -> None:
     assert is_seed(key) == expected
 
 
-def test_by_names_the_values_that_tell_groups_apart() -> None:
+def test_by_groups_runs_by_the_given_keys() -> None:
     runs = [history(f"{lr}-{width}", lr=lr, width=width) for lr in (0.1, 0.5) for width in (16, 32)]
     assert members(runs, "width") == {"width=16": ["0.1-16", "0.5-16"], "width=32": ["0.1-32", "0.5-32"]}
     assert len(members(runs, "lr", "width")) == 4
@@ -57,14 +57,14 @@ def test_by_names_the_values_that_tell_groups_apart() -> None:
     assert set(members([*runs, history("other", lr=0.1)], "width")) == {"width=16", "width=32", "width=none"}
 
 
-def test_groups_by_a_value_are_in_its_order() -> None:
+def test_groups_are_sorted_by_their_value() -> None:
     values = [32, None, "auto", 8, 0.5, True]
     names = list(members([history(str(place), width=value) for place, value in enumerate(values)], "width"))
     assert names == ["width=0.5", "width=True", "width=8", "width=32", "width=auto", "width=none"]
 
 
-def test_runs_of_which_no_two_are_alike_are_said(tmp_path: Path) -> None:
-    """As those of a sweep: a mean of one is none."""
+def test_runs_that_all_have_different_configs_are_noted(tmp_path: Path) -> None:
+    """Such as those of a sweep: there is nothing to average."""
     for lr, width in ((0.1, 8), (0.2, 8), (0.3, 16)):
         made = ended_run(tmp_path / str(lr), config={"lr": lr, "width": width, "seed": 1})
         reporter = Reporter(RunFolder(made), attempt=1)
@@ -78,17 +78,17 @@ def test_runs_of_which_no_two_are_alike_are_said(tmp_path: Path) -> None:
     assert aggregate(folders[:1]).notes == []
 
 
-def test_runs_of_different_targets_are_apart_and_so_are_their_names() -> None:
+def test_runs_of_different_targets_form_separate_groups() -> None:
     runs = [history("a", target="a:train", lr=0.1), history("b", target="b:train", lr=0.1)]
     assert members(runs) == {"a": ["a"], "b": ["b"]}
 
 
-def test_runs_that_tell_nothing_of_themselves_belong_to_the_folder_that_was_named() -> None:
+def test_runs_without_config_are_grouped_by_the_given_folder() -> None:
     runs = [history(name, target="", place=place) for name, place in (("0", "x/one"), ("1", "x/one"), ("0", "x/two"))]
     assert members(runs) == {"one": ["0", "1"], "two": ["0"]}
 
 
-def test_names_of_groups_are_names_of_folders_and_different() -> None:
+def test_group_names_are_unique_and_valid_folder_names() -> None:
     runs = [history(str(number), data=value) for number, value in enumerate(["/a/../b", "/a/..:b", "x" * 300])]
     names = list(members(runs))
     assert names[:2] == ["data=-a-..-b", "data=-a-..-b-2"]
@@ -108,7 +108,7 @@ def made(tmp_path: Path, lasts: dict[str, int], every: dict[str, int] | None = N
     return aggregate([str(tmp_path / "logs")])
 
 
-def test_shorter_runs_and_missing_metrics_are_said(tmp_path: Path) -> None:
+def test_shorter_runs_and_missing_metrics_are_noted(tmp_path: Path) -> None:
     write(tmp_path / "logs" / "c" / "events.out.tfevents.2.h", [scalar("accuracy", 1, 0.5)])
     result = made(tmp_path, {"a": 9, "b": 5, "c": 9})
     assert result.notes == [
@@ -120,20 +120,20 @@ def test_shorter_runs_and_missing_metrics_are_said(tmp_path: Path) -> None:
     assert loss.values["mean"].tolist() == [step * 1.0 for step in range(10)]
 
 
-def test_steps_that_only_some_runs_have_are_said(tmp_path: Path) -> None:
+def test_steps_that_only_some_runs_have_are_noted(tmp_path: Path) -> None:
     assert made(tmp_path, {"a": 8, "b": 8}, {"b": 2}).notes == [
         "loss: 4 of 9 steps missing in some longer runs: see `count`"
     ]
 
 
-def test_many_runs_that_say_the_same_are_one_line(tmp_path: Path) -> None:
+def test_same_note_of_many_runs_is_one_line(tmp_path: Path) -> None:
     notes = made(tmp_path, {"long": 9} | {f"r{number}": 4 for number in range(8)}).notes
     assert notes == [
         "loss: 8 of 9 runs end before step 9: " + ", ".join(f"r{n} at 4" for n in range(5)) + " and 3 more"
     ]
 
 
-def test_nothing_to_reckon_with_is_an_error(tmp_path: Path) -> None:
+def test_runs_without_any_metrics_are_an_error(tmp_path: Path) -> None:
     write(tmp_path / "logs" / "a" / "events.out.tfevents.1.h", [])
     with pytest.raises(UserError, match=r"no metrics yet of a: see .*, or name other runs"):
         aggregate([str(tmp_path / "logs")])
@@ -148,7 +148,7 @@ def test_the_table_shows_the_last_step(tmp_path: Path) -> None:
 # -- what is written
 
 
-def test_all_files_hold_the_same_figures(tmp_path: Path) -> None:
+def test_all_files_have_the_same_numbers(tmp_path: Path) -> None:
     result = made(tmp_path, {"a": 3, "b": 2})
     out = tmp_path / "out"
     assert aggregate_files.write(result, out) == ["curves.csv", "curves.parquet", "tensorboard/"]
@@ -177,7 +177,7 @@ def test_all_files_hold_the_same_figures(tmp_path: Path) -> None:
     assert facts["notes"] == result.notes
 
 
-def test_an_older_result_is_replaced_and_anything_else_is_left_alone(tmp_path: Path) -> None:
+def test_older_result_is_replaced_but_other_folders_are_not(tmp_path: Path) -> None:
     result = made(tmp_path, {"a": 3, "b": 2})
     out = tmp_path / "new" / "out"
     aggregate_files.write(result, out)
@@ -192,7 +192,7 @@ def test_an_older_result_is_replaced_and_anything_else_is_left_alone(tmp_path: P
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis"]
 
 
-def test_what_fails_leaves_the_older_result_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_older_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = made(tmp_path, {"a": 3, "b": 2})
     out = tmp_path / "new" / "out"
     aggregate_files.write(result, out)
@@ -208,7 +208,7 @@ def test_what_fails_leaves_the_older_result_as_it_was(tmp_path: Path, monkeypatc
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_without_pyarrow_there_is_csv_and_a_line_that_says_how_to_get_parquet(
+def test_without_pyarrow_csv_is_written_and_parquet_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = made(tmp_path, {"a": 3, "b": 2})

@@ -104,7 +104,7 @@ with open(os.environ["STORE"], "wb+") as file:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_really_fails_of_it(name: str, tmp_path: Path, project: Project) -> None:
+def test_cause_of_a_failed_script_is_found(name: str, tmp_path: Path, project: Project) -> None:
     project.environ["STORE"] = str(tmp_path / "store")
     project.write("train.py", SCRIPTS[name])
     folder, facts = project.run("--retries", "0", "--", "python", "train.py")
@@ -138,7 +138,7 @@ def little_memory() -> Iterator[Path]:
         group.rmdir()
 
 
-def test_one_that_the_kernel_has_killed_for_want_of_memory(project: Project, little_memory: Path) -> None:
+def test_rank_killed_by_the_oom_killer_is_reported_as_host_memory(project: Project, little_memory: Path) -> None:
     enter = ("sh", "-c", f'echo $$ > {little_memory}/cgroup.procs; exec "$@"', "sh")
     words = ("submit", "--executor", "local", "--retries", "0", "--", "python", "-c", "bytearray(1 << 30)")
     done = project.call(*words, prefix=enter)
@@ -162,7 +162,7 @@ FUNCTION = """
 """
 
 
-def test_an_error_of_the_program_with_its_line(project: Project) -> None:
+def test_program_error_is_reported_with_its_line(project: Project) -> None:
     project.write("train.py", FUNCTION)
     folder, facts = project.run("train.py")
     told = project.call("why", folder.name).stdout.splitlines()
@@ -179,7 +179,7 @@ def test_an_error_of_the_program_with_its_line(project: Project) -> None:
     assert (answer["why"]["cause"], answer["why"]["is_clusters"]) == ("program", False)
 
 
-def test_one_that_has_failed_after_its_end(project: Project) -> None:
+def test_crash_after_the_end_of_training_is_recognized(project: Project) -> None:
     project.write("train.py", "import os\nimport atexit\n\ndef train(run, config):\n    atexit.register(os.abort)\n")
     folder, facts = project.run("train.py")
     found = why(RunFolder(folder), RunState.from_json(facts))
@@ -187,7 +187,7 @@ def test_one_that_has_failed_after_its_end(project: Project) -> None:
     assert found.cause.name == "after-the-end"
 
 
-def test_what_went_wrong_before_is_told_too(project: Project) -> None:
+def test_failed_attempt_of_a_completed_run_is_reported(project: Project) -> None:
     project.write("train.sh", "[ $MGPU_ATTEMPT = 2 ] || kill -9 $$\n")
     folder, _ = project.run("--", "sh", "train.sh")
     assert project.call("why", folder.name).stdout.splitlines() == [
@@ -205,7 +205,7 @@ def test_what_went_wrong_before_is_told_too(project: Project) -> None:
         ("kill -9 $PPID", "the supervisor was killed by SIGKILL; restarted"),
     ],
 )
-def test_what_ended_the_attempt_before(project: Project, first: str, told: str) -> None:
+def test_end_of_the_previous_attempt_is_reported(project: Project, first: str, told: str) -> None:
     project.write("train.sh", f"[ $MGPU_ATTEMPT = 2 ] || {{ {first}; sleep 60; }}\n")
     folder, facts = project.run("--", "sh", "train.sh")
     if facts["state"] != "COMPLETED":
@@ -226,7 +226,7 @@ MISMATCH = """
 """
 
 
-def test_ranks_that_make_different_calls_are_told_with_the_line_of_each(project: Project) -> None:
+def test_mismatched_calls_of_ranks_are_reported_with_their_lines(project: Project) -> None:
     project.write("train.py", MISMATCH)
     folder, facts = project.run("train.py", "--nodes", "3")
     found = why(RunFolder(folder), RunState.from_json(facts))
@@ -244,7 +244,7 @@ KEEPS_NOTHING = """
 """
 
 
-def test_a_mend_promises_no_more_than_there_is(project: Project) -> None:
+def test_fix_says_if_there_is_no_checkpoint_to_resume_from(project: Project) -> None:
     project.write("train.py", KEEPS_NOTHING)
     name = project.submit("train.py").name
     wait_until(lambda: project.json("status", name)[0]["progress"])
@@ -254,7 +254,7 @@ def test_a_mend_promises_no_more_than_there_is(project: Project) -> None:
     assert "fix       `resume` starts from the beginning: there is no checkpoint" in told
 
 
-def test_a_supervisor_that_was_killed_is_told(project: Project) -> None:
+def test_killed_supervisor_is_reported(project: Project) -> None:
     project.write("train.py", KEEPS_NOTHING)
     name = project.submit("train.py").name
     wait_until(lambda: project.json("status", name)[0]["progress"])
@@ -264,14 +264,14 @@ def test_a_supervisor_that_was_killed_is_told(project: Project) -> None:
     assert answer["why"]["cause"] == "supervisor"
 
 
-def test_a_complete_run_that_came_to_no_number(project: Project) -> None:
+def test_completed_run_with_nan_loss_is_reported(project: Project) -> None:
     project.write("train.py", "def train(run, config):\n    run.report(1, loss=float('nan'), accuracy=0.1)\n")
     folder, _ = project.run("train.py")
     _, told = project.call("why", folder.name).stdout.splitlines()
     assert told.startswith("it completed, but loss is NaN or infinite: lower the learning rate")
 
 
-def test_a_command_that_is_not_there(project: Project) -> None:
+def test_missing_command_is_recognized(project: Project) -> None:
     group = project.submit("--seeds", "1", "--", "no-such-command-{seed}")
     assert project.call("wait", group.name, "--timeout", "90").returncode == 1
     (facts,) = project.json("status", group.name)
@@ -290,7 +290,7 @@ FAILS_AFTER_AN_EPOCH = """
 """
 
 
-def test_checkpoints_that_are_all_damaged(project: Project) -> None:
+def test_resume_with_only_damaged_checkpoints_is_recognized(project: Project) -> None:
     project.write("train.py", FAILS_AFTER_AN_EPOCH)
     folder, _ = project.run("train.py")
     for tensors in folder.glob("checkpoints/step-*/*.safetensors"):
@@ -309,7 +309,7 @@ OUTLIVES_A_WARNING = """
 """
 
 
-def test_what_a_run_outlived_is_told(project: Project) -> None:
+def test_warning_of_a_completed_run_is_reported(project: Project) -> None:
     project.write("train.py", OUTLIVES_A_WARNING)
     folder, _ = project.run("train.py")
     assert project.call("why", folder.name).stdout.splitlines()[1:] == [
@@ -318,14 +318,14 @@ def test_what_a_run_outlived_is_told(project: Project) -> None:
     ]
 
 
-def test_a_damaged_checkpoint_is_told(project: Project) -> None:
+def test_damaged_checkpoint_is_reported(project: Project) -> None:
     folder, _ = project.run("--", "true")
     (folder / "checkpoints" / "damaged-step-000000007").mkdir(parents=True)
     told = project.call("why", folder.name).stdout
     assert f"damaged   runs/{folder.name}/checkpoints/damaged-step-000000007 was damaged and was skipped" in told
 
 
-def test_of_a_group_each_that_did_not_complete(project: Project) -> None:
+def test_each_failed_run_of_a_group_is_reported(project: Project) -> None:
     project.write("train.sh", "exit $1\n")
     project.call("submit", "--executor", "local", "--seeds", "3", "--name", "three", "--", "sh", "train.sh", "{seed}")
     (group,) = {facts["run"].partition("/")[0] for facts in project.json("status")}
@@ -350,7 +350,7 @@ RAISES_DEEP = """
 """
 
 
-def test_the_users_own_line_comes_first_also_where_runs_are_reached_by_a_link(project: Project, tmp_path: Path) -> None:
+def test_users_own_line_comes_first_even_if_the_runs_folder_is_a_link(project: Project, tmp_path: Path) -> None:
     project.write("train.py", RAISES_DEEP)
     (tmp_path / "scratch").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "scratch")
@@ -362,7 +362,7 @@ def test_the_users_own_line_comes_first_also_where_runs_are_reached_by_a_link(pr
     assert second.startswith("why       ")
 
 
-def test_the_own_line_of_a_function_that_was_typed_in(project: Project) -> None:
+def test_line_of_a_function_from_the_command_line_is_reported(project: Project) -> None:
     code = "from mgpu_slurm import submit\ndef train(run, lr=0.1):\n    raise ValueError(lr)\n"
     code += "print(submit(train, executor='local').name)"
     environ = os.environ | project.environ

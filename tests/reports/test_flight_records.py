@@ -27,7 +27,7 @@ def leave(folder: RunFolder, rank: str, *entries: dict[str, Any]) -> None:
     Path(f"{folder.flight_prefix(1)}{rank}").write_bytes(pickle.dumps({"version": "2.10", "entries": list(entries)}))
 
 
-def test_those_that_have_not_come_are_named(folder: RunFolder) -> None:
+def test_ranks_that_did_not_reach_the_collective_are_named(folder: RunFolder) -> None:
     leave(folder, "0", collective(1), collective(2), collective(7, "inner"))
     leave(folder, "1", collective(1), collective(9, is_p2p=True))
     leave(folder, "2", collective(1))
@@ -38,7 +38,7 @@ def test_those_that_have_not_come_are_named(folder: RunFolder) -> None:
     assert diagnosis.lagging(folder, 2) is None
 
 
-def test_where_all_are_at_the_same_nobody_is(folder: RunFolder) -> None:
+def test_no_rank_is_named_if_all_reached_the_same_collective(folder: RunFolder) -> None:
     for rank in ("0", "1"):
         leave(folder, rank, collective(1), collective(2))
     assert diagnosis.lagging(folder, 1) is None
@@ -50,7 +50,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", pickle.dumps([1]), pickle.dumps({"entries": [Evil()]})])
-def test_what_is_none_is_left_out(
+def test_invalid_record_is_ignored_and_not_executed(
     content: bytes, folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

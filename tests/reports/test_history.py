@@ -22,7 +22,7 @@ def points(curve: Curve) -> dict[int, float]:
 
 
 @given(WRITERS)
-def test_a_newer_writer_replaces_all_from_its_first_step_on(writers: list[list[tuple[int, float]]]) -> None:
+def test_newer_writer_replaces_everything_from_its_first_step_on(writers: list[list[tuple[int, float]]]) -> None:
     expected: dict[int, float] = {}
     for said in writers:
         first = min((step for step, _ in said), default=99)
@@ -44,7 +44,7 @@ def only(folder: Path) -> History:
     return history
 
 
-def test_of_several_files_the_newest_writer_counts_whatever_its_name(tmp_path: Path) -> None:
+def test_newest_event_file_wins_whatever_its_name(tmp_path: Path) -> None:
     # the clocks of two machines: names tell nothing within a second
     old = [opened(10.25), *(scalar("loss", step, 1.0) for step in range(8))]
     new = [opened(10.75), *(scalar("loss", step, 2.0) for step in range(5, 7)), scalar("late", 9, 3.0)]
@@ -55,7 +55,7 @@ def test_of_several_files_the_newest_writer_counts_whatever_its_name(tmp_path: P
     assert points(curves["late"]) == {9: 3.0}
 
 
-def test_what_a_restart_takes_back_is_gone_though_nobody_says_it_again(tmp_path: Path) -> None:
+def test_restart_drops_later_points_even_if_not_written_again(tmp_path: Path) -> None:
     first = [opened(1.0), *(scalar("loss", step, 1.0) for step in range(6)), restarted(4), scalar("loss", 4, 2.0)]
     write(tmp_path / "events.out.tfevents.1.a", [*first, *(scalar("other", step, 0.0) for step in range(6))])
     write(tmp_path / "events.out.tfevents.2.a", [opened(2.0), restarted(3)])
@@ -63,7 +63,7 @@ def test_what_a_restart_takes_back_is_gone_though_nobody_says_it_again(tmp_path:
     assert {name: list(points(curve)) for name, curve in curves.items()} == {"loss": [0, 1, 2], "other": [0, 1, 2]}
 
 
-def test_a_restart_in_the_middle_of_a_file_counts_from_there_on(tmp_path: Path) -> None:
+def test_restart_in_the_middle_of_a_file_drops_points_written_before_it(tmp_path: Path) -> None:
     before = [scalar(tag, step, 1.0) for tag in ("loss", "other") for step in range(6)]
     write(tmp_path / "events.out.tfevents.1.a", [opened(1.0), *before, restarted(4), scalar("loss", 5, 2.0)])
     curves = only(tmp_path).curves
@@ -71,14 +71,14 @@ def test_a_restart_in_the_middle_of_a_file_counts_from_there_on(tmp_path: Path) 
     assert list(points(curves["other"])) == [0, 1, 2, 3]
 
 
-def test_points_that_one_writer_gave_twice_are_said(tmp_path: Path) -> None:
+def test_duplicate_points_of_one_writer_are_noted(tmp_path: Path) -> None:
     write(tmp_path / "events.out.tfevents.1.a", [scalar("loss", 3, 1.0), scalar("loss", 3, 2.0)])
     history = only(tmp_path)
     assert points(history.curves["loss"]) == {3: 2.0}
     assert history.notes == ["1 point superseded by a later one of its writer at the same step"]
 
 
-def test_damage_is_said_with_the_file(tmp_path: Path) -> None:
+def test_damaged_record_is_noted_with_its_file(tmp_path: Path) -> None:
     path = write(tmp_path / "events.out.tfevents.1.a", [scalar("loss", step, 0.5) for step in range(3)])
     broken = bytearray(path.read_bytes())
     broken[len(broken) // 2] ^= 1
@@ -88,7 +88,7 @@ def test_damage_is_said_with_the_file(tmp_path: Path) -> None:
     assert history.notes == ["1 damaged record of events.out.tfevents.1.a skipped"]
 
 
-def test_each_folder_with_event_files_is_a_run_and_results_of_aggregate_are_none(tmp_path: Path) -> None:
+def test_folders_with_event_files_are_runs_except_results_of_aggregate(tmp_path: Path) -> None:
     for name in ("a", "b/version_0", "b/version_1", "mean/tensorboard/x"):
         write(tmp_path / name / "events.out.tfevents.1.h", [scalar("loss", 1, 0.5)])
     (tmp_path / "mean" / "aggregate.json").write_text("{}")
@@ -118,7 +118,7 @@ def said(step: int, progress: int, attempt: int, **metrics: float) -> dict[str, 
     return {"progress": progress, "step": step, "time": "", "attempt": attempt, "metrics": metrics}
 
 
-def test_a_later_attempt_counts_also_where_the_earlier_one_went_on_writing(tmp_path: Path) -> None:
+def test_later_attempt_wins_even_if_the_earlier_one_kept_writing(tmp_path: Path) -> None:
     lines = [said(10 * n, n, 1, loss=1.0) for n in range(1, 5)]
     lines += [said(20, 2, 2, loss=2.0, late=2.0), said(50, 5, 1, loss=1.0, late=1.0), said(30, 3, 2, loss=2.0)]
     folder = own(tmp_path, lines)
@@ -129,20 +129,20 @@ def test_a_later_attempt_counts_also_where_the_earlier_one_went_on_writing(tmp_p
     assert (history.name, history.state, history.target) == ("digits", "COMPLETED", "train:train")
 
 
-def test_broken_lines_are_counted_and_a_torn_last_one_is_not(tmp_path: Path) -> None:
+def test_broken_lines_are_counted_except_a_torn_last_one(tmp_path: Path) -> None:
     lines = [said(1, 1, 1, loss=float("nan")), '{"progr{"a"\n', "[]\n", said(2, 2, 1, loss=0.5), '{"progress": 3, "st']
     history = only(own(tmp_path, lines))
     assert history.curves["loss"].steps.tolist() == [1, 2]
     assert history.notes == ["2 damaged lines of metrics.jsonl skipped"]
 
 
-def test_a_loop_that_counts_no_steps_is_told_how_to_be_aligned(tmp_path: Path) -> None:
+def test_reports_without_steps_are_noted_with_the_option_to_use(tmp_path: Path) -> None:
     history = only(own(tmp_path, [said(0, n, 1, loss=float(n), accuracy=0.5) for n in range(1, 5)]))
     assert points(history.curves["loss"]) == {0: 4.0}
     assert history.notes == ["3 reports superseded by a later one at the same step, --on progress keeps them apart"]
 
 
-def test_a_run_without_metrics_of_its_own_is_read_from_its_event_files(tmp_path: Path) -> None:
+def test_run_without_a_metrics_file_is_read_from_its_event_files(tmp_path: Path) -> None:
     folder = own(tmp_path, [])
     (folder / "metrics.jsonl").unlink()
     write(folder / "tensorboard" / "events.out.tfevents.1.a", [scalar("loss", 3, 1.0)])
@@ -151,7 +151,7 @@ def test_a_run_without_metrics_of_its_own_is_read_from_its_event_files(tmp_path:
     assert (history.curves, history.notes) == ({}, ["its event files have no progress"])
 
 
-def test_a_commands_config_is_what_its_options_say(tmp_path: Path) -> None:
+def test_config_of_a_command_comes_from_its_options(tmp_path: Path) -> None:
     command = ["python", "train.py", "--lr", "0.1", "--fast", "--width=32", "model.depth=3", "--seed", "4"]
     history = only(own(tmp_path, [said(1, 1, 1, loss=1.0)], target={"command": command}))
     assert history.target == "python train.py --fast"

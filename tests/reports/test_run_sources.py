@@ -10,7 +10,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from tests.metrics.event_files import ended_run, opened, scalar, write
 
 
-def test_links_are_followed_but_not_in_circles_and_what_is_hidden_is_left_out(tmp_path: Path) -> None:
+def test_links_are_followed_without_cycles_and_hidden_folders_skipped(tmp_path: Path) -> None:
     for name in ("elsewhere/run", "logs/a", "logs/.half/b"):
         write(tmp_path / name / "events.out.tfevents.1.h", [scalar("loss", 1, 0.5)])
     (tmp_path / "logs" / "link").symlink_to(tmp_path / "elsewhere" / "run")
@@ -18,7 +18,7 @@ def test_links_are_followed_but_not_in_circles_and_what_is_hidden_is_left_out(tm
     assert [source.name for source in sources([str(tmp_path / "logs")])] == ["a", "link"]
 
 
-def test_a_run_is_one_however_it_is_named_and_only_a_whole_one_is_ours(tmp_path: Path) -> None:
+def test_own_and_foreign_runs_are_found_by_their_folder_or_its_parent(tmp_path: Path) -> None:
     ours = ended_run(tmp_path / "runs" / "ours")
     write(ours / "tensorboard" / "events.out.tfevents.10.a", [opened(1.0), scalar("loss", 0, 1.0)])
     for name in (str(ours), str(tmp_path / "runs")):
@@ -33,7 +33,7 @@ def test_a_run_is_one_however_it_is_named_and_only_a_whole_one_is_ours(tmp_path:
         assert (found.name, found.path, found.own) == ("mine", other, None)
 
 
-def test_one_run_of_a_group_is_named_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_of_a_group_is_named_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     group = RunFolder(ended_run(tmp_path / "runs" / "group", tasks=2))
@@ -43,6 +43,6 @@ def test_one_run_of_a_group_is_named_by_its_number(tmp_path: Path, monkeypatch: 
     assert [found.name for found in sources([str(group.path)])] == ["group/0", "group/1"]
 
 
-def test_a_folder_with_nothing_in_it_is_refused(tmp_path: Path) -> None:
+def test_empty_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has neither a run nor event files: name another"):
         sources([str(tmp_path)])

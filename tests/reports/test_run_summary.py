@@ -31,7 +31,7 @@ RAISED = {"rank": 0, "node": "n1", "error": "ValueError", "traceback": "Tracebac
         ({"who": "srun"}, 0, "FAILED"),
     ],
 )
-def test_what_failed_first_is_shown_once(
+def test_first_failure_is_shown_once(
     failure: dict[str, Any], shown_rank: int | None, first: str, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "x")
@@ -44,7 +44,7 @@ def test_what_failed_first_is_shown_once(
     assert sum("failed first" in line for line in lines) == (first != "FAILED")
 
 
-def test_all_warnings_of_a_run_are_found(tmp_path: Path) -> None:
+def test_warnings_of_all_attempts_and_ranks_are_found(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     for attempt, rank in ((2, 0), (1, 10), (1, 3)):
@@ -53,7 +53,7 @@ def test_all_warnings_of_a_run_are_found(tmp_path: Path) -> None:
     assert {(warned.attempt, warned.rank) for warned in rank_warnings(folder)} == {(1, 3), (1, 10), (2, 0)}
 
 
-def test_what_several_ranks_say_alike_is_one_line() -> None:
+def test_same_warning_of_several_ranks_is_one_line() -> None:
     few = [RankWarning(1, rank, f"n{1 + rank // 2}", "few cores") for rank in range(4)]
     assert warning_lines([RankWarning(2, 0, "n1", "few cores"), RankWarning(1, 3, "n2", "old torch"), *few]) == [
         "ranks 0-3 on n[1-2]: few cores",

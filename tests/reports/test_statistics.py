@@ -44,7 +44,7 @@ def test_each_step_has_the_statistics_of_the_runs_that_have_it(runs: list[dict[i
             assert min(values) <= found["ci_low"] <= found["ci_high"] <= max(values)
 
 
-def test_the_interval_is_that_of_whole_runs_drawn_with_replacement() -> None:
+def test_interval_is_bootstrapped_from_whole_runs() -> None:
     values = np.random.default_rng(5).normal(size=(4, 3))
     low, high = confidence_interval(values)
     draws = np.random.default_rng(SEED).multinomial(4, [0.25] * 4, size=RESAMPLES)
@@ -54,25 +54,25 @@ def test_the_interval_is_that_of_whole_runs_drawn_with_replacement() -> None:
         assert high[step] == pytest.approx(np.percentile(means, 97.5))
 
 
-def test_the_interval_of_many_runs_holds_the_mean_about_95_times_in_100() -> None:
+def test_interval_of_many_runs_covers_the_mean_in_about_95_percent() -> None:
     values = np.random.default_rng(1).exponential(size=(40, 1500))
     low, high = confidence_interval(values)
     assert 0.90 < np.mean((low < 1) & (high > 1)) < 0.965
 
 
-def test_the_same_runs_give_the_same_interval_however_many_steps_there_are() -> None:
+def test_interval_does_not_depend_on_the_number_of_steps() -> None:
     values = np.random.default_rng(2).normal(size=(7, 5000))
     whole, part = confidence_interval(values), confidence_interval(values[:, 4000:4001])
     assert [whole[0][4000], whole[1][4000]] == pytest.approx([part[0][0], part[1][0]], rel=1e-12)
 
 
-def test_runs_that_agree_have_no_spread() -> None:
+def test_interval_of_equal_runs_has_no_width() -> None:
     summary = summarize([curve({1: 0.1}) for _ in range(7)])
     found = at(summary, 1)
     assert (found["ci_low"], found["ci_high"]) == (0.1, 0.1)
 
 
-def test_a_value_that_is_not_finite_shows_at_its_step_only() -> None:
+def test_non_finite_value_affects_only_its_step() -> None:
     runs = [curve({1: 1.0, 2: math.nan, 3: math.inf, 4: 1.0}), curve({1: 3.0, 2: 3.0, 3: 3.0, 4: 3.0})]
     summary = summarize(runs)
     assert summary.count.tolist() == [2, 2, 2, 2]

@@ -21,7 +21,7 @@ from mgpu_slurm.run_folder.record_types import RunState
         ([float("inf"), float("-inf")], "nan"),
     ],
 )
-def test_a_groups_metrics_are_mean_and_spread(losses: list[float], told: str) -> None:
+def test_metrics_of_a_group_are_shown_as_mean_and_spread(losses: list[float], told: str) -> None:
     runs = [
         RunState(run=f"group/{place}", state="COMPLETED", metrics={"loss": loss}) for place, loss in enumerate(losses)
     ]
@@ -30,7 +30,7 @@ def test_a_groups_metrics_are_mean_and_spread(losses: list[float], told: str) ->
     assert line.endswith(f" COMPLETED  loss={told}")
 
 
-def test_a_small_terminal_shows_what_is_alive_and_the_newest_of_the_rest() -> None:
+def test_small_terminal_shows_live_runs_and_the_newest_of_the_rest() -> None:
     runs = [RunState(run=f"run-{place}", state="RUNNING" if place in (3, 18) else "COMPLETED") for place in range(20)]
     lines = status.overview(runs, os.terminal_size((40, 10))).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["run-0", "run-1", "run-2", "run-3", "run-4", "run-5", "run-18"]
@@ -39,13 +39,13 @@ def test_a_small_terminal_shows_what_is_alive_and_the_newest_of_the_rest() -> No
     assert len(status.overview(runs).splitlines()) == 21
 
 
-def test_a_reason_comes_before_the_metrics_and_zeros_are_not_shown() -> None:
+def test_reason_comes_before_metrics_and_zero_progress_is_not_shown() -> None:
     run = RunState(run="run", state="FAILED", reason="rank 1 on n2: ValueError", metrics={"loss": 0.5}, step=3)
     _, line = status.table([run]).splitlines()
     assert line.split(maxsplit=5) == ["run", "FAILED", "0", "1x1", "3", "rank 1 on n2: ValueError  loss=0.5"]
 
 
-def test_a_part_of_a_group_is_not_summed_up() -> None:
+def test_part_of_a_group_is_not_summarized() -> None:
     runs = [RunState(run=f"group/{place}", state="RUNNING") for place in range(2)]
     assert [line.split()[0] for line in status.table(runs[:1]).splitlines()] == ["RUN", "group/0"]
     assert [line.split()[0] for line in status.table(runs, {"group"}).splitlines()[1:]] == [
@@ -78,7 +78,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-def test_an_overview_fits_a_terminal_with_reasons_and_metrics(columns: int) -> None:
+def test_overview_with_reasons_and_metrics_fits_the_terminal(columns: int) -> None:
     header, first, long, failed = status.overview(RUNS, os.terminal_size((columns, 24))).splitlines()
     assert max(map(len, (header, first, long, failed))) <= columns
     assert header.endswith("REASON, METRICS")
@@ -91,7 +91,7 @@ def test_an_overview_fits_a_terminal_with_reasons_and_metrics(columns: int) -> N
     assert "rank 0 on gpu-" in failed
 
 
-def test_a_run_that_is_named_is_told_whole_in_a_narrow_terminal() -> None:
+def test_named_run_is_shown_in_full_in_a_narrow_terminal() -> None:
     lines = status.table(RUNS, room=os.terminal_size((80, 24))).splitlines()
     assert max(map(len, lines)) <= 80
     assert f"    {LONG}" in lines
@@ -105,7 +105,7 @@ def test_a_run_that_is_named_is_told_whole_in_a_narrow_terminal() -> None:
     assert LONG in wide.splitlines()[2]
 
 
-def test_a_screen_is_filled_and_says_what_it_leaves_out() -> None:
+def test_full_screen_says_how_many_lines_are_left_out() -> None:
     told = [f"line {number}" for number in range(10)]
     assert status.fitting(told, os.terminal_size((80, 11))) == told
     assert status.fitting(told, os.terminal_size((80, 5))) == [*told[:3], "... 7 more lines (enlarge the window)"]

@@ -14,7 +14,7 @@ from mgpu_slurm.sweeps.study import trial_queue as studies
 from tests.reports.sweeps import make_sweep
 
 
-def test_workers_at_work_come_first_and_then_those_that_wait(tmp_path: Path) -> None:
+def test_running_workers_come_first_and_then_pending_ones(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
     write_json(made.folder.summary, summary.summarize(made.study, made.sweep).to_json())
     some = [states.COMPLETED, states.PENDING, states.RUNNING, states.FAILED, states.RUNNING]
@@ -24,7 +24,7 @@ def test_workers_at_work_come_first_and_then_those_that_wait(tmp_path: Path) -> 
     assert [line.split()[0] for line in told[told.index("") + 2 :]] == ["2", "4", "1", "0", "3"]
 
 
-def test_the_last_failure_is_told_with_its_place(tmp_path: Path) -> None:
+def test_last_failure_is_shown_with_its_log_folder(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
     for reason in ("ValueError: first", "ValueError: second"):
         number = made.begin()

@@ -59,7 +59,7 @@ def stored(value: float) -> float:
 
 
 @pytest.mark.parametrize("loader", ["fast", "slow"])
-def test_the_tab_has_each_trial_with_its_own_numbers_and_how_it_stands(project: Project, loader: str) -> None:
+def test_tab_shows_each_trial_with_its_values_and_status(project: Project, loader: str) -> None:
     if loader == "slow":
         without_data_server(project)
     made = make_sweep(project.runs)
@@ -115,7 +115,7 @@ def test_the_tab_has_each_trial_with_its_own_numbers_and_how_it_stands(project: 
         assert columns(server) == expected
 
 
-def test_the_tab_filters_and_sorts_by_columns_that_some_trials_do_not_have(project: Project) -> None:
+def test_tab_filters_and_sorts_by_columns_that_some_trials_lack(project: Project) -> None:
     made = make_sweep(project.runs)
     for _ in range(12):
         made.run("done", 0.5)
@@ -136,7 +136,7 @@ def test_the_tab_filters_and_sorts_by_columns_that_some_trials_do_not_have(proje
 
 
 @pytest.mark.parametrize("loader", ["fast", "slow"])
-def test_several_sweeps_share_one_experiment_and_a_function_may_bring_parameters(project: Project, loader: str) -> None:
+def test_several_sweeps_share_one_experiment_with_all_their_columns(project: Project, loader: str) -> None:
     if loader == "slow":
         without_data_server(project)
     one = make_sweep(project.runs, "one", space={"lr": {"float": [0.1, 1]}, "depth": {"choice": [1, 2]}})
@@ -157,7 +157,7 @@ def test_several_sweeps_share_one_experiment_and_a_function_may_bring_parameters
         assert tags == ["loss", PRUNED, "accuracy"]
 
 
-def test_one_trial_can_be_named_and_a_sweep_that_has_not_begun_waits(project: Project) -> None:
+def test_single_trial_and_sweep_without_trials_can_be_shown(project: Project) -> None:
     made = make_sweep(project.runs)
     with shown(project, "digits") as server:
         assert server.facts["runs"] == []
@@ -189,7 +189,7 @@ def with_ends(project: Project) -> Sweeping:
     return made
 
 
-def test_each_trial_is_a_run_with_its_own_config(project: Project) -> None:
+def test_each_trial_is_aggregated_as_a_run_with_its_own_config(project: Project) -> None:
     made = with_ends(project)
     found = aggregated(project, "digits", "--by", "width")
     runs = {run["run"]: run["state"] for group in found["groups"] for run in group["runs"]}
@@ -203,7 +203,7 @@ def test_each_trial_is_a_run_with_its_own_config(project: Project) -> None:
     assert any("without metrics: digits/trials/7 (FAILED)" in note for note in found["notes"])
 
 
-def test_trials_that_differ_in_their_seed_only_are_one_curve(project: Project) -> None:
+def test_trials_that_differ_only_in_the_seed_form_one_group(project: Project) -> None:
     made = make_sweep(project.runs, space={"seed": {"int": [0, 10**6]}, "width": {"choice": [8, 16]}})
     for _ in range(8):
         made.run("done", 0.5, 0.25)
@@ -213,7 +213,7 @@ def test_trials_that_differ_in_their_seed_only_are_one_curve(project: Project) -
     assert all(math.isclose(group["metrics"]["loss"]["mean"], 0.25) for group in found["groups"])
 
 
-def test_the_parameters_of_a_command_are_its_trials_config(project: Project) -> None:
+def test_trial_without_a_config_file_has_its_parameters_as_config(project: Project) -> None:
     made = make_sweep(project.runs, space={"width": {"choice": [8, 16]}})
     number = made.run("done", 0.5)
     made.folder.of_trial(number).config.unlink()

@@ -79,7 +79,7 @@ def without_data_server(project: Project) -> None:
 
 
 @pytest.mark.parametrize("loader", ["fast", "slow"])
-def test_exactly_the_named_runs_are_shown_whole_and_late_ones_appear(project: Project, loader: str) -> None:
+def test_only_named_runs_are_shown_in_full_and_late_ones_appear(project: Project, loader: str) -> None:
     if loader == "slow":
         without_data_server(project)
     group = ended_run(project.runs / "digits-20260101-000000-abcd", tasks=3, config={"seed": 0})
@@ -118,7 +118,7 @@ def own_address() -> str:
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "term", "kill"])
-def test_nothing_is_left_when_it_ends(project: Project, end: signal.Signals) -> None:
+def test_no_process_or_link_is_left_when_it_ends(project: Project, end: signal.Signals) -> None:
     curves(ended_run(project.runs / "alone"))
     links = Path(project.environ["XDG_STATE_HOME"]) / "mgpu_slurm" / "tensorboard"
     with shown(project, "alone") as server:
@@ -137,7 +137,7 @@ def test_nothing_is_left_when_it_ends(project: Project, end: signal.Signals) -> 
     assert (project.runs / "alone" / "tensorboard" / "events.out.tfevents.1.h").exists()
 
 
-def test_it_says_what_is_shown_and_how_to_get_there(project: Project) -> None:
+def test_output_names_shown_runs_address_and_tunnel(project: Project) -> None:
     for number in range(22):
         curves(ended_run(project.runs / f"run-{number:02d}"))
     process = project.start("tensorboard")
@@ -154,9 +154,7 @@ def test_it_says_what_is_shown_and_how_to_get_there(project: Project) -> None:
     assert process.returncode == 0
 
 
-def test_a_port_that_somebody_else_takes_meanwhile_is_left_to_them(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_port_that_is_taken_meanwhile_is_skipped(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, linked_in(project, []) as links:
         monkeypatch.setattr(tensorboard_server, "FIRST_PORT", taken.getsockname()[1])
         # as it looked a moment before
@@ -168,7 +166,7 @@ def test_a_port_that_somebody_else_takes_meanwhile_is_left_to_them(
             server.stop()
 
 
-def test_it_goes_on_after_the_end_of_its_terminal_where_it_was_told_to(project: Project) -> None:
+def test_server_survives_hangup_if_sighup_is_ignored(project: Project) -> None:
     curves(ended_run(project.runs / "alone"))
     with shown(project, "alone", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as server:
         server.process.send_signal(signal.SIGHUP)
@@ -186,7 +184,7 @@ def refused(project: Project, *words: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_a_port_that_is_taken_is_an_error(project: Project) -> None:
+def test_requested_port_in_use_is_an_error(project: Project) -> None:
     curves(ended_run(project.runs / "alone"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -194,7 +192,7 @@ def test_a_port_that_is_taken_is_an_error(project: Project) -> None:
     assert (code, f"--port {port}: it is in use on this machine: leave --port out" in said) == (2, True)
 
 
-def test_a_tensorboard_that_does_not_start_says_why(project: Project) -> None:
+def test_failed_start_of_tensorboard_is_explained(project: Project) -> None:
     curves(ended_run(project.runs / "alone"))
     broken = project.write("broken/tensorboard/__init__.py", "raise ImportError('no module named pkg_resources')")
     project.environ["PYTHONPATH"] = str(broken.parent.parent)
@@ -203,7 +201,7 @@ def test_a_tensorboard_that_does_not_start_says_why(project: Project) -> None:
     assert "TensorBoard did not start: ImportError: no module named pkg_resources: try `" in said
 
 
-def test_a_server_that_ends_by_itself_is_an_error(project: Project) -> None:
+def test_server_that_ends_by_itself_is_an_error(project: Project) -> None:
     curves(ended_run(project.runs / "alone"))
     with shown(project, "alone") as server:
         (pid,) = [pid for pid in descendants(server.process.pid) if "tensorboard.main" in command(pid)]
@@ -235,7 +233,7 @@ def linked_in(project: Project, sources: list[Source]) -> Iterator[Path]:
             yield links.folder
 
 
-def test_names_that_clash_are_kept_apart_and_nothing_is_written_into_runs(project: Project) -> None:
+def test_clashing_names_get_distinct_links_and_runs_stay_untouched(project: Project) -> None:
     folders = [project.folder / name for name in ("one", "two", "three", "three/below")]
     for folder in folders:
         folder.mkdir()
@@ -249,7 +247,7 @@ def test_names_that_clash_are_kept_apart_and_nothing_is_written_into_runs(projec
     assert [list(folder.iterdir()) for folder in folders[:2]] == [[], []]
 
 
-def test_a_state_home_that_cannot_be_written_is_an_error(project: Project) -> None:
+def test_unwritable_state_home_is_an_error(project: Project) -> None:
     project.environ["XDG_STATE_HOME"] = str(project.write("file", ""))
     with pytest.raises(UserError, match="set XDG_STATE_HOME to a folder of your own"), linked_in(project, []):
         pass

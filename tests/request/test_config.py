@@ -33,13 +33,13 @@ def filled(*overrides: str) -> Config:
     return config.fill(Config, config.parse_overrides(overrides), "config of job")
 
 
-def test_defaults_overrides_and_nested_keys() -> None:
+def test_overrides_are_applied_to_defaults_and_nested_keys() -> None:
     assert filled() == Config()
     got = filled("lr=1e-3", "model.width=32", "model.kind=big", "layers=[1, 2]", "extra.width=4", "name=")
     assert got == Config(lr=1e-3, name="", model=Model(32, "big"), layers=[1, 2], extra=Model(4))
 
 
-def test_a_file_is_overlaid_by_the_line_key_by_key() -> None:
+def test_overrides_are_merged_into_a_file_key_by_key() -> None:
     file = {"lr": 0.5, "model": {"width": 8, "kind": "big"}}
     merged = config.merge(file, config.parse_overrides(["model.width=9"]))
     assert merged == {"lr": 0.5, "model": {"width": 9, "kind": "big"}}
@@ -62,12 +62,12 @@ def test_a_file_is_overlaid_by_the_line_key_by_key() -> None:
         ("lr=[1", r"'lr=\[1': incomplete YAML value"),
     ],
 )
-def test_what_does_not_fit_is_named(override: str, words: str) -> None:
+def test_invalid_override_is_rejected_with_its_key(override: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         filled(override)
 
 
-def test_a_key_inside_of_one_that_is_set_whole() -> None:
+def test_override_inside_a_key_that_is_set_whole_is_rejected() -> None:
     with pytest.raises(UserError, match=r"'model.width=3' sets a key inside 'model'"):
         filled("model=3", "model.width=3")
 
@@ -81,14 +81,14 @@ def test_a_key_inside_of_one_that_is_set_whole() -> None:
         ("- 1\n", "expected `key: value` lines, found a list"),
     ],
 )
-def test_broken_yaml_is_told_with_file_line_and_column(text: str, words: str, tmp_path: Path) -> None:
+def test_broken_yaml_is_rejected_with_its_position(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=words):
         config.read_yaml(path)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*nothing\.yaml' \(No such file"):
         config.read_yaml(tmp_path / "nothing.yaml")
 
@@ -97,18 +97,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ("text", "value"),
     [("1e-3", 1e-3), ("1E5", 1e5), (".5e1", 5.0), ("4:00:00", "4:00:00"), ("0.1", 0.1), ("yes", True)],
 )
-def test_numbers_are_read_as_people_mean_them(text: str, value: Any) -> None:
+def test_yaml_values_are_read_as_people_mean_them(text: str, value: Any) -> None:
     got = config.parse_yaml(f"key: {text}", "text")["key"]
     assert (got, type(got)) == (value, type(value))
 
 
-def test_values_go_to_plain_ones_and_back_unchanged() -> None:
+def test_config_round_trips_through_yaml() -> None:
     values = Config(lr=1e-5, data=Path("/data"), extra=Model(1))
     plain = config.parse_yaml(config.dump_yaml(config.to_plain(values)), "dump")
     assert config.fill(Config, plain, "config") == values
 
 
-def test_paths_become_absolute_wherever_they_stand(tmp_path: Path) -> None:
+def test_nested_paths_become_absolute(tmp_path: Path) -> None:
     @dataclass
     class Nested:
         folders: list[Path]

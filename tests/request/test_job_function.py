@@ -39,7 +39,7 @@ def by_name(run: Run, lr: float = 0.1, epochs=3, *, name="x", data: Path = Path(
     return run, lr, epochs, name, data, kind
 
 
-def test_values_are_passed_by_name_with_the_types_of_annotations_and_defaults() -> None:
+def test_values_are_passed_by_name_with_annotated_or_default_types() -> None:
     given = {"lr": "1e-2", "epochs": 5, "name": "y", "data": "sub", "kind": "b"}
     assert called(by_name, given) == ("run", 0.01, 5, "y", HERE / "sub", "b")
     assert called(by_name, {}) == ("run", 0.1, 3, "x", HERE / "d", "a")
@@ -56,12 +56,12 @@ def test_values_are_passed_by_name_with_the_types_of_annotations_and_defaults() 
         ({"lrr": 1}, r"unknown key 'lrr' \(did you mean 'lr'\?\)"),
     ],
 )
-def test_values_that_do_not_fit_are_named(values: dict[str, Any], words: str) -> None:
+def test_invalid_value_is_rejected_with_its_name(values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         called(by_name, values)
 
 
-def test_a_parameter_without_a_default_has_to_be_given() -> None:
+def test_parameter_without_a_default_is_required() -> None:
     def train(run: Any, lr: float, *, epochs: int) -> Any:
         return lr, epochs
 
@@ -75,7 +75,7 @@ def test_a_parameter_without_a_default_has_to_be_given() -> None:
     assert called(one, {"steps": "4"}) == 4
 
 
-def test_dataclasses_lists_and_functions_as_defaults() -> None:
+def test_dataclass_list_and_function_defaults_are_supported() -> None:
     def train(run, *, model: Model, layers=[1], loss=print, table={}, seed=None, on=False):  # type: ignore[no-untyped-def]  # noqa: B006
         layers.append(9)
         return model, layers, loss, table, seed, on
@@ -92,7 +92,7 @@ def test_dataclasses_lists_and_functions_as_defaults() -> None:
         called(train, {"model": {"widht": 3}})
 
 
-def test_what_functools_partial_has_set_is_a_default() -> None:
+def test_argument_set_by_functools_partial_is_a_default() -> None:
     def train(run: Any, lr: float = 0.1, epochs: int = 3) -> Any:
         return lr, epochs
 
@@ -120,12 +120,12 @@ def after_run(run: Any, *words: Any) -> Any:
 
 
 @pytest.mark.parametrize("function", [untyped, emptied, mapped, wrapped, after_run, lambda run, c, /: c])
-def test_one_parameter_takes_the_whole_mapping(function: Any) -> None:
+def test_config_parameter_receives_the_whole_mapping(function: Any) -> None:
     assert called(function, {"lr": "fast", "model": {"width": 1}}) == {"lr": "fast", "model": {"width": 1}}
     assert called(function, {}) == {}
 
 
-def test_one_parameter_takes_the_whole_dataclass() -> None:
+def test_config_parameter_receives_the_whole_dataclass() -> None:
     def train(run: Any, config: Model, verbose: bool = False) -> Any:
         return config, verbose
 
@@ -138,20 +138,20 @@ def test_one_parameter_takes_the_whole_dataclass() -> None:
         called(train, {"verbose": True})
 
 
-def test_two_dataclasses_are_two_values() -> None:
+def test_two_dataclass_parameters_are_two_values() -> None:
     def both(run: Any, model: Model, other: Model) -> Any:
         return model.width, other.width
 
     assert called(both, {"model": {"width": 1}, "other": {"width": 2}}) == (1, 2)
 
 
-def test_a_key_that_names_a_parameter_next_to_the_mapping_is_refused() -> None:
+def test_key_of_a_parameter_next_to_the_mapping_is_rejected() -> None:
     with pytest.raises(UserError, match="config of job:train: 'verbose' is a parameter besides the one"):
         called(mapped, {"verbose": True})
 
 
 @pytest.mark.parametrize("values", [{"lr": 0.5}, {"epochs": 4, "lr": 0.5}])
-def test_a_value_for_a_parameter_that_would_take_them_all_is_refused(values: dict[str, Any]) -> None:
+def test_value_for_an_untyped_config_parameter_is_rejected(values: dict[str, Any]) -> None:
     def train(run, lr, epochs=3):  # type: ignore[no-untyped-def]
         return lr
 
@@ -173,12 +173,12 @@ def test_a_value_for_a_parameter_that_would_take_them_all_is_refused(values: dic
         (3, r"target 'job:train' is of type int, not a function"),
     ],
 )
-def test_functions_that_cannot_be_called_so_are_refused(function: Any, words: str) -> None:
+def test_function_with_an_unsupported_signature_is_rejected(function: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         job_function.from_callable(function, "job:train")
 
 
-def test_an_annotation_that_cannot_be_resolved_is_named() -> None:
+def test_annotation_that_cannot_be_resolved_is_named() -> None:
     def train(run: Any, lr: Nothing = 1) -> None:  # type: ignore[name-defined]  # noqa: F821
         pass
 

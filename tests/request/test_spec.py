@@ -16,12 +16,12 @@ from mgpu_slurm.run_folder.layout import RunFolder
     ("text", "seconds"),
     [("60", 3600), ("1:30", 90), ("1:00:00", 3600), ("1-0", 86400), ("2-3:04", 183840), ("1-2:3:4", 93784)],
 )
-def test_times_in_all_forms_of_sbatch(text: str, seconds: int) -> None:
+def test_parse_time_reads_all_formats_of_sbatch(text: str, seconds: int) -> None:
     assert spec.parse_time(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["-5", "0", "0:00", "ten", "", "1:2:3:4", "1-", "1.5"])
-def test_what_is_no_time_is_named(text: str) -> None:
+def test_parse_time_rejects_other_text(text: str) -> None:
     with pytest.raises(UserError, match=f"--time '{text}'"):
         spec.parse_time(text)
 
@@ -36,7 +36,7 @@ def test_what_is_no_time_is_named(text: str) -> None:
         ("usr1@30", 60, ("USR1", 30)),
     ],
 )
-def test_signals_and_their_lead(text: str, limit: int | None, expected: tuple[str, int | None]) -> None:
+def test_parse_signal_returns_name_and_lead(text: str, limit: int | None, expected: tuple[str, int | None]) -> None:
     assert spec.parse_signal(text, limit) == expected
 
 
@@ -52,7 +52,7 @@ def test_signals_and_their_lead(text: str, limit: int | None, expected: tuple[st
         ("USR2@soon", 60, "expected NAME@SECONDS"),
     ],
 )
-def test_signals_that_cannot_be(text: str, limit: int | None, words: str) -> None:
+def test_parse_signal_rejects_unsuitable_signals(text: str, limit: int | None, words: str) -> None:
     with pytest.raises(UserError, match=words):
         spec.parse_signal(text, limit)
 
@@ -67,7 +67,7 @@ def test_signals_that_cannot_be(text: str, limit: int | None, words: str) -> Non
         ({"nodes": "two"}, "nodes='two': expected a valid integer"),
     ],
 )
-def test_resources_that_cannot_be(flags: dict[str, object], words: str) -> None:
+def test_invalid_resources_are_rejected(flags: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         spec.resources_from(flags, "the call")
 
@@ -80,7 +80,7 @@ def test_one_rank_per_gpu_unless_asked_otherwise() -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "a b", "", ".a", "-a", "a\n", "ä", "x" * 101])
-def test_run_names_that_no_folder_and_no_job_can_have(name: str) -> None:
+def test_invalid_run_name_is_rejected(name: str) -> None:
     with pytest.raises(UserError, match="run name"):
         spec.check_run_name(name)
 
@@ -89,12 +89,12 @@ def test_run_names_that_no_folder_and_no_job_can_have(name: str) -> None:
     ("item", "words"),
     [("nodes=3", "write --nodes 3 instead"), ("=x", "expected KEY=VALUE"), ("Mail=x", "expected KEY=VALUE")],
 )
-def test_sbatch_options_that_are_none(item: str, words: str) -> None:
+def test_invalid_sbatch_option_is_rejected(item: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         spec.sbatch_pairs((item,))
 
 
-def test_the_file_gives_back_the_whole_request(tmp_path: Path) -> None:
+def test_spec_round_trips_through_its_file(tmp_path: Path) -> None:
     written = Spec(
         run="digits-1",
         target=Target(command=("python", "a b.py", "--x=$(y)")),
@@ -112,7 +112,7 @@ def test_the_file_gives_back_the_whole_request(tmp_path: Path) -> None:
     assert spec.read_spec(folder) == written
 
 
-def test_an_edited_file_that_makes_no_sense_is_named(tmp_path: Path) -> None:
+def test_invalid_value_in_an_edited_file_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     folder.create()
     folder.spec.write_text("run: r\ntarget: {function: 'a:b'}\nexecutor: slrum\nresources: {}\n")

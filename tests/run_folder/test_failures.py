@@ -39,7 +39,7 @@ def of_rank(error: str, message: str, consequence: bool = False) -> Failure:
         (of_rank("RuntimeError", "No CUDA GPUs are available"), "gpu"),
     ],
 )
-def test_what_the_cluster_did(failure: Failure, name: str) -> None:
+def test_cluster_faults_are_recognized(failure: Failure, name: str) -> None:
     cause = cause_of(failure)
     assert (cause.name, cause.is_cluster_fault, cause.excludes_node) == (name, True, name in ("gpu", "launch"))
 
@@ -57,7 +57,7 @@ def test_what_the_cluster_did(failure: Failure, name: str) -> None:
         ("the run it waited for no longer exists (there is no run 'first'): submit it again", "dependency-gone"),
     ],
 )
-def test_why_a_run_that_no_rank_ended_has_ended(reason: str, name: str) -> None:
+def test_cause_is_recognized_from_the_reason_of_a_run(reason: str, name: str) -> None:
     cause = cause_of_reason(reason)
     assert cause is not None
     assert cause.name == name
@@ -79,7 +79,7 @@ def test_why_a_run_that_no_rank_ended_has_ended(reason: str, name: str) -> None:
         ("RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Killed. ", "host-memory"),
     ],
 )
-def test_words_of_torch_that_need_a_gpu_or_a_cluster(error: str, message: str, name: str) -> None:
+def test_gpu_and_cluster_errors_of_torch_are_recognized(error: str, message: str, name: str) -> None:
     assert cause_of(of_rank(error, message)).name == name
 
 
@@ -87,7 +87,7 @@ ADVICE = sorted({cause.fix for cause in vars(failures).values() if isinstance(ca
 
 
 @pytest.mark.parametrize("advice", ADVICE)
-def test_commands_and_flags_that_are_advised_are_there(advice: str) -> None:
+def test_commands_and_flags_in_the_advice_exist(advice: str) -> None:
     commands: dict[str, click.Command] = main.cli.commands
     flags = {flag for command in commands.values() for option in command.params for flag in option.opts}
     for call in re.findall(r"`mgpu-slurm ([^`]+)`", advice):
@@ -99,12 +99,12 @@ def test_commands_and_flags_that_are_advised_are_there(advice: str) -> None:
 
 
 @pytest.mark.parametrize("message", ["rank 0 on n1 was ended by SIGTERM", "rank 1 on n2: Terminated"])
-def test_one_that_was_told_to_end_did_not_fail_of_its_program(message: str) -> None:
+def test_sigterm_is_recognized_as_terminated(message: str) -> None:
     cause = cause_of(Failure(message=message))
     assert (cause.name, cause.is_cluster_fault) == ("terminated", False)
 
 
-def test_of_a_script_the_end_of_its_log_tells() -> None:
+def test_cause_of_a_script_is_read_from_the_end_of_its_log() -> None:
     said = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'nowhere'\n"
     failure = Failure(message="rank 0 ended with exit code 1: ModuleNotFoundError: No module named 'nowhere'")
     assert cause_of(failure, said).name == "import"
@@ -129,7 +129,7 @@ def test_of_a_script_the_end_of_its_log_tells() -> None:
         Failure(),
     ],
 )
-def test_what_the_program_did(failure: Failure) -> None:
+def test_program_errors_are_not_cluster_faults(failure: Failure) -> None:
     assert not cause_of(failure).is_cluster_fault
 
 
@@ -147,18 +147,18 @@ def stuck(rank: int, waits: bool, collectives: int = 0, place: int = 0) -> Failu
 class TestStuckRanks:
     """Which of them holds up the others."""
 
-    def test_the_one_that_does_not_wait(self) -> None:
+    def test_rank_that_does_not_wait_is_first(self) -> None:
         assert first_stuck([stuck(0, True, 3), stuck(1, False, 3), stuck(2, True, 3)], 3) == stuck(1, False, 3)
 
-    def test_where_all_wait_the_one_that_has_come_less_far(self) -> None:
+    def test_if_all_wait_the_rank_with_the_fewest_collectives_is_first(self) -> None:
         assert first_stuck([stuck(0, True, 4), stuck(1, True, 4), stuck(2, True, 3)], 3) == stuck(2, True, 3)
 
-    def test_where_they_wait_in_different_places_both_are_told(self) -> None:
+    def test_ranks_that_wait_in_different_places_are_both_named(self) -> None:
         found = first_stuck([stuck(0, True, place=1), stuck(1, True, place=2)], 2)
         assert found is not None
         assert found.message.endswith("it waits for other ranks, and rank 1 is in place 2")
 
-    def test_the_one_that_says_nothing(self) -> None:
+    def test_ranks_without_a_record_are_named_as_unresponsive(self) -> None:
         found = first_stuck([stuck(0, True), stuck(2, True)], 4)
         assert found is not None
         assert found.message == (
@@ -167,19 +167,19 @@ class TestStuckRanks:
         )
         assert cause_of(found).name == "stuck"
 
-    def test_one_that_says_where_it_stands_comes_before_silent_ones(self) -> None:
+    def test_rank_that_does_not_wait_comes_before_unresponsive_ones(self) -> None:
         assert first_stuck([stuck(0, True), stuck(2, False)], 4) == stuck(2, False)
 
-    def test_what_others_saw_of_their_end_does_not_matter(self) -> None:
+    def test_lost_connection_as_a_consequence_is_ignored(self) -> None:
         lost = replace(of_rank("RuntimeError", "Connection closed by peer", consequence=True), rank=2)
         assert first_stuck([stuck(0, True), stuck(1, False), lost], 3) == stuck(1, False)
 
-    def test_an_error_comes_before_it(self) -> None:
+    def test_no_rank_counts_as_first_stuck_after_an_error(self) -> None:
         assert first_stuck([stuck(0, True), of_rank("ValueError", "broken")], 2) is None
         assert first_stuck([], 2) is None
 
 
-def test_where() -> None:
+def test_node_is_found_if_the_failure_names_one() -> None:
     def place(failure: Failure) -> str | None:
         return node_of(failure, cause_of(failure))
 
@@ -195,8 +195,8 @@ def test_where() -> None:
     assert place(of_rank("RuntimeError", "Connection closed by peer", consequence=True)) is None
 
 
-def test_what_this_package_warned_of_is_no_cause() -> None:
-    """A full disk that has passed, and then somebody kills the rank."""
+def test_warning_of_this_package_is_not_the_cause() -> None:
+    """The disk was full for a while, and later the rank was killed."""
     said = "mgpu_slurm: WARNING: metrics are kept in memory for now: [Errno 28] No space; training continues\n"
     killed = Failure(message="rank 0 was killed by SIGKILL", who="rank 0")
     assert cause_of(killed, f"{said}[  1]  step 7      loss 0.1\n") is failures.KILLED

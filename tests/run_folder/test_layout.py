@@ -11,7 +11,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.run_folder import layout
 
 
-def test_a_torn_last_line_is_not_read_and_is_cut_off_by_the_next_writer(tmp_path: Path) -> None:
+def test_torn_last_line_is_skipped_and_cut_off_by_the_next_writer(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     files.append_jsonl(file, {"a": 1})
     whole = file.read_bytes()
@@ -24,14 +24,12 @@ def test_a_torn_last_line_is_not_read_and_is_cut_off_by_the_next_writer(tmp_path
     assert list(files.read_jsonl(file)) == [{"a": 4}]
 
 
-def test_a_file_that_is_not_there_has_no_lines_and_no_value(tmp_path: Path) -> None:
+def test_missing_file_has_no_lines_and_no_value(tmp_path: Path) -> None:
     assert list(files.read_jsonl(tmp_path / "no.jsonl")) == []
     assert files.read_json(tmp_path / "no.json") is None
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_only_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "state.json"
     files.write_whole(file, "old")
 
@@ -46,7 +44,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
 
 
 @pytest.mark.parametrize(("readers", "mode"), [("owner", 0o700), ("group", 0o750)])
-def test_who_may_look_into_a_run_folder(readers: str, mode: int, tmp_path: Path) -> None:
+def test_permissions_of_a_run_folder_follow_its_readers(readers: str, mode: int, tmp_path: Path) -> None:
     folder = layout.RunFolder(tmp_path / "r")
     folder.create(readers)
     assert folder.path.stat().st_mode & 0o777 == mode

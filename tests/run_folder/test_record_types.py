@@ -32,11 +32,11 @@ OVER = SweepOver(reason="2 of 2 hours are over", failed=False)
         SweepSummary(study="s", others={"new": 1}),
     ],
 )
-def test_a_summary_is_the_same_after_json(summary: SweepSummary) -> None:
+def test_summary_round_trips_through_json(summary: SweepSummary) -> None:
     assert SweepSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
 
 
-def test_the_file_of_version_0_1_has_these_fields() -> None:
+def test_summary_of_version_0_1_is_read_and_written_whole() -> None:
     record = json.loads((REPOSITORY / "tests/version_0_1/runs/search/summary.json").read_text())
     summary = SweepSummary.from_json(record)
     assert (summary.best, summary.recent[0].number) == (summary.recent[0], 0)
@@ -49,27 +49,27 @@ def recorded(name: str) -> list[Any]:
     return [pytest.param(path, id=str(path.parent.relative_to(root))) for path in sorted(root.rglob(name))]
 
 
-def test_what_a_newer_version_has_written_is_written_again() -> None:
+def test_fields_of_a_newer_version_are_preserved() -> None:
     record = {"run": "digits", "state": "RUNNING", "attempts": 2, "new": {"a": 1}}
     state = RunState.from_json(record)
     assert (state.attempts, state.reason, state.others) == (2, "", {"new": {"a": 1}})
     assert record.items() <= state.updated(StateChange(reason="slow")).to_json().items()
 
 
-def test_null_stands_for_a_default_if_the_field_cannot_be_none() -> None:
+def test_null_means_the_default_if_the_field_cannot_be_none() -> None:
     state = RunState.from_json({"metrics": None, "reason": None, "job_id": None, "supervisor": []})
     assert (state.metrics, state.reason, state.job_id) == ({}, "", None)
     assert Event.from_json({"newest": None}).newest is None
     assert SweepSummary.from_json({"known": None, "over": {}, "best": {"number": 1, "state": "FAIL"}}).known == ()
 
 
-def test_optional_values_are_written_only_if_there_are_any() -> None:
+def test_optional_values_are_written_only_if_set() -> None:
     assert "supervisor" not in RunState(run="digits").to_json()
     assert RunState(supervisor=[7, 9]).to_json()["supervisor"] == [7, 9]
     assert Failure(message="killed").to_json() == {"message": "killed", "consequence": False}
 
 
-def test_a_change_replaces_only_what_it_knows() -> None:
+def test_state_change_replaces_only_the_given_fields() -> None:
     state = RunState(state="RUNNING", reason="slow", job_id="7")
     assert state.updated(StateChange("FAILED")) == RunState(state="FAILED", reason="slow", job_id="7")
 

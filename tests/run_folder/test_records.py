@@ -26,7 +26,7 @@ def seconds(folder: RunFolder) -> list[float | None]:
     return [None if end is None else (end - begun).total_seconds() for begun, end in records.spans(folder)]
 
 
-def test_a_lost_attempt_took_as_long_as_it_lived_whenever_it_is_resumed(folder: RunFolder) -> None:
+def test_lost_attempt_ends_when_it_was_lost_and_not_when_resumed(folder: RunFolder) -> None:
     records.record_event(folder, "started", attempt=1, time=BEGUN)
     assert seconds(folder) == [None]
     records.update_state(folder, state="FAILED", ended=LAST)
@@ -37,7 +37,7 @@ def test_a_lost_attempt_took_as_long_as_it_lived_whenever_it_is_resumed(folder: 
     assert seconds(folder) == [3600.0, None]
 
 
-def test_one_that_slurm_starts_again_by_itself_ended_with_its_last_sign_of_life(folder: RunFolder) -> None:
+def test_attempt_requeued_by_slurm_ends_at_its_last_sign_of_life(folder: RunFolder) -> None:
     records.record_event(folder, "started", attempt=1, time=BEGUN)
     os.utime(folder.state, times=(datetime.fromisoformat(LAST).timestamp(),) * 2)
     records.note_unseen_end(folder, records.settle_event)
@@ -45,7 +45,7 @@ def test_one_that_slurm_starts_again_by_itself_ended_with_its_last_sign_of_life(
     assert seconds(folder) == [3600.0, None]
 
 
-def test_an_end_that_was_seen_is_not_noted_again(folder: RunFolder) -> None:
+def test_recorded_end_is_not_recorded_again(folder: RunFolder) -> None:
     records.note_unseen_end(folder)
     records.record_event(folder, "started", attempt=1, time=BEGUN)
     records.record_event(folder, "ended", attempt=1, time=LAST)
@@ -54,7 +54,7 @@ def test_an_end_that_was_seen_is_not_noted_again(folder: RunFolder) -> None:
     assert seconds(folder) == [3600.0]
 
 
-def test_what_a_run_has_last_written_is_its_last_sign_of_life(folder: RunFolder) -> None:
+def test_newest_written_file_is_the_last_sign_of_life(folder: RunFolder) -> None:
     records.record_event(folder, "started", attempt=1, time=BEGUN)
     log = folder.rank_log(1, 0)
     log.write_text("here")

@@ -34,21 +34,21 @@ CODES = [
 
 
 @pytest.mark.parametrize(("short", "long", "state"), CODES)
-def test_every_code_of_squeue_is_mapped_by_both_names(short: str, long: str, state: str) -> None:
+def test_every_squeue_code_is_mapped_by_short_and_long_name(short: str, long: str, state: str) -> None:
     assert (from_slurm(short), from_slurm(long)) == (state, state)
 
 
 @pytest.mark.parametrize("text", ["CANCELLED by 1000", "CANCELLED+", " CANCELLED\n"])
-def test_sacct_s_forms_of_cancelled(text: str) -> None:
+def test_sacct_variants_of_cancelled_are_recognized(text: str) -> None:
     assert from_slurm(text) == "CANCELLED"
 
 
 @pytest.mark.parametrize("text", ["", "?", "NO_SUCH_STATE", "UPDATE_DB"])
-def test_what_is_not_in_the_table_is_unknown(text: str) -> None:
+def test_unlisted_state_is_unknown(text: str) -> None:
     assert from_slurm(text) == "UNKNOWN"
 
 
-def test_only_what_has_ended_is_not_alive() -> None:
+def test_only_terminal_states_are_not_alive() -> None:
     expected = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED"}
     assert expected == TERMINAL
     states = {from_slurm(text) for _, text, _ in CODES}

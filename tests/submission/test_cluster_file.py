@@ -53,7 +53,7 @@ def refusal(project: Path, text: str) -> str:
     return message
 
 
-def test_every_key_of_a_cluster(project: Path) -> None:
+def test_every_key_of_a_cluster_is_parsed(project: Path) -> None:
     write_project(project, EVERYTHING)
     hpc = Cluster(
         name="hpc",
@@ -76,13 +76,13 @@ def test_every_key_of_a_cluster(project: Path) -> None:
     assert cluster_file.load(project) == ClusterFile("jobs.digits", "hpc", {"hpc": hpc, "other": Cluster(name="other")})
 
 
-def test_without_files_there_is_an_empty_cluster(project: Path) -> None:
+def test_missing_files_give_an_empty_cluster(project: Path) -> None:
     file = cluster_file.load(project)
     assert file == ClusterFile()
     assert file.named(None) == Cluster()
 
 
-def test_the_project_s_values_win_over_the_user_s(project: Path) -> None:
+def test_project_file_overrides_the_user_file(project: Path) -> None:
     write_user(
         "job: mine\ncluster: hpc\nclusters:\n"
         "  hpc: {flags: {partition: gpu, account: me}, rename: {mem: 'mem-per-gpu={}'}, max-requeues: 1}\n"
@@ -96,13 +96,13 @@ def test_the_project_s_values_win_over_the_user_s(project: Path) -> None:
     )
 
 
-def test_the_user_s_file_is_under_home_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_user_file_is_under_home_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cluster_file.user_file() == tmp_path / ".config" / "mgpu_slurm" / "mgpu.yaml"
 
 
-def test_an_error_names_the_user_s_file_where_it_is_there(project: Path) -> None:
+def test_error_in_the_user_file_names_that_file(project: Path) -> None:
     write_user("clusters: {hpc: {max-requeues: -1}}")
     write_project(project, "job: train")
     with pytest.raises(UserError, match="max-requeues -1") as caught:
@@ -110,7 +110,7 @@ def test_an_error_names_the_user_s_file_where_it_is_there(project: Path) -> None
     assert str(caught.value).startswith(str(cluster_file.user_file()))
 
 
-def test_the_only_cluster_is_meant_where_none_is_named(project: Path) -> None:
+def test_only_cluster_is_the_default(project: Path) -> None:
     write_project(project, "clusters: {hpc: {kill-wait: 1}}")
     file = cluster_file.load(project)
     assert file.named(None) == file.named("hpc") == Cluster(name="hpc", kill_wait=1)
@@ -124,7 +124,7 @@ def test_several_clusters_need_a_choice(project: Path) -> None:
         file.named(None)
 
 
-def test_an_unknown_cluster_is_answered_with_the_nearest(project: Path) -> None:
+def test_unknown_cluster_is_rejected_with_suggestion(project: Path) -> None:
     write_project(project, "cluster: hpcc\nclusters: {hpc: {}}")
     with pytest.raises(UserError, match=r"unknown cluster 'hpcc' \(did you mean 'hpc'\?\)"):
         cluster_file.load(project).named(None)
@@ -154,5 +154,5 @@ def test_an_unknown_cluster_is_answered_with_the_nearest(project: Path) -> None:
         ("- job", "expected `key: value` lines"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_file(project: Path, text: str, words: str) -> None:
+def test_invalid_file_is_rejected_with_its_path(project: Path, text: str, words: str) -> None:
     assert words in refusal(project, text)

@@ -18,7 +18,7 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_packages_are_those_that_importlib_metadata_finds() -> None:
+def test_packages_match_importlib_metadata() -> None:
     expected: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         expected.setdefault(normalized(distribution.name), distribution.version)
@@ -29,7 +29,7 @@ def test_packages_are_those_that_importlib_metadata_finds() -> None:
     assert {"torch", "torchvision", "optuna", "submitit", "tensorboard", "numpy"} <= found.keys()
 
 
-def test_says_who_where_with_what_and_from_which_code(tmp_path: Path) -> None:
+def test_describes_user_host_python_command_and_code(tmp_path: Path) -> None:
     snapshot = Snapshot(tmp_path, commit="c" * 40, dirty=True, files=1, bytes=2, digest="d" * 64)
     facts = json.loads(json.dumps(describe(snapshot).to_json()))
     assert (facts["commit"], facts["dirty"], facts["digest"]) == ("c" * 40, True, "d" * 64)

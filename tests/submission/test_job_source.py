@@ -124,7 +124,7 @@ def outcome(job: JobFunction, values: dict[str, Any], base: Path) -> Any:
         {"needed": 1, "maybe": "x"},
     ],
 )
-def test_a_dataclass_takes_and_refuses_the_same_values(
+def test_dataclass_read_from_source_validates_like_the_imported_one(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading = read(tmp_path, WHOLE)
@@ -134,7 +134,7 @@ def test_a_dataclass_takes_and_refuses_the_same_values(
 
 
 @pytest.mark.parametrize("values", [{}, {"lr": 1, "epochs": "4", "seed": 3, "layers": [3]}, {"lr": "x"}, {"lrr": 1}])
-def test_parameters_take_and_refuse_the_same_values(
+def test_parameters_read_from_source_validate_like_imported_ones(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading = read(tmp_path, BY_NAME)
@@ -167,7 +167,7 @@ def config(body: str) -> str:
         f"{HEAD}\n    def train(run, lr: float = 0.1, optimizer=make()): pass",
     ],
 )
-def test_what_is_known_is_checked_where_something_is_not(text: str, tmp_path: Path) -> None:
+def test_known_fields_are_checked_even_if_others_are_unknown(text: str, tmp_path: Path) -> None:
     reading = read(tmp_path, text)
     assert reading is not None
     assert not reading.is_whole
@@ -211,13 +211,13 @@ INHERITING = """@dataclass
         config("lr: 'float' = 0.1").replace("import os", "import os\n    float = os.name"),
     ],
 )
-def test_what_is_not_written_out_is_left_to_the_job(text: str, tmp_path: Path) -> None:
+def test_config_that_is_not_written_out_is_left_to_the_job(text: str, tmp_path: Path) -> None:
     reading = read(tmp_path, text)
     assert reading is None or (not reading.is_whole and outcome(reading.job, {"lr": "fast"}, tmp_path))
 
 
 @pytest.mark.parametrize("annotation", ["ClassVar[Model]", "'ClassVar[list[Model]]'", "InitVar[Model]"])
-def test_what_may_be_no_field_is_not_asked_for(annotation: str, tmp_path: Path) -> None:
+def test_config_with_unknown_class_or_init_variables_is_not_read(annotation: str, tmp_path: Path) -> None:
     text = config(f"models: {annotation}\nlr: float = 0.1")
     imports = "import os\n    from dataclasses import InitVar\n    from typing import ClassVar"
     assert read(tmp_path, text.replace("import os", imports)) is None
@@ -236,12 +236,12 @@ def test_what_may_be_no_field_is_not_asked_for(annotation: str, tmp_path: Path) 
         ("def train(run, **more): pass", "job:train", r"the config values that \*\*more takes"),
     ],
 )
-def test_what_cannot_be_a_job_is_refused(text: str, name: str, says: str, tmp_path: Path) -> None:
+def test_target_that_cannot_be_a_job_is_rejected(text: str, name: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=says):
         read(tmp_path, text, name)
 
 
-def test_modules_are_looked_for_where_the_job_finds_them(tmp_path: Path) -> None:
+def test_modules_are_found_where_the_job_imports_them_from(tmp_path: Path) -> None:
     for place in ("one.py", "package/two.py", "src/library/__init__.py", "src/three.py"):
         path = tmp_path / place
         path.parent.mkdir(parents=True, exist_ok=True)

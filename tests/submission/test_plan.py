@@ -31,7 +31,7 @@ SWEEP = ONE | {"kind": "sweep", "tasks": 2, "at_once": 2}
         ({"config": {}}, ["run       digits"]),
     ],
 )
-def test_only_a_group_has_seeds(tmp_path: Path, values: dict[str, Any], expected: list[str]) -> None:
+def test_plan_lists_seeds_only_for_a_group(tmp_path: Path, values: dict[str, Any], expected: list[str]) -> None:
     spec = Spec("digits", Target(function="train:train"), "slurm", Resources(), **values)
     lines = Plan(spec, RunFolder(tmp_path / "digits"), notes=(), snapshot_limit=1).lines()
     assert [line for line in lines if line.partition(" ")[0] in ("run", "study", "config", "seeds")] == expected

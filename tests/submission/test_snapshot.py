@@ -94,7 +94,7 @@ def test_root_outside_git_is_the_folder_itself(project: Path, monkeypatch: pytes
     assert find_root(Path()) == project
 
 
-def test_folder_that_the_repository_above_ignores_is_its_own_root(project: Path) -> None:
+def test_folder_ignored_by_the_repository_above_is_its_own_root(project: Path) -> None:
     dotfiles = repository(project, {"profile": ""})
     write(dotfiles, {".gitignore": "*\n"})
     write(dotfiles / "work", {"train.py": ""})
@@ -103,7 +103,7 @@ def test_folder_that_the_repository_above_ignores_is_its_own_root(project: Path)
     assert find_root(dotfiles / "work") == dotfiles
 
 
-def test_git_variables_of_a_hook_do_not_name_another_repository(
+def test_git_variables_set_by_a_hook_are_ignored(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: Copy
 ) -> None:
     other = repository(tmp_path / "other", {"other.py": ""})
@@ -116,7 +116,7 @@ def test_git_variables_of_a_hook_do_not_name_another_repository(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_repository_of_another_user_is_refused_with_the_mend(project: Path, copy: Copy) -> None:
+def test_repository_of_another_user_is_rejected_with_the_fix(project: Path, copy: Copy) -> None:
     repository(project, {"train.py": ""})
     for path in (project, project / ".git"):
         os.chown(path, 65534, 65534)
@@ -136,7 +136,7 @@ def test_broken_repository_is_an_error_not_a_plain_folder(project: Path) -> None
 # --- what is copied --------------------------------------------------------------------------------------------------
 
 
-def test_copies_tracked_changed_and_new_files_that_git_does_not_ignore(project: Path, copy: Copy) -> None:
+def test_tracked_changed_and_new_files_are_copied_unless_ignored(project: Path, copy: Copy) -> None:
     repository(
         project, {"same": "1", "changed": "1", "deleted": "1", "src/deep/mod.py": "1", ".gitignore": "*.bin\nout/\n"}
     )
@@ -149,7 +149,7 @@ def test_copies_tracked_changed_and_new_files_that_git_does_not_ignore(project: 
     assert (taken.files, taken.bytes) == (6, 5 + len("*.bin\nout/\n"))
 
 
-def test_file_tracked_although_ignored_is_copied(project: Path, copy: Copy) -> None:
+def test_tracked_file_is_copied_even_if_ignored(project: Path, copy: Copy) -> None:
     repository(project, {"keep.bin": "1"})
     write(project, {".gitignore": "*.bin\n", "drop.bin": "1"})
     assert names(copy(project)[1]) == {"keep.bin", ".gitignore"}
@@ -174,7 +174,7 @@ def test_any_difference_from_the_commit_is_dirty(project: Path, copy: Copy, chan
     assert copy(project)[0].dirty is True
 
 
-def test_repository_without_commits(project: Path, copy: Copy) -> None:
+def test_repository_without_commits_is_copied(project: Path, copy: Copy) -> None:
     project.mkdir()
     git(project, "init", "-q")
     write(project, {"staged": "1", "new": "1"})
@@ -183,7 +183,7 @@ def test_repository_without_commits(project: Path, copy: Copy) -> None:
     assert (taken.commit, taken.dirty, names(there)) == (None, True, {"staged", "new"})
 
 
-def test_nothing_is_written_into_the_repository(project: Path, copy: Copy) -> None:
+def test_git_index_is_not_changed(project: Path, copy: Copy) -> None:
     repository(project, {"train.py": "1"})
     index = project / ".git" / "index"
     before = index.read_bytes()
@@ -192,9 +192,7 @@ def test_nothing_is_written_into_the_repository(project: Path, copy: Copy) -> No
     assert index.read_bytes() == before
 
 
-def test_submodules_and_nested_repositories_are_copied_with_their_new_files(
-    project: Path, tmp_path: Path, copy: Copy
-) -> None:
+def test_submodules_and_nested_repositories_are_copied(project: Path, tmp_path: Path, copy: Copy) -> None:
     library = repository(tmp_path / "library", {"lib.py": "", ".gitignore": "*.bin\n"})
     repository(project, {"train.py": ""})
     git(project, "submodule", "add", "-q", str(library), "libs/sub")
@@ -211,7 +209,7 @@ def test_submodules_and_nested_repositories_are_copied_with_their_new_files(
     assert taken.dirty is True
 
 
-def test_outside_git_caches_hidden_folders_and_environments_stay_behind(project: Path, copy: Copy) -> None:
+def test_caches_hidden_folders_and_environments_are_skipped_outside_git(project: Path, copy: Copy) -> None:
     write(project, {"train.py": "1", ".hidden": "1", "src/mod.py": "1", "runs/old/log": "1"})
     write(project, {"src/__pycache__/mod.pyc": "1", "node_modules/x": "1", ".cache/x": "1"})
     write(project, {"env/pyvenv.cfg": "", "env/bin/tool": "1"})
@@ -234,7 +232,7 @@ def test_without_git_on_the_path_a_repository_is_a_plain_folder(
 
 @pytest.mark.parametrize("in_git", [True, False])
 @pytest.mark.parametrize("runs", ["runs", "out/my [runs]*", "out/link"])
-def test_runs_folder_is_never_copied_and_makes_nothing_dirty(
+def test_runs_folder_is_never_copied_and_never_counts_as_dirty(
     project: Path, tmp_path: Path, copy: Copy, in_git: bool, runs: str
 ) -> None:
     write(project, {"train.py": "1", "out/kept": "1", "nested/runs/kept": "1"})
@@ -249,14 +247,12 @@ def test_runs_folder_is_never_copied_and_makes_nothing_dirty(
     assert taken.dirty is False
 
 
-def test_runs_that_lie_here_are_not_copied_where_new_ones_lie_elsewhere(
-    project: Path, tmp_path: Path, copy: Copy
-) -> None:
+def test_old_runs_in_the_project_are_not_copied(project: Path, tmp_path: Path, copy: Copy) -> None:
     write(project, {"train.py": "1", "lib/runs/kept": "1", "runs/one/spec.yaml": "", "runs/one/code/train.py": "1"})
     assert names(copy(project, skip=tmp_path / "elsewhere")[1]) == {"train.py", "lib/runs/kept"}
 
 
-def test_tracked_files_of_the_runs_folder_are_not_copied_either(project: Path, copy: Copy) -> None:
+def test_tracked_files_in_the_runs_folder_are_not_copied(project: Path, copy: Copy) -> None:
     repository(project, {"train.py": "1", "runs/old/log": "1"})
     assert names(copy(project)[1]) == {"train.py"}
 
@@ -301,7 +297,7 @@ def test_execute_bits_and_times_are_kept(project: Path, copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("in_git", [True, False])
-def test_links_into_the_snapshot_stay_and_others_lead_back(
+def test_links_within_the_snapshot_are_kept_and_others_made_absolute(
     project: Path, tmp_path: Path, copy: Copy, in_git: bool
 ) -> None:
     write(project, {"src/mod.py": "1", ".gitignore": "/data/\n", "data/images": "1"})
@@ -331,7 +327,7 @@ def test_links_into_the_snapshot_stay_and_others_lead_back(
     assert (there / "chain").read_text() == "1"
 
 
-def test_link_whose_dots_stand_behind_a_linked_folder_leads_to_the_same_file(
+def test_link_with_dots_after_a_linked_folder_points_to_the_same_file(
     project: Path, tmp_path: Path, copy: Copy
 ) -> None:
     write(tmp_path, {"far/deep/x": "", "far/set": "1"})
@@ -342,7 +338,7 @@ def test_link_whose_dots_stand_behind_a_linked_folder_leads_to_the_same_file(
     assert (there / "set").read_text() == "1"
 
 
-def test_link_in_the_place_of_a_tracked_folder(project: Path, tmp_path: Path, copy: Copy) -> None:
+def test_link_that_replaced_a_tracked_folder_is_copied_as_a_link(project: Path, tmp_path: Path, copy: Copy) -> None:
     repository(project, {"train.py": "1", "conf/a": "1", "conf/b": "1"})
     shutil.move(project / "conf", tmp_path / "conf")
     (project / "conf").symlink_to(tmp_path / "conf")
@@ -379,7 +375,7 @@ def test_file_that_vanishes_while_copying_is_skipped(project: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("in_git", [True, False])
 @pytest.mark.parametrize("name", ["secret", "folder"])
-def test_what_cannot_be_read_is_named_and_nothing_stays_behind(
+def test_unreadable_path_is_named_and_no_copy_is_left(
     project: Path, tmp_path: Path, copy: Copy, name: str, in_git: bool, ordinary_user: None
 ) -> None:
     write(project, {"a": "1", "secret": "1", "folder/b": "1"})
@@ -395,7 +391,7 @@ def test_what_cannot_be_read_is_named_and_nothing_stays_behind(
 # --- the digest ------------------------------------------------------------------------------------------------------
 
 
-def test_equal_code_has_an_equal_digest_wherever_it_lies(project: Path, tmp_path: Path, copy: Copy) -> None:
+def test_equal_code_has_an_equal_digest_in_any_folder(project: Path, tmp_path: Path, copy: Copy) -> None:
     write(project, {"a": "1", "src/b": "2", "data/big": "3"})
     (project / "link").symlink_to("../outside")
     first, _ = copy(project)
@@ -405,7 +401,7 @@ def test_equal_code_has_an_equal_digest_wherever_it_lies(project: Path, tmp_path
 
 
 @pytest.mark.parametrize("change", ["content", "name", "mode", "link", "moved byte"])
-def test_digest_tells_every_difference(project: Path, copy: Copy, change: str) -> None:
+def test_digest_changes_with_every_difference(project: Path, copy: Copy, change: str) -> None:
     write(project, {"a": "1", "ab": "23"})
     (project / "link").symlink_to("a")
     first, _ = copy(project)
@@ -427,7 +423,7 @@ def test_digest_tells_every_difference(project: Path, copy: Copy, change: str) -
 
 
 @pytest.mark.parametrize(("in_git", "mend"), [(True, r"to \.gitignore"), (False, "in a git repository")])
-def test_over_the_limit_names_the_largest_files_and_leaves_nothing(
+def test_too_large_snapshot_names_the_largest_files_and_is_not_left(
     project: Path, tmp_path: Path, copy: Copy, in_git: bool, mend: str
 ) -> None:
     write(project, {"tiny": "1", "a": "x" * 400_000, "data/b": "x" * 300_000, "c": "x" * 500_000, "d": "x" * 200})
@@ -443,14 +439,14 @@ def test_over_the_limit_names_the_largest_files_and_leaves_nothing(
     assert list(tmp_path.glob("copy-*")) == []
 
 
-def test_just_at_the_limit_is_fine(project: Path, copy: Copy) -> None:
+def test_snapshot_exactly_at_the_limit_is_accepted(project: Path, copy: Copy) -> None:
     write(project, {"a": "x" * 600, "b": "x" * 400})
     assert copy(project, limit=1000)[0].bytes == 1000
     with pytest.raises(UserError, match="the limit is 999 B"):
         copy(project, limit=999)
 
 
-def test_too_many_files_name_the_folder_that_holds_them(
+def test_too_many_files_are_rejected_with_their_folder(
     project: Path, tmp_path: Path, copy: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "MAX_FILES", 20)

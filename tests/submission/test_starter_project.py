@@ -17,18 +17,18 @@ def no_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
-def test_the_starter_s_files_are_written(tmp_path: Path) -> None:
+def test_starter_files_are_written(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "project"
     assert starter_project.write(folder) == [folder / "train.py", folder / "sweep.yaml", folder / "mgpu.yaml"]
     assert sorted(path.name for path in folder.iterdir()) == ["mgpu.yaml", "sweep.yaml", "train.py"]
 
 
-def test_the_starter_s_cluster_file_breaks_no_laptop(tmp_path: Path) -> None:
+def test_starter_cluster_file_defines_no_cluster(tmp_path: Path) -> None:
     starter_project.write(tmp_path)
     assert cluster_file.load(tmp_path) == ClusterFile(job="train")
 
 
-def test_the_example_cluster_loads_once_its_comment_signs_are_gone(tmp_path: Path) -> None:
+def test_example_cluster_loads_when_uncommented(tmp_path: Path) -> None:
     starter_project.write(tmp_path)
     path = tmp_path / "mgpu.yaml"
     before, example = path.read_text().split("# clusters:\n")
@@ -45,7 +45,7 @@ def test_the_example_cluster_loads_once_its_comment_signs_are_gone(tmp_path: Pat
     )
 
 
-def test_files_that_are_there_are_not_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mgpu.yaml").write_text("job: mine\n")
     with pytest.raises(UserError, match=r"^mgpu.yaml in .* already exists"):
         starter_project.write(tmp_path)
@@ -53,7 +53,7 @@ def test_files_that_are_there_are_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "mgpu.yaml").read_text() == "job: mine\n"
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         starter_project.write(tmp_path / "file" / "project")

@@ -65,7 +65,7 @@ def status(trial: RunFolder) -> str | None:
         ({"choice": [0, 2**53 + 1]}, ("STRING", ["0", "9007199254740993"])),
     ],
 )
-def test_a_column_has_values_of_one_kind(parameter: dict[str, Any], found: Any, tmp_path: Path) -> None:
+def test_column_has_one_type_that_fits_all_its_values(parameter: dict[str, Any], found: Any, tmp_path: Path) -> None:
     made = make_sweep(tmp_path, space={"x": parameter})
     assert columns(made) == {"x": found}
     number = made.begin()
@@ -78,14 +78,14 @@ def test_a_column_has_values_of_one_kind(parameter: dict[str, Any], found: Any, 
         assert shown == value
 
 
-def test_what_does_not_change_is_no_column(tmp_path: Path) -> None:
+def test_constant_parameter_gets_no_column(tmp_path: Path) -> None:
     space = {"x": {"float": [1, 2]}, "a": {"float": [1, 1]}, "b": {"int": [3, 3]}, "c": {"choice": ["only"]}}
     made = make_sweep(tmp_path, space=space)
     assert list(columns(made)) == ["x"]
     assert list(hparams.parameters_of(made.folder.of_trial(made.begin()))) == ["x"]
 
 
-def test_metrics_become_columns_as_trials_have_them_the_sweeps_own_first(tmp_path: Path) -> None:
+def test_metric_columns_of_trials_are_added_after_the_sweeps_own(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
     assert metrics(made) == ["loss", hparams.PRUNED]
     assert metrics(make_sweep(tmp_path, "unpruned", pruner="none")) == ["loss"]
@@ -95,7 +95,7 @@ def test_metrics_become_columns_as_trials_have_them_the_sweeps_own_first(tmp_pat
     assert metrics(made) == ["loss", hparams.PRUNED, "accuracy", "size"]
 
 
-def test_what_is_given_up_without_a_pruner_is_told_too(tmp_path: Path) -> None:
+def test_pruned_column_is_added_for_a_trial_pruned_without_a_pruner(tmp_path: Path) -> None:
     made = make_sweep(tmp_path, pruner="none")
     made.run("done", 0.5)
     assert metrics(made) == ["loss"]
@@ -108,7 +108,7 @@ def test_what_is_given_up_without_a_pruner_is_told_too(tmp_path: Path) -> None:
 # -- ends
 
 
-def test_a_trial_that_goes_on_has_no_end_and_then_its_newest(tmp_path: Path) -> None:
+def test_session_status_is_that_of_the_latest_attempt(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
     number = made.begin()
     trial = made.folder.of_trial(number)
@@ -125,7 +125,7 @@ def test_a_trial_that_goes_on_has_no_end_and_then_its_newest(tmp_path: Path) -> 
     assert len(list(trial.tensorboard.glob("*session*"))) == 2
 
 
-def test_a_result_that_was_not_reported_is_the_last_point(tmp_path: Path) -> None:
+def test_result_that_was_not_reported_becomes_the_last_point(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
     number = made.begin()
     made.report(number, 0.5, 0.75)
@@ -138,7 +138,7 @@ def test_a_result_that_was_not_reported_is_the_last_point(tmp_path: Path) -> Non
     assert [point.step for point in points.Scalars("loss")] == [10, 20]
 
 
-def test_nothing_half_written_is_where_tensorboard_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_event_file_is_never_visible_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_sweep(tmp_path)
     before = sorted(tmp_path.rglob("*"))
 
@@ -161,7 +161,7 @@ def chosen(trial: Trial) -> dict[str, Any]:
     return values if kind is None else values | {"only": trial.suggest_categorical("only", [True, False])}
 
 
-def test_the_columns_of_a_function_are_those_that_trials_have_brought(tmp_path: Path) -> None:
+def test_columns_of_a_space_function_come_from_its_trials(tmp_path: Path) -> None:
     made = make_sweep(tmp_path, space="space:chosen")
     assert columns(made) == {}
     for _ in range(12):
@@ -180,7 +180,7 @@ def test_the_columns_of_a_function_are_those_that_trials_have_brought(tmp_path: 
         assert shown == values | {"kind": "null" if values["kind"] is None else "a"}
 
 
-def test_a_column_that_turns_out_to_be_of_two_kinds_is_text(tmp_path: Path) -> None:
+def test_column_with_mixed_types_becomes_text(tmp_path: Path) -> None:
     made = make_sweep(tmp_path, space="space:chosen")
     for value in (3, [4]):
         made.begin(lambda trial, value=value: {"x": value})
@@ -196,7 +196,7 @@ def bring(folder: Path, worker: int) -> None:
         hparams.write_end(trial, made.sweep, "done", {f"m{worker}-{metric}": 1.0})
 
 
-def test_workers_that_bring_columns_at_the_same_time_lose_none(tmp_path: Path) -> None:
+def test_workers_that_add_columns_concurrently_lose_none(tmp_path: Path) -> None:
     made = make_sweep(tmp_path)
     with SPAWN.Pool(3) as pool:
         pool.starmap(bring, [(made.folder.path, worker) for worker in range(3)], chunksize=1)

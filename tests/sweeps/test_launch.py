@@ -62,7 +62,7 @@ def extend(**values: Any) -> launch.Started:
     return launch.start(VALUES | {"workers": 1} | values, {}, "sweep.yaml")
 
 
-def test_points_of_an_extension_that_failed_are_added_once(tmp_path: Path, restarts: Restarts) -> None:
+def test_points_are_queued_once_if_a_failed_extension_is_repeated(tmp_path: Path, restarts: Restarts) -> None:
     folder = ended(tmp_path, trials=2)
     before = folder.sweep.read_text()
     restarts.problem = ClusterError("sbatch: error: Batch job submission failed")
@@ -79,7 +79,7 @@ def test_points_of_an_extension_that_failed_are_added_once(tmp_path: Path, resta
         extend(trials=5, enqueue=[{"x": 0.75}, *POINTS])
 
 
-def test_an_extension_that_is_refused_leaves_what_status_says(tmp_path: Path, restarts: Restarts) -> None:
+def test_rejected_extension_leaves_the_summary_unchanged(tmp_path: Path, restarts: Restarts) -> None:
     folder = ended(tmp_path, trials=2, budget={"patience": 1})
     before = files.read_json(folder.summary)
     over = studies.notes(study_of(folder))[studies.OVER]
@@ -92,7 +92,7 @@ def test_an_extension_that_is_refused_leaves_what_status_says(tmp_path: Path, re
     assert studies.notes(study_of(folder))[studies.OVER] == over
 
 
-def test_what_was_added_as_the_last_worker_left_is_there_to_resume(tmp_path: Path, restarts: Restarts) -> None:
+def test_resume_starts_workers_only_if_trials_are_left(tmp_path: Path, restarts: Restarts) -> None:
     folder = ended(tmp_path, trials=1)
     folder.summary.unlink()
     with pytest.raises(UserError, match="no trial is left: raise trials or budget in its file and run sweep again"):
@@ -104,7 +104,7 @@ def test_what_was_added_as_the_last_worker_left_is_there_to_resume(tmp_path: Pat
     assert restarts.asked == [([0], NO_CHANGE)]
 
 
-def test_a_budget_that_is_spent_is_not_resumed_and_a_failure_is(tmp_path: Path, restarts: Restarts) -> None:
+def test_spent_budget_is_not_resumed_but_a_failed_sweep_is(tmp_path: Path, restarts: Restarts) -> None:
     folder = ended(tmp_path, trials=1)
     files.write_whole(folder.sweep, folder.sweep.read_text().replace("trials: 1", "trials: 3"))
     study = study_of(folder)
@@ -117,7 +117,7 @@ def test_a_budget_that_is_spent_is_not_resumed_and_a_failure_is(tmp_path: Path, 
     assert [tasks for tasks, _ in restarts.asked] == [[0]]
 
 
-def test_a_worker_that_has_said_that_it_leaves_is_waited_for(
+def test_extension_waits_for_a_leaving_worker_to_end(
     tmp_path: Path, restarts: Restarts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ended(tmp_path, trials=1)
@@ -134,7 +134,7 @@ def test_a_worker_that_has_said_that_it_leaves_is_waited_for(
     assert restarts.asked == [([0], NO_CHANGE)]
 
 
-def test_resources_are_changed_and_none_is_forgotten(tmp_path: Path, restarts: Restarts) -> None:
+def test_extension_changes_resources_but_rejects_missing_ones(tmp_path: Path, restarts: Restarts) -> None:
     ended(tmp_path, trials=1, resources={"mem": "4G", "sbatch": {"comment": "old"}})
     for left, name in (({"mem": "4G"}, "comment was old"), ({"sbatch": {"comment": "old"}}, "mem was 4G")):
         with pytest.raises(UserError, match=f"^resources: {name} and is missing now: set resources"):
@@ -144,9 +144,7 @@ def test_resources_are_changed_and_none_is_forgotten(tmp_path: Path, restarts: R
     assert change == Change(flags={"mem": "8G", "sbatch": {"comment": "new"}})
 
 
-def test_fewer_trials_than_there_are_add_nothing_and_other_code_is_taken_when_asked_for(
-    tmp_path: Path, restarts: Restarts
-) -> None:
+def test_lower_trial_count_starts_no_worker_and_new_code_is_opt_in(tmp_path: Path, restarts: Restarts) -> None:
     ended(tmp_path, trials=2)
     started = extend(trials=1, sampler="tpe")
     assert started.lines[1:] == [
@@ -162,7 +160,7 @@ def test_fewer_trials_than_there_are_add_nothing_and_other_code_is_taken_when_as
     assert {"x": 0.0} in second.probes
 
 
-def test_a_sampler_that_only_the_runs_code_has_is_not_looked_for(tmp_path: Path, restarts: Restarts) -> None:
+def test_extension_does_not_import_a_custom_sampler(tmp_path: Path, restarts: Restarts) -> None:
     folder = make(tmp_path, workers=1, sampler="only_there.Mine")
     records.cancel_unstarted(folder.of_task(0), "cancelled")
     extend(sampler="only_there.Mine", trials=9)

@@ -44,7 +44,7 @@ def modules() -> list[str]:
     return [name for name in names if not name.endswith(("__init__", "optuna_adapter"))]
 
 
-def test_the_versions_are_those_that_the_project_names() -> None:
+def test_optuna_versions_match_constraints_and_pyproject() -> None:
     words = " ".join((optuna_adapter.__doc__ or "").split())
     assert f"written for Optuna {WRITTEN_AGAINST}, and {OLDEST} is the oldest supported version" in words
     assert f"\noptuna=={WRITTEN_AGAINST}\n" in (REPOSITORY / "constraints.txt").read_text()
@@ -56,18 +56,18 @@ def test_the_versions_are_those_that_the_project_names() -> None:
     # not the text of an owner, which may contain its address: test workers have to agree on the names of the tests
     [pytest.param(owner, name, id=name) for owner, names in NAMES for name in names],
 )
-def test_the_installed_version_has_each_name(owner: Any, name: str) -> None:
+def test_installed_optuna_has_each_name_of_the_table(owner: Any, name: str) -> None:
     assert hasattr(owner, name)
 
 
-def test_a_journal_keeps_its_backend_by_the_name_that_is_asked_for(tmp_path: Path) -> None:
+def test_journal_of_returns_the_backend_of_a_journal_study(tmp_path: Path) -> None:
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal"))
     study = optuna.create_study(storage=JournalStorage(backend))
     assert optuna_adapter.journal_of(study) is backend
     assert optuna_adapter.journal_of(STUDY) is None
 
 
-def test_the_table_has_every_name_that_the_adapter_uses() -> None:
+def test_table_lists_every_private_name_the_adapter_uses() -> None:
     source = (REPOSITORY / "mgpu_slurm" / "sweeps" / "optuna_adapter.py").read_text()
     tree = ast.parse(source)
     own = {"_study", "_shown", "_is_prepared", "_optimizer", "_kept", "_asked_gamma"}
@@ -108,13 +108,13 @@ def _overridden(module: ModuleType) -> set[str]:
     return found
 
 
-def test_a_queued_trial_has_its_parameters_in_the_attribute_that_is_read() -> None:
+def test_queued_trial_stores_its_parameters_in_fixed_params() -> None:
     study = optuna.create_study()
     study.enqueue_trial({"x": 1})
     assert study.trials[0].system_attrs[optuna_adapter.FIXED_PARAMS] == {"x": 1}
 
 
-def test_a_trial_is_read_anew() -> None:
+def test_read_trial_returns_the_current_state() -> None:
     study = optuna.create_study()
     trial: Trial = study.ask()
     before: FrozenTrial = optuna_adapter.read_trial(study, trial)

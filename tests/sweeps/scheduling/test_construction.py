@@ -14,7 +14,7 @@ from mgpu_slurm.sweeps.search.sweep_options import Pruner, Sampler
 
 
 class TestSamplers:
-    def test_each_worker_draws_numbers_of_its_own_and_the_same_again(self) -> None:
+    def test_seed_is_reproducible_and_differs_per_worker_and_attempt(self) -> None:
         def first(worker: int, attempt: int = 1, **options: Any) -> float:
             study = optuna.create_study(sampler=construction.sampler_of(Sampler("random", **options), worker, attempt))
             return study.ask().suggest_float("x", 0, 1)
@@ -24,7 +24,7 @@ class TestSamplers:
         assert len({first(worker, attempt, seed=7) for worker in range(8) for attempt in (1, 2)}) == 16
         assert first(0) != first(0)
 
-    def test_options_reach_the_class(self) -> None:
+    def test_options_are_passed_to_the_sampler(self) -> None:
         made = construction.sampler_of(Sampler("tpe", options={"n_startup_trials": 3}), 0)
         assert made._n_startup_trials == 3  # type: ignore[attr-defined]
 
@@ -37,12 +37,12 @@ class TestSamplers:
             (Sampler("tpe", options={"sed": 1}), "unexpected keyword argument 'sed': fix its options"),
         ],
     )
-    def test_what_is_no_sampler_is_refused(self, asked: Sampler, said: str) -> None:
+    def test_invalid_sampler_or_option_is_rejected(self, asked: Sampler, said: str) -> None:
         with pytest.raises(UserError, match=said):
             construction.sampler_of(asked, 0)
 
 
-def test_brackets_compare_their_own_trials_and_the_sampler_learns_from_all() -> None:
+def test_hyperband_bracket_hides_other_trials_from_pruner_but_not_sampler() -> None:
     study = optuna.create_study(pruner=HyperbandPruner(1, 27, 3), study_name="s")
     for number in range(20):
         trial = study.ask()
@@ -54,7 +54,7 @@ def test_brackets_compare_their_own_trials_and_the_sampler_learns_from_all() -> 
     assert (len(bracket.get_trials()) < 20, len(bracket._get_trials())) == (True, 20)
 
 
-def test_pruners_have_their_ends_said() -> None:
+def test_pruner_name_selects_the_optuna_pruner() -> None:
     hyperband = construction.pruner_of(Pruner("hyperband", 1, 27, 3))
     assert isinstance(hyperband, HyperbandPruner)
     assert (hyperband._min_resource, hyperband._max_resource, hyperband._reduction_factor) == (1, 27, 3)
@@ -70,12 +70,12 @@ def test_pruners_have_their_ends_said() -> None:
         (Pruner("optuna.pruners.ThresholdPruner", options={"lowr": 1}), "'lowr': fix its options"),
     ],
 )
-def test_what_is_no_pruner_is_refused(asked: Pruner, said: str) -> None:
+def test_invalid_pruner_or_option_is_rejected(asked: Pruner, said: str) -> None:
     with pytest.raises(UserError, match=said):
         construction.pruner_of(asked)
 
 
-def test_a_median_is_not_asked_before_the_least_resource() -> None:
+def test_median_pruner_does_not_prune_before_min_resource() -> None:
     study = optuna.create_study(pruner=construction.pruner_of(Pruner("median", min_resource=3, startup_trials=2)))
     for _ in range(2):
         trial = study.ask()

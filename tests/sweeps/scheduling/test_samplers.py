@@ -64,15 +64,15 @@ def _is_hopeless(trial: Trial, value: float, epoch: int) -> bool:
 @pytest.mark.parametrize(
     ("direction", "epochs", "seeds"), [("maximize", 0, 10), ("minimize", 9, 4)], ids=["plain", "hyperband"]
 )
-def test_at_most_forty_of_a_hundred_fail_where_half_of_the_space_does(direction: str, epochs: int, seeds: int) -> None:
-    """Optuna's own sampler, which does not see them, fails 90 times."""
+def test_tpe_avoids_the_failing_half_of_the_space(direction: str, epochs: int, seeds: int) -> None:
+    """Optuna's own TPE does not see the failed trials, and fails 90 times."""
     pruner = Pruner("hyperband", max_resource=9) if epochs else None
     found = [failures(make_study("tpe", seed, direction, pruner), epochs=epochs) for seed in range(seeds)]
     assert mean(found) <= 40, found
 
 
 @pytest.mark.parametrize(("name", "trials", "seeds"), [("gp", 10, 2), ("cmaes", 90, 5)])
-def test_others_fail_less_often_than_at_random_too(name: str, trials: int, seeds: int) -> None:
+def test_gp_and_cmaes_fail_less_often_than_random(name: str, trials: int, seeds: int) -> None:
     studies_of_it = [make_study(name, seed, n_startup_trials=6) for seed in range(seeds)]
     for study in studies_of_it:
         failures(study, 6)
@@ -83,14 +83,14 @@ def test_others_fail_less_often_than_at_random_too(name: str, trials: int, seeds
 @pytest.mark.parametrize(
     ("path", "name"), [("optuna.samplers.TPESampler", "tpe"), ("optuna.samplers.CmaEsSampler", "cmaes")]
 )
-def test_a_sampler_by_its_import_path_learns_alike(path: str, name: str) -> None:
+def test_sampler_given_by_import_path_samples_like_the_named_one(path: str, name: str) -> None:
     by_path, by_name = (make_study(each, 3, n_startup_trials=4) for each in (path, name))
     for study in (by_path, by_name):
         failures(study, 30)
     assert [trial.params for trial in by_path.trials] == [trial.params for trial in by_name.trials]
 
 
-def test_a_class_of_ones_own_keeps_what_it_overrides() -> None:
+def test_custom_sampler_class_keeps_its_overrides() -> None:
     class Own(TPESampler):
         def reseed_rng(self) -> None:
             raise KeyError
@@ -103,7 +103,7 @@ def test_a_class_of_ones_own_keeps_what_it_overrides() -> None:
     assert samplers.learning_from_failures(random) is random
 
 
-class TestWhatASamplerIsShown:
+class TestTrialsShownToSampler:
     def seen(self, study: Study) -> list[tuple[str, float | None]]:
         shown: Any = study.sampler
         return [(trial.state.name, trial.value) for trial in shown._shown(study)._get_trials(deepcopy=False)]
@@ -131,13 +131,13 @@ class TestWhatASamplerIsShown:
 
     @pytest.mark.parametrize("name", ["gp", "cmaes"])
     @pytest.mark.parametrize(("direction", "bad"), [("maximize", -1.0), ("minimize", 5.0)])
-    def test_others_see_them_as_complete_and_worse_than_all(self, name: str, direction: str, bad: float) -> None:
+    def test_gp_and_cmaes_see_bad_trials_as_complete_and_worst(self, name: str, direction: str, bad: float) -> None:
         study = self.told(name, direction)
         expected = [("COMPLETE", 1.0), ("COMPLETE", bad), ("COMPLETE", 3.0), ("COMPLETE", bad)]
         assert self.seen(study) == expected
         assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED"]
 
-    def test_also_worse_than_the_only_one(self) -> None:
+    def test_bad_trial_is_worse_than_the_only_complete_one(self) -> None:
         study = make_study("gp", 0)
         for number in range(2):
             trial = study.ask()
@@ -145,7 +145,7 @@ class TestWhatASamplerIsShown:
             fail(study, trial) if number else study.tell(trial, 3.0)
         assert self.seen(study) == [("COMPLETE", 3.0), ("COMPLETE", 0.0)]
 
-    def test_what_others_are_to_blame_for_says_nothing(self) -> None:
+    def test_failure_blamed_on_a_worker_stays_failed(self) -> None:
         study = self.told("tpe")
         trial = study.ask()
         trial.suggest_float("x", 0, 1)
@@ -153,8 +153,8 @@ class TestWhatASamplerIsShown:
         studies.note(study, f"{samplers.INNOCENT}3", [1])
         assert self.seen(study)[1] == self.seen(study)[4] == ("FAIL", None)
 
-    def test_a_bad_trial_is_never_among_the_best(self) -> None:
-        """Also where fewer have a value than would be among the best."""
+    def test_bad_trials_are_never_among_the_best(self) -> None:
+        """Even if fewer trials have a value than would be among the best."""
         study = make_study("tpe", 0)
         for number in range(40):
             trial = study.ask()
@@ -168,7 +168,7 @@ class TestWhatASamplerIsShown:
         assert sampler._gamma(40) == 1
 
     @pytest.mark.parametrize("name", ["tpe", "gp", "cmaes"])
-    def test_where_all_have_failed_it_chooses_all_the_same(self, name: str) -> None:
+    def test_sampler_proposes_new_points_even_if_all_trials_failed(self, name: str) -> None:
         study = make_study(name, 0, n_startup_trials=3)
         for _ in range(8):
             trial = study.ask()
@@ -177,8 +177,8 @@ class TestWhatASamplerIsShown:
             fail(study, trial)
         assert len({(trial.params["x"], trial.params["y"]) for trial in study.trials}) == 8
 
-    def test_a_space_with_conditions(self) -> None:
-        """One choice fails, in which a parameter of its own is there."""
+    def test_tpe_avoids_a_failing_choice_in_a_conditional_space(self) -> None:
+        """One choice fails, and one of the parameters exists only with it."""
         given = {
             "kind": {"choice": ["good", "bad"]},
             "own": {"float": [0.0, 1.0], "when": {"kind": "bad"}},
@@ -196,11 +196,11 @@ class TestWhatASamplerIsShown:
         assert kinds[20:].count("bad") <= 8, kinds
 
 
-class TestWhoIsToBlame:
+class TestBlame:
     def own_faults(self, folder: layout.RunFolder) -> list[bool]:
         return [samplers.OWN_FAULT in trial.system_attrs for trial in study_of(folder).trials]
 
-    def test_an_error_of_the_job_and_a_value_that_is_no_number_are_the_trials_own(self, tmp_path: Path) -> None:
+    def test_job_errors_and_bad_values_are_own_faults_but_sigkill_is_not(self, tmp_path: Path) -> None:
         folder = make(tmp_path, max_retries=0)
         part = worker(folder, 0)
         begin(part)
@@ -214,14 +214,14 @@ class TestWhoIsToBlame:
         assert states(folder) == ["FAIL", "PRUNED", "FAIL", "FAIL"]
         assert self.own_faults(folder) == [True, True, True, False]
 
-    def test_a_dead_workers_trial_is_innocent(self, tmp_path: Path) -> None:
+    def test_trial_of_a_dead_worker_is_not_blamed(self, tmp_path: Path) -> None:
         folder = make(tmp_path, max_retries=0)
         begin(worker(folder, 0))
         kill(folder, 0)
         recovery.recover(study_of(folder), folder, sweep_of(folder))
         assert (states(folder), self.own_faults(folder)) == (["FAIL"], [False])
 
-    def test_one_whose_parameters_were_not_all_chosen_teaches_nothing(self, tmp_path: Path) -> None:
+    def test_failure_of_the_space_function_is_not_blamed_on_the_trial(self, tmp_path: Path) -> None:
         folder = make(tmp_path, space="choices.py:choose")
         folder.code.mkdir()
         body = "    trial.suggest_float('x', 0, 1)\n    return {'x': 1 // trial.number}\n"
@@ -241,8 +241,8 @@ class Touches:
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
-class TestWhatCmaesKeeps:
-    """In the study, where others may write too."""
+class TestCmaesState:
+    """The state is kept in the study, which others may write to."""
 
     def told(self, sampler: BaseSampler, storage: str | None = None, trials: int = 25) -> Study:
         study = optuna.create_study(storage=storage, study_name="s", sampler=sampler)
@@ -270,19 +270,19 @@ class TestWhatCmaesKeeps:
         return [parts for parts in found if parts]
 
     @pytest.mark.parametrize("name", ["_restore_optimizer", "_init_optimizer", "_split_optimizer_str"])
-    def test_the_installed_optuna_has_the_methods_that_ours_replaces(self, name: str) -> None:
+    def test_installed_optuna_has_the_overridden_methods(self, name: str) -> None:
         assert name in vars(CmaEsSampler), f"Optuna {optuna.__version__} may unpickle what is in the study: see _Cmaes"
 
     @pytest.mark.parametrize(
         "options", [{}, {"lr_adapt": True}, {"use_separable_cma": True}, {"with_margin": True}], ids=str
     )
-    def test_its_proposals_are_those_of_optunas_own_sampler(self, tmp_path: Path, options: dict[str, Any]) -> None:
+    def test_proposals_match_optunas_own_sampler(self, tmp_path: Path, options: dict[str, Any]) -> None:
         kept = self.told(self.ours(**options), f"sqlite:///{tmp_path}/study.db")
         own = self.told(CmaEsSampler(seed=5, **options))
         assert [trial.params for trial in kept.trials] == [trial.params for trial in own.trials]
         assert len(self.kept(kept)) == len(self.kept(own)) >= 3
 
-    def test_it_fits_into_every_database(self) -> None:
+    def test_state_parts_fit_into_every_database(self) -> None:
         study = self.told(self.ours(popsize=20), trials=50)
         (first, *_) = self.kept(study)
         assert len(first) > 1
@@ -296,27 +296,25 @@ class TestWhatCmaesKeeps:
         study.add_trial(optuna.trial.create_trial(value=9.0, system_attrs=attributes, **space))
         return self.train(study)
 
-    def test_a_pickle_is_not_run_and_the_state_before_it_counts(self, tmp_path: Path) -> None:
+    def test_pickled_state_is_not_executed_and_the_previous_state_is_used(self, tmp_path: Path) -> None:
         forged = pickle.dumps(Touches(tmp_path / "ran")).hex()
         assert self.next_proposal(tmp_path, {"cma:optimizer:0": forged}) == self.next_proposal(tmp_path, {})
         assert not (tmp_path / "ran").exists()
 
-    @pytest.mark.parametrize("kind", ["a part", "other attributes", "another class", "a number", "a wrong shape"])
-    def test_so_does_it_before_anything_else_that_is_none_of_ours(self, tmp_path: Path, kind: str) -> None:
+    @pytest.mark.parametrize("kind", ["truncated", "unknown attribute", "another class", "number", "wrong shape"])
+    def test_malformed_state_is_ignored_and_the_previous_state_is_used(self, tmp_path: Path, kind: str) -> None:
         genuine = "".join(self.kept(self.told(self.ours()))[-1].values())
         content = json.loads(base64.b64decode(genuine))
         forged: Any = {
-            "a part": genuine[:400],
-            "other attributes": as_text(content | {"state": content["state"] | {"ask": 1}}),
+            "truncated": genuine[:400],
+            "unknown attribute": as_text(content | {"state": content["state"] | {"ask": 1}}),
             "another class": as_text(content | {"class": "Popen"}),
-            "a number": 5,
-            "a wrong shape": as_text(content | {"state": content["state"] | {"_c_1d": 0.5}}),
+            "number": 5,
+            "wrong shape": as_text(content | {"state": content["state"] | {"_c_1d": 0.5}}),
         }[kind]
         assert self.next_proposal(tmp_path, {"cma:optimizer:0": forged}) == self.next_proposal(tmp_path, {})
 
-    def test_a_study_that_optuna_itself_has_begun_continues_with_a_new_optimizer(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_study_begun_by_optuna_continues_with_a_new_optimizer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         study = self.told(CmaEsSampler(seed=5))
         before = len(self.kept(study))
         study.sampler = self.ours()

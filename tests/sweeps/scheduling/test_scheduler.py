@@ -26,6 +26,6 @@ def test_a_trial_continues_until_the_pruner_prunes_it(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("progress", "decision"), [(2, Decision.PRUNE), (3, Decision.CONTINUE), (4, Decision.CONTINUE)]
 )
-def test_a_trial_at_its_end_is_not_pruned(trial: Trial, progress: int, decision: Decision) -> None:
+def test_trial_at_max_resource_is_not_pruned(trial: Trial, progress: int, decision: Decision) -> None:
     trial.report(0.4, progress)
     assert PrunerScheduler(max_resource=3).decide(trial, progress) is decision

@@ -37,7 +37,7 @@ def drawn(made: Space, trials: int = 200) -> list[Values]:
     return [made.suggest(study.ask()) for _ in range(trials)]
 
 
-def test_what_is_drawn_lies_in_the_space_and_only_where_its_condition_holds() -> None:
+def test_sampled_values_respect_ranges_and_conditions() -> None:
     found = drawn(parse(WHOLE))
     for values in found:
         assert 1e-4 <= values["lr"] <= 1
@@ -53,7 +53,7 @@ def test_what_is_drawn_lies_in_the_space_and_only_where_its_condition_holds() ->
     assert {round(values["momentum"], 9) for values in found if "momentum" in values} == {0.0, 0.3, 0.6, 0.9}
 
 
-def test_for_people_each_stands_behind_what_it_depends_on() -> None:
+def test_lines_list_each_parameter_after_those_it_depends_on() -> None:
     assert parse(WHOLE).lines() == [
         "lr         float 0.0001 to 1, log",
         'optimizer  one of "sgd", "adam", "adamw"',
@@ -65,7 +65,7 @@ def test_for_people_each_stands_behind_what_it_depends_on() -> None:
 
 
 class TestGrid:
-    def test_every_combination_once_and_conditions_hold(self) -> None:
+    def test_grid_has_each_combination_once_and_respects_conditions(self) -> None:
         made = parse(
             """
             optimizer: {choice: [sgd, adam]}
@@ -81,21 +81,21 @@ class TestGrid:
     @given(
         some.dictionaries(some.sampled_from("abcde"), some.lists(some.integers(), min_size=1, max_size=3, unique=True))
     )
-    def test_without_conditions_it_is_the_product(self, choices: dict[str, list[int]]) -> None:
+    def test_grid_without_conditions_is_the_cartesian_product(self, choices: dict[str, list[int]]) -> None:
         made = Space(tuple(Choice(name, {}, tuple(values)) for name, values in choices.items()))
         expected = [dict(zip(choices, point, strict=True)) for point in itertools.product(*choices.values())]
         assert made.grid() == expected
 
-    def test_a_range_of_floats_needs_a_step(self) -> None:
+    def test_float_range_needs_a_step(self) -> None:
         with pytest.raises(UserError, match=r"^space lr: a grid needs to know which values: give `step: ...` to"):
             parse("lr: {float: [0.1, 1]}").grid()
 
-    def test_too_many_points_are_refused_before_they_are_made(self) -> None:
+    def test_oversized_grid_is_rejected_before_it_is_built(self) -> None:
         with pytest.raises(UserError, match="more than 100,000 points"):
             parse("\n".join(f"p{number}: {{int: [1, 100]}}" for number in range(40))).grid()
 
 
-def test_every_end_of_every_parameter_is_in_a_trial_that_a_config_is_asked_for() -> None:
+def test_probes_cover_both_ends_of_every_parameter() -> None:
     made = parse("lr: {float: [1, 2]}\nwidth: {int: [16, 100], step: 16}\nact: {choice: [relu, null]}")
     found = made.probes()
     assert {(probe["lr"], probe["width"], probe["act"]) for probe in found} == {
@@ -110,7 +110,7 @@ def test_every_end_of_every_parameter_is_in_a_trial_that_a_config_is_asked_for()
     assert {type(probe["lr"]) for probe in found} == {float}
 
 
-def test_a_parameter_is_asked_for_where_its_condition_holds_and_left_out_elsewhere() -> None:
+def test_probes_include_a_parameter_only_if_its_condition_holds() -> None:
     made = parse("""
         optimizer: {choice: [adam, sgd]}
         momentum: {float: [0, 1], when: {optimizer: sgd}}
@@ -123,14 +123,14 @@ def test_a_parameter_is_asked_for_where_its_condition_holds_and_left_out_elsewhe
     assert {"optimizer": "sgd", "momentum": 0.0, "momentum_kind": "heavy", "nesterov": True} in found
 
 
-def test_dots_are_parts_of_a_config() -> None:
+def test_dotted_names_become_a_nested_config() -> None:
     assert space.nested({"lr": 1, "model.width": 2, "model.head.depth": 3}) == {
         "lr": 1,
         "model": {"width": 2, "head": {"depth": 3}},
     }
 
 
-def test_a_changed_space_is_told_in_words() -> None:
+def test_differences_between_spaces_are_described() -> None:
     old = parse("lr: {float: [0.1, 1]}\nwidth: {int: [1, 8]}\nact: {choice: [a, b]}")
     new = parse("lr: {float: [0.1, 1], log: true}\nact: {choice: [a, b]}\ndepth: {int: [1, 2], when: {act: a}}")
     assert space.differences(old, new) == [
@@ -144,8 +144,8 @@ def test_a_changed_space_is_told_in_words() -> None:
 @given(
     some.integers(-50, 50), some.integers(0, 100), some.integers(1, 30), some.booleans(), some.integers(0, 2**32 - 1)
 )
-def test_the_last_step_is_the_end_of_a_range(low: int, size: int, step: int, is_float: bool, seed: int) -> None:
-    """So what is drawn is a point of the grid, whatever the numbers."""
+def test_stepped_range_ends_at_its_last_step(low: int, size: int, step: int, is_float: bool, seed: int) -> None:
+    """So every sample is a point of the grid, whatever the numbers."""
     kind, parts = ("float", 10) if is_float else ("int", 1)
     # as somebody writes them: 0.3
     numbers: list[Any] = [number / parts if is_float else number for number in (low, low + size, step)]
@@ -189,13 +189,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED.items(), ids=[text or "nothing" for text in REFUSED])
-def test_what_cannot_be_is_refused_in_a_line_that_names_it(text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "said"), REFUSED.items(), ids=[text or "empty" for text in REFUSED])
+def test_invalid_space_is_rejected_in_one_line(text: str, said: str) -> None:
     with pytest.raises(UserError, match=rf"^{FILE}: .*{said}") as refused:
         parse(text)
     assert "\n" not in str(refused.value)
 
 
-def test_parameters_are_equal_by_what_they_say() -> None:
+def test_spaces_are_compared_by_value() -> None:
     assert parse("a: {float: [1, 2]}") == Space((Float("a", {}, 1.0, 2.0),))
     assert parse("a: {int: [1, 9], step: 4}") == Space((Int("a", {}, 1, 9, step=4),))

@@ -45,7 +45,7 @@ def parse(values: dict[str, Any], **changes: Any) -> Sweep:
     return sweep_file.parse(merge(values, changes), FILE)
 
 
-def test_a_whole_file() -> None:
+def test_every_key_of_a_file_is_parsed() -> None:
     made = sweep_file.parse(parse_yaml(WHOLE, FILE), FILE)
     assert (made.study, made.job, made.metric, made.direction) == ("digits", "jobs.digits", "accuracy", "maximize")
     assert made.sampler == Sampler("tpe", seed=1)
@@ -60,19 +60,19 @@ def test_a_whole_file() -> None:
     assert made.storage == "postgresql://me:${PASSWORD}@db/optuna"
 
 
-def test_the_least_that_a_file_says() -> None:
+def test_minimal_file_gets_defaults() -> None:
     made = parse(LEAST)
     assert (made.sampler, made.pruner, made.budget) == (Sampler("tpe"), Pruner("none"), Budget())
     assert (made.workers, made.max_retries, made.storage, made.direction) == (1, 2, None, "maximize")
 
 
-def test_a_name_is_short_for_a_sampler_or_pruner() -> None:
+def test_sampler_and_pruner_may_be_given_by_name() -> None:
     made = parse(LEAST, sampler="random", pruner="median")
     assert (made.sampler, made.pruner) == (Sampler("random"), Pruner("median"))
     assert parse(LEAST, sampler="optuna.samplers.QMCSampler").sampler.name == "optuna.samplers.QMCSampler"
 
 
-def test_a_call_changes_what_the_file_says(tmp_path: Path) -> None:
+def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.write_text(WHOLE)
     changes = parse_overrides(["trials=100", "space.lr.float=[0.1, 0.2]", "sampler.seed=5"])
@@ -82,27 +82,27 @@ def test_a_call_changes_what_the_file_says(tmp_path: Path) -> None:
     assert (made.trials, made.sampler.seed) == (100, 5)
 
 
-def test_a_change_of_a_part_keeps_the_name_that_stands_for_the_rest() -> None:
+def test_partial_override_keeps_the_sampler_and_pruner_name() -> None:
     changes = {"sampler": {"seed": 3}, "pruner": {"min_resource": 2}}
     made = sweep_file.parse(sweep_file.laid_over(LEAST | {"sampler": "random", "pruner": "median"}, changes), FILE)
     assert (made.sampler, made.pruner) == (Sampler("random", seed=3), Pruner("median", min_resource=2))
 
 
-class TestWhatAProgramGives:
-    def test_numbers_of_numpy_are_numbers(self) -> None:
+class TestValuesFromAProgram:
+    def test_numpy_numbers_are_accepted(self) -> None:
         assert sweep_file.plain({"trials": np.int64(3), "space": {"x": {"float": [np.float32(0.5), 1]}}}, "here") == {
             "trials": 3,
             "space": {"x": {"float": [0.5, 1]}},
         }
 
-    def test_what_no_file_can_say_is_named(self) -> None:
+    def test_objects_and_functions_are_rejected_with_their_key(self) -> None:
         with pytest.raises(UserError, match=r"^here: trials: .* of type object: use plain values there$"):
             sweep_file.plain({"trials": object()}, "here")
         with pytest.raises(UserError, match=r"^here: space: name the function: 'module:function'"):
             sweep_file.plain({"space": lambda trial: {}}, "here")
 
 
-def test_a_grid_has_as_many_trials_as_points() -> None:
+def test_grid_has_at_most_as_many_trials_as_points() -> None:
     space = {"lr": {"choice": [0.1, 0.2]}, "width": {"int": [1, 3]}}
     without = {key: value for key, value in LEAST.items() if key != "trials"} | {"sampler": "grid", "space": space}
     assert parse(without).trials == 6
@@ -111,7 +111,7 @@ def test_a_grid_has_as_many_trials_as_points() -> None:
 
 
 class TestCommands:
-    def test_a_command_takes_what_it_names(self) -> None:
+    def test_placeholders_are_replaced_by_parameters(self) -> None:
         made = parse(COMMAND)
         assert (made.job, made.command) == (None, ("python", "train.py", "--lr", "{lr}"))
         assert trial_command.words_of(made.command, {"lr": 0.25}) == ("python", "train.py", "--lr", "0.25")
@@ -125,11 +125,11 @@ class TestCommands:
             ({"m": 1}, "python t.py --m 1 --last"),
         ],
     )
-    def test_a_parameter_that_is_not_there_takes_its_option_with_it(self, values: dict[str, Any], words: str) -> None:
+    def test_option_of_an_inactive_parameter_is_dropped(self, values: dict[str, Any], words: str) -> None:
         command = ["python", "t.py", "--lr={lr}", "--m", "{m}", "o:{o}", "--last"]
         assert " ".join(trial_command.words_of(command, values)) == words
 
-    def test_braces_that_are_no_place_stay(self) -> None:
+    def test_braces_that_are_not_placeholders_are_kept(self) -> None:
         words = ["sh", "-c", "echo ${HOME} {} { {1} {lr}"]
         assert trial_command.words_of(words, {"lr": 2})[2] == "echo ${HOME} {} { {1} 2"
         assert parse(LEAST | {"job": {"command": words}}).command == tuple(words)
@@ -144,56 +144,56 @@ def change(**changes: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no study": (without("study"), "'study' has no default and was not given"),
-    "a name that no folder can have": (change(study="a/b"), "run name 'a/b'"),
-    "no metric": (without("metric"), "'metric' has no default"),
-    "an unknown key": (change(trails=3), "unknown key 'trails' (did you mean 'trials'?)"),
-    "no end": (without("trials"), "no stopping condition: add `trials:`"),
-    "no trials": (change(trials=0), "trials 0: expected at least 1"),
-    "no workers": (change(workers=0), "workers 0: expected at least 1"),
-    "a number of trials that is none": (change(trials="many"), "trials='many'"),
-    "a direction that is none": (change(direction="up"), "direction='up'"),
-    "an unknown sampler": (change(sampler="tpee"), "sampler: 'tpee': expected tpe, random"),
-    "an unknown key of the sampler": (change(sampler={"name": "tpe", "sed": 1}), "unknown key 'sampler.sed'"),
-    "a loss that nobody wants": (change(metric="val_loss"), "metric val_loss: add `direction: minimize`; without it"),
-    "an unknown pruner": (
+    "missing study": (without("study"), "'study' has no default and was not given"),
+    "invalid study name": (change(study="a/b"), "run name 'a/b'"),
+    "missing metric": (without("metric"), "'metric' has no default"),
+    "unknown key": (change(trails=3), "unknown key 'trails' (did you mean 'trials'?)"),
+    "no stopping condition": (without("trials"), "no stopping condition: add `trials:`"),
+    "zero trials": (change(trials=0), "trials 0: expected at least 1"),
+    "zero workers": (change(workers=0), "workers 0: expected at least 1"),
+    "trials is not a number": (change(trials="many"), "trials='many'"),
+    "invalid direction": (change(direction="up"), "direction='up'"),
+    "unknown sampler": (change(sampler="tpee"), "sampler: 'tpee': expected tpe, random"),
+    "unknown sampler key": (change(sampler={"name": "tpe", "sed": 1}), "unknown key 'sampler.sed'"),
+    "loss to maximize": (change(metric="val_loss"), "metric val_loss: add `direction: minimize`; without it"),
+    "unknown pruner": (
         change(pruner="medan"),
         "'medan': expected none, median, hyperband, or package.module.Class (d",
     ),
-    "options of a known pruner": (change(pruner={"name": "median", "options": {"a": 1}}), "median has keys of its own"),
-    "hyperband without an end": (change(pruner="hyperband"), "hyperband needs max_resource"),
-    "an end before the beginning": (
+    "options of median pruner": (change(pruner={"name": "median", "options": {"a": 1}}), "median has keys of its own"),
+    "hyperband without max_resource": (change(pruner="hyperband"), "hyperband needs max_resource"),
+    "max_resource below min_resource": (
         change(pruner={"name": "hyperband", "min_resource": 9, "max_resource": 3}),
         "max_resource 3: expected more than min_resource 9",
     ),
-    "progress from 0": (change(pruner={"name": "median", "min_resource": 0}), "progress counts from 1"),
-    "a factor of 1": (
+    "min_resource of 0": (change(pruner={"name": "median", "min_resource": 0}), "progress counts from 1"),
+    "reduction_factor of 1": (
         change(pruner={"name": "hyperband", "max_resource": 9, "reduction_factor": 1}),
         "reduction_factor 1: expected at least 2",
     ),
-    "a database that does not bear workers": (change(storage="sqlite:///a.db"), "storage 'sqlite': expected the URL"),
-    "a database without its URL": (change(storage="secret"), "storage 'secret': expected the URL"),
-    "no time": (change(budget={"hours": 0}), "hours 0.0: expected more than 0"),
-    "an unknown budget": (change(budget={"minutes": 3}), "unknown key 'budget.minutes'"),
-    "an unknown resource": (change(resources={"gpu": 1}), "unknown flag 'gpu'"),
-    "retries below 0": (change(max_retries=-1), "max_retries -1"),
-    "a parameter that is fixed too": (change(fixed={"lr": 1}), "fixed lr: it is also a parameter of the space"),
-    "a space that is none": (change(space={}), "space: expected at least one parameter"),
-    "a wrong range": (change(space={"lr": {"float": [2, 1]}}), "space lr: float [2, 1]"),
-    "a grid of a function": (change(sampler="grid", space="mine:space"), "whose points are unknown"),
-    "a grid without steps": (change(sampler="grid"), "a grid needs to know which values"),
-    "a job that is none": (change(job={"comand": "x"}), "expected a job function, or {command:"),
-    "an empty command": (change(job={"command": ""}), "command: it is empty"),
-    "a place of nothing": (
+    "sqlite": (change(storage="sqlite:///a.db"), "storage 'sqlite': expected the URL"),
+    "storage is not a URL": (change(storage="secret"), "storage 'secret': expected the URL"),
+    "budget of zero hours": (change(budget={"hours": 0}), "hours 0.0: expected more than 0"),
+    "unknown budget key": (change(budget={"minutes": 3}), "unknown key 'budget.minutes'"),
+    "unknown resource": (change(resources={"gpu": 1}), "unknown flag 'gpu'"),
+    "negative max_retries": (change(max_retries=-1), "max_retries -1"),
+    "fixed parameter of the space": (change(fixed={"lr": 1}), "fixed lr: it is also a parameter of the space"),
+    "empty space": (change(space={}), "space: expected at least one parameter"),
+    "reversed range": (change(space={"lr": {"float": [2, 1]}}), "space lr: float [2, 1]"),
+    "grid of a function": (change(sampler="grid", space="mine:space"), "whose points are unknown"),
+    "grid without steps": (change(sampler="grid"), "a grid needs to know which values"),
+    "invalid job": (change(job={"comand": "x"}), "expected a job function, or {command:"),
+    "empty command": (change(job={"command": ""}), "command: it is empty"),
+    "unknown placeholder": (
         change(job={"command": "t --lr {lr} {lrr}"}),
         "{lrr} is not a parameter (did you mean 'lr'?)",
     ),
-    "a parameter without a place": (change(job={"command": "t"}), "lr: the command does not take it: write {lr}"),
+    "parameter without placeholder": (change(job={"command": "t"}), "lr: the command does not take it: write {lr}"),
 }
 
 
 @pytest.mark.parametrize(("given", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_in_a_line_that_names_it(given: dict[str, Any], said: str) -> None:
+def test_invalid_file_is_rejected_in_one_line(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as refused:
         sweep_file.parse(given["values"], FILE)
     told = str(refused.value)
@@ -228,5 +228,5 @@ def test_a_password_in_the_file_is_refused_and_not_repeated(url: str) -> None:
         "mysql://db:3306/optuna?passwd=${PASSWORD}",
     ],
 )
-def test_a_database_without_one_is_taken(url: str) -> None:
+def test_storage_url_without_a_literal_password_is_accepted(url: str) -> None:
     assert parse(LEAST, storage=url).storage == url

@@ -32,14 +32,14 @@ def command_of(tmp_path: Path, target: Target, cluster: str | None = None, **val
     return best_trial.best(folder).command
 
 
-def test_a_function_whose_path_has_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_path_with_spaces_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = command_of(tmp_path, Target(function="my job.py:train"), space={"x": {"choice": [0.5]}})
     words = shlex.split(found)
     assert words[words.index("submit") + 1 :] == ["my job.py:train", *FLAGS, "--config", "s/trials/0/config.yaml"]
 
 
-def test_a_command_with_its_fixed_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_is_filled_with_parameters_and_fixed_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("python", "train.py", "--x", "{x}", "--text", "{text}", "--sizes={sizes}")
     found = command_of(
@@ -53,7 +53,7 @@ def test_a_command_with_its_fixed_values(tmp_path: Path, monkeypatch: pytest.Mon
     assert shlex.split(found)[-len(FLAGS) - 8 :] == [*FLAGS, "--", *told]
 
 
-def test_from_another_folder_it_goes_there_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_from_another_folder_starts_with_cd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project, other = tmp_path / "my project", tmp_path / "other"
     project.mkdir()
     other.mkdir()
@@ -64,7 +64,7 @@ def test_from_another_folder_it_goes_there_first(tmp_path: Path, monkeypatch: py
     assert words[-2:] == ["--config", str(project / "s/trials/0/config.yaml")]
 
 
-def test_a_function_that_was_given_as_an_object(tmp_path: Path) -> None:
+def test_function_object_gives_a_python_call(tmp_path: Path) -> None:
     found = command_of(tmp_path, Target(pickled="train"), space={"x": {"choice": [0.5]}}, fixed={"y": "it's"})
     told = eval(found, {"train": "the function", "submit": lambda *given, **resources: (given, resources)})
     assert told == (
@@ -73,13 +73,13 @@ def test_a_function_that_was_given_as_an_object(tmp_path: Path) -> None:
     )
 
 
-def test_it_runs_on_the_cluster_of_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_names_the_cluster_of_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = command_of(tmp_path, Target(function="job.py:train"), "hpc", space={"x": {"choice": [0.5]}})
     assert shlex.split(found)[-len(FLAGS) - 4 : -2] == ["--cluster", "hpc", *FLAGS]
 
 
-def test_a_function_that_was_given_as_an_object_runs_there_too(tmp_path: Path) -> None:
+def test_python_call_names_the_cluster_of_the_sweep(tmp_path: Path) -> None:
     found = command_of(tmp_path, Target(pickled="train"), "hpc", space={"x": {"choice": [0.5]}})
     told = eval(found, {"train": "the function", "submit": lambda *given, **resources: resources})
     assert told["cluster"] == "hpc"

@@ -57,7 +57,7 @@ def tables(server: Server, made: Sweep) -> int:
     return count
 
 
-def test_a_worker_makes_nothing_in_an_empty_database(postgresql: Server) -> None:
+def test_worker_creates_no_tables_in_an_empty_database(postgresql: Server) -> None:
     own = place(postgresql)
     with pytest.raises(UserError, match=r"^storage '.*': it has no study: `mgpu-slurm sweep` creates it .*$"):
         own.load(own.sweep())
@@ -65,7 +65,7 @@ def test_a_worker_makes_nothing_in_an_empty_database(postgresql: Server) -> None
     assert tables(postgresql, own.create()) > 0
 
 
-def test_tables_of_another_version_are_left_alone(postgresql: Server) -> None:
+def test_creating_a_study_in_tables_of_another_version_is_rejected(postgresql: Server) -> None:
     own = place(postgresql)
     made = own.create()
     postgresql.query(
@@ -78,7 +78,7 @@ def test_tables_of_another_version_are_left_alone(postgresql: Server) -> None:
 
 
 class TestConnections:
-    def test_a_connection_is_kept_for_a_moment_only(self, postgresql: Server) -> None:
+    def test_connection_is_reused_and_soon_closed_when_idle(self, postgresql: Server) -> None:
         own = place(postgresql)
         study = own.load(own.create())
         seen: set[object] = set()
@@ -91,7 +91,7 @@ class TestConnections:
         study._storage.remove_session()
         wait_until(lambda: not connections(postgresql, own), seconds=database.CONNECTION_SECONDS / 2, pause=0.005)
 
-    def test_more_workers_than_a_server_takes_all_come_to_their_turn(self, own_server: Server) -> None:
+    def test_workers_beyond_the_connection_limit_wait_their_turn(self, own_server: Server) -> None:
         own_server.stop()
         own_server.start("max_connections=3", "superuser_reserved_connections=0", "max_wal_senders=0")
         own = place(own_server)
@@ -119,9 +119,9 @@ def taken(own: Place, study: optuna.Study, made: Sweep) -> Trial | None:
                 raise
 
 
-class TestServersThatGoAway:
+class TestServerOutages:
     @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["restart", "crash"])
-    def test_a_worker_waits_for_one_that_comes_back(
+    def test_worker_waits_for_a_server_that_comes_back(
         self,
         own_server: Server,
         how: signal.Signals,
@@ -148,7 +148,7 @@ class TestServersThatGoAway:
         assert study.trials[0].intermediate_values == {1: 1.0, 2: 2.0}
         assert study.trials[0].value == 2.0
 
-    def test_connections_that_break_in_any_call_lose_nothing(self, postgresql: Server) -> None:
+    def test_broken_connections_lose_no_data(self, postgresql: Server) -> None:
         own = place(postgresql)
         made = own.create(trials=4)
         over, broken = threading.Event(), [0]
@@ -185,9 +185,7 @@ class TestServersThatGoAway:
             assert (trial.value, trial.user_attrs, len(trial.params)) == (float(number), {"step": 5}, 2)
             assert trial.intermediate_values == {step: float(step) for step in range(1, 6)}
 
-    def test_a_server_says_that_it_ends_before_the_socket_does(
-        self, postgresql: Server, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_admin_shutdown_during_commit_is_retried(self, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         own = place(postgresql)
         made = own.create()
         trial = own.begin(own.load(made), made)
@@ -204,7 +202,9 @@ class TestServersThatGoAway:
         assert ended
         assert own.load(made).trials[0].intermediate_values == {1: 1.0}
 
-    def test_who_waits_too_long_is_told_in_one_line(self, own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_outage_beyond_the_deadline_is_a_one_line_error(
+        self, own_server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         own = place(own_server)
         made = own.create()
         study = own.load(made)
@@ -217,8 +217,8 @@ class TestServersThatGoAway:
         assert own.begin(study, made).number == 0
 
 
-class TestCommitsWhoseAnswerIsLost:
-    """They arrive, and the worker does not hear of it: nobody can tell that from one that does not arrive."""
+class TestLostCommitReplies:
+    """The commit succeeds but its reply is lost, which a worker cannot tell from a commit that failed."""
 
     @pytest.fixture
     def own(self, postgresql: Server) -> Place:
@@ -251,9 +251,7 @@ class TestCommitsWhoseAnswerIsLost:
         yield losing
         assert not losing.is_set()
 
-    def test_what_is_the_same_twice_is_made_again(
-        self, study: optuna.Study, trial: Trial, lose_next: threading.Event
-    ) -> None:
+    def test_idempotent_change_is_repeated(self, study: optuna.Study, trial: Trial, lose_next: threading.Event) -> None:
         lose_next.set()
         trial.report(1.0, 1)
         lose_next.set()
@@ -264,7 +262,7 @@ class TestCommitsWhoseAnswerIsLost:
         with pytest.raises(optuna.exceptions.UpdateFinishedTrialError):
             study._storage.set_trial_state_values(trial._trial_id, TrialState.COMPLETE, [1.0])
 
-    def test_a_trial_that_may_be_anothers_counts_as_not_taken(
+    def test_trial_that_may_be_another_workers_counts_as_not_taken(
         self, own: Place, made: Sweep, study: optuna.Study, lose_next: threading.Event
     ) -> None:
         studies.queue(study, [{}, {}])
@@ -273,7 +271,7 @@ class TestCommitsWhoseAnswerIsLost:
         assert study._storage.set_trial_state_values(first._trial_id, TrialState.RUNNING) is False
         assert own.begin(study, made).number == 1
 
-    def test_a_trial_that_may_have_begun_is_the_workers_and_is_not_begun_twice(
+    def test_trial_that_may_have_begun_is_claimed_and_not_begun_twice(
         self,
         own: Place,
         made: Sweep,
@@ -297,7 +295,7 @@ class TestCommitsWhoseAnswerIsLost:
         assert [own.begin(study, made).number for _ in range(2)] == [1, 2]
         assert own.take(study, made) is None
 
-    def test_what_would_be_more_the_second_time_is_not_made_again(
+    def test_non_idempotent_change_is_not_repeated(
         self, study: optuna.Study, trial: Trial, lose_next: threading.Event
     ) -> None:
         lose_next.set()
@@ -306,7 +304,7 @@ class TestCommitsWhoseAnswerIsLost:
 
 
 class TestPasswords:
-    def test_any_text_is_one(self, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_password_may_be_any_text(self, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         secret = "p@ss/w:o%rd {}?&#é'\"\\"
         quoted = secret.replace("'", "''")
         postgresql.query(f"CREATE ROLE \"me@lab\" SUPERUSER LOGIN PASSWORD '{quoted}'")
@@ -319,7 +317,7 @@ class TestPasswords:
         made = own.create()
         assert own.begin(own.load(made), made).number == 0
 
-    def test_a_wrong_one_is_told_at_once_and_not_repeated(
+    def test_wrong_password_is_reported_in_one_line_and_not_shown(
         self, postgresql: Server, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         own = place(postgresql)
@@ -332,8 +330,8 @@ class TestPasswords:
         assert "\n" not in str(told.value)
         assert "${WRONG_PASSWORD}" in str(told.value)
 
-    def test_so_is_none_at_all(self, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As of a variable that is set to nothing: the server does not say no, the driver does."""
+    def test_empty_password_is_reported_as_refused(self, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Such as that of an empty variable: not the server but the driver refuses it."""
         own = place(postgresql)
         monkeypatch.setenv("NO_PASSWORD", "")
         monkeypatch.setattr(retry, "SECONDS", 3.0)
@@ -360,7 +358,7 @@ class TestPasswords:
             ("failed: server does not support SSL, but SSL was required", False, True),
         ],
     )
-    def test_who_is_refused_in_any_language_does_not_wait(self, told: str, has_asked: bool, refuses: bool) -> None:
+    def test_refused_login_is_recognized_in_any_language(self, told: str, has_asked: bool, refuses: bool) -> None:
         class Connection:
             used_password = has_asked
 
@@ -368,7 +366,7 @@ class TestPasswords:
         error._pgconn = Connection()  # type: ignore[assignment]
         assert database._is_refusal(error) is refuses
 
-    def test_none_is_in_a_file_or_in_what_ps_shows(
+    def test_password_is_in_no_command_line_and_cwd_stays_empty(
         self, postgresql: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -382,7 +380,7 @@ class TestPasswords:
             except OSError:
                 continue
 
-    def test_a_variable_that_is_not_set_is_named_and_no_other_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unset_variable_is_named_and_other_values_are_not_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("USER_NAME", "somebody")
         monkeypatch.delenv("PASSWORD", raising=False)
         own = Place("postgresql://${USER_NAME}:${PASSWORD}@db/optuna", NOWHERE)
@@ -390,7 +388,7 @@ class TestPasswords:
             own.create()
         assert_silent_about("somebody", refused.value)
 
-    def test_values_that_make_no_url_are_not_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_values_that_do_not_form_a_url_are_not_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PORT", "no-port")
         with pytest.raises(UserError, match="it is not a URL after its variables are replaced") as refused:
             Place("postgresql://db:${PORT}/optuna", NOWHERE).create()
@@ -401,8 +399,8 @@ def assert_silent_about(secret: str, error: BaseException) -> None:
     assert secret not in "".join(traceback.format_exception(error))
 
 
-class TestWhatIsNotThere:
-    def test_a_server_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestUnavailable:
+    def test_unreachable_postgresql_server_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(database, "LOGIN_SECONDS", 0.2)
         begun = time.monotonic()
         # nobody may listen on the first port
@@ -411,34 +409,34 @@ class TestWhatIsNotThere:
         assert time.monotonic() - begun < 5
         assert_silent_about(DATABASE_PASSWORD, told.value)
 
-    def test_a_mysql_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unreachable_mysql_server_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(database, "LOGIN_SECONDS", 0.2)
         for scheme in ("mysql", "mariadb", "mysql+pymysql"):
             with pytest.raises(ClusterError, match=r"the database does not answer: .*Can't connect to MySQL") as told:
                 Place(f"{scheme}://me:${{{VARIABLE}}}@127.0.0.1:1/optuna", NOWHERE).create()
             assert_silent_about(DATABASE_PASSWORD, told.value)
 
-    def test_a_database_that_is_not_there(self, postgresql: Server) -> None:
+    def test_missing_database_is_reported(self, postgresql: Server) -> None:
         with pytest.raises(ClusterError, match=r'the database refused: .*database "nowhere" does not exist'):
             Place(postgresql.url("nowhere"), NOWHERE).create()
 
     @pytest.mark.parametrize(
         ("scheme", "driver", "extra"), [("postgresql", "psycopg", "postgresql"), ("mysql", "pymysql", "mysql")]
     )
-    def test_a_driver_that_is_not_installed(
+    def test_missing_driver_is_reported_with_the_pip_command(
         self, scheme: str, driver: str, extra: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, driver, None)
         with pytest.raises(UserError, match=rf"^storage '.*': .*{driver}.*: pip install 'mgpu-slurm\[{extra}\]'$"):
             Place(f"{scheme}://db/optuna", NOWHERE).create()
 
-    def test_a_driver_that_does_not_exist(self) -> None:
+    def test_unknown_driver_is_rejected(self) -> None:
         with pytest.raises(UserError, match=r"unknown driver: remove what follows the \+"):
             Place("postgresql+nothing://db/optuna", NOWHERE).create()
 
 
-def test_the_ground_of_these_tests(postgresql: Server) -> None:
-    """Writes reach the disk, nobody gets in without a password, and not as root."""
+def test_server_has_fsync_passwords_and_a_private_folder(postgresql: Server) -> None:
+    """Writes reach the disk, a wrong password is refused, and others cannot read the folder."""
     assert postgresql.query("SHOW fsync") == [("on",)]
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         psycopg.connect(host=str(postgresql.folder), user="postgres", password="no", dbname="postgres")

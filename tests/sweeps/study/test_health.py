@@ -26,7 +26,7 @@ from tests.sweeps.sweeps import begin, finish, kill, leave, make, states, study_
 
 
 class TestCommonFailures:
-    def test_the_same_error_in_the_first_five_trials_of_all_workers_ends_the_sweep(self, tmp_path: Path) -> None:
+    def test_same_error_in_the_first_five_trials_ends_the_sweep(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         parts = [worker(folder, number) for number in range(2)]
         for part in parts * 2:
@@ -40,7 +40,7 @@ class TestCommonFailures:
         order = leave(parts[1])
         assert (order.exit_code, order.reason) == (1, said)
 
-    def test_so_does_a_metric_that_none_of_them_has(self, tmp_path: Path) -> None:
+    def test_metric_missing_in_the_first_five_trials_ends_the_sweep(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9, pruner={"name": "median"})
         part = worker(folder, 0)
         for number in range(5):
@@ -53,7 +53,7 @@ class TestCommonFailures:
             assert files.read_json(folder.of_trial(number).failure)["message"] == said
         assert str(ended.value) == f"the first 5 trials all failed with the same error: {said}"  # type: ignore[union-attr]
 
-    def test_different_ones_or_one_success_do_not(self, tmp_path: Path) -> None:
+    def test_different_errors_or_one_success_do_not_end_the_sweep(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         part = worker(folder, 0)
         for reason in ("ValueError: a", "ValueError: b", "ValueError: b"):
@@ -68,8 +68,8 @@ class TestCommonFailures:
             part.fail("ValueError: 1")
         assert states(folder)[:4] == ["COMPLETE", "FAIL", "FAIL", "FAIL"]
 
-    def test_not_where_a_trial_goes_well(self, tmp_path: Path) -> None:
-        """One worker may have a broken node."""
+    def test_third_failure_is_retried_elsewhere_if_another_trial_goes_well(self, tmp_path: Path) -> None:
+        """The node of the failing worker may be broken."""
         folder = make(tmp_path, trials=9)
         well, broken = worker(folder, 0), worker(folder, 1)
         begin(well)
@@ -82,8 +82,8 @@ class TestCommonFailures:
         assert states(folder) == ["COMPLETE", "FAIL", "FAIL", "WAITING"]
 
     @pytest.mark.usefixtures("no_pause")
-    def test_five_end_no_sweep_while_one_that_began_before_is_silent(self, tmp_path: Path) -> None:
-        """It may do well, and the others sit on a broken node."""
+    def test_five_failures_do_not_end_the_sweep_while_an_earlier_trial_runs(self, tmp_path: Path) -> None:
+        """It may go well, and the others may be on a broken node."""
         folder = make(tmp_path, trials=9)
         silent, broken = worker(folder, 0), worker(folder, 1)
         begin(silent)
@@ -96,7 +96,7 @@ class TestCommonFailures:
             silent.fail("OSError: no GPU")
 
     @pytest.mark.parametrize("max_retries", [0, 1])
-    def test_so_do_the_first_trials_when_each_was_lost_too_often(self, tmp_path: Path, max_retries: int) -> None:
+    def test_first_trials_all_lost_too_often_end_the_sweep(self, tmp_path: Path, max_retries: int) -> None:
         folder = make(tmp_path, trials=2, max_retries=max_retries)
         part = worker(folder, 0)
         ended = []
@@ -114,7 +114,7 @@ class TestCommonFailures:
         assert (states(folder), part.ended) == (["FAIL", "FAIL"], 2)
 
     @pytest.mark.parametrize("max_retries", [0, 1])
-    def test_so_does_a_trial_that_costs_the_worker_each_attempt(self, tmp_path: Path, max_retries: int) -> None:
+    def test_only_trial_that_kills_every_attempt_ends_the_sweep(self, tmp_path: Path, max_retries: int) -> None:
         folder = make(tmp_path, trials=1, max_retries=max_retries)
         for attempt in range(1, max_retries + 1):
             begin(worker(folder, 0, attempt))
@@ -124,7 +124,7 @@ class TestCommonFailures:
         with pytest.raises(SweepFailed, match="the only trial failed: its worker died"):
             worker(folder, 0, max_retries + 2).settle()
 
-    def test_the_only_trial_is_enough(self, tmp_path: Path) -> None:
+    def test_failure_of_the_only_trial_ends_the_sweep(self, tmp_path: Path) -> None:
         part = worker(make(tmp_path, trials=1, workers=1), 0)
         begin(part)
         with pytest.raises(SweepFailed, match="the only trial failed: KeyError: 'a'"):
@@ -156,10 +156,10 @@ def shown(folder: RunFolder) -> list[str]:
 
 
 @pytest.mark.usefixtures("no_pause")
-class TestWaitingForNews:
-    """Of the others, where all that a worker has had failed with the same error: its node may be broken."""
+class TestWaitingForOtherWorkers:
+    """If all trials of a worker failed with the same error, its node may be broken."""
 
-    def test_of_their_first_trials(self, tmp_path: Path) -> None:
+    def test_worker_waits_for_the_first_trials_of_others(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         silent, broken = worker(folder, 0), worker(folder, 1)
         begin(silent)
@@ -172,7 +172,7 @@ class TestWaitingForNews:
         assert begin(broken).number == 3
         assert records.read_state(folder.of_task(1)).reason == ""
 
-    def test_of_one_that_has_its_nodes_and_no_trial_yet(self, tmp_path: Path) -> None:
+    def test_worker_waits_for_a_worker_that_has_no_trial_yet(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=3)
         broken, starting = worker(folder, 1), worker(folder, 0)
         fail(broken, 2)
@@ -182,7 +182,7 @@ class TestWaitingForNews:
             starting.fail("OSError: no GPU")
         assert leave(broken).exit_code == 1
 
-    def test_of_one_that_failed_here_and_is_tried_elsewhere(self, tmp_path: Path) -> None:
+    def test_worker_waits_for_its_failed_trial_to_be_tried_elsewhere(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         well, broken = worker(folder, 0), worker(folder, 1)
         do_well(well, broken)
@@ -196,7 +196,7 @@ class TestWaitingForNews:
         assert begin(broken).number == 6
         assert states(folder)[3:] == ["FAIL", "FAIL", "FAIL", "RUNNING"]
 
-    def test_is_not_of_the_dead(self, tmp_path: Path) -> None:
+    def test_worker_does_not_wait_for_a_dead_worker(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=4)
         dead, broken = worker(folder, 0), worker(folder, 1)
         begin(dead)
@@ -209,14 +209,14 @@ class TestWaitingForNews:
         assert broken.next(Stop.NO) is None
         assert begin(broken).number == 0
 
-    def test_is_not_for_nothing(self, tmp_path: Path) -> None:
+    def test_worker_leaves_instead_of_waiting_if_no_trial_is_left(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=3)
         begin(worker(folder, 0))
         broken = worker(folder, 1)
         fail(broken, 2)
         assert leave(broken).reason == "no trial is left to start"
 
-    def test_takes_no_longer_than_it_may(self, tmp_path: Path) -> None:
+    def test_waiting_ends_after_its_limit(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         begin(worker(folder, 0))
         broken = worker(folder, 1)
@@ -226,8 +226,8 @@ class TestWaitingForNews:
             broken._health._waits_until = 0.0
             fail(broken)
 
-    def test_is_no_time_for_a_trial(self, tmp_path: Path) -> None:
-        """One that begins late in the time limit had not all of it."""
+    def test_trial_begun_after_waiting_is_not_failed_for_lack_of_time(self, tmp_path: Path) -> None:
+        """A trial that begins late did not have the whole time limit."""
         folder = make(tmp_path, trials=9, max_retries=0)
         silent = worker(folder, 0)
         begin(silent)
@@ -241,10 +241,10 @@ class TestWaitingForNews:
 
 
 @pytest.mark.usefixtures("no_pause")
-class TestABrokenNode:
-    """Whether a node is broken shows when the same parameters do well on another."""
+class TestBrokenNode:
+    """A node is known to be broken once the same parameters run well on another."""
 
-    def test_its_worker_leaves_the_rest_to_those_who_do_well(self, tmp_path: Path) -> None:
+    def test_worker_leaves_once_its_failed_trial_runs_well_elsewhere(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=4)
         well = [worker(folder, number) for number in range(3)]
         broken = worker(folder, 3)
@@ -267,7 +267,7 @@ class TestABrokenNode:
         assert (studies.OVER in notes, notes[f"{samplers.INNOCENT}3"]) == (False, [4, 5])
         assert study_of(folder).trials[6].state.name == "COMPLETE"
 
-    def test_what_it_reported_before_it_failed_is_no_news(self, tmp_path: Path) -> None:
+    def test_retry_elsewhere_must_get_past_already_reported_progress(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=2)
         well, broken = worker(folder, 0), worker(folder, 1)
         do_well(well)
@@ -283,7 +283,7 @@ class TestABrokenNode:
         with pytest.raises(BrokenWorker):
             broken.next(Stop.NO)
 
-    def test_one_whose_trial_comes_to_no_number_elsewhere_stays(self, tmp_path: Path) -> None:
+    def test_worker_stays_if_its_failed_trial_becomes_nan_elsewhere(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=2)
         other, unlucky = worker(folder, 0), worker(folder, 1)
         do_well(other)
@@ -293,7 +293,7 @@ class TestABrokenNode:
         other.prune("score is nan", 1)
         assert begin(unlucky).number == 4
 
-    def test_what_failed_on_it_teaches_nothing_unless_the_trial_fails_elsewhere_after_all(self, tmp_path: Path) -> None:
+    def test_sampler_ignores_its_failures_unless_the_trial_fails_elsewhere(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=2, sampler={"name": "tpe"})
         well, broken = worker(folder, 0), worker(folder, 1)
         do_well(well)
@@ -307,7 +307,7 @@ class TestABrokenNode:
         well.fail("OSError: no GPU")
         assert shown(folder) == ["COMPLETE", "PRUNED", "PRUNED", "PRUNED"]
 
-    def test_each_time_that_a_trial_has_failed_elsewhere_too_it_takes_twice_as_many(self, tmp_path: Path) -> None:
+    def test_each_failure_elsewhere_doubles_the_failures_needed_to_wait(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=30, workers=2)
         other, unlucky = worker(folder, 0), worker(folder, 1)
         do_well(other)
@@ -319,7 +319,7 @@ class TestABrokenNode:
         # one of each was tried twice, and has failed once
         assert states(folder).count("FAIL") == 9
 
-    def test_what_failed_on_other_nodes_does_not_count(self, tmp_path: Path) -> None:
+    def test_failures_on_previous_nodes_do_not_count(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=20, workers=4)
         well, broken = [worker(folder, number) for number in range(3)], worker(folder, 3)
         do_well(*well)
@@ -329,8 +329,8 @@ class TestABrokenNode:
         fail(moved)
         do_well(moved)
 
-    def test_nobody_leaves_for_parameters_that_fail_everywhere(self, tmp_path: Path) -> None:
-        """As half of a space, or the last part of a grid."""
+    def test_no_worker_leaves_for_parameters_that_fail_everywhere(self, tmp_path: Path) -> None:
+        """Such as half of a space, or the last part of a grid."""
         folder = make(tmp_path, trials=80, sampler={"name": "random", "seed": 7})
         parts, done = [worker(folder, number) for number in range(2)], 0
         while done < len(parts):
@@ -346,7 +346,7 @@ class TestABrokenNode:
         assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
         assert any(samplers.DOUBT in trial.system_attrs for trial in trials)
 
-    def test_nobody_leaves_or_waits_where_no_other_is_there(self, tmp_path: Path) -> None:
+    def test_only_remaining_worker_neither_leaves_nor_waits(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=30)
         alone, other = worker(folder, 0), worker(folder, 1)
         do_well(alone, other)
@@ -354,7 +354,7 @@ class TestABrokenNode:
         fail(alone, 12)
         do_well(alone)
 
-    def test_one_that_nobody_tries_is_tried_here_again(self, tmp_path: Path) -> None:
+    def test_failed_trial_is_retried_here_if_the_other_worker_leaves(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=30)
         alone, other = worker(folder, 0), worker(folder, 1)
         do_well(alone, other)
@@ -366,7 +366,7 @@ class TestABrokenNode:
         do_well(alone)
         assert states(folder)[2:] == ["FAIL", "FAIL", "FAIL", "COMPLETE"]
 
-    def test_ranks_that_start_again_after_an_error_leave_the_trial_to_others_too(self, tmp_path: Path) -> None:
+    def test_restarted_ranks_also_leave_the_failed_trial_to_others(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=30)
         well, broken = worker(folder, 0), worker(folder, 1)
         do_well(well)
@@ -382,8 +382,8 @@ class TestABrokenNode:
         with pytest.raises(BrokenWorker, match="trial 3 failed here"):
             again.next(Stop.NO)
 
-    def test_a_trial_that_was_only_lost_ends_no_sweep(self, tmp_path: Path) -> None:
-        """Also where the two before it failed with the same error, and one that may do well was given back."""
+    def test_lost_trial_does_not_end_the_sweep(self, tmp_path: Path) -> None:
+        """Even if the two before it failed with the same error and one that may go well was given back."""
         folder = make(tmp_path, trials=9)
         preempted, part = worker(folder, 0), worker(folder, 1)
         begin(preempted)
@@ -396,8 +396,8 @@ class TestABrokenNode:
         assert states(folder) == ["COMPLETE", "FAIL", "FAIL"]
 
 
-class TestGivingUp:
-    def test_one_that_is_at_its_end_is_not_given_up_any_more(self, tmp_path: Path) -> None:
+class TestPruning:
+    def test_trial_at_max_resource_is_not_pruned(self, tmp_path: Path) -> None:
         folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1, "max_resource": 3})
         part = worker(folder, 0)
         begin(part)
@@ -408,7 +408,7 @@ class TestGivingUp:
         assert part.report(2, {"score": 0.1}) == WORSE
         assert part.report(3, {"score": 0.1}) is None
 
-    def test_a_sweep_of_which_nothing_came_has_failed(self, tmp_path: Path) -> None:
+    def test_sweep_with_only_pruned_trials_has_failed(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=1, workers=1)
         part = worker(folder, 0)
         begin(part)
@@ -419,27 +419,27 @@ class TestGivingUp:
         assert sweep_state.reason(workers, told, "FAILED") == "1 of 1 trial, and all of them were pruned: score is nan"
 
 
-class TestSpacesByAFunction:
+class TestSpaceFunctions:
     def chosen(self, tmp_path: Path, body: str) -> RunFolder:
         folder = make(tmp_path, space="choices.py:choose")
         folder.code.mkdir()
         (folder.code / "choices.py").write_text(f"import optuna\n\ndef choose(trial):\n    {body}\n")
         return folder
 
-    def test_one_that_fails_alike_for_the_first_trials_ends_the_sweep_with_its_error(self, tmp_path: Path) -> None:
+    def test_function_that_fails_for_the_first_trials_ends_the_sweep(self, tmp_path: Path) -> None:
         folder = self.chosen(tmp_path, "return [1]")
         said = r"the first 4 trials all failed with the same error: space: UserError: choices.py:choose has returned"
         with pytest.raises(SweepFailed, match=said):
             begin(worker(folder, 0))
         assert states(folder) == ["FAIL"] * 4
 
-    def test_one_that_fails_for_a_trial_costs_that_trial_alone(self, tmp_path: Path) -> None:
+    def test_function_that_fails_for_one_trial_fails_only_that_trial(self, tmp_path: Path) -> None:
         folder = self.chosen(tmp_path, "return {'x': 1 // trial.number}")
         assert begin(worker(folder, 0)).number == 1
         assert states(folder) == ["FAIL", "RUNNING"]
         assert files.read_json(folder.of_trial(0).failure)["message"].startswith("space: ZeroDivisionError: ")
 
-    def test_a_combination_that_it_will_have_none_of_is_pruned(self, tmp_path: Path) -> None:
+    def test_function_can_prune_a_combination(self, tmp_path: Path) -> None:
         folder = self.chosen(tmp_path, "if not trial.number: raise optuna.TrialPruned\n    return {'x': 1}")
         assert begin(worker(folder, 0)).values == {"x": 1}
         assert states(folder) == ["PRUNED", "RUNNING"]

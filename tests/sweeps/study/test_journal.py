@@ -52,7 +52,7 @@ def in_children(count: int, does: Callable[[int], None]) -> list[int | None]:
     return [child.exitcode for child in children]
 
 
-def test_what_is_appended_is_read_once_and_in_order(path: Path) -> None:
+def test_appended_records_are_read_once_and_in_order(path: Path) -> None:
     one, other = JournalFile(path), JournalFile(path)
     one.append_logs([{"n": 0}, {"n": 1}])
     assert list(other.read_logs(0)) == [{"n": 0}, {"n": 1}]
@@ -64,7 +64,7 @@ def test_what_is_appended_is_read_once_and_in_order(path: Path) -> None:
     assert list(one.read_logs(0)) == [{"n": 0}, {"n": 1}, {"n": 2}]
 
 
-def test_records_that_belong_together_wait_for_the_disk_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_records_are_synced_to_disk_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     one, other = JournalFile(path), JournalFile(path)
@@ -78,7 +78,7 @@ def test_records_that_belong_together_wait_for_the_disk_once(path: Path, monkeyp
     assert synced == [whole, path.stat().st_size]
 
 
-def test_many_writers_lose_nothing_and_tear_nothing(path: Path) -> None:
+def test_concurrent_writers_lose_and_tear_no_record(path: Path) -> None:
     def write(child: int) -> None:
         own = JournalFile(path)
         for number in range(40):
@@ -90,9 +90,9 @@ def test_many_writers_lose_nothing_and_tear_nothing(path: Path) -> None:
         assert [record["number"] for record in found if record["child"] == child] == list(range(40))
 
 
-class TestWritersThatDie:
+class TestKilledWriters:
     @pytest.mark.parametrize("torn", [b'{"n":', b"\0" * 70_000, b'{"n":7}'], ids=["half", "zeros", "no line break"])
-    def test_a_torn_line_is_nothing_and_is_cut_off_by_the_next_writer(self, path: Path, torn: bytes) -> None:
+    def test_torn_line_is_skipped_and_cut_off_by_the_next_writer(self, path: Path, torn: bytes) -> None:
         own = JournalFile(path)
         own.append_logs([{"n": 0}])
         with path.open("ab") as file:
@@ -102,12 +102,12 @@ class TestWritersThatDie:
         assert list(own.read_logs(1)) == [{"n": 1}]
         assert path.read_bytes() == b'{"n":0}\n{"n":1}\n'
 
-    def test_also_where_it_is_the_first_line(self, path: Path) -> None:
+    def test_torn_first_line_is_cut_off_by_the_next_writer(self, path: Path) -> None:
         path.write_bytes(b'{"n"')
         JournalFile(path).append_logs([{"n": 1}])
         assert path.read_bytes() == b'{"n":1}\n'
 
-    def test_who_is_killed_with_the_lock_keeps_nobody_waiting(self, path: Path, tmp_path: Path) -> None:
+    def test_lock_of_a_killed_writer_is_released(self, path: Path, tmp_path: Path) -> None:
         def hold(_: int) -> None:
             with locked(path.with_name(f"{path.name}.lock")):
                 (tmp_path / "held").touch()
@@ -123,9 +123,7 @@ class TestWritersThatDie:
         writer.join(20)
         assert (writer.exitcode, records(path)) == (0, [{"n": 1}])
 
-    def test_killed_at_any_moment_they_leave_all_that_they_were_told_is_written(
-        self, path: Path, tmp_path: Path
-    ) -> None:
+    def test_killed_writers_lose_no_acknowledged_record(self, path: Path, tmp_path: Path) -> None:
         told = FORK.Array("i", 6, lock=False)
 
         def write(child: int) -> None:
@@ -152,7 +150,7 @@ class TestWritersThatDie:
             assert len(written) >= told[child] > 0
 
 
-def test_what_a_full_disk_does_not_take_is_taken_back(path: Path) -> None:
+def test_record_cut_short_by_a_full_disk_is_rolled_back(path: Path) -> None:
     # who makes it does not wait until there is room
     own = JournalFile(path, is_new=True)
     own.append_logs([{"n": 0}])
@@ -172,8 +170,10 @@ def test_what_a_full_disk_does_not_take_is_taken_back(path: Path) -> None:
     assert list(own.read_logs(0)) == [{"n": 0}, {"n": 1}]
 
 
-class TestFileSystemsThatAreAway:
-    def test_one_that_comes_back_is_waited_for_and_told(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestUnavailableFileSystem:
+    def test_reader_waits_with_a_message_until_the_journal_is_back(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(retry, "SLOW_SECONDS", 0.0)
         own, away, found = JournalFile(path), path.with_name("away"), []
         own.append_logs([{"n": 0}])
@@ -188,7 +188,7 @@ class TestFileSystemsThatAreAway:
         reader.join(20)
         assert found == [{"n": 0}]
 
-    def test_one_that_does_not_is_an_error_and_no_other_journal(
+    def test_missing_journal_is_an_error_and_is_not_created_again(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(retry, "SECONDS", 0.0)
@@ -202,7 +202,7 @@ class TestFileSystemsThatAreAway:
 
 
 @pytest.mark.parametrize("line", [b"not json\n", b"[1]\n", b"\xff\xfe\n"])
-def test_a_damaged_line_in_the_middle_is_named_each_time(path: Path, line: bytes) -> None:
+def test_damaged_line_is_reported_on_each_read(path: Path, line: bytes) -> None:
     path.write_bytes(b'{"n":0}\n' + line + b'{"n":2}\n')
     own = JournalFile(path)
     for _ in range(2):
@@ -216,11 +216,9 @@ def test_a_damaged_line_in_the_middle_is_named_each_time(path: Path, line: bytes
         ('{"op_code":4,"worker_id":"w","study_id":0}', "Optuna cannot read it: KeyError: 'datetime_start'"),
         ('{"op_code":4,"op_code":8,"worker_id":"w","trial_id":0,"user_attr":{"a":1}}', "it has a key twice"),
     ],
-    ids=["without a name", "made of two"],
+    ids=["missing key", "duplicate key"],
 )
-def test_a_record_that_optuna_cannot_read_is_named_each_time_and_nothing_behind_it_is_read(
-    path: Path, record: str, why: str
-) -> None:
+def test_record_that_optuna_cannot_read_is_reported_on_each_read(path: Path, record: str, why: str) -> None:
     reader, writer = Journal(JournalFile(path)), Journal(JournalFile(path))
     study = optuna.create_study(storage=reader, study_name="digits")
     place = path.stat().st_size
@@ -236,7 +234,7 @@ def test_a_record_that_optuna_cannot_read_is_named_each_time_and_nothing_behind_
             writer.get_all_studies()
 
 
-def test_errors_of_a_whole_journal_are_optunas_own(path: Path) -> None:
+def test_errors_with_an_intact_journal_are_optunas_own(path: Path) -> None:
     storage = Journal(JournalFile(path))
     optuna.create_study(storage=storage, study_name="digits")
     with pytest.raises(optuna.exceptions.DuplicatedStudyError):
@@ -246,13 +244,13 @@ def test_errors_of_a_whole_journal_are_optunas_own(path: Path) -> None:
             storage.set_trial_user_attr(7, "a", 1)
 
 
-def test_names_that_json_cannot_tell_apart_are_no_damage(path: Path) -> None:
+def test_keys_that_are_equal_in_json_are_not_damage(path: Path) -> None:
     study = optuna.create_study(storage=Journal(JournalFile(path)), study_name="digits")
     study.set_user_attr("a", {1: "x", "1": "y"})
     assert optuna.load_study(storage=Journal(JournalFile(path)), study_name="digits").user_attrs == {"a": {"1": "y"}}
 
 
-def test_who_waits_long_for_the_lock_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_wait_for_the_lock_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "SLOW_LOCK_SECONDS", 0.05)
     own = JournalFile(path)
     with open(f"{path}.lock", "w") as lock, stderr_as(path.with_name("stderr")) as stderr:
@@ -265,7 +263,7 @@ def test_who_waits_long_for_the_lock_says_so(path: Path, monkeypatch: pytest.Mon
 
 
 @given(some.lists(some.dictionaries(some.text(), some.floats(allow_nan=True) | some.text() | some.none()), max_size=9))
-def test_any_record_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, made: list[dict[str, Any]]) -> None:
+def test_any_record_round_trips(tmp_path_factory: pytest.TempPathFactory, made: list[dict[str, Any]]) -> None:
     own = JournalFile(tmp_path_factory.mktemp("any") / "study.journal", is_new=True)
     for record in made:
         own.append_logs([record])
@@ -273,7 +271,7 @@ def test_any_record_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactor
     assert json.dumps(list(own.read_logs(0))) == json.dumps(made)
 
 
-def test_optuna_and_its_own_backend_read_the_same_study(path: Path) -> None:
+def test_optunas_own_backend_reads_the_same_study(path: Path) -> None:
     study = optuna.create_study(storage=JournalStorage(JournalFile(path)), study_name="digits", direction="maximize")
 
     def objective(trial: optuna.Trial) -> float:

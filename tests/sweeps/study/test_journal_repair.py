@@ -67,7 +67,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_one_damaged_line_anywhere_costs_no_more_than_its_record(folder: RunFolder, content: bytes, how: str) -> None:
+def test_damaged_line_loses_only_its_own_record(folder: RunFolder, content: bytes, how: str) -> None:
     before = trials_of(folder.journal)
     lines = content.split(b"\n")[:-1]
     for place in range(len(lines)):
@@ -103,9 +103,7 @@ Changes = Callable[[dict[str, Any]], Iterator[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("changes", [with_one_name_less, with_another_operation, with_another_value])
-def test_one_record_that_optuna_cannot_read_costs_no_more_than_itself(
-    folder: RunFolder, content: bytes, changes: Changes
-) -> None:
+def test_record_that_optuna_cannot_read_loses_only_itself(folder: RunFolder, content: bytes, changes: Changes) -> None:
     before = trials_of(folder.journal)
     lines = content.split(b"\n")[:-1]
     named = 0
@@ -129,7 +127,7 @@ def test_one_record_that_optuna_cannot_read_costs_no_more_than_itself(
     assert named >= len(lines)
 
 
-def test_two_records_that_became_one_cost_no_more_than_themselves(folder: RunFolder, content: bytes) -> None:
+def test_two_merged_records_lose_only_themselves(folder: RunFolder, content: bytes) -> None:
     before = trials_of(folder.journal)
     places = [place for place in range(len(content)) if content.startswith(b"}\n{", place)]
     for place in places:
@@ -143,7 +141,7 @@ def test_two_records_that_became_one_cost_no_more_than_themselves(folder: RunFol
     assert len(places) == content.count(b"\n") - 1
 
 
-def test_a_repaired_journal_is_not_damaged(folder: RunFolder, content: bytes) -> None:
+def test_repaired_journal_is_not_damaged(folder: RunFolder, content: bytes) -> None:
     lines = content.split(b"\n")[:-1]
     created = [place for place, line in enumerate(lines) if json.loads(line)["op_code"] == 4]
     lines[0] = lines[created[1]] = b""
@@ -154,7 +152,7 @@ def test_a_repaired_journal_is_not_damaged(folder: RunFolder, content: bytes) ->
     assert repair(folder)[0].endswith("study.journal is not damaged: nothing was written")
 
 
-def test_two_places_keep_what_is_certain(folder: RunFolder, content: bytes) -> None:
+def test_two_damaged_lines_do_not_mix_up_trials(folder: RunFolder, content: bytes) -> None:
     before = trials_of(folder.journal)
     lines = content.split(b"\n")[:-1]
     for first in range(len(lines)):
@@ -166,13 +164,13 @@ def test_two_places_keep_what_is_certain(folder: RunFolder, content: bytes) -> N
             check_each_has_its_own(found, before)
 
 
-def test_two_records_on_one_line_are_no_damage_to_them(folder: RunFolder, content: bytes) -> None:
+def test_two_records_on_one_line_are_both_kept(folder: RunFolder, content: bytes) -> None:
     before = trials_of(folder.journal)
     found = repaired(folder, content.replace(b"}\n{", b"}{", 3))
     assert found == before
 
 
-def test_the_error_names_the_command_and_the_repaired_journal_works(folder: RunFolder, content: bytes) -> None:
+def test_error_names_the_repair_command_and_its_result_works(folder: RunFolder, content: bytes) -> None:
     lines = content.split(b"\n")[:-1]
     created = [place for place, line in enumerate(lines) if json.loads(line)["op_code"] == 4]
     lines[created[1]] = bytes(80)
@@ -186,7 +184,7 @@ def test_the_error_names_the_command_and_the_repaired_journal_works(folder: RunF
     assert begin(worker(folder, 1)).number == 4
 
 
-def test_what_is_whole_is_not_written_again(folder: RunFolder, tmp_path: Path) -> None:
+def test_intact_journal_is_not_rewritten(folder: RunFolder, tmp_path: Path) -> None:
     (told,) = repair(folder)
     assert told.endswith("study.journal is not damaged: nothing was written")
     assert not folder.journal.with_name("study.journal.repaired").exists()

@@ -35,7 +35,7 @@ def losses(folder: RunFolder, number: int) -> int:
     return len(study_of(folder).trials[number].system_attrs.get(studies.LOSSES, []))
 
 
-def test_who_lives_keeps_its_trial(tmp_path: Path) -> None:
+def test_live_worker_keeps_its_trial(tmp_path: Path) -> None:
     folder = make(tmp_path)
     begin(worker(folder, 0))
     assert recover(folder) == []
@@ -45,7 +45,7 @@ def test_who_lives_keeps_its_trial(tmp_path: Path) -> None:
     assert states(folder)[0] == "RUNNING"
 
 
-def test_of_one_that_nobody_saw_end_the_trial_waits_again(tmp_path: Path) -> None:
+def test_trial_of_a_vanished_worker_waits_again(tmp_path: Path) -> None:
     folder = make(tmp_path)
     begin(worker(folder, 0))
     kill(folder, 0)
@@ -58,7 +58,7 @@ def test_of_one_that_nobody_saw_end_the_trial_waits_again(tmp_path: Path) -> Non
     assert studies.claims(study_of(folder).trials[0]) == {}
 
 
-def test_one_that_has_come_back_does_not_speak_for_its_attempt_before(tmp_path: Path) -> None:
+def test_restarted_worker_does_not_keep_the_trial_of_its_previous_attempt(tmp_path: Path) -> None:
     folder = make(tmp_path)
     begin(worker(folder, 0))
     records.record_event(folder.of_task(0), "ended", attempt=1, trial=None, message="rank 1 was killed by SIGKILL")
@@ -67,7 +67,7 @@ def test_one_that_has_come_back_does_not_speak_for_its_attempt_before(tmp_path: 
     assert lost(folder, 0) == ["its ranks died: rank 1 was killed by SIGKILL (1 of 3 times)"]
 
 
-def test_an_error_of_its_own_code_would_come_again(tmp_path: Path) -> None:
+def test_trial_that_failed_with_its_own_error_is_not_retried(tmp_path: Path) -> None:
     folder = make(tmp_path)
     begin(worker(folder, 0))
     facts = {"trial": 0, "error": "ValueError", "message": "boom\nand more"}
@@ -78,7 +78,7 @@ def test_an_error_of_its_own_code_would_come_again(tmp_path: Path) -> None:
     assert files.read_json(folder.of_trial(0).failure)["message"] == "ValueError: boom"
 
 
-def test_one_that_costs_worker_after_worker_is_given_up(tmp_path: Path) -> None:
+def test_trial_that_kills_too_many_workers_fails(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=1)
     for attempt in (1, 2):
         begin(worker(folder, 0, attempt))
@@ -91,7 +91,7 @@ def test_one_that_costs_worker_after_worker_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_retries", [0, 1])
-def test_one_whose_worker_died_before_the_trial_had_a_folder_is_released_too(tmp_path: Path, max_retries: int) -> None:
+def test_trial_of_a_dead_worker_is_recovered_without_a_folder(tmp_path: Path, max_retries: int) -> None:
     folder = make(tmp_path, trials=1)
     begin(worker(folder, 0))
     kill(folder, 0)
@@ -104,15 +104,15 @@ def test_one_whose_worker_died_before_the_trial_had_a_folder_is_released_too(tmp
 
 
 @pytest.mark.parametrize("state", ["PENDING", "REQUEUED", "PREEMPTED", "TIMEOUT", "CANCELLED", "COMPLETED"])
-def test_a_worker_that_is_not_at_work_has_no_trial(tmp_path: Path, state: str) -> None:
+def test_trial_of_a_worker_that_is_not_running_is_recovered(tmp_path: Path, state: str) -> None:
     folder = make(tmp_path)
     begin(worker(folder, 0))
     records.update_state(folder.of_task(0), state=state)
     assert recover(folder) == [0]
 
 
-def test_a_trial_without_a_worker_is_found_too_and_counts_as_given_back(tmp_path: Path) -> None:
-    """Its worker died while it gave it back."""
+def test_running_trial_without_a_worker_counts_as_given_back(tmp_path: Path) -> None:
+    """Its worker died while giving it back."""
     folder = make(tmp_path)
     begin(worker(folder, 0))
     study = study_of(folder)
@@ -121,7 +121,7 @@ def test_a_trial_without_a_worker_is_found_too_and_counts_as_given_back(tmp_path
     assert (states(folder)[0], losses(folder, 0), lost(folder, 0)) == ("WAITING", 0, [])
 
 
-def test_who_dies_over_a_release_does_not_make_it_count_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_recovery_counts_the_loss_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make(tmp_path)
     begin(worker(folder, 0))
     kill(folder, 0)
@@ -138,7 +138,7 @@ def die(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_of_many_who_look_at_once_one_does_it(tmp_path: Path) -> None:
+def test_concurrent_recoveries_release_the_trial_once(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=3)
     first = worker(folder, 0)
     begin(first)

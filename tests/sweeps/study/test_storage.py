@@ -112,7 +112,7 @@ def take_all(place: Place, made: Sweep, worker: int, together: Barrier, taken: A
             taken[trial.number] += 1
 
 
-def test_workers_that_start_together_share_out_every_trial(place: Place) -> None:
+def test_concurrent_workers_take_each_trial_once(place: Place) -> None:
     made = place.create(trials=24, sampler="random")
     together, taken = FORKS.Barrier(8), FORKS.Array("i", 32)
     in_processes(take_all, [(place, made, worker, together, taken) for worker in range(8)])
@@ -139,7 +139,7 @@ def take_one_in_each_round(place: Place, made: Sweep, worker: int, together: Bar
         together.wait()
 
 
-def test_no_more_begin_at_once_than_there_may_be_also_where_it_is_raised_in_between(place: Place) -> None:
+def test_concurrent_workers_never_exceed_a_trial_limit_that_is_raised(place: Place) -> None:
     made = place.create(trials=3, sampler="random")
     together, taken_in = FORKS.Barrier(8), FORKS.Array("i", 8 * ROUNDS)
     in_processes(take_one_in_each_round, [(place, made, worker, together, taken_in) for worker in range(8)])
@@ -158,7 +158,7 @@ def report_for_ever(place: Place, made: Sweep, told: Any) -> None:
         study._storage.set_trial_user_attr(trial._trial_id, "text", "x" * 5000 + str(told.value))
 
 
-def test_who_is_killed_in_a_call_loses_nothing_and_stops_nobody(place: Place) -> None:
+def test_worker_killed_during_a_call_loses_no_data_and_blocks_nobody(place: Place) -> None:
     made = place.create(trials=6)
     # without a lock, which would stay with who is killed over it
     told = [FORKS.Value("i", 0, lock=False) for _ in range(4)]
@@ -196,7 +196,7 @@ def begin_for_ever(place: Place, made: Sweep, worker: int, told: Any) -> None:
         told.value += 1
 
 
-def test_who_is_killed_while_it_begins_one_has_said_who_it_is_and_stops_nobody(place: Place) -> None:
+def test_worker_killed_while_beginning_a_trial_has_claimed_it(place: Place) -> None:
     made = place.create(trials=None, budget={"hours": 1})
     # without a lock, which would stay with who is killed over it
     told = [FORKS.Value("i", 0, lock=False) for _ in range(4)]
@@ -238,7 +238,7 @@ def bits(values: list[float]) -> list[bytes]:
     return [struct.pack("<d", value) for value in values]
 
 
-def test_numbers_come_back_to_the_last_bit(place: Place) -> None:
+def test_floats_round_trip_bit_for_bit(place: Place) -> None:
     made = place.create(trials=len(NUMBERS), space={"lr": {"float": [1e-7, 1.0], "log": True}})
     study = place.load(made)
     given = []
@@ -256,7 +256,7 @@ def test_numbers_come_back_to_the_last_bit(place: Place) -> None:
         assert bits(list(trial.intermediate_values.values())) == bits(expected)
 
 
-def test_what_is_no_number_comes_back_as_that(place: Place) -> None:
+def test_nan_and_infinity_round_trip(place: Place) -> None:
     made = place.create(trials=2)
     study = place.load(made)
     high, low = place.begin(study, made), place.begin(study, made)
@@ -271,7 +271,7 @@ def test_what_is_no_number_comes_back_as_that(place: Place) -> None:
     assert (first.value, second.value) == (math.inf, -math.inf)
 
 
-def test_attributes_come_back_as_they_were(place: Place) -> None:
+def test_attributes_round_trip(place: Place) -> None:
     made = place.create()
     study = place.load(made)
     trial, storage = place.begin(study, made), study._storage
@@ -294,7 +294,7 @@ def test_attributes_come_back_as_they_were(place: Place) -> None:
     assert other._storage.get_study_system_attrs(other._study_id).items() >= attributes.items()
 
 
-def test_what_one_stores_the_next_call_of_another_sees(place: Place) -> None:
+def test_stored_values_are_visible_to_the_next_call_of_another_worker(place: Place) -> None:
     made = place.create()
     one, other = place.load(made, worker=0), place.load(made, worker=1)
     storage, trial = other._storage, place.begin(one, made)
@@ -315,7 +315,7 @@ def test_what_one_stores_the_next_call_of_another_sees(place: Place) -> None:
 # -- trials
 
 
-def test_a_trial_that_is_given_back_goes_on_as_the_same_with_what_it_has_reported(place: Place) -> None:
+def test_given_back_trial_continues_with_its_number_and_reports(place: Place) -> None:
     made = place.create()
     first, second = place.load(made, worker=0), place.load(made, worker=1)
     untouched, begun = place.begin(first, made), place.begin(first, made)
@@ -337,7 +337,7 @@ def test_a_trial_that_is_given_back_goes_on_as_the_same_with_what_it_has_reporte
     assert place.take(first, made) is None
 
 
-def test_a_trial_that_is_added_comes_before_a_new_one_and_counts(place: Place) -> None:
+def test_queued_trial_comes_before_new_ones_and_counts(place: Place) -> None:
     made = place.create(trials=3)
     study = place.load(made)
     studies.queue(study, [{"lr": 0.5, "layers": [8, 8]}, {"lr": 0.25}])
@@ -353,7 +353,7 @@ def test_a_trial_that_is_added_comes_before_a_new_one_and_counts(place: Place) -
     assert place.take(study, made) is None
 
 
-def test_known_points_are_the_first_trials_whoever_takes_them(place: Place) -> None:
+def test_enqueued_points_are_the_first_trials_of_any_worker(place: Place) -> None:
     points = [{"lr": 0.5, "layers": [8, 8]}, {"lr": 0.25}]
     made = place.create(trials=3, enqueue=points)
     one, other = place.load(made), place.load(made, worker=1)
@@ -367,7 +367,7 @@ def test_known_points_are_the_first_trials_whoever_takes_them(place: Place) -> N
     assert suggest(made, last)["lr"] not in (0.5, 0.25)
 
 
-def test_a_grid_is_its_points_whoever_takes_them(place: Place) -> None:
+def test_grid_points_are_taken_in_order_by_any_worker(place: Place) -> None:
     space = {"lr": {"float": [0.1, 0.3], "step": 0.1}, "layers": {"choice": [[8], [8, 8]]}}
     made = place.create(sampler="grid", space=space, trials=4)
     assert isinstance(made.space, Space)
@@ -382,7 +382,7 @@ def test_a_grid_is_its_points_whoever_takes_them(place: Place) -> None:
     assert place.take(study, whole, worker) is None
 
 
-def test_two_studies_in_one_place_do_not_meet(place: Place) -> None:
+def test_two_studies_in_one_storage_are_independent(place: Place) -> None:
     one, other = place.create(study="one", trials=2), place.create(study="other", trials=3)
     first, second = place.load(one), place.load(other)
     for study, made in ((first, one), (second, other)):
@@ -403,7 +403,7 @@ def test_two_studies_in_one_place_do_not_meet(place: Place) -> None:
         place.create(study="one")
 
 
-def test_a_worker_is_told_where_there_is_no_such_study(place: Place) -> None:
+def test_loading_a_missing_study_is_an_error(place: Place) -> None:
     place.create(study="one")
     with pytest.raises(UserError, match=r"^storage '.*': it has no study 'two': `mgpu-slurm sweep` creates it "):
         place.load(place.sweep(study="two"))
@@ -435,7 +435,7 @@ def decisions(study: optuna.Study, made: Sweep, take: Callable[[], Trial]) -> li
     [{"name": "median", "startup_trials": 2}, {"name": "hyperband", "max_resource": 9}],
     ids=["median", "hyperband"],
 )
-def test_sampler_and_pruner_decide_as_they_do_in_memory(place: Place, pruner: dict[str, Any]) -> None:
+def test_sampler_and_pruner_decide_as_in_memory(place: Place, pruner: dict[str, Any]) -> None:
     made = place.create(trials=14, sampler={"name": "tpe", "seed": 3}, pruner=pruner)
     study = optuna.create_study(
         study_name=made.study,

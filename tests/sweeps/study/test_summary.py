@@ -16,7 +16,7 @@ from tests.sweeps.sweeps import begin, finish, leave, make, study_of, sweep_of, 
 
 
 @pytest.mark.parametrize(("direction", "best"), [("maximize", 1), ("minimize", 3)])
-def test_the_best_is_the_first_of_those_with_the_best_value(direction: str, best: int) -> None:
+def test_best_trial_is_the_first_with_the_best_value(direction: str, best: int) -> None:
     trials = [create_trial(value=value) for value in (0.5, 0.9, 0.9, 0.1, 0.1)]
     trials.append(create_trial(state=TrialState.PRUNED, value=7.0))
     for number, trial in enumerate(trials):
@@ -27,7 +27,7 @@ def test_the_best_is_the_first_of_those_with_the_best_value(direction: str, best
     assert summary.best_of(trials[-1:], direction) is None
 
 
-def test_trials_are_told_as_the_job_has_got_them(tmp_path: Path) -> None:
+def test_trials_are_shown_with_the_parameters_the_job_received(tmp_path: Path) -> None:
     sizes = [[8], [8, 8]]
     folder = make(tmp_path, sampler="grid", trials=2, space={"sizes": {"choice": sizes}, "whole": {"choice": [2**60]}})
     part = worker(folder, 0)
@@ -46,7 +46,7 @@ def test_trials_are_told_as_the_job_has_got_them(tmp_path: Path) -> None:
     assert told["trials"] == {"RUNNING": 0, "COMPLETE": 1, "PRUNED": 1, "FAIL": 0, "WAITING": 0}
 
 
-def test_no_number_is_kept_out_of_json(tmp_path: Path) -> None:
+def test_infinite_value_is_null_in_json(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=1)
     study = study_of(folder)
     trial = studies.take(study, sweep_of(folder), studies.Worker(0, 1), folder.trials_lock)
@@ -58,7 +58,7 @@ def test_no_number_is_kept_out_of_json(tmp_path: Path) -> None:
     assert '"value": null' in text
 
 
-def test_the_last_ones_are_told_one_by_one_and_all_are_counted(tmp_path: Path) -> None:
+def test_recent_trials_are_listed_and_all_are_counted(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=summary.RECENT + 3)
     part = worker(folder, 0)
     for number in range(summary.RECENT + 3):
@@ -70,9 +70,7 @@ def test_the_last_ones_are_told_one_by_one_and_all_are_counted(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("trials", "waiting"), [(2, 1), (9, 8), (1, 1), (None, 1)])
-def test_trials_that_have_not_begun_wait_beside_those_that_were_given_back(
-    tmp_path: Path, trials: int | None, waiting: int
-) -> None:
+def test_waiting_counts_unstarted_and_given_back_trials(tmp_path: Path, trials: int | None, waiting: int) -> None:
     folder = make(tmp_path, trials=2)
     parts = [worker(folder, number) for number in range(2)]
     for part in parts:
@@ -82,7 +80,7 @@ def test_trials_that_have_not_begun_wait_beside_those_that_were_given_back(
     assert told == {"RUNNING": 1, "COMPLETE": 0, "PRUNED": 0, "FAIL": 0, "WAITING": waiting}
 
 
-def test_trials_of_another_study_are_not_its_own(tmp_path: Path) -> None:
+def test_trials_of_another_study_are_not_counted(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=1)
     study = study_of(folder)
     study.add_trial(create_trial(value=9.0, system_attrs={studies.ORIGIN: "before"}))
@@ -90,7 +88,7 @@ def test_trials_of_another_study_are_not_its_own(tmp_path: Path) -> None:
     assert (told.trials["COMPLETE"], told.trials["WAITING"], told.best) == (0, 1, None)
 
 
-def test_a_trials_length_is_that_with_all_of_its_workers(tmp_path: Path) -> None:
+def test_trial_duration_includes_all_of_its_workers(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=1)
     first, other = worker(folder, 0), worker(folder, 1)
     begin(first)

@@ -38,13 +38,13 @@ def take_all(made: Sweep, journal: Path, worker: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["tpe", "random", "gp", "cmaes", "optuna.samplers.QMCSampler"])
-def test_each_sampler_chooses_in_the_space(name: str, journal: Path) -> None:
+def test_each_sampler_completes_all_trials(name: str, journal: Path) -> None:
     made = sweep(sampler={"name": name, "seed": 1}, trials=14)
     studies.create(made, journal)
     assert take_all(made, journal, worker=0) == list(range(14))
 
 
-def test_a_sweep_without_a_number_of_trials_never_runs_dry(journal: Path) -> None:
+def test_sweep_without_a_trial_limit_never_runs_out_of_trials(journal: Path) -> None:
     made = sweep(trials=None, budget={"hours": 1}, sampler="random", enqueue=[{"lr": 0.5}])
     studies.create(made, journal)
     one, other = (studies.load(made, journal, Worker(worker, 1)) for worker in (0, 1))
@@ -56,12 +56,12 @@ def test_a_sweep_without_a_number_of_trials_never_runs_dry(journal: Path) -> Non
             study.tell(trial, 0.0)
 
 
-def test_no_trial_is_there_before_somebody_takes_it(journal: Path) -> None:
+def test_new_study_has_no_trials(journal: Path) -> None:
     studies.create(sweep(), journal)
     assert studies.load(sweep(), journal, Worker(0, 1)).trials == []
 
 
-def test_points_that_come_later_are_queued_and_none_is_tried_twice(journal: Path) -> None:
+def test_points_added_later_are_queued_and_tried_once(journal: Path) -> None:
     made = sweep(trials=10, sampler="random", enqueue=[{"lr": 0.5}])
     studies.create(made, journal)
     study = studies.load(made, journal, Worker(0, 1))
@@ -77,7 +77,7 @@ def test_points_that_come_later_are_queued_and_none_is_tried_twice(journal: Path
     assert rates[:3] == [0.5, 0.25, 0.125]
 
 
-def test_a_pruner_by_its_import_path_takes_its_options_and_decides(journal: Path) -> None:
+def test_pruner_given_by_import_path_uses_its_options(journal: Path) -> None:
     asked = {"name": "optuna.pruners.ThresholdPruner", "options": {"lower": 0.5}}
     made = sweep(pruner=asked)
     assert made.pruner.words == "optuna.pruners.ThresholdPruner (lower 0.5)"

@@ -57,7 +57,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return make
 
 
-def test_the_grid_lies_around_the_best_tenth(make: Make) -> None:
+def test_grid_covers_the_region_of_the_best_tenth(make: Make) -> None:
     def judge(values: dict[str, Any]) -> float:
         wrong = 1000 * (values["optimizer"] == "adam") + 500 * (len(values["layers"]) > 1)
         return float(abs(values["width"] - 64) + wrong)
@@ -88,18 +88,18 @@ def test_the_grid_lies_around_the_best_tenth(make: Make) -> None:
     assert grid.trials == len(grid.space.grid()) if isinstance(grid.space, Space) else None
 
 
-def test_what_none_of_the_best_has_asked_for_is_gone(make: Make) -> None:
+def test_parameter_missing_in_the_best_trials_is_dropped(make: Make) -> None:
     make(lambda values: float(values["optimizer"] == "sgd"))
     assert "momentum" not in warm_start.around(VALUES, "first")["space"]
 
 
-def test_a_study_with_too_few_trials_is_no_region(make: Make) -> None:
+def test_study_with_too_few_trials_is_rejected(make: Make) -> None:
     make(lambda values: 0.0, trials=2)
     with pytest.raises(UserError, match=r"^--around first: 2 of its trials are complete: it needs 3$"):
         warm_start.around(VALUES, "first")
 
 
-def test_trials_of_before_are_known_and_count_as_nobody_s(make: Make) -> None:
+def test_previous_trials_are_known_but_not_counted(make: Make) -> None:
     _, before = make(lambda values: values["lr"], trials=6)
     folder, study = make(lambda values: 1.0, study="second", trials=2)
     second = sweep_file.load(folder.sweep)
@@ -113,7 +113,7 @@ def test_trials_of_before_are_known_and_count_as_nobody_s(make: Make) -> None:
     assert (told.trials["COMPLETE"], told.best.value) == (2, 1.0)
 
 
-def test_trials_of_before_neither_use_up_the_number_nor_take_the_places_of_known_points(make: Make) -> None:
+def test_previous_trials_use_up_neither_trials_nor_queued_points(make: Make) -> None:
     make(lambda values: values["lr"], trials=6)
     folder, study = make(lambda values: 1.0, study="second", trials=1, enqueue=[{"lr": 0.5}])
     second = replace(sweep_file.load(folder.sweep), trials=3)
@@ -127,7 +127,7 @@ def test_trials_of_before_neither_use_up_the_number_nor_take_the_places_of_known
     assert len(rates) == 2
 
 
-def test_only_trials_of_the_same_space_are_taken(make: Make) -> None:
+def test_only_trials_inside_the_new_space_are_taken(make: Make) -> None:
     _, before = make(lambda values: values["lr"], trials=12)
     narrow = SPACE | {"lr": {"float": [1e-2, 1.0], "log": True}}
     folder, _ = make(lambda values: 1.0, study="second", trials=1, space=narrow)
@@ -143,14 +143,14 @@ def test_only_trials_of_the_same_space_are_taken(make: Make) -> None:
         ({"space": {"depth": {"int": [1, 2]}}}, "none of its 3 trials is in this space: remove it"),
     ],
 )
-def test_trials_that_say_nothing_here_are_refused(make: Make, changes: dict[str, Any], told: str) -> None:
+def test_study_of_another_metric_or_space_is_rejected(make: Make, changes: dict[str, Any], told: str) -> None:
     make(lambda values: 0.5, trials=3)
     folder, _ = make(lambda values: 0.5, study="second", trials=1, **changes)
     with pytest.raises(UserError, match=told):
         warm_start.known_trials(sweep_file.load(folder.sweep), "first")
 
 
-def test_a_run_is_no_study(make: Make, tmp_path: Path) -> None:
+def test_run_that_is_not_a_sweep_is_rejected(make: Make, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "run")
     run.create()
     run.spec.write_text("")
@@ -159,7 +159,7 @@ def test_a_run_is_no_study(make: Make, tmp_path: Path) -> None:
         warm_start.around(VALUES, "run")
 
 
-def test_points_that_are_known_come_first_and_have_to_lie_in_the_space(make: Make) -> None:
+def test_enqueued_points_come_first_and_must_lie_in_the_space(make: Make) -> None:
     point = {"optimizer": "adam", "lr": 0.5, "width": 64, "layers": [8, 8]}
     _, study = make(lambda values: 0.0, trials=3, enqueue=[point, {"lr": 0.25}])
     sweep: Sweep = sweep_file.parse(VALUES, "x")

@@ -17,7 +17,7 @@ from mgpu_slurm.sweeps.worker.messages import Assignment, Leave, as_plain, from_
         Assignment(3, 2, {"lr": 0.1, "size": 2**70, "layers": [8, {1: None}], "rate": np.float64(1e-3)}, ("a", "b c")),
     ],
 )
-def test_an_order_is_the_same_on_the_other_ranks(order: Assignment | Leave | None) -> None:
+def test_order_round_trips_through_the_rank_codec(order: Assignment | Leave | None) -> None:
     state, tensors = codec.split(as_plain(order), "order")
     assert not tensors
     assert from_plain(codec.joined(json.loads(json.dumps(state)), {})) == order

@@ -33,7 +33,7 @@ def reset() -> Iterator[Reset]:
     made.apply()
 
 
-def test_settings_are_put_back(reset: Reset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_restores_process_settings(reset: Reset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, path, arguments, threads = os.getcwd(), list(sys.path), list(sys.argv), torch.get_num_threads()
     filters, dtype = list(warnings.filters), torch.get_default_dtype()
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR2)}
@@ -57,14 +57,14 @@ def test_settings_are_put_back(reset: Reset, tmp_path: Path, monkeypatch: pytest
     assert {signum: signal.getsignal(signum) for signum in handlers} == handlers
 
 
-def test_a_timer_of_a_trial_does_not_end_a_later_one(reset: Reset) -> None:
+def test_reset_cancels_a_pending_timer(reset: Reset) -> None:
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 600)
     reset.apply()
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_unchanged_settings_cost_no_import() -> None:
+def test_reset_of_unchanged_settings_imports_no_torch_module() -> None:
     code = (
         "import sys, torch.distributed; from mgpu_slurm.sweeps.worker.process_reset import Reset\n"
         "reset = Reset(); before = set(sys.modules); reset.apply()\n"
@@ -74,7 +74,7 @@ def test_unchanged_settings_cost_no_import() -> None:
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
-def test_no_trial_draws_as_the_one_before(reset: Reset) -> None:
+def test_random_draws_differ_between_trials(reset: Reset) -> None:
     def draws() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), torch.rand(1).item()
 
@@ -88,7 +88,7 @@ def test_no_trial_draws_as_the_one_before(reset: Reset) -> None:
     assert len({*first, *second, *draws()}) == 9
 
 
-def test_freed_memory_is_there_again_without_asking_the_system() -> None:
+def test_freed_memory_is_reused_without_new_page_faults() -> None:
     """Blocks of half a megabyte, each of which costs 128 pages otherwise."""
     script = """if True:
         import resource
@@ -126,12 +126,12 @@ def send_growth(leave: Callable[[], object], there: Connection) -> None:
 
 
 class TestGrowth:
-    def test_nothing_is_nothing(self) -> None:
+    def test_no_growth_is_reported_as_none(self) -> None:
         held = ResourceUsage.now()
         assert growth(held, held) is None
 
     @pytest.mark.parametrize(("leave", "found"), [(leave_files, "65 open files"), (leave_threads, "17 threads")])
-    def test_files_and_threads(self, leave: Callable[[], object], found: str) -> None:
+    def test_growth_in_files_or_threads_is_reported(self, leave: Callable[[], object], found: str) -> None:
         """In a process of its own: threads and files that earlier tests have left may end at any time."""
         here, there = FORKS.Pipe(duplex=False)
         process = FORKS.Process(target=send_growth, args=(leave, there))
@@ -141,7 +141,7 @@ class TestGrowth:
         process.join()
         assert process.exitcode == 0
 
-    def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_growth_in_memory_is_reported_relative_to_process_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(process_reset, "GROWTH_OF_MEMORY", 1 << 20)
         before = ResourceUsage.now()
         small = ResourceUsage(memory=1 << 20, gpu_memory=0, threads=before.threads, files=before.files)
@@ -153,7 +153,7 @@ class TestGrowth:
         assert growth(ResourceUsage(10 << 30, 0, 1, 1), ResourceUsage((10 << 30) + (4 << 30), 0, 1, 1)) is None
         assert left.any()
 
-    def test_tensors_on_a_gpu(self) -> None:
+    def test_growth_in_gpu_memory_is_reported(self) -> None:
         assert growth(ResourceUsage(0, 0, 1, 1), ResourceUsage(0, 3 << 30, 1, 1)) == "3.0 GiB of GPU memory"
 
 
@@ -165,8 +165,8 @@ class Ring:
         self.held = held
 
 
-class TestCollecting:
-    """Of what nobody refers to."""
+class TestGarbageCollection:
+    """Of objects that nothing refers to."""
 
     @pytest.fixture(autouse=True)
     def no_other_collection(self) -> Iterator[None]:
@@ -181,12 +181,12 @@ class TestCollecting:
         monkeypatch.setattr(process_reset, "COLLECT_EVERY", math.inf)
         return reset
 
-    def test_after_the_first_trial(self, reset: Reset) -> None:
+    def test_garbage_is_collected_after_the_first_trial(self, reset: Reset) -> None:
         ring = weakref.ref(Ring())
         reset.apply()
         assert ring() is None
 
-    def test_trials_of_a_moment_share_one(self, used: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_short_trials_share_one_collection(self, used: Reset, monkeypatch: pytest.MonkeyPatch) -> None:
         # threads and files that earlier tests have left may end at any time, and a change of them does not wait
         held = ResourceUsage.now()
         monkeypatch.setattr(ResourceUsage, "now", lambda: held)
@@ -201,7 +201,7 @@ class TestCollecting:
     @pytest.mark.parametrize(
         "large", [lambda: np.ones(process_reset.LITTLE_MEMORY // 4), select.epoll], ids=["memory", "file"]
     )
-    def test_what_is_much_does_not_wait(self, used: Reset, large: Callable[[], object]) -> None:
+    def test_large_memory_or_an_open_file_is_collected_at_once(self, used: Reset, large: Callable[[], object]) -> None:
         ring = weakref.ref(Ring(large()))
         used.apply()
         assert ring() is None

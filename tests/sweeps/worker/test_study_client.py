@@ -40,7 +40,7 @@ def run_worker(folder: RunFolder, number: int) -> list[int]:
     return done
 
 
-def test_eight_workers_at_once_do_each_trial_once_and_no_more_than_there_are(tmp_path: Path) -> None:
+def test_concurrent_workers_run_each_trial_exactly_once(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=21, workers=8)
     with FORK.Pool(8) as pool:
         done = pool.starmap(run_worker, [(folder, number) for number in range(8)], chunksize=1)
@@ -52,7 +52,7 @@ def test_eight_workers_at_once_do_each_trial_once_and_no_more_than_there_are(tmp
         assert files.read_json(folder.of_trial(trial.number).result)["value"] == trial.value
 
 
-def test_more_trials_are_seen_before_the_next_one(tmp_path: Path) -> None:
+def test_raised_trial_count_is_seen_before_the_next_trial(tmp_path: Path) -> None:
     folder = make(tmp_path, trials=2)
     part = worker(folder, 0)
     for _ in range(2):
@@ -66,8 +66,8 @@ def test_more_trials_are_seen_before_the_next_one(tmp_path: Path) -> None:
     assert states(folder) == ["COMPLETE"] * 3
 
 
-def test_what_status_reads_is_never_older_than_the_last_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two workers that end together, one may have looked before the other's trial had ended."""
+def test_summary_is_not_overwritten_by_an_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If two workers end together, one may have read the study before the other's trial ended."""
     folder = make(tmp_path, trials=2)
     ended = FORK.Event()
     slow, fast = worker(folder, 0), worker(folder, 1)
@@ -103,7 +103,7 @@ def _waits_for_a_lock(pid: int | None) -> bool:
     return any("->" in line and f" {pid} " in line for line in Path("/proc/locks").read_text().splitlines())
 
 
-def test_what_was_left_out_of_a_summary_is_told_with_the_next_report(tmp_path: Path) -> None:
+def test_skipped_summary_is_written_with_the_next_report(tmp_path: Path) -> None:
     folder = make(tmp_path)
     part = worker(folder, 0)
     begin(part)
@@ -117,9 +117,9 @@ def test_what_was_left_out_of_a_summary_is_told_with_the_next_report(tmp_path: P
     assert files.read_json(folder.summary)["trials"]["COMPLETE"] == 1
 
 
-class TestTheLastOne:
-    def test_who_leaves_says_so_and_sees_what_came_just_before(self, tmp_path: Path) -> None:
-        """As it found nothing to do, somebody was adding to the sweep."""
+class TestLeaving:
+    def test_leaving_worker_takes_a_trial_added_just_before(self, tmp_path: Path) -> None:
+        """Somebody adds to the sweep while the worker finds nothing to do."""
         folder = make(tmp_path, trials=1)
         part = worker(folder, 0)
         begin(part)
@@ -134,7 +134,7 @@ class TestTheLastOne:
         child.join()
         assert (order.number, records.read_state(folder.of_task(0)).leaving is not None) == (1, False)
 
-    def test_one_that_has_said_so_is_not_counted_on(self, tmp_path: Path) -> None:
+    def test_leaving_worker_records_the_attempt_in_its_state(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=1)
         part = worker(folder, 0, attempt=2)
         begin(part)
@@ -147,9 +147,9 @@ class TestMetrics:
     @pytest.mark.parametrize(
         ("result", "last", "value"),
         [({"score": 1.5}, {}, 1.5), ({"other": 1.0}, {"loss": 1.0}, 0.5), ({"value": 3.5}, {"loss": 1.0}, 3.5)],
-        ids=["returned", "reported last", "the one number"],
+        ids=["returned", "last reported", "single number"],
     )
-    def test_the_value_is_what_the_job_returns_or_has_reported(
+    def test_value_is_returned_or_else_the_last_reported(
         self, tmp_path: Path, result: dict[str, float], last: dict[str, float], value: float
     ) -> None:
         folder = make(tmp_path)
@@ -162,7 +162,7 @@ class TestMetrics:
         part.complete(result, last, step=3, progress=2)
         assert study_of(folder).trials[0].value == value
 
-    def test_a_trial_without_it_fails_alone(self, tmp_path: Path) -> None:
+    def test_trial_without_the_metric_fails_alone(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
         first, other = worker(folder, 0), worker(folder, 1)
         begin(first)
@@ -176,7 +176,7 @@ class TestMetrics:
         begin(first)
         assert states(folder) == ["FAIL", "COMPLETE", "RUNNING"]
 
-    def test_a_trial_that_reports_it_late_is_not_said_to_lack_it(self, tmp_path: Path) -> None:
+    def test_metric_reported_late_is_not_shown_as_missing(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)
@@ -184,7 +184,7 @@ class TestMetrics:
         part.report(2, {"loss": 0.5, "score": 0.5})
         assert records.read_state(folder.of_task(0)).reason == ""
 
-    def test_a_report_without_it_is_none_to_the_pruner(self, tmp_path: Path) -> None:
+    def test_report_without_the_metric_is_ignored_by_the_pruner(self, tmp_path: Path) -> None:
         folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1})
         part = worker(folder, 0)
         for score in (0.5, 0.1):
@@ -194,8 +194,8 @@ class TestMetrics:
             part.complete({}, {}, step=1, progress=6)
         assert [trial.intermediate_values for trial in study_of(folder).trials] == [{3: 0.5, 6: 0.5}, {3: 0.1, 6: 0.1}]
 
-    def test_one_that_was_stopped_after_its_last_epoch_has_the_value_that_it_reported(self, tmp_path: Path) -> None:
-        """What a loop without epochs computes still has its first value."""
+    def test_trial_stopped_after_its_last_epoch_keeps_the_reported_value(self, tmp_path: Path) -> None:
+        """No epoch is left for the loop, so what the job returns still has its initial value."""
         folder = make(tmp_path)
         for result in ({"score": 0.0}, {"value": 0.0}, {}):
             part = worker(folder, 0)
@@ -210,7 +210,7 @@ class TestMetrics:
             assert set(told["result"].values()) <= {told["value"]} == {0.75}
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_no_number_ends_that_trial_alone(self, tmp_path: Path, value: float) -> None:
+    def test_nan_or_inf_prunes_only_that_trial(self, tmp_path: Path, value: float) -> None:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)
@@ -226,7 +226,7 @@ class TestMetrics:
         assert [trial.reason for trial in told[:2]] == [f"score is {value}"] * 2
 
 
-def test_the_pruner_hears_each_progress_once_and_its_word_is_the_end(tmp_path: Path) -> None:
+def test_trial_worse_than_the_median_is_pruned_with_its_value(tmp_path: Path) -> None:
     folder = make(tmp_path, pruner={"name": "median", "startup_trials": 1})
     part = worker(folder, 0)
     begin(part)
@@ -240,19 +240,19 @@ def test_the_pruner_hears_each_progress_once_and_its_word_is_the_end(tmp_path: P
     assert files.read_json(folder.of_trial(1).result)["state"] == "PRUNED"
 
 
-class TestAskedToLeave:
+class TestAskedToStop:
     @pytest.mark.parametrize(
         ("stop", "code"),
         [(Stop.END, TERMINATED_EXIT_CODE), (Stop.REQUEUE, REQUEUE_EXIT_CODE), (Stop.LEAVE, REQUEUE_EXIT_CODE)],
     )
-    def test_no_trial_is_begun_then(self, tmp_path: Path, stop: Stop, code: int) -> None:
+    def test_no_trial_is_started(self, tmp_path: Path, stop: Stop, code: int) -> None:
         folder = make(tmp_path)
         order = worker(folder, 0).next(stop)
         assert isinstance(order, Leave)
         assert order.exit_code == code
         assert states(folder) == []
 
-    def test_it_shows_no_trial_any_more(self, tmp_path: Path) -> None:
+    def test_worker_state_names_no_trial(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=3)
         part, other = worker(folder, 0), worker(folder, 1)
         begin(part)
@@ -262,7 +262,7 @@ class TestAskedToLeave:
         other.give_back(is_late=False, has_saved=False)
         assert [records.read_state(folder.of_task(task)).trial for task in (0, 1)] == [None, None]
 
-    def test_the_trial_goes_on_first_with_its_number_values_and_curve(self, tmp_path: Path) -> None:
+    def test_given_back_trial_is_next_with_its_number_values_and_curve(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
         first = worker(folder, 0)
         before = begin(first)
@@ -278,7 +278,7 @@ class TestAskedToLeave:
         assert study_of(folder).trials[0].intermediate_values == {1: 0.5, 2: 0.7}
         assert studies.LOSSES not in study_of(folder).trials[0].system_attrs
 
-    def test_one_that_never_fits_into_the_time_fails(self, tmp_path: Path) -> None:
+    def test_trial_that_never_fits_into_the_time_limit_fails(self, tmp_path: Path) -> None:
         folder = make(tmp_path, max_retries=1, trials=1)
         for attempt in (1, 2):
             part = worker(folder, 0, attempt)
@@ -288,7 +288,7 @@ class TestAskedToLeave:
         assert "no checkpoint within a worker's whole time" in files.read_json(folder.of_trial(0).failure)["message"]
 
     @pytest.mark.parametrize(("is_late", "has_saved"), [(False, False), (True, True)])
-    def test_one_that_was_cut_short_or_has_come_further_is_not(
+    def test_trial_cut_short_or_with_a_new_checkpoint_is_retried(
         self, tmp_path: Path, is_late: bool, has_saved: bool
     ) -> None:
         folder = make(tmp_path, max_retries=0, trials=1)
@@ -297,7 +297,7 @@ class TestAskedToLeave:
         part.give_back(is_late=is_late, has_saved=has_saved)
         assert states(folder) == ["WAITING"]
 
-    def test_one_that_had_only_the_rest_of_the_time_is_not(self, tmp_path: Path) -> None:
+    def test_trial_that_had_only_part_of_the_time_limit_is_retried(self, tmp_path: Path) -> None:
         folder = make(tmp_path, max_retries=0, trials=2)
         part = worker(folder, 0)
         begin(part)
@@ -308,7 +308,7 @@ class TestAskedToLeave:
 
 
 class TestBudgets:
-    def test_a_target_that_is_reached_lets_what_runs_end_and_starts_nothing(self, tmp_path: Path) -> None:
+    def test_reached_target_lets_running_trials_end_and_starts_none(self, tmp_path: Path) -> None:
         folder = make(tmp_path, budget={"target": 0.9})
         parts = [worker(folder, number) for number in range(2)]
         for part in parts:
@@ -321,7 +321,7 @@ class TestBudgets:
         assert states(folder) == ["COMPLETE", "COMPLETE"]
         assert files.read_json(folder.summary)["trials"]["WAITING"] == 2
 
-    def test_one_that_was_given_back_comes_to_its_end_all_the_same(self, tmp_path: Path) -> None:
+    def test_given_back_trial_finishes_even_after_the_target_is_reached(self, tmp_path: Path) -> None:
         folder = make(tmp_path, budget={"target": 0.9})
         parts = [worker(folder, number) for number in range(2)]
         for part in parts:
@@ -337,7 +337,7 @@ class TestBudgets:
         assert leave(late).reason == "a trial has reached score 0.9"
         assert sweep_state.overall([RunState(state="COMPLETED")], sweep_state.summary_of(folder)) == "COMPLETED"
 
-    def test_one_that_is_raised_meanwhile_is_seen_before_the_next_trial(self, tmp_path: Path) -> None:
+    def test_raised_patience_is_seen_before_the_next_trial(self, tmp_path: Path) -> None:
         folder = make(tmp_path, budget={"patience": 2})
         part = worker(folder, 0)
         for _ in range(2):
@@ -349,8 +349,8 @@ class TestBudgets:
         assert sweep_of(folder).budget.patience == 3
 
 
-class TestDeaths:
-    def test_a_dead_workers_trial_is_found_where_nothing_else_is_left(self, tmp_path: Path) -> None:
+class TestDeadWorkers:
+    def test_trial_of_a_dead_worker_is_retried_if_nothing_else_is_left(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=2)
         dying, other = worker(folder, 0), worker(folder, 1)
         lost = begin(dying)
@@ -363,7 +363,7 @@ class TestDeaths:
         assert leave(other).exit_code == 0
         assert states(folder) == ["COMPLETE", "COMPLETE"]
 
-    def test_it_is_found_also_where_somebody_has_just_looked_and_nobody_stays(self, tmp_path: Path) -> None:
+    def test_trial_of_a_dead_worker_is_found_even_right_after_a_check(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=2)
         dying, other = worker(folder, 0), worker(folder, 1)
         begin(dying)
@@ -374,7 +374,7 @@ class TestDeaths:
         kill(folder, 0)
         assert begin(other).number == 0
 
-    def test_who_was_taken_for_dead_does_not_speak_for_its_trial_any_more(self, tmp_path: Path) -> None:
+    def test_superseded_worker_can_no_longer_change_its_trial(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=1)
         alive, other = worker(folder, 0), worker(folder, 1)
         begin(alive)
@@ -393,7 +393,7 @@ class TestDeaths:
         (trial,) = study_of(folder).trials
         assert (trial.value, trial.intermediate_values) == (0.9, {})
 
-    def test_its_next_attempt_sees_to_the_trial_of_the_one_before(self, tmp_path: Path) -> None:
+    def test_next_attempt_settles_the_trial_of_the_previous_one(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=2)
         begin(worker(folder, 0))
         records.record_event(
@@ -404,8 +404,8 @@ class TestDeaths:
         assert states(folder) == ["FAIL"]
         assert study_of(folder).trials[0].system_attrs[studies.REASON] == "ValueError: boom"
 
-    def test_what_it_only_wanted_is_not_its_to_see_to(self, tmp_path: Path) -> None:
-        """A worker says that it may have a trial before it takes it; it can die when somebody else was faster."""
+    def test_trial_claimed_but_not_taken_is_left_to_its_owner(self, tmp_path: Path) -> None:
+        """A worker claims a trial before it takes it, and may die after another one was faster."""
         folder = make(tmp_path, trials=2)
         worker(folder, 0)
         other = worker(folder, 1)
@@ -419,10 +419,10 @@ class TestDeaths:
         assert study_of(folder).trials[mine.number].state.name == "COMPLETE"
 
 
-class TestAStudyThatIsRestoredFromAnOlderCopy:
-    """It gives numbers again whose folders are there."""
+class TestStudyRestoredFromOlderCopy:
+    """It assigns numbers again whose folders exist."""
 
-    def test_a_new_trial_does_not_continue_from_anothers_checkpoint(self, tmp_path: Path) -> None:
+    def test_new_trial_does_not_resume_from_anothers_checkpoint(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)
@@ -442,7 +442,7 @@ class TestAStudyThatIsRestoredFromAnOlderCopy:
         assert files.read_json(old.parameters) == before.values
         assert files.read_json(lost.parameters) == after.values
 
-    def test_nor_does_one_that_was_given_back(self, tmp_path: Path) -> None:
+    def test_given_back_trial_does_not_resume_from_anothers_checkpoint(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
         empty = folder.journal.read_bytes()
         part = worker(folder, 0)
@@ -460,7 +460,7 @@ class TestAStudyThatIsRestoredFromAnOlderCopy:
         assert not folder.of_trial(0).checkpoint(3).exists()
         assert sorted(path.name for path in folder.set_aside.iterdir()) == ["0-1", "0-2"]
 
-    def test_one_of_before_that_has_no_record_continues(self, tmp_path: Path) -> None:
+    def test_trial_without_a_parameters_file_continues(self, tmp_path: Path) -> None:
         folder = make(tmp_path)
         part = worker(folder, 0)
         before = begin(part)
@@ -470,8 +470,8 @@ class TestAStudyThatIsRestoredFromAnOlderCopy:
         assert (again.attempt, again.values, folder.set_aside.exists()) == (2, before.values, False)
 
 
-class TestADiskThatIsFull:
-    def test_nothing_is_lost_once_it_has_room_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestFullDisk:
+    def test_files_are_written_once_there_is_room_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = make(tmp_path)
         part = worker(folder, 0)
         begin(part)

@@ -57,13 +57,15 @@ def worked(folder: RunFolder, worker: int, *spans: tuple[float, float | None]) -
         ("minimize", [1.5, 0.9], True),
     ],
 )
-def test_a_target(tmp_path: Path, direction: str, values: list[float], reached: bool) -> None:
+def test_sweep_ends_when_a_trial_reaches_the_target(
+    tmp_path: Path, direction: str, values: list[float], reached: bool
+) -> None:
     folder = make(tmp_path, direction=direction, budget={"target": 0.9})
     found = why(folder, trials(*((COMPLETE, value) for value in values)))
     assert found == ("a trial has reached score 0.9" if reached else None)
 
 
-def test_a_target_that_was_only_on_the_way_does_not_count(tmp_path: Path) -> None:
+def test_only_a_completed_trial_can_reach_the_target(tmp_path: Path) -> None:
     folder = make(tmp_path, budget={"target": 0.9})
     assert why(folder, trials((PRUNED, 0.95), (RUNNING, None), (FAIL, None))) is None
 
@@ -79,7 +81,7 @@ def test_a_target_that_was_only_on_the_way_does_not_count(tmp_path: Path) -> Non
         ([(PRUNED, 0.1), (PRUNED, 0.1)], 2),
     ],
 )
-def test_patience_counts_what_has_ended_since_the_best(
+def test_patience_counts_trials_ended_since_the_best(
     tmp_path: Path, ends: list[tuple[TrialState, float | None]], since: int
 ) -> None:
     folder = make(tmp_path, budget={"patience": 2})
@@ -89,7 +91,7 @@ def test_patience_counts_what_has_ended_since_the_best(
     assert why(folder, found) == (words if since >= 2 else None)
 
 
-def test_hours_count_from_the_first_worker_and_gpu_hours_over_all(tmp_path: Path) -> None:
+def test_hours_count_from_the_first_start_and_gpu_hours_over_all_workers(tmp_path: Path) -> None:
     folder = make(tmp_path, budget={"hours": 3, "gpu_hours": 7})
     assert why(folder, [], gpus=2) is None
     worked(folder, 0, (2.0, 1.0), (0.5, None))
@@ -102,7 +104,7 @@ def test_hours_count_from_the_first_worker_and_gpu_hours_over_all(tmp_path: Path
     assert why(folder, [], gpus=2) == "3.25 of 3 hours are over"
 
 
-def test_a_worker_that_nobody_saw_end_counts_to_its_known_end(tmp_path: Path) -> None:
+def test_worker_without_an_ended_event_counts_until_its_recorded_end(tmp_path: Path) -> None:
     folder = make(tmp_path, budget={"gpu_hours": 1})
     worked(folder, 0, (5.0, None))
     ended = (datetime.now(timezone.utc) - timedelta(hours=4)).isoformat()
@@ -110,6 +112,6 @@ def test_a_worker_that_nobody_saw_end_counts_to_its_known_end(tmp_path: Path) ->
     assert sweep_end.worker_hours(folder) == pytest.approx(1.0, abs=0.01)
 
 
-def test_no_budget_has_no_end(tmp_path: Path) -> None:
+def test_absent_budget_is_never_spent(tmp_path: Path) -> None:
     values: dict[str, Any] = {"trials": 3}
     assert why(make(tmp_path, **values), trials((COMPLETE, 1e9))) is None
