@@ -90,10 +90,9 @@ def test_partial_override_keeps_the_sampler_and_pruner_name() -> None:
 
 class TestValuesFromAProgram:
     def test_numpy_numbers_are_accepted(self) -> None:
-        assert sweep_file.plain({"trials": np.int64(3), "space": {"x": {"float": [np.float32(0.5), 1]}}}, "here") == {
-            "trials": 3,
-            "space": {"x": {"float": [0.5, 1]}},
-        }
+        plain = sweep_file.plain({"trials": np.int64(3), "space": {"x": {"float": [np.float32(0.5), 1]}}}, "here")
+        assert plain == {"trials": 3, "space": {"x": {"float": [0.5, 1]}}}
+        assert (type(plain["trials"]), type(plain["space"]["x"]["float"][0])) == (int, float)
 
     def test_objects_and_functions_are_rejected_with_their_key(self) -> None:
         with pytest.raises(UserError, match=r"^here: trials: .* of type object: use plain values there$"):

@@ -18,6 +18,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps.scheduling import construction, samplers
 from mgpu_slurm.sweeps.study import trial_queue as studies
+from mgpu_slurm.sweeps.study.health import FIRST_FAILURES
 from mgpu_slurm.sweeps.worker import study_client
 from mgpu_slurm.sweeps.worker.messages import Assignment, BrokenWorker, Leave, SweepFailed
 from mgpu_slurm.sweeps.worker.study_client import StudyClient
@@ -56,17 +57,17 @@ class TestCommonFailures:
     def test_different_errors_or_one_success_do_not_end_the_sweep(self, tmp_path: Path) -> None:
         folder = make(tmp_path, trials=9)
         part = worker(folder, 0)
-        for reason in ("ValueError: a", "ValueError: b", "ValueError: b"):
+        for reason in ["ValueError: a"] + (FIRST_FAILURES - 1) * ["ValueError: b"]:
             begin(part)
             part.fail(reason)
         folder = make(tmp_path / "other", trials=9)
         part = worker(folder, 0)
         begin(part)
         finish(part, 1.0)
-        for _ in range(3):
+        for _ in range(FIRST_FAILURES):
             begin(part)
             part.fail("ValueError: 1")
-        assert states(folder)[:4] == ["COMPLETE", "FAIL", "FAIL", "FAIL"]
+        assert states(folder) == ["COMPLETE"] + FIRST_FAILURES * ["FAIL"]
 
     def test_third_failure_is_retried_elsewhere_if_another_trial_goes_well(self, tmp_path: Path) -> None:
         """The node of the failing worker may be broken."""
@@ -383,17 +384,18 @@ class TestBrokenNode:
             again.next(Stop.NO)
 
     def test_lost_trial_does_not_end_the_sweep(self, tmp_path: Path) -> None:
-        """Even if the two before it failed with the same error and one that may go well was given back."""
+        """Even if all before it failed with the same error and one that may go well was given back."""
         folder = make(tmp_path, trials=9)
-        preempted, part = worker(folder, 0), worker(folder, 1)
+        preempted, part, other = worker(folder, 0), worker(folder, 1), worker(folder, 2)
         begin(preempted)
+        fail(other, FIRST_FAILURES - 3)
         fail(part, 2)
         preempted.give_back(is_late=False, has_saved=False)
         records.update_state(folder.of_task(0), state="PENDING")
         begin(part)
         part.lose("its command was ended by SIGKILL")
         do_well(part)
-        assert states(folder) == ["COMPLETE", "FAIL", "FAIL"]
+        assert states(folder) == ["COMPLETE"] + (FIRST_FAILURES - 1) * ["FAIL"]
 
 
 class TestPruning:
