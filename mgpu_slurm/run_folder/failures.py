@@ -230,53 +230,47 @@ _GPU = "|".join(
     ]
 )
 
-_OF_AN_ERROR = [
-    (re.compile(pattern), cause)
-    for pattern, cause in (
-        (r"CUDA out of memory|(?i:CUDA (?:error:|failure) '?out of memory)", GPU_MEMORY),
-        (r"(?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|ALLOC_FAILED)", GPU_LIBRARY),
-        ("device-side assert triggered", GPU_ASSERT),
-        (r"^(?:\w+\.)*MgpuError: checkpoint .* is damaged", DAMAGED),
-        (_GPU, GPU),
-        (r"^(?:\w+\.)*(?:ModuleNotFoundError|ImportError)\b", IMPORT),
-        (r"^UserError: target .* fails on import: .*\b(?:ModuleNotFound|Import)Error\b", IMPORT),
-        (r"^UserError: (?:target|config of|the annotation of) ", TARGET),
-        (r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded", DISK_FULL),
-        (_DISK, DISK),
-        (r"[Cc]ollective operation timeout|Timed out waiting \d+ms for (?:recv|send)", TIME_OUT),
-        (r"EADDRINUSE|[Aa]ddress already in use", PORT),
-        (r"^(?:\w+\.)*ForgeryError\b", FORGERY),
-        (r"^(?:\w+\.)*RendezvousError\b", RENDEZVOUS),
-        (r"insufficient shared memory|\bBus error\b", SHARED_MEMORY),
-        (r"^(?:\w+\.)*MemoryError\b|can't allocate memory|std::bad_alloc|Cannot allocate memory", HOST_MEMORY),
-        (r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)", HOST_MEMORY),
-        (r"returned nan values|^(?:\w+\.)*FloatingPointError\b", NOT_A_NUMBER),
-        (r"NCCL error.*(?:invalid usage|invalid argument)|Duplicate GPU detected", PROGRAM),
-        # torch's store raises this one, with "Broken pipe" and other messages
-        (r"^(?:\w+\.)*DistNetworkError\b|Connection (?:closed|reset) by peer", CONNECTION),
-        (r"gloo/\S+ .*Broken pipe|NCCL error", CONNECTION),
-    )
-]
+_OF_AN_ERROR = (
+    (r"CUDA out of memory|(?i:CUDA (?:error:|failure) '?out of memory)", GPU_MEMORY),
+    (r"(?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|ALLOC_FAILED)", GPU_LIBRARY),
+    ("device-side assert triggered", GPU_ASSERT),
+    (r"^(?:\w+\.)*MgpuError: checkpoint .* is damaged", DAMAGED),
+    (_GPU, GPU),
+    (r"^(?:\w+\.)*(?:ModuleNotFoundError|ImportError)\b", IMPORT),
+    (r"^UserError: target .* fails on import: .*\b(?:ModuleNotFound|Import)Error\b", IMPORT),
+    (r"^UserError: (?:target|config of|the annotation of) ", TARGET),
+    (r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded", DISK_FULL),
+    (_DISK, DISK),
+    (r"[Cc]ollective operation timeout|Timed out waiting \d+ms for (?:recv|send)", TIME_OUT),
+    (r"EADDRINUSE|[Aa]ddress already in use", PORT),
+    (r"^(?:\w+\.)*ForgeryError\b", FORGERY),
+    (r"^(?:\w+\.)*RendezvousError\b", RENDEZVOUS),
+    (r"insufficient shared memory|\bBus error\b", SHARED_MEMORY),
+    (r"^(?:\w+\.)*MemoryError\b|can't allocate memory|std::bad_alloc|Cannot allocate memory", HOST_MEMORY),
+    (r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)", HOST_MEMORY),
+    (r"returned nan values|^(?:\w+\.)*FloatingPointError\b", NOT_A_NUMBER),
+    (r"NCCL error.*(?:invalid usage|invalid argument)|Duplicate GPU detected", PROGRAM),
+    # torch's store raises this one, with "Broken pipe" and other messages
+    (r"^(?:\w+\.)*DistNetworkError\b|Connection (?:closed|reset) by peer", CONNECTION),
+    (r"gloo/\S+ .*Broken pipe|NCCL error", CONNECTION),
+)
 """Causes by an error's name and message."""
 
-_OF_AN_END = [
-    (re.compile(pattern), cause)
-    for pattern, cause in (
-        # as the local executor and srun word it
-        (r"^ranks? \S+ on \S+: Out Of Memory$", HOST_MEMORY),
-        (r"^(?:[\w\- ]+ on \S+|[\w ]+) was (?:ended|killed) by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
-        (r"^[\w\- ]+ (?:on \S+ )?was (?:ended|killed) by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
-        (r"was (?:ended|killed) by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
-        (rf": {PREFIX}command '.*' (?:is not|may not|does not) ", NO_COMMAND),
-        (
-            r"was (?:ended|killed) by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)",
-            CRASH,
-        ),
-        ("^the batch step could not serve the rendezvous", RENDEZVOUS),
-        (r"^srun waited for \d+ s, and SLURM did not start the ranks' step", HELD_UP),
-        (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
-    )
-]
+_OF_AN_END = (
+    # as the local executor and srun word it
+    (r"^ranks? \S+ on \S+: Out Of Memory$", HOST_MEMORY),
+    (r"^(?:[\w\- ]+ on \S+|[\w ]+) was (?:ended|killed) by SIGKILL|^ranks? \S+ on \S+: Killed$", KILLED),
+    (r"^[\w\- ]+ (?:on \S+ )?was (?:ended|killed) by SIGBUS|^ranks? \S+ on \S+: Bus error", SHARED_MEMORY),
+    (r"was (?:ended|killed) by SIGTERM|^ranks? \S+ on \S+: Terminated$", TERMINATED),
+    (rf": {PREFIX}command '.*' (?:is not|may not|does not) ", NO_COMMAND),
+    (
+        r"was (?:ended|killed) by SIG(?:SEGV|ABRT|ILL|FPE)|: (?:Segmentation fault|Aborted|Illegal instruction)",
+        CRASH,
+    ),
+    ("^the batch step could not serve the rendezvous", RENDEZVOUS),
+    (r"^srun waited for \d+ s, and SLURM did not start the ranks' step", HELD_UP),
+    (r"(?i)^srun: (?:error|fatal): .*(?:launch|node failure|communication|timed out)", LAUNCH),
+)
 """Causes by the end of a process that reported no error."""
 
 _OF_A_STATE = {
@@ -340,11 +334,12 @@ def cause_of_state(state: str) -> Cause | None:
 
 def cause_of_reason(reason: str) -> Cause | None:
     """Return the cause that the reason of a run's state names, unless that is a failure of its ranks."""
-    return next((cause for pattern, cause in _OF_A_REASON if re.search(pattern, reason)), None)
+    return _found(_OF_A_REASON, reason)
 
 
-def _found(table: Sequence[tuple[re.Pattern[str], Cause]], text: str) -> Cause | None:
-    return next((cause for pattern, cause in table if pattern.search(text)), None)
+def _found(table: Sequence[tuple[str, Cause]], text: str) -> Cause | None:
+    # compiled here, and kept by `re`: commands that only name a cause do not need the patterns
+    return next((cause for pattern, cause in table if re.search(pattern, text)), None)
 
 
 def node_of(failure: Failure, cause: Cause) -> str | None:
