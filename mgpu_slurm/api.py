@@ -111,7 +111,7 @@ class _Submitted:
         if not ended:
             raise UserError(f"run {self.name} is {self.state}: only a run that has ended can be resumed")
         if not unfinished:
-            raise UserError(f"run {self.name} is {self.state}: it has already completed; submit a new run")
+            raise UserError(f"run {self.name} has already completed: submit a new run")
         return submitting.restart(self.files, unfinished, change, note)
 
     def delete(self, only_checkpoints: bool = False) -> None:

@@ -30,7 +30,7 @@ from mgpu_slurm.core.formatting import counted, program
 def status(names: tuple[str, ...], watch: bool, as_json: bool) -> None:
     """List runs with their state, newest first.
 
-    One line per run, group or sweep; details for those you name.
+    One line per run, group or sweep. Of a group that you name, each of its runs; of a sweep, its trials and workers.
     """
     from mgpu_slurm.registry import current_state, lookup
     from mgpu_slurm.reports import status as statuses
@@ -80,7 +80,10 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
         return
     from mgpu_slurm.reports.run_summary import rank_warnings, warning_lines
 
-    print(handle.logs(rank), end="")
+    text = handle.logs(rank)
+    if not text:
+        print_note(f"run {folder.run} has printed nothing yet: it is {handle.state}")
+    print(text, end="")
     # beside the log, which stays what the rank has printed
     newest = records.attempts_started(folder)
     found = [each for each in rank_warnings(folder) if each.rank != rank and each.attempt == newest]
@@ -128,8 +131,11 @@ def cancel(names: tuple[str, ...]) -> None:
     from mgpu_slurm import api
 
     for found in [api.find(name) for name in names]:
+        # a run that waits in a queue may have started by now
+        has_started = any(state.attempts for state in found.all_current)
         if found.cancel():
             asked = "asked to end" if found.is_command else "asked to save and end"
+            asked = asked if has_started else "cancelled"
             print(f"{found.name}: {asked}; continue later with `{program()} resume {found.name}`")
         else:
             print(f"{found.name}: already ended ({found.state})")

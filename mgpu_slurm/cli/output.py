@@ -74,10 +74,9 @@ def follow_run(
             if not quiet:
                 print(text, end="", flush=True)
     except KeyboardInterrupt:
-        print(
-            f"\nstopped following; the run continues. Cancel it with: {program()} cancel {found.name}",
-            file=sys.stderr,
-        )
+        what = "sweep" if isinstance(found, api.Study) else "run"
+        advice = f"cancel it with: {program()} cancel {found.name}"
+        print(f"\nstopped following; the {what} continues; {advice}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     if not quiet:
         print_ending(found, shown_rank=rank)

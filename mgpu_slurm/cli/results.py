@@ -31,7 +31,7 @@ def why(name: str, as_json: bool) -> None:
         print_json([reasons.facts(run, state) for run, state in asked])
         return
     if not asked:
-        print(f"{folder.run}: all of its {len(runs)} runs are complete")
+        print_lines([*reasons.lines_of_complete(folder, len(runs))])
     for number, (run, state) in enumerate(asked):
         print_lines([*([""] if number else []), *reasons.lines(run, state)])
 

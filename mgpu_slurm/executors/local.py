@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.executors import simulated, supervisors
 from mgpu_slurm.executors.base import (
@@ -69,8 +70,9 @@ def _with_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
     asked = resources.gpus_per_node
     if asked is not None:
         if asked * resources.nodes > available:
+            nodes = counted(resources.nodes, "simulated node")
             raise UserError(
-                f"--gpus-per-node {asked} on {resources.nodes} simulated nodes needs {asked * resources.nodes} GPUs,"
+                f"--gpus-per-node {asked} on {nodes} needs {counted(asked * resources.nodes, 'GPU')},"
                 f" but this machine has {available}: lower one of them, or use --gpus-per-node 0"
             )
         return resources, f"{asked} per simulated node, as requested"

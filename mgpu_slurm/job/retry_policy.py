@@ -149,7 +149,7 @@ def why_no_requeue(spec: Spec, earlier: Sequence[Event], asked: Event) -> str:
         asked: See `requeue_event`.
     """
     if len(earlier) >= spec.max_requeues:
-        return f"asked for a restart, but all of --max-requeues {spec.max_requeues} are used"
+        return f"stopped to be requeued, but --max-requeues {spec.max_requeues} allows no more"
     before = [event for event in earlier if event.in_vain is not None][-1:]
     if not asked.in_vain or not any(event.in_vain and event.newest == asked.newest for event in before):
         return ""

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import CollectiveMismatch, MgpuError
 from mgpu_slurm.core.files import end_of, read_json
-from mgpu_slurm.core.formatting import counted, first_line, short_path, time_of
+from mgpu_slurm.core.formatting import counted, first_line, program, short_path, time_of
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.registry import dependencies
-from mgpu_slurm.reports import attempts
+from mgpu_slurm.registry import dependencies, sweep_state
+from mgpu_slurm.reports import attempts, sweep_status
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import failures, records, states
 from mgpu_slurm.run_folder.failures import Cause
@@ -34,7 +34,12 @@ SHOWN_WARNINGS = 2
 _NOT_FOUND = re.compile(r"FileNotFoundError|No such file or directory|not found|does not exist")
 _TYPED = re.compile(r"<(?:stdin|string|i?python-input.*)>|.*/ipykernel_\d+/")
 """Files of functions typed into Python or a notebook; other code without a file is a library's."""
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
+_CRASHED_THREAD = re.compile(r"^Current thread .*\n((?: +File .*\n)+)", re.MULTILINE)
+"""The stack of the thread that crashed, as faulthandler writes it: innermost frame first."""
+
+_COMMAND = re.compile(r"`(?:mgpu-slurm )?(resume|(?:clean|shell) RUN)\b")
+"""A command in the fix of a cause, that needs the name of the run."""
 
 _RANK = re.compile(r"-flight-(\d+)(.*)")
 
@@ -146,15 +151,20 @@ def _of_failure(folder: RunFolder, failure: Failure, cause: Cause, state: RunSta
 
 
 def _fix(cause: Cause, folder: RunFolder) -> str:
-    continues = "`resume` continues"
-    # a command stores its checkpoints anywhere
-    keeps_none = not any(folder.checkpoints.glob("step-*")) and not read_spec(folder).target.is_command
-    if continues in cause.fix and keeps_none and records.attempts_started(folder):
-        return (
-            "`resume` starts from the beginning: there is no checkpoint"
-            " (a checkpoint contains what you pass to `run.restore`)"
-        )
-    return cause.fix
+    """Return how to fix a cause, with commands that can be copied."""
+    fix, spec = cause.fix, read_spec(folder)
+    if "`resume` continues" in fix:
+        if not records.attempts_started(folder):
+            fix = "`resume` submits it again"
+        elif spec.kind == "run" and not spec.target.is_command and not any(folder.checkpoints.glob("step-*")):
+            # a command stores its checkpoints anywhere
+            fix = (
+                "`resume` starts from the beginning: no checkpoint was written (a run saves what you pass to"
+                " `run.restore`, after each epoch unless `run.checkpoints` says more)"
+            )
+    # the workers of a sweep are resumed together
+    name = folder.run if spec.kind == "run" else folder.group.run
+    return _COMMAND.sub(lambda found: f"`{program()} {found[1].removesuffix(' RUN')} {name}", fix)
 
 
 def _left_out(failure: Failure, folder: RunFolder) -> str | None:
@@ -203,7 +213,8 @@ def _own_line(traceback: str, folder: RunFolder) -> str | None:
     """Return the innermost line of the run's own code in the traceback, or of a function that was typed in."""
     # the path of a script's folder may contain a link
     codes = (f"{folder.group.code}/", f"{os.path.realpath(folder.group.code)}/")
-    frames = list(_FRAME.finditer(traceback))
+    crashed = _CRASHED_THREAD.search(traceback)
+    frames = list(_FRAME.finditer(traceback)) if crashed is None else [*_FRAME.finditer(crashed[1])][::-1]
     own = [match for match in frames if match["file"].startswith(codes) or match["file"][:1] not in "/<"]
     typed = [match for match in frames if _TYPED.match(match["file"])]
     if not (own or typed):
@@ -261,6 +272,18 @@ def lines(folder: RunFolder, state: RunState) -> Iterator[str]:
         yield f"log       {found.log}"
 
 
+def lines_of_complete(folder: RunFolder, count: int) -> Iterator[str]:
+    """Yield lines on a group or sweep whose runs have all completed."""
+    if not sweep_state.is_sweep(folder):
+        yield f"{folder.run}: all of its {count} runs completed"
+        return
+    summary = sweep_state.summary_of(folder)
+    failed = summary.trials["FAIL"]
+    trials = counted(failed, "trial") if failed else "no trial"
+    yield f"{folder.run}: {counted(count, 'worker')} completed; {trials} failed"
+    yield from sweep_status.last_failure(folder, summary)
+
+
 def _where(found: Why) -> Iterator[str]:
     if found.who:
         yield found.who
@@ -281,13 +304,17 @@ def _warned(folder: RunFolder, state: RunState) -> Iterator[str]:
 
 
 def _of_the_result(folder: RunFolder) -> str | None:
-    """Return what is wrong with the result of a complete run."""
-    metrics = (read_json(folder.result) or {}).get("result", {}) | records.read_state(folder).metrics
+    """Return what is wrong with the result of a complete run, and how to fix it."""
+    wrong = problem_of_result(folder, records.read_state(folder))
+    return None if wrong is None else f"it completed, but {wrong}: {failures.NOT_A_NUMBER.fix}"
+
+
+def problem_of_result(folder: RunFolder, state: RunState) -> str | None:
+    """Return what is wrong with the result and metrics of a complete run."""
+    metrics = (read_json(folder.result) or {}).get("result", {}) | state.metrics
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
-    if not wrong:
-        return None
     are = "is" if len(wrong) == 1 else "are"
-    return f"it completed, but {' and '.join(wrong)} {are} NaN or infinite: {failures.NOT_A_NUMBER.fix}"
+    return f"{' and '.join(wrong)} {are} NaN or infinite" if wrong else None
 
 
 def _waits(state: RunState, found: Why | None) -> bool:

@@ -10,10 +10,11 @@ from pathlib import Path
 from mgpu_slurm.core.files import read_json, read_jsonl
 from mgpu_slurm.core.formatting import duration, program, short_path
 from mgpu_slurm.core.hostlist import compress, ranges
+from mgpu_slurm.reports.diagnosis import problem_of_result
 from mgpu_slurm.run_folder import failures, records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Failure, RunState
-from mgpu_slurm.run_folder.states import FAILED, OUT_OF_MEMORY
+from mgpu_slurm.run_folder.states import CANCELLED, COMPLETED, FAILED, OUT_OF_MEMORY
 
 SHOWN_LINES = 20
 
@@ -41,16 +42,19 @@ def ending_lines(path: Path, state: RunState, shown_rank: int | None = None) -> 
     # a later attempt with other resources may have no warnings
     found = [warning for warning in rank_warnings(folder) if warning.attempt == state.attempts]
     lines += [f"warning   {line}" for line in warning_lines(found)]
-    result = read_json(folder.result) if state.state == "COMPLETED" else None
+    result = read_json(folder.result) if state.state == COMPLETED else None
     if result is not None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in result["result"].items())
         if numbers:
             lines.append(f"result    {numbers}  ({short_path(folder.result)})")
+        problem = problem_of_result(folder, state)
+        if problem is not None:
+            lines.append(f"warning   {problem}: {program()} why {state.run}")
     if folder.tensorboard.is_dir():
         lines.append(_curves_line(folder))
-    if failure is not None:
+    if state.state not in (COMPLETED, CANCELLED):
         lines.append(f"why       {program()} why {state.run}")
-    if state.state != "COMPLETED" and any(folder.logs.glob("*")):
+    if state.state != COMPLETED and any(folder.logs.glob("*")):
         lines.append(f"logs      {short_path(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
             lines.append(f"resume    {program()} resume {state.run}{_whose_code(failure)}")

@@ -30,7 +30,7 @@ def lines(folder: RunFolder, workers: Sequence[RunState], room: int | None = Non
         f"trials    {_trials(summary)}",
         f"best      {_trial(summary, summary.best)}",
         *(f"{'' if place else 'known':<9} {_trial(summary, trial)}" for place, trial in enumerate(summary.known)),
-        *_last_failure(folder, summary),
+        *last_failure(folder, summary),
         f"spent     {_spent(folder, len(workers), summary)}",
         *_left(workers, summary),
         "",
@@ -58,7 +58,8 @@ def _trials(summary: SweepSummary) -> str:
     return f"{sum(counts.values())}: {told}" if told else "none yet"
 
 
-def _last_failure(folder: RunFolder, summary: SweepSummary) -> list[str]:
+def last_failure(folder: RunFolder, summary: SweepSummary) -> list[str]:
+    """Return a line on the newest trial that failed, if any is among the recent ones."""
     failed = [trial for trial in summary.recent if trial.state == "FAIL"]
     return [
         f"failed    trial {trial.number}: {trial.reason}  ({short_path(folder.of_trial(trial.number).logs)})"

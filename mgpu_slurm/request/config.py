@@ -191,7 +191,7 @@ def _explain(problem: Any) -> str:
         return f"{key!r} has no default and was not given: add {key}=VALUE"
     message = message.removeprefix("Value error, ").removeprefix("Input ").removeprefix("should be ")
     # it repeats the message
-    message = message.partition(", unable to parse")[0]
+    message = message.partition(", unable to ")[0].replace("a valid boolean", "true or false")
     # pydantic names Python's types, but the values come from YAML
     message = message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
     if problem["type"] in ("value_error", "assertion_error"):

@@ -117,7 +117,7 @@ DISK = Cause(
 IMPORT = Cause(
     "import",
     "a module could not be imported",
-    "install it in the environment you submit from, or add it to the project's folder",
+    "install it in the environment you submit from, or add it to the project's folder; then `resume --code new`",
 )
 TARGET = Cause(
     "target",
@@ -180,7 +180,13 @@ AFTER_THE_END = Cause(
 PROGRAM = Cause(
     "program",
     "the program failed",
-    "fix the error, then `resume --code new` to continue from the last checkpoint, or submit again to start over",
+    "fix the error, then `resume --code new` to continue from the newest checkpoint, or submit again to start over",
+)
+TRIALS = Cause(
+    "trials",
+    "the trials of the sweep fail alike",
+    "fix the job, then `resume --code new`, or add trials if none is left (`sweep FILE trials=N --code new`); if the"
+    " file is wrong, delete the study (`clean RUN`) and start again",
 )
 UNKNOWN = Cause("unknown", "it failed before any rank reported an error", "look at the end of the launch log")
 
@@ -204,7 +210,7 @@ NODE = Cause("node", "a node failed", "`resume` continues on other nodes")
 DEPENDENCY = Cause(
     "dependency",
     "the run it waited for did not complete",
-    "`resume` that run first, then this one; or submit again with `--after-any`",
+    "resume that run first, then this one; or submit again with `--after-any`",
 )
 DEPENDENCY_GONE = Cause(
     "dependency-gone", "the run it waited for is gone", "submit again without `--after` and `--after-any`"
@@ -235,6 +241,7 @@ _OF_AN_ERROR = (
     (r"(?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|ALLOC_FAILED)", GPU_LIBRARY),
     ("device-side assert triggered", GPU_ASSERT),
     (r"^(?:\w+\.)*MgpuError: checkpoint .* is damaged", DAMAGED),
+    (r"^(?:\w+\.)*SweepFailed\b", TRIALS),
     (_GPU, GPU),
     (r"^(?:\w+\.)*(?:ModuleNotFoundError|ImportError)\b", IMPORT),
     (r"^UserError: target .* fails on import: .*\b(?:ModuleNotFound|Import)Error\b", IMPORT),
@@ -292,6 +299,9 @@ _OF_A_REASON = (
 LAST_LINES = 20
 """Number of lines at the end of a log that are searched for its last error."""
 
+CRASHED = "Fatal Python error: "
+"""What faulthandler writes before the stacks of a process that crashes in native code."""
+
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _AN_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b")
 _NODE = re.compile(r"ranks? \S+ on (?P<ranks>[\w.-]+)(?:: | )|srun: error: .*(?:failed )?on node (?P<launch>[\w.-]+)")
@@ -318,6 +328,10 @@ def cause_of(failure: Failure, said: str = "") -> Cause:
 def _told(said: str) -> Cause | None:
     """Return the cause of the last error in a log; lines after it may come from the process's shutdown."""
     # this package's own lines are warnings that do not end a run
+    before, crashed, why = said.rpartition(CRASHED)
+    if crashed:
+        # the stacks after it are no errors, and may be long
+        said = before + why.partition("\n")[0]
     own = [line.strip() for line in said.splitlines() if not line.startswith(PREFIX)]
     lines = [_RANK.sub("", line) for line in own if line]
     for line in reversed(lines[-LAST_LINES:]):

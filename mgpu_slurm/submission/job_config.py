@@ -60,7 +60,9 @@ def complete(
     target = spec.target
     if target.is_command:
         if any(values):
-            raise UserError(f"key=value {next(iter(values[0]))!r}: a command has no config; put it after --")
+            raise UserError(
+                f"{next(iter(values[0]))}=...: a command takes no config values: put its arguments after `--`"
+            )
         return Completed({}, None, {})
     if function is not None:
         job = job_function.from_callable(function, target.label)

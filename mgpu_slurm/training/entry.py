@@ -7,6 +7,7 @@ function. Under the local executor, it is called in a forked process that has al
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import sys
@@ -68,6 +69,8 @@ def main(folder: RunFolder, work: Work) -> int:
     spec = read_spec(folder)
     set_umask_for(spec.readable_by)
     output.send_to(folder.rank_log(attempt, facts.rank))
+    # a crash of native code then leaves its stack in the log; a command sets PYTHONFAULTHANDLER itself
+    faulthandler.enable(2)
     _check_world(spec, facts)
     _export(spec, folder, facts)
     preflight.warn(preflight.warnings_at_start(spec, folder, facts), folder, attempt, facts)

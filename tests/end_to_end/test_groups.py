@@ -58,7 +58,7 @@ def test_resume_starts_only_runs_that_did_not_complete(project: Project) -> None
     assert [facts["attempts"] for facts in project.json("status", folder.name)] == [1, 2, 1]
     again = project.call("resume", folder.name)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    assert "it has already completed" in again.stderr
+    assert "has already completed: submit a new run" in again.stderr
 
 
 def test_concurrency_limit_is_kept_and_cancel_ends_all_runs(project: Project) -> None:
@@ -204,8 +204,10 @@ class TestAfter:
     def test_cancel_ends_the_wait(self, project: Project) -> None:
         first = project.submit("--", "sleep", "600")
         second = project.submit("--after", first.name, "--", "true")
-        project.call("cancel", second.name)
+        assert f"{second.name}: cancelled; continue later" in project.call("cancel", second.name).stdout
         assert project.finish(second)["state"] == "CANCELLED"
+        assert f"resume {second.name}` submits it again" in project.call("why", second.name).stdout
+        assert "has printed nothing yet: it is CANCELLED" in project.call("logs", second.name).stderr
         project.call("cancel", first.name)
         assert project.finish(first)["state"] == "CANCELLED"
 

@@ -358,7 +358,7 @@ def test_run_without_requeues_left_ends_as_timeout(project: Project, cluster: Cl
     cluster.start_now(facts_of(run)["job_id"])
     facts = finish(run)
     assert (facts["state"], facts["attempts"]) == ("TIMEOUT", 2)
-    assert facts["reason"] == "asked for a restart, but all of --max-requeues 1 are used"
+    assert facts["reason"] == "stopped to be requeued, but --max-requeues 1 allows no more"
 
 
 def test_two_time_limits_without_a_newer_checkpoint_end_the_run(project: Project, cluster: Cluster) -> None:

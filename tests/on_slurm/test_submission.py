@@ -162,7 +162,7 @@ def test_requeues_are_counted_over_all_jobs_of_a_run(slurm_project: Project, clu
     folder = submit(slurm_project, "--max-requeues", "1", "--", "sh", "-c", "exit 75")
     facts = wait_for(slurm_project, folder, "TIMEOUT")
     assert facts["attempts"] == 2
-    assert "all of --max-requeues 1 are used" in str(facts["reason"])
+    assert "--max-requeues 1 allows no more" in str(facts["reason"])
 
 
 def test_array_task_continues_alone_and_dependents_wait_for_it(slurm_project: Project, cluster: Cluster) -> None:

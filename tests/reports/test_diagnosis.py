@@ -172,7 +172,7 @@ def test_program_error_is_reported_with_its_line(project: Project) -> None:
     assert words["where"].startswith("rank 0 on local1 in attempt 1 at 2")
     assert words["line"] == "train.py:3 in load"
     assert words["error"] == "ValueError: cat.txt is no picture"
-    assert "resume --code new" in words["fix"]
+    assert f"resume {folder.name} --code new` to continue" in words["fix"]
     assert (project.folder / words["log"]).read_text().endswith("ValueError: cat.txt is no picture\n")
     (answer,) = json.loads(project.call("why", folder.name, "--json").stdout)
     assert (answer["run"], answer["state"]) == (folder.name, "FAILED")
@@ -251,7 +251,7 @@ def test_fix_says_if_there_is_no_checkpoint_to_resume_from(project: Project) -> 
     project.call("cancel", name)
     project.call("wait", name)
     told = project.call("why", name).stdout
-    assert "fix       `resume` starts from the beginning: there is no checkpoint" in told
+    assert "starts from the beginning: no checkpoint was written" in told
 
 
 def test_killed_supervisor_is_reported(project: Project) -> None:
@@ -264,9 +264,19 @@ def test_killed_supervisor_is_reported(project: Project) -> None:
     assert answer["why"]["cause"] == "supervisor"
 
 
+def test_native_crash_is_reported_with_its_line(project: Project) -> None:
+    project.write("train.py", "import ctypes\n\n\ndef train(run, config):\n    ctypes.string_at(0)\n")
+    folder, _ = project.run("train.py")
+    (answer,) = json.loads(project.call("why", folder.name, "--json").stdout)
+    assert (answer["why"]["cause"], answer["why"]["line"]) == ("crash", "train.py:5 in train")
+    assert "Fatal Python error: Segmentation fault" in project.call("logs", folder.name).stdout
+
+
 def test_completed_run_with_nan_loss_is_reported(project: Project) -> None:
     project.write("train.py", "def train(run, config):\n    run.report(1, loss=float('nan'), accuracy=0.1)\n")
     folder, _ = project.run("train.py")
+    ending = project.call("wait", folder.name).stdout
+    assert "warning   loss is NaN or infinite: " in ending
     _, told = project.call("why", folder.name).stdout.splitlines()
     assert told.startswith("it completed, but loss is NaN or infinite: lower the learning rate")
 
