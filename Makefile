@@ -25,11 +25,11 @@ demo-sweep: $(READY)
 	.venv/bin/python -m mgpu_slurm sweep sweeps/digits_hyperband.yaml --executor local study=demo trials=16 workers=2
 
 # tests that need a cluster or a database server are skipped if there is none; with CI=true they fail
-# Four processes suit two cores, as many tests wait for SLURM or a time limit. The program is compiled first: tests start
+# Five processes suit two cores, as many tests wait for SLURM or a time limit. The program is compiled first: tests start
 # it hundreds of times, and PYTHONDONTWRITEBYTECODE may keep it from storing its bytecode.
 test: $(READY) $(if $(filter 0,$(shell id -u)),try-cluster-deps)
 	.venv/bin/python -m compileall -q mgpu_slurm
-	.venv/bin/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder
+	.venv/bin/python -m pytest --numprocesses 5 --dist loadscope --no-loadscope-reorder
 
 # unit tests only: no cluster, no database server, few processes; under a minute on two cores
 quick: $(READY)
