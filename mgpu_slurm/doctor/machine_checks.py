@@ -19,7 +19,7 @@ from mgpu_slurm.core.formatting import human_size
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding, span
-from mgpu_slurm.executors import simulated
+from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.run_folder import layout
 
 OLDEST_PYTHON = (3, 10)
@@ -265,7 +265,7 @@ def writable_findings(name: str, folder: Path, fix: str, small: bool = False) ->
 
 def local_findings() -> Iterator[Finding]:
     """Report the resources of the local executor."""
-    gpus = len(simulated.visible_gpus())
+    gpus = len(visible_gpus())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{cores()} cores, {human_size(memory)} of memory, {gpus or 'no'} GPU{'s' if gpus != 1 else ''}"
     yield check_results.ok("slurm", f"no sbatch on PATH: runs use the local executor, with {text}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.retry import Note
-from mgpu_slurm.executors import simulated, supervisors
+from mgpu_slurm.executors import supervisors
 from mgpu_slurm.executors.base import (
     SUPERVISOR_LOST,
     Asked,
@@ -60,13 +64,26 @@ class LocalExecutor(Executor):
         return Shell(supervisors.started_nodes(folder), None)
 
 
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the GPUs visible to this user's programs: those of CUDA_VISIBLE_DEVICES, else those nvidia-smi lists."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        # CUDA reads the list up to the first invalid entry
+        return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, chosen.split(","))))
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(index) for index in range(len(lines))]
+
+
 def _with_gpus(resources: Resources, workers: int) -> tuple[Resources, str]:
     """Return the resources with the GPUs per node decided, and the reason.
 
     Args:
         workers: how many share the machine; if there are too few GPUs for all, some wait for others to end.
     """
-    available = len(simulated.visible_gpus())
+    available = len(visible_gpus())
     asked = resources.gpus_per_node
     if asked is not None:
         if asked * resources.nodes > available:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from mgpu_slurm.core import processes
 from mgpu_slurm.core.files import set_umask_for
-from mgpu_slurm.executors import held_allocation, simulated, supervisors
+from mgpu_slurm.executors import held_allocation, supervisors
+from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import records, states
@@ -110,7 +111,7 @@ def shares(spec: Spec) -> list[dict[str, str]]:
         # each run may use the whole allocation
         return [{}] * (spec.at_once or 1)
     resources = spec.resources
-    gpus = simulated.visible_gpus() if resources.gpus_per_node else []
+    gpus = visible_gpus() if resources.gpus_per_node else []
     each = resources.gpus
     places = len(gpus) // each if each else spec.at_once or processes.cores() // resources.ranks
     places = max(1, min(places, spec.at_once or places, spec.tasks or 1))

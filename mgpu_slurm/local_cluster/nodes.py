@@ -18,10 +18,12 @@ from dataclasses import dataclass
 
 from mgpu_slurm.core import interpreter, processes
 from mgpu_slurm.core.errors import ClusterError, UserError
-from mgpu_slurm.executors import held_allocation, simulated, supervisors
+from mgpu_slurm.executors import held_allocation, supervisors
 from mgpu_slurm.executors.held_allocation import Allocation
+from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.job import PARTS, attempt
 from mgpu_slurm.job.srun_watch import LaunchLog
+from mgpu_slurm.local_cluster import simulated
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, script, site, steps
@@ -119,7 +121,7 @@ class SimulatedNodes(Nodes):
         self.names = simulated.node_names(spec)
         # a lock held by another thread stays locked forever in a fork; then ranks are new processes
         self._ranks_can_be_forked = processes.thread_count() == 1
-        self._gpus = simulated.visible_gpus() if spec.resources.gpus_per_node else []
+        self._gpus = visible_gpus() if spec.resources.gpus_per_node else []
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def prepare(self, restarts: int) -> Limit | None:

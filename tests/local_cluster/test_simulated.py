@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_slurm.executors import simulated
+from mgpu_slurm.executors.local import visible_gpus
+from mgpu_slurm.local_cluster import simulated
 from mgpu_slurm.request.spec import Resources, Spec, Target
 
 
@@ -29,7 +30,7 @@ def test_zero_gpus_hides_them_and_no_request_leaves_them_visible() -> None:
     ("visible", "gpus"), [("0,3", ["0", "3"]), ("GPU-8f2", ["GPU-8f2"]), ("", []), ("-1", []), ("0,-1,2", ["0"])]
 )
 def test_visible_gpus_follow_cuda_visible_devices(visible: str, gpus: list[str]) -> None:
-    assert simulated.visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == gpus
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == gpus
 
 
 def test_job_variables_have_the_format_of_slurm() -> None:

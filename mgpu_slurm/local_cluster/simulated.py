@@ -5,12 +5,6 @@ These are pure functions; `supervisor` does the work.
 
 from __future__ import annotations
 
-import itertools
-import os
-import shutil
-import subprocess
-from collections.abc import Mapping
-
 from mgpu_slurm.core.hostlist import compress
 from mgpu_slurm.core.processes import cores
 from mgpu_slurm.request.spec import Spec
@@ -21,19 +15,6 @@ ADDRESS = "127.0.0.1"
 
 def node_names(spec: Spec) -> list[str]:
     return [f"local{index + 1}" for index in range(spec.resources.nodes)]
-
-
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the GPUs visible to this user's programs: those of CUDA_VISIBLE_DEVICES, else those nvidia-smi lists."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        # CUDA reads the list up to the first invalid entry
-        return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, chosen.split(","))))
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(index) for index in range(len(lines))]
 
 
 def job_variables(spec: Spec, job_id: int, restarts: int) -> dict[str, str]:
