@@ -1,10 +1,6 @@
 .PHONY: demo demo-sweep test quick chaos check docs bench clean cluster cluster-deps try-cluster-deps cluster-env \
     cluster-down
 .DELETE_ON_ERROR:
-# pip and the packages of the cluster take a minute each, and wait for different things
-ifeq ($(MAKELEVEL),0)
-MAKEFLAGS += --jobs=2
-endif
 
 PYTHON ?= python3
 PROBE := import sys; sys.version_info < (3, 10) and sys.exit("it is Python %d.%d" % sys.version_info[:2]); import ensurepip, venv
@@ -25,9 +21,11 @@ demo-sweep: $(READY)
 	.venv/bin/python -m mgpu_slurm sweep sweeps/digits_hyperband.yaml --executor local study=demo trials=16 workers=2
 
 # tests that need a cluster or a database server are skipped if there is none; with CI=true they fail
-# Five processes suit two cores, as many tests wait for SLURM or a time limit. The program is compiled first: tests start
-# it hundreds of times, and PYTHONDONTWRITEBYTECODE may keep it from storing its bytecode.
-test: $(READY) $(if $(filter 0,$(shell id -u)),try-cluster-deps)
+# pip and the packages of the cluster take a minute each, and wait for different things. Five processes suit two cores, as
+# many tests wait for SLURM or a time limit. The program is compiled first: tests start it hundreds of times, and
+# PYTHONDONTWRITEBYTECODE may keep it from storing its bytecode.
+test:
+	@$(MAKE) --silent --no-print-directory --jobs=2 $(READY) $(if $(filter 0,$(shell id -u)),try-cluster-deps)
 	.venv/bin/python -m compileall -q mgpu_slurm
 	.venv/bin/python -m pytest --numprocesses 5 --dist loadscope --no-loadscope-reorder
 

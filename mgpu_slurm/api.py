@@ -162,7 +162,7 @@ class Handle(_Submitted):
     def logs(self, rank: int = 0) -> str:
         """Return everything that a rank has printed, over all attempts."""
         attempts = range(1, records.attempts_started(self.files) + 1)
-        return "".join(path.read_text(errors="replace") for path in lookup.of_rank(self.files, rank, attempts))
+        return "".join(path.read_text(errors="replace") for path in lookup.logs_of_rank(self.files, rank, attempts))
 
 
 class Group(_Submitted):

@@ -147,7 +147,7 @@ def wrap(state: Path, real: Path) -> Sbatch:
     return sbatch
 
 
-def use_snapshot(state: Path) -> StandIn:
+def stand_in(state: Path) -> StandIn:
     slurm = StandIn(wrap(state, state / "bin" / "real-sbatch").state)
     (state / "slurm.conf").write_text("ClusterName=stand-in\n")
     (state / "queue").touch()

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from mgpu_slurm.checkpoints.tensors import is_sharded, memory_id
 from mgpu_slurm.rank import torch_adapter
-from mgpu_slurm.rank.torch_adapter import is_dtensor, is_sharded, place_of
+from mgpu_slurm.rank.torch_adapter import is_dtensor
 
 _OF_VERSION_0_1 = ("module", "_orig_mod")
 """Parts of names in checkpoints of version 0.1 that may come from wrapping."""
@@ -63,8 +64,8 @@ class Wrapped:
     def holds(self) -> Callable[[torch.Tensor], bool]:
         """Return a function that reports whether a tensor belongs to a wrapped module, in whichever state it occurs."""
         held = (each for module in self._modules for each in (*module.parameters(), *module.buffers()))
-        places = {place_of(each) for each in held if not is_dtensor(each)}
-        return lambda tensor: place_of(tensor) in places
+        places = {memory_id(each) for each in held if not is_dtensor(each)}
+        return lambda tensor: memory_id(tensor) in places
 
     def _averages(self, average: AveragedModel) -> bool:
         """Return whether it is a moving average of a wrapped module, judged by the same class and shapes."""

@@ -63,7 +63,7 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
     from mgpu_slurm.run_folder import records
 
     if launch:
-        for path in lookup.of_launch(lookup.find(name)):
+        for path in lookup.launch_logs(lookup.find(name)):
             print(path.read_text(errors="replace"), end="")
         return
     handle = api.find(name) if follow else api.find_run(name)
@@ -82,7 +82,7 @@ def logs(name: str, rank: int, follow: bool, launch: bool) -> None:
 
     text = handle.logs(rank)
     if not text:
-        print_note(f"run {folder.run} has printed nothing yet: it is {handle.state}")
+        print_note(f"rank {rank} of run {folder.run} has printed nothing; the run is {handle.state}")
     print(text, end="")
     # beside the log, which stays what the rank has printed
     newest = records.attempts_started(folder)

@@ -21,17 +21,18 @@ def why(name: str, as_json: bool) -> None:
 
     For a group or a sweep: each run or worker that did not complete.
     """
-    from mgpu_slurm.registry import current_state, lookup
+    from mgpu_slurm.registry import current_state, lookup, sweep_state
     from mgpu_slurm.reports import diagnosis as reasons
 
     folder = lookup.find(name)
     runs = list(current_state.current([folder]))
-    asked = [(run, state) for run, state in runs if state.state != "COMPLETED"] if len(runs) > 1 else runs
+    is_single = len(runs) == 1 and not sweep_state.is_sweep(folder)
+    asked = runs if is_single else [(run, state) for run, state in runs if state.state != "COMPLETED"]
     if as_json:
         print_json([reasons.facts(run, state) for run, state in asked])
         return
     if not asked:
-        print_lines([*reasons.lines_of_complete(folder, len(runs))])
+        print_lines([*reasons.lines_of_complete(folder, [state for _, state in runs])])
     for number, (run, state) in enumerate(asked):
         print_lines([*([""] if number else []), *reasons.lines(run, state)])
 

@@ -1,7 +1,8 @@
 """Write, read and lock files, and check who owns them.
 
 Whole files are written to a temporary name, synced and renamed. `.jsonl` files are append-only: readers ignore a torn
-last line, left by a writer that died, and the next writer cuts it off."""
+last line, left by a writer that died, and the next writer cuts it off.
+"""
 
 from __future__ import annotations
 

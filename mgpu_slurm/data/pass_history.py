@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
+from mgpu_slurm.checkpoints.tensors import memory_id
 from mgpu_slurm.data.batches import Share
 from mgpu_slurm.data.nests import leaves_of
 from mgpu_slurm.data.passes import HandedBatch, Pass
-from mgpu_slurm.rank.torch_adapter import place_of
 
 Samples = TypeVar("Samples")
 
@@ -95,7 +95,7 @@ class PassHistory:
     def owners(self, leaf: Any) -> list[HandedBatch]:
         """Return the batches that this is a part of, unless it is a part of all. A dataset may hand out the same part
         repeatedly: then return the batch at which the loops are, or else the newest one."""
-        place = place_of(leaf)
+        place = memory_id(leaf)
         current = self.current()
         return [each for each in current if each.holds(leaf, place)] or _newest(
             each.find(leaf, place) for each in self._passes

@@ -23,9 +23,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from mgpu_slurm.checkpoints.tensors import has_memory, memory_id
 from mgpu_slurm.data.batches import Share
 from mgpu_slurm.data.nests import leaves_of
-from mgpu_slurm.rank.torch_adapter import fix_weak_reference, has_memory, place_of
+from mgpu_slurm.rank.torch_adapter import fix_weak_reference
 
 Parts: TypeAlias = Mapping[int, "weakref.ref[Any]"]
 """Tensors, arrays and objects by their `id`."""
@@ -55,7 +56,7 @@ class BatchParts:
         """Return whether this is a part of the batch, or a view of one.
 
         Args:
-            place: place of the part, see `place_of`.
+            place: place of the part, see `memory_id`.
         """
         return is_one_of(part, self.parts) or is_within_any(part, self.places().get(place, ()))
 
@@ -64,12 +65,12 @@ class BatchParts:
         return is_within_any(part, self.parts.values())
 
     def places(self) -> Mapping[int, list[weakref.ref[Any]]]:
-        """Return its parts by their places, see `place_of`."""
+        """Return its parts by their places, see `memory_id`."""
         if self._places is None:
             self._places = {}
             for reference in self.parts.values():
                 if (leaf := _found(reference)) is not None:
-                    self._places.setdefault(place_of(leaf), []).append(reference)
+                    self._places.setdefault(memory_id(leaf), []).append(reference)
         return self._places
 
 
@@ -334,7 +335,7 @@ class Pass:
         """Return the newest batch left by the loop that contains a part at its place.
 
         Args:
-            place: place of the part, see `place_of`.
+            place: place of the part, see `memory_id`.
         """
         for each in self._earlier[self._indexed :]:
             for its in each.places():

@@ -2,7 +2,8 @@
 
 Of SLURM: its version, partitions, settings and limits, as far as runs depend on them.
 
-Functions that judge are pure; `findings_of_slurm` and those of the cluster file query SLURM."""
+Functions that judge are pure; `findings_of_slurm` and those of the cluster file query SLURM.
+"""
 
 from __future__ import annotations
 

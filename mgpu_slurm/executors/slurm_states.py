@@ -1,7 +1,8 @@
 """The states of runs' jobs in SLURM: squeue for all at once, then other commands for jobs that squeue does not list.
 
 A job that squeue does not list is not necessarily gone: accounting has to know its end, or the controller has to report
-that it does not know the job, or squeue has to omit it repeatedly. The launch log may show how it ended."""
+that it does not know the job, or squeue has to omit it repeatedly. The launch log may show how it ended.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def run_attempt(folder: RunFolder, spec: Spec, launch: Launch) -> Ending:
     # number of this start of the job, by which accounting identifies it
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     started = {"attempt": attempt, "job_id": launch.job_id, "nodes": launch.names, "restarts": restarts}
-    records.settle_event(folder, "started", **started, **retry_policy.newest_checkpoint(folder))
+    records.settle_event(folder, "started", **started, **retry_policy.checkpoint_fact(folder))
     began = records.read_state(folder).started or records.now()
     records.settle_state(
         folder, state="RUNNING", attempts=attempt, job_id=launch.job_id, reason="", started=began, ended=None

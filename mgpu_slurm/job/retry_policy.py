@@ -106,7 +106,7 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid), cause.ends_job)
 
 
-def newest_checkpoint(folder: RunFolder) -> dict[str, str | None]:
+def checkpoint_fact(folder: RunFolder) -> dict[str, str | None]:
     """Return the part of an event that names the newest checkpoint; empty if that cannot be read."""
     with suppress(OSError):
         newest = layout.newest_checkpoint(folder)
@@ -125,7 +125,7 @@ def requeue_event(folder: RunFolder, spec: Spec, is_at_limit: Callable[[], bool]
         a newer one. `in_vain` is None if it did not reach the limit.
     """
     begins = [event for event in records.events(folder) if event.event == "started"][-1:]
-    newest = newest_checkpoint(folder).get("newest", UNRECORDED)
+    newest = checkpoint_fact(folder).get("newest", UNRECORDED)
     # a command may save anywhere, and a sweep's worker saves in its trials
     shows_progress = spec.kind == "run" and (newest is not None or not spec.target.is_command)
     # version 0.1 did not record where an attempt begins

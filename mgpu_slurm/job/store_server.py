@@ -5,7 +5,8 @@ torch's TCPStore on that socket, and gives its address to the ranks the way torc
 guessed, no two attempts share one, and a script written for torchrun works unchanged.
 
 Any user of the nodes can reach the rendezvous. The secret's file is readable only by the run's owner and exists only
-during the attempt."""
+during the attempt.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ number of boundaries it has passed, and holds the rank at the next boundary unti
 at the first boundary that none of them has passed; that is the current one if all made the same request there. Ranks
 that are behind continue to it, so that no rank waits in a collective for a rank that is held.
 
-The same reports show whether ranks have diverged: one has made a `Call` that another has skipped."""
+The same reports show whether ranks have diverged: one has made a `Call` that another has skipped.
+"""
 
 from __future__ import annotations
 

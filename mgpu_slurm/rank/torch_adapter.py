@@ -2,7 +2,8 @@
 
 Torch may change these names in any version. This module was written for torch 2.13.0, the only version it is tested
 with; it aims to work from torch 2.6 on. Its test checks that each name exists. No other module uses one when it runs:
-only for type checkers do they import the store classes from `torch._C`, as torch's hints have them nowhere else."""
+only for type checkers do they import the store classes from `torch._C`, as torch's hints have them nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,24 +50,6 @@ def fix_weak_reference(tensor: torch.Tensor) -> None:
     `torch.utils.weak.TensorWeakRef` does the same, but is slow to create.
     """
     tensor._fix_weakref()  # type: ignore[attr-defined]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether any parameter of a model is spread over ranks."""
-    return any(map(is_dtensor, model.parameters()))
-
-
-def has_memory(part: torch.Tensor) -> bool:
-    return part.layout is torch.strided and not part.is_nested and part.numel() > 0
-
-
-def place_of(part: Any) -> int:
-    """Return a number that is the same for a tensor and its views, and for an array and tensors made from it."""
-    if isinstance(part, np.ndarray):
-        return part.ctypes.data
-    if isinstance(part, torch.Tensor) and has_memory(part):
-        return part.untyped_storage().data_ptr()
-    return id(part)
 
 
 # -- modules

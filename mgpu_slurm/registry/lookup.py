@@ -127,12 +127,12 @@ def _hint(name: str, known: list[RunFolder]) -> str:
 # -- the logs of a run: the output of its ranks, and of its batch scripts or supervisors
 
 
-def of_rank(folder: RunFolder, rank: int, attempts: range) -> list[Path]:
+def logs_of_rank(folder: RunFolder, rank: int, attempts: range) -> list[Path]:
     """Return the existing logs of a rank in these attempts."""
     return [path for path in (folder.rank_log(attempt, rank) for attempt in attempts) if path.exists()]
 
 
-def of_launch(folder: RunFolder) -> list[Path]:
+def launch_logs(folder: RunFolder) -> list[Path]:
     """Return the logs of the batch scripts or supervisors of a run or group, oldest first."""
     found = sorted(folder.group.logs.glob("launch-*.log"), key=lambda path: path.stat().st_mtime)
     if folder.task is None:

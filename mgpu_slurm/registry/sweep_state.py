@@ -142,5 +142,7 @@ def as_one(found: Sequence[tuple[RunFolder, RunState]], without: Sequence[RunFol
     for folder, state in found:
         is_worker = state.kind == "worker" and folder.group not in without
         states_of.setdefault(folder.group if is_worker else folder, []).append(state)
-    return [state_of(folder, each) if each[0].kind == "worker" and folder.task is None else each[0]
-            for folder, each in states_of.items()]  # fmt: skip
+    return [
+        state_of(folder, each) if each[0].kind == "worker" and folder.task is None else each[0]
+        for folder, each in states_of.items()
+    ]

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,12 +34,14 @@ SHOWN_WARNINGS = 2
 _NOT_FOUND = re.compile(r"FileNotFoundError|No such file or directory|not found|does not exist")
 _TYPED = re.compile(r"<(?:stdin|string|i?python-input.*)>|.*/ipykernel_\d+/")
 """Files of functions typed into Python or a notebook; other code without a file is a library's."""
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
-_CRASHED_THREAD = re.compile(r"^Current thread .*\n((?: +File .*\n)+)", re.MULTILINE)
-"""The stack of the thread that crashed, as faulthandler writes it: innermost frame first."""
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+_STACK_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
+"""A frame as faulthandler writes it."""
 
-_COMMAND = re.compile(r"`(?:mgpu-slurm )?(resume|(?:clean|shell) RUN)\b")
-"""A command in the fix of a cause, that needs the name of the run."""
+_COMMAND = re.compile(r"`(?:mgpu-slurm )?(resume|clean|doctor|submit|sweep)(?P<run> RUN)?(?P<new> --code new)?\b")
+"""A command in the fix of a cause."""
+
+_CONTINUES = re.compile(r"`resume` continues(?: from the newest checkpoint)?")
 
 _RANK = re.compile(r"-flight-(\d+)(.*)")
 
@@ -153,18 +155,30 @@ def _of_failure(folder: RunFolder, failure: Failure, cause: Cause, state: RunSta
 def _fix(cause: Cause, folder: RunFolder) -> str:
     """Return how to fix a cause, with commands that can be copied."""
     fix, spec = cause.fix, read_spec(folder)
-    if "`resume` continues" in fix:
-        if not records.attempts_started(folder):
-            fix = "`resume` submits it again"
-        elif spec.kind == "run" and not spec.target.is_command and not any(folder.checkpoints.glob("step-*")):
-            # a command stores its checkpoints anywhere
-            fix = (
-                "`resume` starts from the beginning: no checkpoint was written (a run saves what you pass to"
-                " `run.restore`, after each epoch unless `run.checkpoints` says more)"
-            )
-    # the workers of a sweep are resumed together
-    name = folder.run if spec.kind == "run" else folder.group.run
-    return _COMMAND.sub(lambda found: f"`{program()} {found[1].removesuffix(' RUN')} {name}", fix)
+    if not records.attempts_started(folder):
+        fix = _CONTINUES.sub("`resume` submits it again", fix)
+    elif spec.kind == "run" and not spec.target.is_command and not any(folder.checkpoints.glob("step-*")):
+        # a command stores its checkpoints anywhere
+        saved = "a run saves what you pass to `run.restore`"
+        fix = _CONTINUES.sub(f"`resume` starts from the beginning, as no checkpoint was written ({saved})", fix)
+    if spec.target.pickled is not None:
+        # a function that was given as an object has no other code
+        fix = fix.replace(" to continue from the newest checkpoint, or submit again to start over", "")
+        fix = fix.replace("`resume --code new`", "submit it again")
+    return _COMMAND.sub(lambda found: _command(found, folder), fix)
+
+
+def _command(found: re.Match[str], folder: RunFolder) -> str:
+    words = f"`{program()} {found[1]}"
+    if found[1] == "resume" or found["run"]:
+        words += f" {resumed_name(folder, is_new_code=found['new'] is not None)}"
+    return words + (found["new"] or "")
+
+
+def resumed_name(folder: RunFolder, is_new_code: bool) -> str:
+    """Return the name to resume a run by: a sweep's workers are resumed together, and runs of a group share code."""
+    is_whole = is_new_code or read_spec(folder).kind != "run"
+    return folder.group.run if is_whole else folder.run
 
 
 def _left_out(failure: Failure, folder: RunFolder) -> str | None:
@@ -213,8 +227,7 @@ def _own_line(traceback: str, folder: RunFolder) -> str | None:
     """Return the innermost line of the run's own code in the traceback, or of a function that was typed in."""
     # the path of a script's folder may contain a link
     codes = (f"{folder.group.code}/", f"{os.path.realpath(folder.group.code)}/")
-    crashed = _CRASHED_THREAD.search(traceback)
-    frames = list(_FRAME.finditer(traceback)) if crashed is None else [*_FRAME.finditer(crashed[1])][::-1]
+    frames = _crashed_frames(traceback) or list(_FRAME.finditer(traceback))
     own = [match for match in frames if match["file"].startswith(codes) or match["file"][:1] not in "/<"]
     typed = [match for match in frames if _TYPED.match(match["file"])]
     if not (own or typed):
@@ -222,6 +235,16 @@ def _own_line(traceback: str, folder: RunFolder) -> str | None:
     frame = (own or typed)[-1]
     file = frame["file"].removeprefix(codes[0]).removeprefix(codes[1])
     return f"{file}:{frame['line']} in {frame['function'].strip()}"
+
+
+def _crashed_frames(text: str) -> list[re.Match[str]]:
+    """Return the frames of the thread that crashed in native code, innermost last; none if an error came after it."""
+    _, crashed, after = text.rpartition(failures.CRASHED)
+    if not crashed or "Traceback (most recent call last)" in after:
+        return []
+    stacks = {block.partition(" ")[0]: [*_STACK_FRAME.finditer(block)] for block in after.split("\n\n")}
+    # faulthandler writes the main thread last; a thread of native code alone has no frames
+    return (stacks.get("Current") or stacks.get("Thread") or [])[::-1]
 
 
 def _launch_log(folder: RunFolder, state: RunState) -> str | None:
@@ -272,16 +295,14 @@ def lines(folder: RunFolder, state: RunState) -> Iterator[str]:
         yield f"log       {found.log}"
 
 
-def lines_of_complete(folder: RunFolder, count: int) -> Iterator[str]:
-    """Yield lines on a group or sweep whose runs have all completed."""
+def lines_of_complete(folder: RunFolder, runs: Sequence[RunState]) -> Iterator[str]:
+    """Yield lines on a group or sweep whose runs or workers have all completed."""
     if not sweep_state.is_sweep(folder):
-        yield f"{folder.run}: all of its {count} runs completed"
+        yield f"{folder.run}: all of its {len(runs)} runs completed"
         return
-    summary = sweep_state.summary_of(folder)
-    failed = summary.trials["FAIL"]
-    trials = counted(failed, "trial") if failed else "no trial"
-    yield f"{folder.run}: {counted(count, 'worker')} completed; {trials} failed"
-    yield from sweep_status.last_failure(folder, summary)
+    state = sweep_state.state_of(folder, runs)
+    yield f"{state.state}  {folder.run}: {state.reason}; {counted(state.trials['FAIL'], 'trial')} failed"
+    yield from sweep_status.last_failure(folder, sweep_state.summary_of(folder))
 
 
 def _where(found: Why) -> Iterator[str]:

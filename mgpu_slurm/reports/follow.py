@@ -80,7 +80,7 @@ class _Shown:
             up_to: the last attempt to show.
             look_at_warnings: whether to read the warnings now, not only every `LISTING_PAUSE` seconds.
         """
-        for path in lookup.of_rank(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
+        for path in lookup.logs_of_rank(self._folder, self._rank, range(self._after_attempt + 1, up_to + 1)):
             yield from self._tails.setdefault(path, _Tail(path)).read()
         if look_at_warnings or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LISTING_PAUSE

@@ -10,7 +10,8 @@ from pathlib import Path
 from mgpu_slurm.core.files import read_json, read_jsonl
 from mgpu_slurm.core.formatting import duration, program, short_path
 from mgpu_slurm.core.hostlist import compress, ranges
-from mgpu_slurm.reports.diagnosis import problem_of_result
+from mgpu_slurm.reports.diagnosis import problem_of_result, resumed_name
+from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder import failures, records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Failure, RunState
@@ -52,12 +53,12 @@ def ending_lines(path: Path, state: RunState, shown_rank: int | None = None) -> 
             lines.append(f"warning   {problem}: {program()} why {state.run}")
     if folder.tensorboard.is_dir():
         lines.append(_curves_line(folder))
-    if state.state not in (COMPLETED, CANCELLED):
+    if state.state not in (COMPLETED, CANCELLED) or failures.cause_of_reason(state.reason) is not None:
         lines.append(f"why       {program()} why {state.run}")
     if state.state != COMPLETED and any(folder.logs.glob("*")):
         lines.append(f"logs      {short_path(folder.logs)}/")
         if any(folder.checkpoints.glob("step-*")):
-            lines.append(f"resume    {program()} resume {state.run}{_whose_code(failure)}")
+            lines.append(_resume_line(folder, failure))
     return lines
 
 
@@ -83,11 +84,13 @@ def warning_lines(found: Iterable[RankWarning]) -> list[str]:
     return [f"{_who(same)}: {text}" for text, same in by_text.items()]
 
 
-def _whose_code(failure: Failure | None) -> str:
+def _resume_line(folder: RunFolder, failure: Failure | None) -> str:
     # an error of the program would occur again
-    if failure is not None and failures.cause_of(failure) in (failures.PROGRAM, failures.IMPORT):
-        return " --code new   (after fixing the code; continues from the newest checkpoint)"
-    return "   (same code, from the newest checkpoint)"
+    is_new_code = failure is not None and failures.cause_of(failure) in (failures.PROGRAM, failures.IMPORT)
+    # a function that was given as an object has no other code
+    is_new_code = is_new_code and read_spec(folder).target.pickled is None
+    words = " --code new   (after fixing the code; continues" if is_new_code else "   (same code,"
+    return f"resume    {program()} resume {resumed_name(folder, is_new_code)}{words} from the newest checkpoint)"
 
 
 def _curves_line(folder: RunFolder) -> str:

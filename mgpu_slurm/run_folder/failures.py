@@ -43,7 +43,7 @@ GPU_MEMORY = Cause(
 GPU_LIBRARY = Cause(
     "gpu-library",
     "a GPU library (cuDNN, cuBLAS) could not start, usually because the GPU's memory is full",
-    "lower the batch size; `mgpu-slurm shell RUN -- nvidia-smi` shows who else is on the GPU",
+    "lower the batch size; `nvidia-smi` on the node shows who else uses the GPU",
 )
 GPU_ASSERT = Cause(
     "gpu-assert",
@@ -241,7 +241,6 @@ _OF_AN_ERROR = (
     (r"(?:CUDNN|CUBLAS)_STATUS_(?:NOT_INITIALIZED|ALLOC_FAILED)", GPU_LIBRARY),
     ("device-side assert triggered", GPU_ASSERT),
     (r"^(?:\w+\.)*MgpuError: checkpoint .* is damaged", DAMAGED),
-    (r"^(?:\w+\.)*SweepFailed\b", TRIALS),
     (_GPU, GPU),
     (r"^(?:\w+\.)*(?:ModuleNotFoundError|ImportError)\b", IMPORT),
     (r"^UserError: target .* fails on import: .*\b(?:ModuleNotFound|Import)Error\b", IMPORT),
@@ -260,6 +259,8 @@ _OF_AN_ERROR = (
     # torch's store raises this one, with "Broken pipe" and other messages
     (r"^(?:\w+\.)*DistNetworkError\b|Connection (?:closed|reset) by peer", CONNECTION),
     (r"gloo/\S+ .*Broken pipe|NCCL error", CONNECTION),
+    # last: what the trials failed of may be in its message
+    (r"^(?:\w+\.)*SweepFailed\b", TRIALS),
 )
 """Causes by an error's name and message."""
 
@@ -302,6 +303,11 @@ LAST_LINES = 20
 CRASHED = "Fatal Python error: "
 """What faulthandler writes before the stacks of a process that crashes in native code."""
 
+_STACK = re.compile(
+    r"(?:Current t|T)hread 0x|File \"[^\"]+\", line \d+ in |<no Python frame>|Garbage-collecting|Extension modules: "
+)
+"""Lines of the stacks that faulthandler writes: no errors, and often more than `LAST_LINES`."""
+
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _AN_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b")
 _NODE = re.compile(r"ranks? \S+ on (?P<ranks>[\w.-]+)(?:: | )|srun: error: .*(?:failed )?on node (?P<launch>[\w.-]+)")
@@ -328,12 +334,8 @@ def cause_of(failure: Failure, said: str = "") -> Cause:
 def _told(said: str) -> Cause | None:
     """Return the cause of the last error in a log; lines after it may come from the process's shutdown."""
     # this package's own lines are warnings that do not end a run
-    before, crashed, why = said.rpartition(CRASHED)
-    if crashed:
-        # the stacks after it are no errors, and may be long
-        said = before + why.partition("\n")[0]
     own = [line.strip() for line in said.splitlines() if not line.startswith(PREFIX)]
-    lines = [_RANK.sub("", line) for line in own if line]
+    lines = [_RANK.sub("", line) for line in own if line and not _STACK.match(line)]
     for line in reversed(lines[-LAST_LINES:]):
         cause = _found(_OF_AN_ERROR, line)
         if cause is not None or _AN_ERROR.match(line):

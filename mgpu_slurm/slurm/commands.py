@@ -1,6 +1,7 @@
 """Build SLURM's commands and parse their output (pure functions), run them, and wait for a controller that is away.
 
-Only named fields are requested (`-o`, `-O`, `-P`), because the format of `--json` changes between versions."""
+Only named fields are requested (`-o`, `-O`, `-P`), because the format of `--json` changes between versions.
+"""
 
 from __future__ import annotations
 

@@ -60,9 +60,8 @@ def complete(
     target = spec.target
     if target.is_command:
         if any(values):
-            raise UserError(
-                f"{next(iter(values[0]))}=...: a command takes no config values: put its arguments after `--`"
-            )
+            key = next(iter(values[0]))
+            raise UserError(f"config value {key!r}: a command takes none: put its own arguments after `--`")
         return Completed({}, None, {})
     if function is not None:
         job = job_function.from_callable(function, target.label)

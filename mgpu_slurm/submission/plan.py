@@ -20,10 +20,11 @@ from mgpu_slurm.executors import selection
 from mgpu_slurm.executors.base import Asked, Executor
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request import job_function, spec
+from mgpu_slurm.request import job_function
 from mgpu_slurm.request import target as targets
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.spec import (
+    DEFAULT_POLICY,
     Flags,
     RestartPolicy,
     Spec,
@@ -65,7 +66,7 @@ class Request:
     executor: str = "auto"
     cluster: str | None = None
     name: str | None = None
-    restart: RestartPolicy = spec.DEFAULT_POLICY
+    restart: RestartPolicy = DEFAULT_POLICY
     seeds: str | None = None
     """`5`, or `100%10` to run at most 10 at a time."""
     workers: int | None = None

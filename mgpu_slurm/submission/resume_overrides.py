@@ -14,9 +14,17 @@ from typing import TypeVar
 from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request import spec
 from mgpu_slurm.request.config import Config
-from mgpu_slurm.request.spec import RESOURCE_FLAGS, Flags, RestartPolicy, Spec, announcement, read_spec, resources_from
+from mgpu_slurm.request.spec import (
+    DEFAULT_POLICY,
+    RESOURCE_FLAGS,
+    Flags,
+    RestartPolicy,
+    Spec,
+    announcement,
+    read_spec,
+    resources_from,
+)
 from mgpu_slurm.run_folder import layout, records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission import cluster_file as clusters
@@ -31,7 +39,7 @@ class Change:
 
     flags: Flags = field(default_factory=dict)
     """Resources by sbatch's long names; None keeps a value."""
-    restart: RestartPolicy = spec.DEFAULT_POLICY
+    restart: RestartPolicy = DEFAULT_POLICY
     new_code: bool = False
     """Whether to use the project's current code and the calling environment's packages."""
     probes: tuple[Config, ...] = ()

@@ -69,7 +69,7 @@ def main(folder: RunFolder, work: Work) -> int:
     spec = read_spec(folder)
     set_umask_for(spec.readable_by)
     output.send_to(folder.rank_log(attempt, facts.rank))
-    # a crash of native code then leaves its stack in the log; a command sets PYTHONFAULTHANDLER itself
+    # a crash of native code then leaves its stack in the log, for a command only with PYTHONFAULTHANDLER=1
     faulthandler.enable(2)
     _check_world(spec, facts)
     _export(spec, folder, facts)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mgpu_slurm.checkpoints.tensors import is_sharded
 from mgpu_slurm.checkpoints.wrapping import Wrapped
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.rank.torch_adapter import is_dtensor, is_sharded
+from mgpu_slurm.rank.torch_adapter import is_dtensor
 
 
 class Models:

@@ -133,7 +133,7 @@ BAD = {
     "crash in __post_init__": imported("train steps=13", "config of train:train", "train.py:", "KeyError: 'thirteen'"),
     "value that is not YAML": local("train lr=[1", "'lr=[1'", "quote it for the shell"),
     "override without a key": local("train =1", "'=1'", "key=value"),
-    "config for a command": local("lr=1 -- echo", "'lr'", "after --"),
+    "config for a command": local("lr=1 -- echo", "'lr'", "after `--`"),
     "broken config file": local("train --config broken.yaml", "broken.yaml:3:6", "fix the YAML"),
     "duplicate key in the config file": local("train --config twice.yaml", "twice.yaml:2:1", "'lr'", "fix the YAML"),
     "list as config file": local("train --config list.yaml", "list.yaml", "expected `key: value` lines"),

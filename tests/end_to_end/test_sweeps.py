@@ -117,8 +117,8 @@ def test_failed_pruned_and_killed_trials_do_not_affect_other_trials(project: Pro
     assert ends(folder, 7)["message"] == "its ranks died: rank 1 was killed by SIGKILL (2 of 2 times)"
 
     told = project.call("why", "study").stdout.splitlines()
-    assert told[0] == "study: 1 worker completed; 3 trials failed"
-    assert told[1].startswith("failed    trial 7: its ranks died: rank 1 was killed by SIGKILL (2 of 2 times)  (")
+    assert told[0] == "COMPLETED  study: 9 of 9 trials; 3 trials failed"
+    assert told[1].startswith("failed    trial 7: its ranks died: rank 1 was killed by SIGKILL  (")
 
     # all of that in the same processes, but where ranks may be out of step or hold too much
     for rank in range(2):

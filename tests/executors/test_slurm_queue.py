@@ -26,7 +26,7 @@ from mgpu_slurm.slurm.sbatch import MayBeQueued
 from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.plan import Request
 from mgpu_slurm.submission.resume_overrides import Change
-from tests.slurm_stand_in import StandIn, use_snapshot
+from tests.slurm_stand_in import StandIn, stand_in
 from tests.support import REPOSITORY, Project, wait_until
 
 QUICKLY = (
@@ -39,7 +39,7 @@ QUICKLY = (
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    slurm = use_snapshot(tmp_path / "slurm")
+    slurm = stand_in(tmp_path / "slurm")
     for name, value in slurm.environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

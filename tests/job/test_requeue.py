@@ -17,7 +17,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event
 from mgpu_slurm.slurm import commands, sbatch, script
 from mgpu_slurm.slurm.script import Array
-from tests.slurm_stand_in import StandIn, use_snapshot
+from tests.slurm_stand_in import StandIn, stand_in
 
 REFUSES = """\
 echo "$@" >> '{state}/requeued'
@@ -31,7 +31,7 @@ env > '{state}/environ'
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    slurm = use_snapshot(tmp_path / "slurm")
+    slurm = stand_in(tmp_path / "slurm")
     slurm.write("scontrol", REFUSES.format(state=slurm.state))
     real = slurm.state / "bin" / "real-sbatch"
     real.write_text(real.read_text().replace("#!/bin/sh\n", "#!/bin/sh\n" + RECORD.format(state=slurm.state)))

@@ -148,7 +148,7 @@ def test_two_time_limits_without_a_newer_checkpoint_prevent_a_requeue(
 ) -> None:
     reasons, requeued = [], []
     for step, is_at_limit in ends:
-        records.record_event(failing.folder, "started", **retry_policy.newest_checkpoint(failing.folder))
+        records.record_event(failing.folder, "started", **retry_policy.checkpoint_fact(failing.folder))
         if step is not None and not failing.folder.checkpoint(step).exists():
             failing.saves(step)
         asked = retry_policy.requeue_event(failing.folder, failing.spec, lambda is_at_limit=is_at_limit: is_at_limit)
@@ -169,5 +169,5 @@ def test_requeue_of_commands_and_sweep_workers_needs_no_checkpoint(tmp_path: Pat
     worker = Failing(tmp_path, kind="sweep")
     command = Spec("run", Target(command=("true",)), "slurm", Resources())
     for spec in (worker.spec, command):
-        records.record_event(worker.folder, "started", **retry_policy.newest_checkpoint(worker.folder))
+        records.record_event(worker.folder, "started", **retry_policy.checkpoint_fact(worker.folder))
         assert retry_policy.requeue_event(worker.folder, spec, lambda: True).in_vain is False

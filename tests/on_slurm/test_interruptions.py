@@ -262,7 +262,7 @@ def test_cancelled_training_resumes_with_identical_weights(
 
 def test_queued_run_can_be_cancelled_and_resumed(project: Project, cluster: Cluster) -> None:
     run = project.submit(*NO_GPUS, "--sbatch", "hold", "--", "true")
-    assert "asked to end" in project.call("cancel", run.name).stdout
+    assert "cancelled; continue later" in project.call("cancel", run.name).stdout
     facts = finish(run)
     assert (facts["state"], facts["reason"], facts["attempts"]) == ("CANCELLED", "cancelled", 0)
     assert cluster.job(facts["job_id"])["JobState"] == "CANCELLED"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.reports import diagnosis
 from mgpu_slurm.reports.diagnosis import why
 from mgpu_slurm.run_folder import failures
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -251,7 +252,7 @@ def test_fix_says_if_there_is_no_checkpoint_to_resume_from(project: Project) -> 
     project.call("cancel", name)
     project.call("wait", name)
     told = project.call("why", name).stdout
-    assert "starts from the beginning: no checkpoint was written" in told
+    assert "starts from the beginning, as no checkpoint was written" in told
 
 
 def test_killed_supervisor_is_reported(project: Project) -> None:
@@ -262,6 +263,60 @@ def test_killed_supervisor_is_reported(project: Project) -> None:
     wait_until(lambda: project.json("status", name)[0]["state"] == "FAILED")
     (answer,) = json.loads(project.call("why", name, "--json").stdout)
     assert answer["why"]["cause"] == "supervisor"
+
+
+def test_commands_of_a_fix_fit_the_run(project: Project) -> None:
+    project.write("train.py", "def train(run, seed: int = 0):\n    raise ValueError(seed)\n")
+    group = project.submit("train.py", "--seeds", "2")
+    project.call("wait", group.name)
+    (first, _) = json.loads(project.call("why", group.name, "--json").stdout)
+    # the runs of a group share their code
+    assert f"resume {group.name} --code new`" in first["why"]["fix"]
+    resumed = project.call("resume", group.name, "--code", "new")
+    assert resumed.stdout.startswith(f"resumed run {group.name}"), resumed.stderr
+
+
+STACKS = """Fatal Python error: Segmentation fault
+
+Current thread 0x0001 (most recent call first):
+  File "/run/code/train.py", line 3 in load
+  File "/run/code/train.py", line 9 in train
+
+Thread 0x0002 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 5 in run
+
+Extension modules: numpy
+"""
+DUMP = "Its threads:\n" + STACKS.partition("\n\n")[2].replace("line 3", "line 7")
+NATIVE = """Fatal Python error: Aborted
+
+Current thread 0x0002 (most recent call first):
+  <no Python frame>
+
+Thread 0x0001 (most recent call first):
+  File "/run/code/train.py", line 9 in train
+"""
+TRACEBACK = """Traceback (most recent call last):
+  File "/run/code/train.py", line 12, in train
+ValueError: no data
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (STACKS, "train.py:3 in load"),
+        # stacks of a stuck rank are not those of a crash
+        (DUMP + STACKS, "train.py:3 in load"),
+        (DUMP + TRACEBACK, "train.py:12 in train"),
+        # of a child, whose crash was survived
+        (STACKS + TRACEBACK, "train.py:12 in train"),
+        # in a thread of native code: the main thread is the last
+        (NATIVE, "train.py:9 in train"),
+    ],
+)
+def test_line_is_the_innermost_of_the_own_code(said: str, line: str) -> None:
+    assert diagnosis._own_line(said, RunFolder(Path("/run"))) == line
 
 
 def test_native_crash_is_reported_with_its_line(project: Project) -> None:

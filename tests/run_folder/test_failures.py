@@ -116,7 +116,10 @@ def test_cause_of_a_script_is_read_from_the_end_of_its_log() -> None:
 
 
 def test_stacks_of_a_crash_do_not_hide_the_error_before_them() -> None:
-    stacks = "Fatal Python error: Aborted\n\nCurrent thread 0x0001 (most recent call first):\n" + 50 * "  File ...\n"
+    stacks = (
+        "Fatal Python error: Aborted\n\nCurrent thread 0x0001 (most recent call first):\n"
+        + 50 * '  File "a.py", line 1 in f\n'
+    )
     said = f"terminate called after throwing an instance of 'std::bad_alloc'\n{stacks}"
     assert cause_of(Failure(message="rank 0 was killed by SIGABRT"), said).name == "host-memory"
     assert cause_of(Failure(message="rank 0 was killed by SIGABRT"), stacks).name == "crash"

@@ -1,19 +1,17 @@
-"""Recovery of trials whose worker is gone, and the outcome of a trial in its folder.
+"""Recovery of trials whose worker is gone: they are found by checking which workers are alive, and requeued or failed.
 
-Such trials are found by checking which workers are alive, and requeued or failed. No time-outs are used: a worker that
-is slow, or was suspended, keeps its trial."""
+No time-outs are used: a worker that is slow, or was suspended, keeps its trial.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import ClassVar
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from mgpu_slurm.core import retry
-from mgpu_slurm.core.files import locked, write_json, write_whole
+from mgpu_slurm.core.files import locked, write_whole
 from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import current_state
@@ -22,6 +20,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
+from mgpu_slurm.sweeps.study import outcomes
 from mgpu_slurm.sweeps.study import trial_queue as studies
 
 
@@ -129,7 +128,7 @@ def fail(
         death: its reason is the same for trials that fail the same way.
         told: the reason with details of this trial, for its folder.
     """
-    write(_made(folder), Failed(told or death.reason))
+    outcomes.write(_made(folder), outcomes.Failed(told or death.reason))
     studies.fail(study, trial, death.reason, death.is_trials_fault)
     with hparams.may_fail():
         hparams.write_end(folder, sweep, "failed")
@@ -163,39 +162,3 @@ def of_attempt(worker: RunFolder, attempt: int) -> Death | None:
                 return Death(f"{event.error}: {message}", is_trials_fault=True)
             return Death(f"its ranks died: {message}")
     return None
-
-
-# -- how a trial ended: `result.json` in its folder, or `failure.json` if it failed
-
-
-@dataclass(frozen=True)
-class Complete:
-    state: ClassVar[str] = "COMPLETE"
-    result: dict[str, float]
-    """The job's result, by metric."""
-    value: float
-    step: int
-    progress: int
-
-
-@dataclass(frozen=True)
-class Pruned:
-    state: ClassVar[str] = "PRUNED"
-    reason: str
-    progress: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    state: ClassVar[str] = "FAIL"
-    message: str
-
-
-def write(trial: RunFolder, outcome: Complete | Pruned | Failed) -> None:
-    """Write how a trial ended, and remove an outcome of a worker that died before reporting it to the study."""
-    record = {"run": trial.run, "state": outcome.state, **vars(outcome), "ended": records.now()}
-    file, other = trial.result, trial.failure
-    if isinstance(outcome, Failed):
-        file, other = other, file
-    retry.while_unavailable(lambda: write_json(file, record, sync=False), f"{str(file)!r} cannot be written")
-    other.unlink(missing_ok=True)

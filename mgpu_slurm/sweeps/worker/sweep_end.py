@@ -1,6 +1,7 @@
 """The end of a sweep, when its budget is spent or its trials fail, and the removal of workers no longer needed.
 
-Budgets are checked before each trial, so that running trials are finished."""
+Budgets are checked before each trial, so that running trials are finished.
+"""
 
 from __future__ import annotations
 

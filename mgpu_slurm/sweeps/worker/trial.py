@@ -15,9 +15,9 @@ from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.sweeps import hparams, optuna_adapter
 from mgpu_slurm.sweeps.scheduling.scheduler import Decision, Scheduler
-from mgpu_slurm.sweeps.study import recovery
+from mgpu_slurm.sweeps.study import outcomes, recovery
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from mgpu_slurm.sweeps.study.recovery import Complete, Death, Pruned
+from mgpu_slurm.sweeps.study.recovery import Death
 from mgpu_slurm.sweeps.worker.messages import Superseded
 from mgpu_slurm.sweeps.worker.worker_study import WorkerStudy
 
@@ -92,7 +92,7 @@ class WorkerTrial:
     def complete(self, result: dict[str, float], value: float, step: int, progress: int) -> None:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            recovery.write(self.folder, Complete(result, value, step, progress))
+            outcomes.write(self.folder, outcomes.Complete(result, value, step, progress))
             self._study.tell(self._trial, value)
         with hparams.may_fail():
             hparams.write_end(self.folder, self._sweep, "done", {self._sweep.metric: value})
@@ -101,7 +101,7 @@ class WorkerTrial:
     def prune(self, reason: str, progress: int) -> None:
         with locked(self._sweep_folder.trials_lock):
             self._check_is_mine()
-            recovery.write(self.folder, Pruned(reason, progress))
+            outcomes.write(self.folder, outcomes.Pruned(reason, progress))
             if reason != WORSE:
                 studies.blame(self._study, self.frozen(), reason, self._has_parameters)
             self._study.tell(self._trial, state=TrialState.PRUNED)

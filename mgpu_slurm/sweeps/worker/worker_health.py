@@ -54,7 +54,7 @@ class WorkerHealth:
         self._may_be_broken = health.is_suspect(trials, self._place) or health.is_in_doubt(trials, self._place)
         sweep = self._shared.sweep
         are_left = sweep.trials is None or summary.counts(trials, sweep)["WAITING"] > 0
-        if not (self._may_be_broken and are_left and self._is_news_due(trials)):
+        if not (self._may_be_broken and are_left and self._awaits_others(trials)):
             self._waits_until = None
             return False
         if self._waits_until is None:
@@ -76,7 +76,7 @@ class WorkerHealth:
         self._may_be_broken = True
         trials = self._shared.trials()
         reason = health.common_failure(trials, self._shared.sweep.trials)
-        if reason is not None and not self._is_news_due(trials):
+        if reason is not None and not self._awaits_others(trials):
             end_sweep(self._shared, reason, failed=True)
             self._shared.write_summary()
             raise SweepFailed(reason)
@@ -101,7 +101,7 @@ class WorkerHealth:
             self._shared.write_summary()
             raise BrokenWorker(reason)
 
-    def _is_news_due(self, trials: Sequence[FrozenTrial]) -> bool:
+    def _awaits_others(self, trials: Sequence[FrozenTrial]) -> bool:
         if health.is_in_doubt(trials, self._place):
             return self._is_at_work(but={self._number})
         if health.awaits_others(trials):
