@@ -83,7 +83,7 @@ def test_value_refused_by_the_job_ends_the_run_before_ranks_join(project: Projec
     told = project.call("why", folder.name).stdout
     assert "why       the job could not be called as it was submitted" in told
     assert "lr=-1.0 is negative: give one above 0" in told
-    assert "`submit --dry-run --check` checks it beforehand" in told
+    assert "submit --dry-run --check` checks it beforehand" in told
 
 
 def test_failed_import_in_the_job_is_reported_by_why(project: Project) -> None:
