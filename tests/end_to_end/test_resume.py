@@ -294,7 +294,7 @@ def test_completed_run_cannot_be_resumed(trained: tuple[Project, bytes]) -> None
     name = json.loads(project.call("status", "--json").stdout)[-1]["run"]
     done = project.call("resume", name)
     assert done.returncode == 2
-    assert "COMPLETED" in done.stderr
+    assert "has already completed: submit a new run" in done.stderr
 
 
 def test_two_time_limits_without_a_newer_checkpoint_end_the_run(
