@@ -49,6 +49,14 @@ def module_of(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs that tests start in this process are not added to the user's own list of runs folders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     return make_project(tmp_path)

@@ -1,4 +1,7 @@
-"""The executor for an existing allocation of salloc or a batch script: a supervisor starts steps of that job."""
+"""The executor for an existing allocation of salloc or a batch script: a supervisor starts steps of that job.
+
+What only a request needs is imported there: `status` loads this module too.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from mgpu_slurm.core.retry import Note
-from mgpu_slurm.executors import held_allocation, slurm_states, supervisors
+from mgpu_slurm.executors import slurm_states, supervisors
 from mgpu_slurm.executors.base import (
+    HELD_JOB_VARIABLE,
     SUPERVISOR_LOST,
     Asked,
     Executor,
@@ -33,6 +37,8 @@ class AllocationExecutor(Executor):
     name = "allocation"
 
     def resolve(self, asked: Asked, note: Note) -> Resolved:
+        from mgpu_slurm.executors import held_allocation
+
         # the cluster file's flags are only for new requests to SLURM
         held = wait_out(lambda: held_allocation.held(os.environ), note)
         resources = held_allocation.take(held, asked.flags)
@@ -49,9 +55,11 @@ class AllocationExecutor(Executor):
         return Resolved(resources, held.limit(resources), tuple(notes), held.describe())
 
     def start(self, spec: Spec, run: RunFolder, now_at: RunFolder) -> AbstractContextManager[Start]:
-        return supervisors.supervisor(spec, run, now_at, os.environ[held_allocation.JOB_VARIABLE])
+        return supervisors.supervisor(spec, run, now_at, os.environ[HELD_JOB_VARIABLE])
 
     def restart(self, spec: Spec, run: RunFolder) -> AbstractContextManager[Start]:
+        from mgpu_slurm.executors import held_allocation
+
         held_allocation.check(held_allocation.held(os.environ), spec.resources)
         supervisors.await_coordinator(run.group)
         return self.start(spec, run, run)
@@ -69,6 +77,8 @@ class AllocationExecutor(Executor):
         if state.job_id is not None:
             job = slurm_states.settled(folder, state, slurm.known[folder])
             if job.state is not None and not states.is_alive(job.state):
+                from mgpu_slurm.executors import held_allocation
+
                 of_run, reason = held_allocation.ending(state.job_id, job.state)
                 return ended_unseen(folder, StateChange(of_run, reason, job.ended))
             if job.reason == slurm_states.UNLISTED.reason:

@@ -22,6 +22,9 @@ from mgpu_slurm.run_folder.record_types import RunState, StateChange
 Living: TypeAlias = Sequence[tuple[RunFolder, RunState]]
 """Runs that have not ended, with their states."""
 
+HELD_JOB_VARIABLE = "SLURM_JOB_ID"
+"""Set in the shell of an allocation."""
+
 SUPERVISOR_LOST = "lost: its supervisor process is gone (killed, or the machine rebooted); continue with `resume`"
 
 

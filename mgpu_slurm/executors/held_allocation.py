@@ -11,12 +11,10 @@ from typing import Any
 
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.hostlist import compress, expand
+from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
 from mgpu_slurm.request.spec import Resources, resources_from
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.slurm import commands, site
-
-JOB_VARIABLE = "SLURM_JOB_ID"
-"""The variable that is set in the shell of an allocation."""
 
 _EXAMPLE = "`salloc --nodes 2 --gpus-per-node 2 --time 2:00:00`"
 _DECIDED = ("partition", "account", "qos", "constraint", "reservation")
@@ -93,17 +91,17 @@ def held(environ: Mapping[str, str]) -> Allocation:
         UserError: there is none, or it has ended.
         ClusterError: SLURM does not answer.
     """
-    inside = environ.get(JOB_VARIABLE)
+    inside = environ.get(HELD_JOB_VARIABLE)
     if inside is None:
         raise UserError(
-            f"--executor allocation: you hold no allocation here ({JOB_VARIABLE} is not set):"
+            f"--executor allocation: you hold no allocation here ({HELD_JOB_VARIABLE} is not set):"
             f" request one, such as {_EXAMPLE}, and run this in its shell"
         )
     found = ask(inside)
     if found is None or not _is_held(found):
         how = "" if found is None else f" ({found.state})"
         raise UserError(
-            f"{JOB_VARIABLE}={inside}: that allocation has ended{how}:"
+            f"{HELD_JOB_VARIABLE}={inside}: that allocation has ended{how}:"
             f" leave this shell and request another, such as {_EXAMPLE}"
         )
     if not found.nodes:

@@ -6,9 +6,8 @@ import os
 import shutil
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.executors import held_allocation
 from mgpu_slurm.executors.allocation import AllocationExecutor
-from mgpu_slurm.executors.base import Executor
+from mgpu_slurm.executors.base import HELD_JOB_VARIABLE, Executor
 from mgpu_slurm.executors.local import LocalExecutor
 from mgpu_slurm.executors.slurm import SlurmExecutor
 from mgpu_slurm.run_folder.record_types import RunState
@@ -33,7 +32,7 @@ def choose(name: str) -> tuple[Executor, str]:
         UserError: no executor has that name.
     """
     if name == "auto":
-        held = os.environ.get(held_allocation.JOB_VARIABLE)
+        held = os.environ.get(HELD_JOB_VARIABLE)
         here = f"; --executor allocation would use job {held}, which is held here" if held else ""
         if shutil.which("sbatch") is None:
             return EXECUTORS[LocalExecutor.name], "no sbatch on PATH"

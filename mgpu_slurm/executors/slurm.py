@@ -1,4 +1,7 @@
-"""The executor for jobs in SLURM's queue."""
+"""The executor for jobs in SLURM's queue.
+
+What only a submission needs is imported there: `status` loads this module too.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.files import is_own, name_of_owner
 from mgpu_slurm.core.retry import Note
-from mgpu_slurm.executors import slurm_queue, slurm_states
+from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.executors.base import Asked, Executor, Living, Resolved, Shell, SlurmView, Start, ended_unseen, job_of
-from mgpu_slurm.executors.slurm_queue import Job
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.spec import Resources, Spec, resources_from
 from mgpu_slurm.run_folder import records, states
@@ -22,6 +25,9 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
 from mgpu_slurm.slurm import commands, job_identity, jobs, site
 from mgpu_slurm.slurm.commands import wait_out
+
+if TYPE_CHECKING:
+    from mgpu_slurm.executors.slurm_queue import Job
 
 
 class SlurmExecutor(Executor):
@@ -79,6 +85,8 @@ class SlurmExecutor(Executor):
 
     def cancel(self, folder: RunFolder, living: Living, look_again: Callable[[], Living]) -> bool:
         if any(state.job_id is None for _, state in living):
+            from mgpu_slurm.executors import slurm_queue
+
             slurm_queue.look_for_jobs(folder.group)
             living = look_again()
         started = [member for member, state in living if state.attempts]
@@ -117,12 +125,18 @@ class _QueuedStart(Start):
         return None
 
     def announce(self, folder: RunFolder, tasks: Sequence[int] | None, note: Note) -> None:
+        from mgpu_slurm.executors import slurm_queue
+
         self._jobs = slurm_queue.announce(folder.group, tasks, note)
 
     def go(self, folder: RunFolder, spec: Spec, dependency: str, note: Note) -> str:
+        from mgpu_slurm.executors import slurm_queue
+
         return slurm_queue.submit(folder.group, spec, self._jobs, dependency, note)
 
     def may_have_arrived(self, folder: RunFolder) -> bool:
+        from mgpu_slurm.executors import slurm_queue
+
         return slurm_queue.may_have_arrived(folder.group, self._jobs)
 
 

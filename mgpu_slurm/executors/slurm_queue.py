@@ -30,9 +30,6 @@ from mgpu_slurm.slurm.commands import Patience, wait_out
 from mgpu_slurm.slurm.sbatch import ExactlyOnceSubmission, Start
 from mgpu_slurm.slurm.script import Array, split
 
-NEVER_ARRIVED = StateChange(states.FAILED, "was never queued; `resume` submits it again")
-"""The end of a run whose job SLURM never had."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -185,7 +182,7 @@ def confirmed(folder: RunFolder) -> dict[int | None, StateChange]:
         if submission.is_unconfirmed:
             job_id, arrived = _looked_for(folder, submission)
         for task in submission.tasks or [None]:
-            found[task] = StateChange(job_id=submission.job_of(task, job_id)) if arrived else NEVER_ARRIVED
+            found[task] = StateChange(job_id=submission.job_of(task, job_id)) if arrived else slurm_states.NEVER_ARRIVED
     return found
 
 

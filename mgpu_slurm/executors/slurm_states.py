@@ -50,6 +50,9 @@ MAX_LOOKUPS = 20
 LOOKUP_SECONDS = 10.0
 """Seconds after which no further job is looked up, so that a busy controller does not hold up `status`."""
 
+NEVER_ARRIVED = StateChange(states.FAILED, "was never queued; `resume` submits it again")
+"""The end of a run whose job SLURM never had."""
+
 CANCELLED_FOR = dict.fromkeys(["DependencyNeverSatisfied", "Dependency"], failures.DEPENDENCY.words)
 """Reasons to show for a cancelled job, by squeue's reason for its waiting."""
 

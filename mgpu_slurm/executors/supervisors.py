@@ -14,8 +14,7 @@ from mgpu_slurm.core import interpreter, processes
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.executors import held_allocation
-from mgpu_slurm.executors.base import Living, Start
+from mgpu_slurm.executors.base import HELD_JOB_VARIABLE, Living, Start
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -142,7 +141,7 @@ def _early(spec: Spec, held: str | None) -> dict[str, str]:
     """Return variables for the supervisor: the allocation's job id, or, for ranks forked from it, those that libraries
     read on import, such as the number of threads."""
     if held is not None:
-        return {held_allocation.JOB_VARIABLE: held}
+        return {HELD_JOB_VARIABLE: held}
     cpus = spec.resources.cpus_per_task
     return ({"SLURM_CPUS_PER_TASK": str(cpus)} if cpus else {}) | spec.environment
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from mgpu_slurm.core import processes
 from mgpu_slurm.core.files import set_umask_for
-from mgpu_slurm.executors import held_allocation, supervisors
+from mgpu_slurm.executors import supervisors
+from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
 from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.registry import dependencies
 from mgpu_slurm.request.spec import Spec, read_spec
@@ -74,7 +75,7 @@ class Coordinator:
         spec = replace(spec, environment=share | spec.environment)
         folder.create_task()
         # not set for runs on this machine
-        held = os.environ.get(held_allocation.JOB_VARIABLE)
+        held = os.environ.get(HELD_JOB_VARIABLE)
         with supervisors.supervisor(spec, folder, folder, held) as supervisor:
             pid = supervisor.pid
             supervisor.claim(folder)

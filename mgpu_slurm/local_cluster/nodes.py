@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from mgpu_slurm.core import interpreter, processes
 from mgpu_slurm.core.errors import ClusterError, UserError
 from mgpu_slurm.executors import held_allocation, supervisors
+from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
 from mgpu_slurm.executors.held_allocation import Allocation
 from mgpu_slurm.executors.local import visible_gpus
 from mgpu_slurm.job import PARTS, attempt
@@ -249,7 +250,7 @@ class HeldNodes(Nodes):
         self._avoided = names
 
     def _held(self) -> Allocation:
-        return wait_out(lambda: held_allocation.held({held_allocation.JOB_VARIABLE: self.job_id}))
+        return wait_out(lambda: held_allocation.held({HELD_JOB_VARIABLE: self.job_id}))
 
     def start(self, variables: dict[str, str]) -> dict[int, str]:
         srun = [*script.ranks_command(self._spec, self._options), str(self._folder.path)]

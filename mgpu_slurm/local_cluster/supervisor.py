@@ -23,7 +23,7 @@ from pathlib import Path
 from mgpu_slurm.core import log_lines, processes
 from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import set_umask_for
-from mgpu_slurm.executors import held_allocation
+from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
 from mgpu_slurm.executors.selection import EXECUTORS
 from mgpu_slurm.job import attempt, output, retry_policy
 from mgpu_slurm.local_cluster.nodes import HeldNodes, Limit, Nodes, SimulatedNodes
@@ -79,7 +79,7 @@ def main(executor: str, ranks_of_function: int) -> None:
 def _nodes(folder: RunFolder, spec: Spec) -> Nodes:
     if spec.nodes_are_simulated:
         return SimulatedNodes(folder, spec)
-    return HeldNodes(folder, spec, os.environ[held_allocation.JOB_VARIABLE])
+    return HeldNodes(folder, spec, os.environ[HELD_JOB_VARIABLE])
 
 
 class Supervisor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from mgpu_slurm.core.errors import ClusterError
 from mgpu_slurm.core.retry import Note, quiet
-from mgpu_slurm.executors import slurm_queue, slurm_states
+from mgpu_slurm.executors import slurm_states
 from mgpu_slurm.executors.base import Executor, SlurmView, is_elsewhere
 from mgpu_slurm.executors.selection import EXECUTORS, is_queued
 from mgpu_slurm.run_folder import records, states
@@ -79,6 +79,9 @@ def recorded(folder: RunFolder) -> list[tuple[RunFolder, RunState]]:
     found = records.read_states(folder)
     if not any(is_queued(state) and state.job_id is None for _, state in found):
         return found
+    # what submits jobs is rarely needed here, and takes time to import
+    from mgpu_slurm.executors import slurm_queue
+
     submissions = slurm_queue.confirmed(folder.group)
     return [
         (member, state.updated(submissions.get(member.task, StateChange())) if _lacks_job(state) else state)

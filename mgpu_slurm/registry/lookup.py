@@ -11,7 +11,7 @@ from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import program
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.executors import supervisors
-from mgpu_slurm.executors.slurm_queue import NEVER_ARRIVED
+from mgpu_slurm.executors.slurm_states import NEVER_ARRIVED
 from mgpu_slurm.registry import cleanup
 from mgpu_slurm.registry.current_state import current, recorded
 from mgpu_slurm.registry.index import folders, refuse_closed, roots
