@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,8 @@ class RunFolder:
         """The run's index in its group; None for a group or a single run."""
         return int(self.path.name) if self.path.parent.name == TASKS else None
 
-    @property
+    # cached: lists of a thousand runs ask for it ten times each
+    @cached_property
     def group(self) -> RunFolder:
         """The group of a run, or the sweep of a trial; else the folder itself."""
         return RunFolder(self.path.parent.parent) if self.path.parent.name in (TASKS, TRIALS) else self
