@@ -129,10 +129,11 @@ def wait(names: tuple[str, ...], timeout: float | None, as_json: bool) -> None:
 def cancel(names: tuple[str, ...]) -> None:
     """Checkpoint and stop runs."""
     from mgpu_slurm import api
+    from mgpu_slurm.run_folder import records
 
     for found in [api.find(name) for name in names]:
-        # a run that waits in a queue may have started by now
-        has_started = any(state.attempts for state in found.all_current)
+        # as recorded: SLURM is asked by the cancel itself, once
+        has_started = any(state.attempts for _, state in records.read_states(found.files))
         if found.cancel():
             asked = "asked to end" if found.is_command else "asked to save and end"
             asked = asked if has_started else "cancelled"

@@ -19,7 +19,7 @@ from mgpu_slurm.core.formatting import counted, first_line, program, short_path,
 from mgpu_slurm.core.hostlist import ranges
 from mgpu_slurm.registry import dependencies, sweep_state
 from mgpu_slurm.reports import attempts, sweep_status
-from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.request.spec import Spec, read_spec
 from mgpu_slurm.run_folder import failures, records, states
 from mgpu_slurm.run_folder.failures import Cause
 from mgpu_slurm.run_folder.layout import DAMAGED, RunFolder
@@ -165,20 +165,19 @@ def _fix(cause: Cause, folder: RunFolder) -> str:
         # a function that was given as an object has no other code
         fix = fix.replace(" to continue from the newest checkpoint, or submit again to start over", "")
         fix = fix.replace("`resume --code new`", "submit it again")
-    return _COMMAND.sub(lambda found: _command(found, folder), fix)
+    return _COMMAND.sub(lambda found: _command(found, folder, spec), fix)
 
 
-def _command(found: re.Match[str], folder: RunFolder) -> str:
+def _command(found: re.Match[str], folder: RunFolder, spec: Spec) -> str:
     words = f"`{program()} {found[1]}"
     if found[1] == "resume" or found["run"]:
-        words += f" {resumed_name(folder, is_new_code=found['new'] is not None)}"
+        words += f" {resumed_name(folder, spec, is_new_code=found['new'] is not None)}"
     return words + (found["new"] or "")
 
 
-def resumed_name(folder: RunFolder, is_new_code: bool) -> str:
+def resumed_name(folder: RunFolder, spec: Spec, is_new_code: bool) -> str:
     """Return the name to resume a run by: a sweep's workers are resumed together, and runs of a group share code."""
-    is_whole = is_new_code or read_spec(folder).kind != "run"
-    return folder.group.run if is_whole else folder.run
+    return folder.group.run if is_new_code or spec.kind != "run" else folder.run
 
 
 def _left_out(failure: Failure, folder: RunFolder) -> str | None:
