@@ -1,4 +1,4 @@
-.PHONY: demo demo-sweep test quick chaos check docs bench clean cluster cluster-deps try-cluster-deps cluster-env \
+.PHONY: demo demo-sweep test quick gpu chaos check docs bench clean cluster cluster-deps try-cluster-deps cluster-env \
     cluster-down
 .DELETE_ON_ERROR:
 
@@ -33,9 +33,16 @@ test:
 quick: $(READY)
 	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadscope $(QUICK)
 
+# the tests that need a GPU, which `make test` leaves out
+gpu: $(READY)
+	.venv/bin/python -m pytest -m gpu -rs
+
 # what was done for this commit is not done again; as root, for its SLURM, its small disks and its cut connections
 chaos: $(READY) cluster-deps
 	.venv/bin/python -m tests.chaos .chaos/$$(git rev-parse --short HEAD) --rounds 100
+	for layout in fsdp tensor pipeline zero2 hsdp fsdp-tensor pipeline-ddp pipeline-fsdp; do \
+		.venv/bin/python -m tests.chaos .chaos/$$(git rev-parse --short HEAD)-$$layout --rounds 10 --layout $$layout || exit 1; \
+	done
 
 check: $(READY)
 	.venv/bin/ruff check

@@ -8,16 +8,35 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks import checkpoint, curves, launch, report, report_cost, slurm, startup, step, storage, sweep
+from benchmarks import (
+    checkpoint,
+    curves,
+    gauges,
+    launch,
+    memory,
+    plan,
+    report,
+    report_cost,
+    sharded,
+    slurm,
+    startup,
+    step,
+    storage,
+    sweep,
+)
 
 BENCHMARKS = {
     "startup": startup.run,
     "launch": launch.run,
     "step": step.run,
+    "sharded": sharded.run,
+    "memory": memory.run,
+    "plan": plan.run,
     "report": report_cost.run,
     "checkpoint": checkpoint.run,
     "slurm": slurm.run,
     "curves": curves.run,
+    "gauges": gauges.run,
     "storage": storage.run,
     "sweep": sweep.run,
 }

@@ -21,12 +21,28 @@ if TYPE_CHECKING:
     from mgpu_slurm.core.errors import UserError
     from mgpu_slurm.rank.torch_adapter import import_torchvision
     from mgpu_slurm.training.attach import attach
+    from mgpu_slurm.training.average import MovingAverage
+    from mgpu_slurm.training.parallel.pipeline import Pipeline
     from mgpu_slurm.training.run import Run
 
-__all__ = ["Handle", "Run", "UserError", "attach", "find", "import_torchvision", "runs", "submit", "sweep"]
+__all__ = [
+    "Handle",
+    "MovingAverage",
+    "Pipeline",
+    "Run",
+    "UserError",
+    "attach",
+    "find",
+    "import_torchvision",
+    "runs",
+    "submit",
+    "sweep",
+]
 
 _HOMES = {
     "Handle": "mgpu_slurm.api",
+    "MovingAverage": "mgpu_slurm.training.average",
+    "Pipeline": "mgpu_slurm.training.parallel.pipeline",
     "Run": "mgpu_slurm.training.run",
     "UserError": "mgpu_slurm.core.errors",
     "attach": "mgpu_slurm.training.attach",

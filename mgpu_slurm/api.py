@@ -16,6 +16,7 @@ from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import cleanup, current_state, index, lookup, reach, sweep_state
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request.parallelism import Parallelism, Precision, Strategy
 from mgpu_slurm.request.spec import RestartPolicy, read_spec
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -255,6 +256,11 @@ def submit(
     max_requeues: int | None = None,
     retries: int | None = None,
     stuck_after: float | None = None,
+    strategy: Strategy | None = None,
+    shard: int | None = None,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    precision: Precision | None = None,
     seeds: int | str | None = None,
     after: Sequence[str] = (),
     after_any: Sequence[str] = (),
@@ -270,6 +276,12 @@ def submit(
         retries: maximum consecutive restarts after a failure of any kind. By default, only failures of the cluster
             cause a restart, up to 3 times without a new checkpoint.
         stuck_after: minutes without progress on a rank after which an attempt is stopped; 30 by default, 0 disables.
+        strategy: how the ranks share the model, as in `run.wrap`: `ddp` (the default), `zero2`, `fsdp`, `hsdp`, or
+            `single` or `dp` for one rank with several GPUs.
+        shard: number of ranks that hold one copy of a sharded model; by default all, with `hsdp` those of a node.
+        tensor: number of ranks that compute each layer together, as in `run.wrap(plan=...)`.
+        pipeline: number of stages that hold consecutive layers, as in `run.pipeline`.
+        precision: the precision in which models compute: `fp32` (the default), `tf32`, `bf16`, `fp16` or `fp8`.
         seeds: number of runs, one per seed; `"100%10"` runs at most 10 at a time. A `Group` is then returned.
         after: names of runs that must complete first.
         after_any: names of runs that must end first, whatever their outcome.
@@ -294,6 +306,7 @@ def submit(
         cluster=cluster,
         name=name,
         restart=RestartPolicy(signal, max_requeues, retries, stuck_after),
+        parallelism=Parallelism(strategy, shard, tensor, pipeline, precision),
         seeds=None if seeds is None else str(seeds),
         after=tuple(after),
         after_any=tuple(after_any),

@@ -45,6 +45,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: turns.index(module_of(item)) if module_of(item) in turns else len(turns))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # `make gpu` runs the tests that are marked; the others are for CPUs, and would compute on a GPU that is visible
+    if config.option.markexpr != "gpu" and Path("/dev/nvidiactl").exists():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU; on a machine with one, run `make gpu`")
+
+
 def module_of(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 

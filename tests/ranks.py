@@ -20,6 +20,7 @@ from mgpu_slurm.job import store_server
 from mgpu_slurm.rank import rendezvous
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
+from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.training.run import Run
 from tests.forks import FORKS
 
@@ -32,19 +33,25 @@ class Failed(str):
 
 
 def run_ranks(
-    work: Work, world_size: int, *arguments: Any, folder: Path | None = None, may_fail: bool = False
+    work: Work,
+    world_size: int,
+    *arguments: Any,
+    folder: Path | None = None,
+    may_fail: bool = False,
+    layout: Layout | None = None,
 ) -> list[Any]:
     """Call `work(run, *arguments)` on each rank; return the result of each, or as text that it was stopped or killed.
 
     Args:
         may_fail: also return a rank's error as text.
+        layout: how the ranks share models; None for a copy on each.
 
     Raises:
         AssertionError: a rank failed, and `may_fail` is not set.
     """
     folder = folder or Path(tempfile.mkdtemp())
     facts = [RankInfo(rank, world_size, rank, world_size) for rank in range(world_size)]
-    answers = join_ranks(_with_run, facts, work, folder, arguments)
+    answers = join_ranks(_with_run, facts, work, folder, layout, arguments)
     failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Failed)}
     assert may_fail or not failed, f"failed, by rank: {failed}"
     return answers
@@ -104,11 +111,11 @@ def _process(there: Connection, body: Work, facts: RankInfo, variables: dict[str
         there.send(Failed(f"{type(error).__name__}: {error}"))
 
 
-def _with_run(facts: RankInfo, work: Work, folder: Path, arguments: tuple[Any, ...]) -> Any:
+def _with_run(facts: RankInfo, work: Work, folder: Path, layout: Layout | None, arguments: tuple[Any, ...]) -> Any:
     if facts.world_size > 1:
         rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=60))
     try:
-        return work(Run(facts, folder, torch.device("cpu"), 1, StopFlag()), *arguments)
+        return work(Run(facts, folder, torch.device("cpu"), 1, StopFlag(), layout=layout), *arguments)
     finally:
         if facts.world_size > 1:
             torch.distributed.destroy_process_group()

@@ -18,6 +18,10 @@ from typing import Any
 
 import pytest
 
+from mgpu_slurm.api import Handle
+from mgpu_slurm.reports import status
+from mgpu_slurm.run_folder.layout import RunFolder
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 LACKING = "this machine lacks something: "
@@ -70,7 +74,14 @@ class Project:
         return Path(self.json("submit", "--executor", self.executor, "--no-follow", *words)["folder"])
 
     def finish(self, folder: Path) -> dict[str, Any]:
-        """Wait for the end of a run, and return its final state."""
+        """Wait for the end of a run, and return its final state.
+
+        This process waits for a local run itself, because starting `mgpu-slurm wait` each time would take long.
+        """
+        if self.executor == "local":
+            handle = Handle(RunFolder(folder))
+            handle.wait(timeout=90)
+            return status.facts(handle.current)
         done = self.call("wait", folder.name, "--json", "--timeout", "90")
         assert done.returncode in (0, 1), done.stderr
         (facts,) = json.loads(done.stdout)

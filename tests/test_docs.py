@@ -52,13 +52,36 @@ def test_links_lead_to_files(name: str) -> None:
     assert [link for link in links if not (REPOSITORY / link).exists()] == []
 
 
+# -- docs/strategies.md: a test for each layout
+
+
+def test_each_cell_of_the_table_of_layouts_names_a_test() -> None:
+    text = (REPOSITORY / "docs/strategies.md").read_text()
+    cells = {kind: {*re.findall(rf"{kind}\[([^\]]+)\]", text)} for kind in "EROC"}
+    assert all(text.count(f"| {kind}[") == text.count("| E[") for kind in "OC")
+    tree = ast.parse((REPOSITORY / "tests/training/parallel/test_strategies.py").read_text())
+    named = {ast.unparse(each.targets[0]): each.value for each in tree.body if isinstance(each, ast.Assign)}
+    layouts = {ast.unparse(each.target): each.value for each in tree.body if isinstance(each, ast.AnnAssign)}["LAYOUTS"]
+    assert isinstance(layouts, ast.Dict)
+    assert cells["E"] <= {ast.literal_eval(key) for key in layouts.keys if key is not None}
+    (resumed,) = [each for each in tree.body if isinstance(each, ast.FunctionDef) and "_bit_for_bit_" in each.name]
+    (mark,) = resumed.decorator_list
+    assert isinstance(mark, ast.Call)
+    assert cells["R"] == cells["E"] <= {*ast.literal_eval(mark.args[1])}
+    pairs = {f"{before}-{after}" for before, after in ast.literal_eval(named["PAIRS"])}
+    assert cells["O"] <= pairs
+    assert f"{len(pairs)} pairs of layouts" in text
+    chaos = re.findall(r'_under\("([\w-]+)"', (REPOSITORY / "tests/chaos/training.py").read_text())
+    assert cells["C"] == {*chaos, "ddp"}
+
+
 # -- docs/architecture.md: who notices the end of a process or thread, and what bounds a wait
 
 PACKAGE = REPOSITORY / "mgpu_slurm"
 STARTS_PROCESSES = {"subprocess.Popen", "os.fork"}
 STARTS_THREADS = {"threading.Thread", "threading.Timer"}
 WAITS = {"select", "accept", "recv", "recv_fds", "readline", "communicate", "sigtimedwait", "sigwaitinfo", "waitpid"}
-WAITS |= {"flock", "lockf", "wait", "wait_for", "poll", "sleep", "broadcast", "all_reduce"}
+WAITS |= {"flock", "lockf", "wait", "wait_for", "poll", "sleep", "broadcast", "broadcast_object_list", "all_reduce"}
 RUNS_PROCESSES = {"subprocess.run"}
 
 

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "reports": "core run_folder request slurm executors registry submission metrics sweeps",
     "api": "core run_folder request registry submission sweeps",
     "doctor": "core run_folder request slurm executors registry submission job rank training api",
-    "cli": "core run_folder request slurm executors registry submission sweeps reports api doctor",
+    "cli": "core run_folder request slurm executors registry submission sweeps reports api doctor checkpoints",
 }
 
 LIGHT = (

@@ -49,7 +49,8 @@ FORWARD = """
 RANKS = {
     "shells": 'exec env A=1 bash -c "bash -c \\"{python} hear.py {heard}; true\\"; true"',
     "trap": 'exec bash -c "trap true TERM USR2; {python} hear.py {heard}; true"',
-    "accelerate": "exec {accelerate} launch --cpu --num_processes 1 hear.py {heard}",
+    # not its console script, which imports timm, and so torchvision, if that is installed
+    "accelerate": "exec {python} -m accelerate.commands.launch --cpu --num_processes 1 hear.py {heard}",
     "forwards": "exec {python} forward.py {python} hear.py {heard}",
 }
 """What ranks run, one each."""
@@ -59,10 +60,9 @@ def start(project: Project, *options: str) -> Path:
     """Submits a run with a launcher on each rank; each script listens."""
     project.write("hear.py", SCRIPT)
     project.write("forward.py", FORWARD)
-    bin = Path(sys.prefix) / "bin"
     lines = []
     for rank, (name, line) in enumerate(RANKS.items()):
-        words = {"python": sys.executable, "accelerate": bin / "accelerate", "heard": project.folder / name}
+        words = {"python": sys.executable, "heard": project.folder / name}
         lines.append(f"{rank}) {line.format(**words)} ;;")
     ranks = ("--ntasks-per-node", str(len(RANKS)), "--gpus-per-node", "0")
     folder = project.submit(*ranks, *options, "--", "sh", "-c", f"case $RANK in {' '.join(lines)} esac")

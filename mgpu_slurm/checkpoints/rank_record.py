@@ -88,17 +88,24 @@ class SharedRecord:
     """States of the restored objects, by name."""
     differing: list[str] | None
     """Names of the objects whose states differ between ranks; None in version 0.1, which saved rank 0's only."""
+    stages: tuple[int, ...] = ()
+    """The first ranks of the other stages of a pipeline, which saved their parts of some objects."""
 
     @staticmethod
     def from_json(shared: Mapping[str, Any]) -> SharedRecord:
         facts = shared["facts"]
         return SharedRecord(
-            ProgressRecord.from_json(facts), Best.from_json(facts), shared["objects"], shared.get("differing")
+            ProgressRecord.from_json(facts),
+            Best.from_json(facts),
+            shared["objects"],
+            shared.get("differing"),
+            tuple(shared.get("stages", ())),
         )
 
     def to_json(self) -> dict[str, Any]:
         facts = asdict(self.progress) | Best.to_json(self.best)
-        return {"facts": facts, "objects": self.objects, "differing": self.differing}
+        stages = {"stages": self.stages} if self.stages else {}
+        return {"facts": facts, "objects": self.objects, "differing": self.differing} | stages
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,9 @@ class Content:
     shared: SharedRecord | None = None
     """On rank 0."""
     objects: Mapping[str, Plain] = field(default_factory=dict)
-    """On the other ranks: states of the objects that differ between ranks."""
+    """On the other ranks: states of the objects that differ between ranks, and parts of those divided into stages."""
+    frozen: list[str] | None = None
+    """On the first rank of each stage: names of the parameters that are not trained; None in earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ class RankRecord:
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> RankRecord:
         shared = SharedRecord.from_json(body["shared"]) if "shared" in body else None
-        content = Content(body["own"], shared, body.get("objects", {}))
+        content = Content(body["own"], shared, body.get("objects", {}), body.get("frozen"))
         return RankRecord(body["rank"], body["world_size"], from_known(Written, body["tensors"]), content)
 
     def to_json(self) -> dict[str, Any]:
@@ -138,4 +147,5 @@ class RankRecord:
             "tensors": asdict(self.tensors),
             "own": content.own,
             **state,
+            **({} if content.frozen is None else {"frozen": content.frozen}),
         }

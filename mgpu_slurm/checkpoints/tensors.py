@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mgpu_slurm.rank.torch_adapter import is_dtensor
+from mgpu_slurm.rank.torch_adapter import is_dtensor, is_fake
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -17,7 +17,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def has_memory(part: torch.Tensor) -> bool:
-    return part.layout is torch.strided and not part.is_nested and part.numel() > 0
+    return part.layout is torch.strided and not part.is_nested and part.numel() > 0 and not is_fake(part)
 
 
 def memory_id(part: Any) -> int:

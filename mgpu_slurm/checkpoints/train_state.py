@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,12 +12,16 @@ from typing import Any, Protocol
 import torch
 
 from mgpu_slurm.checkpoints import folder as folders
+from mgpu_slurm.checkpoints import optimizer_state, stage_states
+from mgpu_slurm.checkpoints.object_state import ObjectState, digest
 from mgpu_slurm.checkpoints.policy import Best
 from mgpu_slurm.checkpoints.rank_record import Content, ProgressRecord, RankRecord, SharedRecord
 from mgpu_slurm.checkpoints.reader import OfRank, StoredTensors
-from mgpu_slurm.checkpoints.wrapping import Wrapped, load_state, state_of
+from mgpu_slurm.checkpoints.wrapping import Wrapped, freeze, frozen_parameters, load_state, state_of
 from mgpu_slurm.checkpoints.writer import HostCopies, refuse_unwritable
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import MgpuError, UserError, nearest
+from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.rank import codec
 from mgpu_slurm.rank.codec import Plain, StateDict
 from mgpu_slurm.rank.collectives import Collectives
@@ -30,9 +32,6 @@ from mgpu_slurm.run_folder.layout import RunFolder
 
 LOOK_EVERY = 1.0
 """Seconds between two looks at the progress of a write."""
-
-_PIECE = 1 << 24
-"""Bytes copied from a device at once."""
 
 
 class Stateful(Protocol):
@@ -51,17 +50,26 @@ class Restored:
     best: Best | None
     owns: list[StateDict]
     """The rank's own state, if the checkpoint has one, followed by states of ranks that no longer exist."""
+    first: StateDict
+    """The state of rank 0, for what all ranks have in common."""
 
 
 class Keeper:
     """One rank's part in the checkpoints of a run."""
 
     def __init__(
-        self, run: RunFolder, facts: RankInfo, attempt: int, wrapped: Wrapped, collectives: Collectives
+        self,
+        run: RunFolder,
+        facts: RankInfo,
+        attempt: int,
+        wrapped: Wrapped,
+        collectives: Collectives,
+        first_ranks: Sequence[int] = (0,),
     ) -> None:
         """
         Args:
             wrapped: modules whose state is saved by rank 0 only; ranks may differ in anything else.
+            first_ranks: the first rank of each stage, which saves the state of that.
         """
         self.objects: dict[str, Stateful] = {}
         """Objects by the names that the user gave them."""
@@ -71,11 +79,13 @@ class Keeper:
         self._attempt = attempt
         self._wrapped = wrapped
         self._collectives = collectives
+        self._first_ranks = first_ranks
         self._saves = 0
         self._is_written = threading.Event()
         self._pieces = 0
         """Number of pieces written so far."""
         self._shared_copies = HostCopies()
+        self._stage_copies = HostCopies()
         self._own_copies = HostCopies()
 
     def add(self, name: str, value: Any) -> None:
@@ -99,26 +109,50 @@ class Keeper:
             UserError: they do not.
         """
         names = list(self.objects)
+        staged = {name: self._wrapped.is_staged(value) for name, value in self.objects.items()}
+        for name, value in self.objects.items():
+            if self._wrapped.contains_stage(value):
+                raise UserError(f"run.restore({name}=...): it contains a pipeline: pass the pipeline itself")
+            is_optimizer = isinstance(value, torch.optim.Optimizer)
+            if is_optimizer and staged[name] and not optimizer_state.is_named(self._state(name).plain):
+                raise UserError(f"run.restore({name}=...): pass the pipeline of this optimizer, too")
         if any(self._collectives.differ(digest(names, {}))):
             raise UserError(f"run.restore: every rank must pass the same names, and this one passed {', '.join(names)}")
+        # not together with the names, on which the number of flags depends
+        for name, is_mixed in zip(names, self._collectives.differ([*staged.values()]), strict=True):
+            if is_mixed:
+                raise UserError(
+                    f"run.restore({name}=...): on some ranks only, it has parameters of a pipeline: create a separate"
+                    f" {type(self.objects[name]).__name__} for the other parameters"
+                )
 
-    def _state(self, name: str) -> _State:
+    def _state(self, name: str, with_names: bool = True) -> ObjectState:
+        """
+        Args:
+            with_names: whether an optimizer's parameters have names; in checkpoints of earlier versions, they have not.
+        """
         value = self.objects[name]
         state, actual = state_of(value)
+        if with_names and isinstance(value, torch.optim.Optimizer):
+            state = optimizer_state.named(state, value, optimizer_state.parameter_names(self.objects))
         shape, tensors = codec.split(state, name)
         refuse_unwritable(tensors)
         reached, is_held = self._wrapped.reaches(value), self._wrapped.holds()
+        parts = codec.names_in_parts(shape)
         own = {
             key: tensor
             for key, tensor in tensors.items()
-            if not (is_dtensor(tensor) or reached(actual.get(key.removeprefix(f"{name}."), "")) or is_held(tensor))
+            if key in parts
+            or not (is_dtensor(tensor) or reached(actual.get(key.removeprefix(f"{name}."), "")) or is_held(tensor))
         }
-        return _State(shape, tensors, own, is_rank_0s=reached(""))
+        return ObjectState(
+            shape, tensors, own, is_rank_0s=reached("") and not parts, is_staged=self._wrapped.is_staged(value)
+        )
 
-    def _states(self) -> dict[str, _State]:
+    def _states(self) -> dict[str, ObjectState]:
         return {name: self._state(name) for name in self.objects}
 
-    def _differing(self, states: Mapping[str, _State]) -> list[str]:
+    def _differing(self, states: Mapping[str, ObjectState]) -> list[str]:
         """Return the names of the objects whose states are not the same on all ranks."""
         if self._world_size == 1:
             return []
@@ -142,15 +176,25 @@ class Keeper:
         states = self._states()
         differing = self._differing(states)
         own_state, own_tensors = codec.split(own, f"rank-{self._rank}")
+        staged = [name for name, state in states.items() if state.is_staged]
+        is_first = self._rank in self._first_ranks
+        frozen = frozen_parameters(self.objects) if is_first else None
         if self._rank == 0:
             objects = {name: state.plain for name, state in states.items()}
-            self._content = Content(own_state, SharedRecord(progress, best, objects, differing))
+            stages = tuple(self._first_ranks[1:]) if staged else ()
+            shared_record = SharedRecord(progress, best, objects, differing, stages)
+            self._content = Content(own_state, shared_record, frozen=frozen)
         else:
-            self._content = Content(own_state, objects={name: states[name].plain for name in differing})
+            saved = [*differing, *(staged if is_first else [])]
+            self._content = Content(own_state, None, {name: states[name].plain for name in saved}, frozen)
             of_objects = [tensor for name in differing for tensor in states[name].own.items()]
             own_tensors |= {f"{_prefix(self._rank)}{name}": tensor for name, tensor in of_objects}
-        tensors = {name: tensor for state in states.values() for name, tensor in state.tensors.items()}
-        self._parts = self._shared_copies.take(tensors, is_main=self._rank == 0)
+        shared = {
+            name: tensor for each in states.values() if not each.is_staged for name, tensor in each.tensors.items()
+        }
+        of_stage = {name: tensor for each in staged for name, tensor in states[each].tensors.items()}
+        self._parts = self._shared_copies.take(shared, is_main=self._rank == 0)
+        self._parts |= self._stage_copies.take(of_stage, is_main=is_first)
         self._parts |= self._own_copies.take(own_tensors, is_main=True)
         self._saves += 1
         self._is_written.clear()
@@ -259,20 +303,65 @@ class Keeper:
                     f"checkpoint {path.name} has no {name!r}{nearest(name, known)}: use the same names in run.restore"
                 )
         own = self._own_objects(path, first)
-        for value in self.objects.values():
+        saved = self._saved_objects(path, shared)
+        for name, value in self.objects.items():
             if isinstance(value, torch.optim.Optimizer):
-                _make_spread_state(value)
-        like = {name: tensor for state in self._states().values() for name, tensor in state.tensors.items()}
+                if name not in own and not shared.stages:
+                    self._add_later_groups(name, value, saved[name])
+                optimizer_state.make_divided_state(value)
+        current = {name: self._state(name, optimizer_state.is_named(saved[name])) for name in self.objects}
+        like = {name: tensor for state in current.values() for name, tensor in state.tensors.items()}
         tensors = StoredTensors(folders.tensor_files(path), like)
+        parameters = optimizer_state.parameter_names(self.objects)
         for name, value in self.objects.items():
             if name in own:
                 state = codec.joined(own[name], OfRank(tensors, _prefix(self._rank)))
             else:
-                state = codec.joined(shared.objects[name], tensors)
+                state = codec.joined(self._part(name, saved[name], current[name]), tensors)
+            if isinstance(value, torch.optim.Optimizer):
+                if optimizer_state.is_named(state):
+                    state = optimizer_state.numbered(state, value, parameters)
+                state = optimizer_state.divided(state, value)
             load_state(value, state, is_old=shared.differing is None)
+        self._freeze([first, *(folders.record(path, rank) for rank in shared.stages)])
         assigned = folders.ranks(path)[self._rank :: self._world_size]
         owns = [codec.joined(folders.record(path, rank).content.own, tensors) for rank in assigned]
-        return Restored(shared.progress, shared.best and shared.best.named_by(key), owns)
+        of_first = codec.joined(first.content.own, tensors)
+        return Restored(shared.progress, shared.best and shared.best.named_by(key), owns, of_first)
+
+    def _add_later_groups(self, name: str, optimizer: torch.optim.Optimizer, saved: Plain) -> None:
+        added = optimizer_state.add_later_groups(optimizer, saved, self.objects)
+        if added and self._rank == 0:
+            log_lines.say(
+                f"run.restore: added {counted(added, 'group')} of parameters to {name!r}, as in the checkpoint"
+            )
+
+    def _freeze(self, saved: Sequence[RankRecord]) -> None:
+        """Train the parameters that were trained when these ranks wrote their records, and freeze the others."""
+        if any(record.content.frozen is None for record in saved):
+            return
+        frozen = {name for record in saved for name in record.content.frozen or ()}
+        changed = freeze(self.objects, frozen)
+        if changed and self._rank == 0:
+            log_lines.say(f"run.restore: froze or unfroze {counted(changed, 'parameter')}, as in the checkpoint")
+
+    def _saved_objects(self, path: Path, shared: SharedRecord) -> dict[str, Plain]:
+        """Return the encoded states of the objects, joined from those of all stages of a pipeline."""
+        return {name: stage_states.saved_object(path, shared, name) for name in self.objects}
+
+    def _part(self, name: str, saved: Plain, current: ObjectState) -> Plain:
+        """Return the part of an object's encoded state that this rank loads: that of its stage, or all of it."""
+        if not current.is_staged:
+            return saved
+        value = self.objects[name]
+        if not isinstance(value, torch.optim.Optimizer):
+            return stage_states.part_of(saved, {pair[0] for pair in codec.items(current.plain)})
+        if not optimizer_state.is_named(saved):
+            order = [
+                f"{key}.{each}" for key in self.objects for each in getattr(self.objects[key], "parameter_names", [])
+            ]
+            saved = optimizer_state.named_by_order(saved, order)
+        return stage_states.part_of(saved, set(optimizer_state.parameter_names(self.objects).values()))
 
     def _own_objects(self, path: Path, first: RankRecord) -> Mapping[str, Plain]:
         """Return the states of the objects that this rank saved separately.
@@ -291,66 +380,13 @@ class Keeper:
                 f" {first.world_size} ranks, but this run has {self._world_size}: resume it on {first.world_size}"
                 " ranks, or leave that out of run.restore"
             )
-        return folders.record(path, self._rank).content.objects if differing and self._rank else {}
-
-
-@dataclass(frozen=True)
-class _State:
-    """The current state of an object."""
-
-    plain: Plain
-    tensors: Mapping[str, torch.Tensor]
-    own: Mapping[str, torch.Tensor]
-    """The tensors that may differ between ranks."""
-    is_rank_0s: bool
-    """Whether rank 0's state counts for all ranks."""
-
-    @property
-    def digest(self) -> tuple[int, int]:
-        return (0, 0) if self.is_rank_0s else digest(self.plain, self.own)
+        if not differing or not self._rank:
+            return {}
+        # the first rank of a stage has saved other objects, too
+        saved = folders.record(path, self._rank).content.objects
+        return {name: saved[name] for name in differing}
 
 
 def _prefix(rank: int) -> str:
     """Return the prefix of the names of the tensors that a rank saves for its own objects."""
     return f"rank-{rank}.objects."
-
-
-def _make_spread_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer create its state if that is spread over ranks like its parameters, without changing these.
-
-    The layout has to be known before parts of the state are read.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if optimizer.state or not any(map(is_dtensor, parameters)):
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
-def digest(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """Return a digest of a state as two 64-bit integers; equal states have equal digests.
-
-    Args:
-        plain: the part of the state that JSON can hold.
-        tensors: tensors by name, not spread over ranks.
-    """
-    summed = hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16)
-    for name in sorted(tensors):
-        summed.update(f"\n{name} {tensors[name].dtype} {list(tensors[name].shape)}\n".encode())
-        for piece in _pieces(tensors[name]):
-            summed.update(piece)
-    found = summed.digest()
-    return int.from_bytes(found[:8], "little", signed=True), int.from_bytes(found[8:], "little", signed=True)
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    held = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, held.numel(), _PIECE):
-        yield held[start : start + _PIECE].cpu().numpy().data

@@ -72,6 +72,46 @@ def restart_flags(of_new_runs: bool) -> Callable[[Any], Any]:
     return lambda command: functools.reduce(lambda inner, flag: flag(inner), reversed(flags), command)
 
 
+_PARALLELISM_FLAGS = [
+    click.option(
+        "--strategy",
+        metavar="NAME",
+        help="How the ranks share the model: ddp (a copy on each rank), fsdp, zero2 or hsdp (sharded); single or dp for"
+        " one rank with several GPUs.",
+    ),
+    click.option(
+        "--shard",
+        type=int,
+        metavar="N",
+        help="Ranks that hold one copy of a sharded model; by default all, with hsdp those of a node.",
+    ),
+    click.option(
+        "--tensor",
+        type=int,
+        metavar="N",
+        help="Ranks that compute each layer together, for a job with run.wrap(plan=...).",
+    ),
+    click.option(
+        "--pipeline",
+        type=int,
+        metavar="N",
+        help="Stages that hold consecutive layers, for a job with run.pipeline.",
+    ),
+    click.option(
+        "--precision",
+        metavar="NAME",
+        help="Precision in which models compute: fp32, tf32, bf16, fp16 or fp8; parameters stay in fp32.",
+    ),
+]
+
+
+def parallelism_flags(command: Any) -> Any:
+    """Add the options for sharing a model over ranks."""
+    for flag in reversed(_PARALLELISM_FLAGS):
+        command = flag(command)
+    return command
+
+
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 code_flag = click.option(
     "--code",

@@ -1,4 +1,4 @@
-"""Show what runs came to: `why`, `aggregate` and `tensorboard`."""
+"""Show what runs came to: `why`, `aggregate`, `tensorboard` and `export`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from mgpu_slurm.cli.options import json_flag
 from mgpu_slurm.cli.output import print_json, print_lines, print_note
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.formatting import counted, human_size, program
 
 
 @click.command()
@@ -110,3 +110,34 @@ def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None
     if not as_json:
         print_lines([f"runs      {tensorboard_server.described(chosen)}", "-- starting TensorBoard"])
     tensorboard_server.serve(chosen, port, say)
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.option("--to", "form", type=click.Choice(["safetensors"]), default="safetensors", show_default=True)
+@click.option(
+    "--checkpoint",
+    default="newest",
+    metavar="newest|best|STEP",
+    show_default=True,
+    help="Which checkpoint of the run.",
+)
+@click.option("--object", "which", metavar="NAME", help="Its name in run.restore.  [default: the only nn.Module]")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE")
+@json_flag
+def export(name: str, form: str, checkpoint: str, which: str | None, output: Path, as_json: bool) -> None:
+    """Write the weights of a run to one file.
+
+    The file has the model's own names, whichever ranks saved the checkpoint, and whatever the model was wrapped in.
+    """
+    from dataclasses import asdict
+
+    from mgpu_slurm import api
+    from mgpu_slurm.checkpoints import export as exports
+
+    found = exports.export(api.find_run(name).files, checkpoint, which, output)
+    if as_json:
+        print_json({"file": str(output.absolute()), **asdict(found)})
+        return
+    print(f"written   {output}: {found.object}, {counted(found.tensors, 'tensor')}, {human_size(found.bytes)}")
+    print(f"          of {found.checkpoint}")

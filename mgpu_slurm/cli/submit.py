@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from mgpu_slurm.cli.options import code_flag, json_flag, resource_flags, resource_values, restart_flags
+from mgpu_slurm.cli.options import (
+    code_flag,
+    json_flag,
+    parallelism_flags,
+    resource_flags,
+    resource_values,
+    restart_flags,
+)
 from mgpu_slurm.cli.output import follow_to_the_end, how_to_follow, print_json, print_lines, print_note
 from mgpu_slurm.core.errors import UserError
 
@@ -28,6 +35,7 @@ from mgpu_slurm.core.errors import UserError
 @click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
 @click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
 @restart_flags(of_new_runs=True)
+@parallelism_flags
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; repeatable.")
 @click.option(
@@ -36,6 +44,7 @@ from mgpu_slurm.core.errors import UserError
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and start nothing.")
 @click.option("--check", is_flag=True, help="With --dry-run: import the job, and ask SLURM when it would start.")
+@click.option("--fit", is_flag=True, help="With --dry-run: find the memory that the job takes on each GPU.")
 @json_flag
 @click.option("--debug", is_flag=True, hidden=True)
 @click.pass_obj
@@ -48,6 +57,7 @@ def submit(
     follow: bool | None,
     dry_run: bool,
     check: bool,
+    fit: bool,
     as_json: bool,
     debug: bool,
     **options: Any,
@@ -65,13 +75,18 @@ def submit(
       mgpu-slurm submit train.py:train --nodes 2 --gpus-per-node 4 --time 4:00:00 lr=0.1
       mgpu-slurm submit --nodes 2 -- python train.py --lr 0.1
     """
+    from mgpu_slurm.submission import memory_fit
     from mgpu_slurm.submission import submit as submitting
 
-    if check and not dry_run:
-        raise UserError("--check only works with --dry-run")
+    for option, is_given in (("--check", check), ("--fit", fit)):
+        if is_given and not dry_run:
+            raise UserError(f"{option} only works with --dry-run")
     request = _request(command, words, config_file, extra, dry_run, check=check, **options)
+    if dry_run and fit:
+        _show_rehearsal(*memory_fit.rehearse(request, print_note), check=check, as_json=as_json)
+        return
     if dry_run:
-        _show_rehearsal(submitting.rehearse(request, print_note), check, as_json)
+        _show_rehearsal(submitting.rehearse(request, print_note), None, check, as_json)
         return
     submission = submitting.submit(request, print_note)
     plan = submission.plan
@@ -102,6 +117,7 @@ def _request(
     **options: Any,
 ) -> Any:
     from mgpu_slurm.request import config as configs
+    from mgpu_slurm.request.parallelism import Parallelism
     from mgpu_slurm.request.spec import RESOURCE_FLAGS, RestartPolicy
     from mgpu_slurm.submission.plan import Request
 
@@ -112,13 +128,21 @@ def _request(
     values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
     flags = resource_values({name: options.pop(name) for name in RESOURCE_FLAGS}, extra)
     restart = RestartPolicy.taken_from(options)
+    parallelism = Parallelism.taken_from(options)
     target = targets[0] if targets else None
     return Request(
-        target=target, command=command, values=values, flags=flags, restart=restart, dry_run=dry_run, **options
+        target=target,
+        command=command,
+        values=values,
+        flags=flags,
+        restart=restart,
+        parallelism=parallelism,
+        dry_run=dry_run,
+        **options,
     )
 
 
-def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
+def _show_rehearsal(plan: Any, fit: Any, check: bool, as_json: bool) -> None:
     from mgpu_slurm.executors import slurm_queue
     from mgpu_slurm.request import config as configs
 
@@ -127,9 +151,13 @@ def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
         facts = {"spec": configs.to_plain(plan.spec), "folder": str(plan.folder.path), "script": script}
         if check:
             facts["check"] = configs.to_plain(slurm_queue.check(plan.spec, plan.folder))
+        if fit is not None:
+            facts["memory"] = fit.to_json()
         print_json(facts)
         return
     print_lines([*plan.lines(), "nothing was started (--dry-run)"])
+    if fit is not None:
+        print_lines(["", *fit.lines()])
     if script is not None:
         print(f"\n{script}", end="", flush=True)
     if check:
@@ -143,6 +171,7 @@ def _show_rehearsal(plan: Any, check: bool, as_json: bool) -> None:
 @click.argument("words", nargs=-1, metavar="")
 @resource_flags
 @restart_flags(of_new_runs=False)
+@parallelism_flags
 @code_flag
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @json_flag
@@ -161,6 +190,7 @@ def resume(
     did not complete; for a sweep: workers for the remaining trials.
     """
     from mgpu_slurm import api
+    from mgpu_slurm.request.parallelism import Parallelism
     from mgpu_slurm.request.spec import RestartPolicy, read_spec
     from mgpu_slurm.submission.resume_overrides import Change
 
@@ -168,12 +198,16 @@ def resume(
         raise UserError(f"{words[0]}: a run keeps its config; submit a new run to change it")
     found = api.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
-    restart = RestartPolicy.taken_from(flags)
-    job_id = found.resume(Change(resource_values(flags, extra), restart, new_code=code == "new"), print_note)
+    restart, parallelism = RestartPolicy.taken_from(flags), Parallelism.taken_from(flags)
+    change = Change(resource_values(flags, extra), restart, parallelism, new_code=code == "new")
+    before = read_spec(found.files).parallelism
+    job_id = found.resume(change, print_note)
     spec = read_spec(found.files)
     if as_json:
         print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": spec.executor})
         return
+    if spec.parallelism != before:
+        print(f"strategy  {spec.parallelism.words} (was {before.words})")
     print(f"resumed run {found.name} as job {job_id}", flush=True)
     if not spec.is_queued if follow is None else follow:
         follow_to_the_end(found.name, after_attempt=attempts)

@@ -66,6 +66,18 @@ def human_size(size: int) -> str:
     return f"{_three_digits(value)} PB"
 
 
+def binary_size(size: int) -> str:
+    """Return a size such as `999 B`, `1.5 MiB`, `79.6 GiB`, as torch and nvidia-smi show memory."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        shown = f"{value:.1f}" if unit != "B" else str(size)
+        # a value that rounds to 1024 is shown in the next unit
+        if float(shown) < 1024:
+            return f"{shown} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
 def time_of(text: str | None) -> datetime | None:
     """Return the time of a text in ISO 8601; None without a text."""
     return datetime.fromisoformat(text) if text else None

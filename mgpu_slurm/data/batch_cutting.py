@@ -8,13 +8,13 @@ same number of micro-batches on every rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_slurm.core.errors import UserError
@@ -221,34 +221,61 @@ def _cut(part: Any, plan: _Plan, which: slice) -> Any:
 Batch = TypeVar("Batch")
 
 
+@dataclass
+class MicroBatchSize:
+    """How many samples each rank computes at once."""
+
+    limit: int | None = None
+    """As many as fit into memory; None if that is not known."""
+    current: int = 0
+    """The largest number on any rank in the step under way; 0 if its batch is not split by this package."""
+
+
 class Accumulation:
     """Splits one rank's batches."""
 
-    def __init__(self, batch_weights: BatchWeights, world_size: int, models: Sequence[DistributedDataParallel]) -> None:
+    def __init__(
+        self,
+        batch_weights: BatchWeights,
+        data_ranks: int,
+        size: MicroBatchSize,
+        without_exchange: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """
         Args:
-            models: models that exchange gradients only with the last micro-batch.
+            without_exchange: returns a context in which models keep their gradients to themselves: all micro-batches
+                but the last.
         """
         self._batch_weights = batch_weights
-        self._world_size = world_size
-        self._models = models
+        self._data_ranks = data_ranks
+        self._size = size
+        self._without_exchange = without_exchange
         self._cutter = Cutter()
 
     def micro_batches(self, batch: Batch, parts: int) -> Iterator[Batch]:
         """Yield micro-batches, each weighted by its share of the samples."""
+        with closing(self.with_fractions(batch, parts)) as pieces:
+            for piece, _ in pieces:
+                yield piece
+
+    def with_fractions(self, batch: Batch, parts: int) -> Generator[tuple[Batch, float], None, None]:
+        """Yield micro-batches, each with its fraction of this rank's samples; more than `parts` if fewer samples fit
+        into memory at once."""
         with self._batch_weights.splitting(batch) as split:
-            shares = {each.share for each in split.handed if each.share is not None}
-            rows = self._rows(batch, shares)
-            pieces = self._cutter.split(batch, rows, self._common(parts, rows, shares))
+            rows = self._rows(batch, split.shares)
+            # the others' shares may be unknown
+            largest = max(map(self._largest_part, split.shares), default=rows)
+            if self._size.limit is not None:
+                parts = max(parts, -(-largest // self._size.limit))
+            parts = self._common(parts, rows, split.shares)
+            self._size.current = -(-largest // parts)
+            pieces = self._cutter.split(batch, rows, parts)
             have_losses = set()
             for number, (piece, split.part) in enumerate(pieces, 1):
                 split.is_at_last = number == len(pieces)
-                with ExitStack() as stack:
-                    if not split.is_at_last:
-                        for model in self._models:
-                            stack.enter_context(model.no_sync())
+                with nullcontext() if split.is_at_last else self._without_exchange():
                     uses, losses = self._batch_weights.uses, self._batch_weights.losses
-                    yield piece
+                    yield piece, split.part
                     self._batch_weights.check_innermost(split)
                     if uses == self._batch_weights.uses and torch.is_grad_enabled() and not split.is_at_last:
                         raise UserError(
@@ -271,9 +298,13 @@ class Accumulation:
 
     def _common(self, parts: int, rows: int, shares: set[Share]) -> int:
         """Return the common number of parts of all ranks: a sharded model exchanges its weights in each."""
-        if self._world_size == 1:
+        if self._data_ranks == 1:
             return min(parts, rows)
         if not shares:
             # the numbers of samples on the other ranks are unknown
             return parts
-        return min(parts, *(-(-share.total // self._world_size) for share in shares))
+        return min(parts, *map(self._largest_part, shares))
+
+    def _largest_part(self, share: Share) -> int:
+        """Return the largest number of samples that a rank has of a global batch."""
+        return -(-share.total // self._data_ranks)

@@ -1,7 +1,7 @@
 """Find the batch that a loss is the mean of, and thus the weight of its gradient.
 
 DDP averages gradients over the ranks. That is the gradient of the mean over a global batch only if each rank's loss is
-multiplied by `count * world_size / total`: ranks may have different numbers of its samples, and a rank without any
+multiplied by `count * data_ranks / total`: ranks may have different numbers of its samples, and a rank without any
 computes on a stand-in of weight 0. `run.backward(loss)` does not specify the batch, so it is inferred from what has
 happened since the last loss. From the strongest evidence to the weakest:
 
@@ -43,6 +43,7 @@ class Split:
     def __init__(self, handed: list[HandedBatch], newest: int) -> None:
         self.handed = handed
         """The batches it comes from, as far as known."""
+        self.shares = {each.share for each in handed if each.share is not None}
         self.newest = newest
         """The number of the newest batch when the split began."""
         self.part = 1.0
@@ -87,8 +88,8 @@ class ModelInputs:
 class BatchWeights:
     """Weights the losses of one rank, and counts its samples for meters."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, data_ranks: int) -> None:
+        self._data_ranks = data_ranks
         self._history = PassHistory()
         self._splits: list[Split] = []
         self.uses = 0
@@ -223,12 +224,12 @@ class BatchWeights:
                 * (None in shares)
             )
         share = shares.pop()
-        return part if share is None else part * share.weight(self._world_size)
+        return part if share is None else part * share.weight(self._data_ranks)
 
     def _kind(self, share: Share | None) -> int:
         """Return a number that is equal for shares whose weights are equal on all ranks, so that all ranks agree
         whether several batches may be meant."""
-        return 0 if share is None or share.total % self._world_size == 0 else share.total
+        return 0 if share is None or share.total % self._data_ranks == 0 else share.total
 
     def samples(self, value: Any = None) -> float | None:
         """Return the number of this rank's samples in the batch of the loop; None if there is no such loop.

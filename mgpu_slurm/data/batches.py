@@ -24,14 +24,14 @@ class Share:
     total: int
     """Samples of the global batch."""
 
-    def weight(self, world_size: int) -> float:
-        """Return the factor of this rank's gradient in the sum over all ranks, which is divided by the world size."""
-        return self.count * world_size / self.total
+    def weight(self, data_ranks: int) -> float:
+        """Return the factor of this rank's gradient in the sum over all ranks, which is divided by their number."""
+        return self.count * data_ranks / self.total
 
 
-def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
+def share_of(total: int, data_rank: int, data_ranks: int) -> tuple[int, int]:
     """Return begin and end of the rank's share of `total` samples; shares differ by at most one sample."""
-    return total * rank // world_size, total * (rank + 1) // world_size
+    return total * data_rank // data_ranks, total * (data_rank + 1) // data_ranks
 
 
 def mixed(seed: int, *parts: int) -> int:
@@ -63,8 +63,8 @@ def size_of(dataset: Dataset[Any]) -> int:
     return size
 
 
-def _part(total: int, rank: int, world_size: int) -> Share:
-    begin, end = share_of(total, rank, world_size)
+def _part(total: int, data_rank: int, data_ranks: int) -> Share:
+    begin, end = share_of(total, data_rank, data_ranks)
     return Share(end - begin, total)
 
 
@@ -75,14 +75,14 @@ class GlobalBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self, size: int, batch_size: int, shuffle: bool, drop_last: bool, rank: int, world_size: int, seed: int
+        self, size: int, batch_size: int, shuffle: bool, drop_last: bool, data_rank: int, data_ranks: int, seed: int
     ) -> None:
         self.size = size - size % batch_size if drop_last else size
         self._dataset_size = size
         self.batch_size = batch_size
         self.shuffle = shuffle
-        self.rank = rank
-        self.world_size = world_size
+        self.data_rank = data_rank
+        self.data_ranks = data_ranks
         self.seed = seed
         self.epoch = 0
         self.first_batch = 0
@@ -97,7 +97,7 @@ class GlobalBatches(Sampler[list[int]]):
     def shares(self) -> Iterator[Share]:
         """Return this rank's shares of the batches, from that on at which the epoch has begun."""
         totals = map(self._batch_total, range(self.first_batch, len(self)))
-        return (_part(total, self.rank, self.world_size) for total in totals)
+        return (_part(total, self.data_rank, self.data_ranks) for total in totals)
 
     def _batch_total(self, batch: int) -> int:
         return min(self.batch_size, self.size - batch * self.batch_size)
@@ -112,7 +112,7 @@ class GlobalBatches(Sampler[list[int]]):
         order = self._order()
         for batch in range(self.first_batch, len(self)):
             start = batch * self.batch_size
-            begin, end = share_of(self._batch_total(batch), self.rank, self.world_size)
+            begin, end = share_of(self._batch_total(batch), self.data_rank, self.data_ranks)
             # the last batch may hold fewer samples than there are ranks; a rank without one computes on a stand-in of
             # weight 0, because all ranks must take part in the gradient's all-reduce
             yield order[start + begin : start + end] or [order[start]]
@@ -125,7 +125,7 @@ class ListedBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self, sampler: Any, batch_size: int | None, drop_last: bool, rank: int, world_size: int, seed: int
+        self, sampler: Any, batch_size: int | None, drop_last: bool, data_rank: int, data_ranks: int, seed: int
     ) -> None:
         """
         Args:
@@ -144,8 +144,8 @@ class ListedBatches(Sampler[list[int]]):
         self.size = len(sampler)
         self.batch_size = batch_size or 0
         self._drop_last = drop_last
-        self.rank = rank
-        self._world_size = world_size
+        self.data_rank = data_rank
+        self._data_ranks = data_ranks
         self.seed = seed
         self._first = 0
         self._lists: list[list[int]] = []
@@ -187,9 +187,9 @@ class ListedBatches(Sampler[list[int]]):
 
     def shares(self) -> Iterator[Share]:
         """Return this rank's shares of the batches, from that on at which the epoch has begun."""
-        return (_part(len(batch), self.rank, self._world_size) for batch in self._lists[self._first :])
+        return (_part(len(batch), self.data_rank, self._data_ranks) for batch in self._lists[self._first :])
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._lists[self._first :]:
-            begin, end = share_of(len(batch), self.rank, self._world_size)
+            begin, end = share_of(len(batch), self.data_rank, self._data_ranks)
             yield batch[begin:end] or batch[:1]

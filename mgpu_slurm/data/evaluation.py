@@ -23,8 +23,10 @@ from mgpu_slurm.rank.step_sync import Call
 class RunOfShard:
     """The parts of a run that an evaluation uses."""
 
-    rank: int
-    world_size: int
+    data_rank: int
+    """Index of this rank's part of each batch."""
+    data_ranks: int
+    """Number of these parts."""
     device: torch.device
     begin: Callable[[], None]
     """Called before each pass, on all ranks."""
@@ -55,10 +57,10 @@ class Shard:
         **options: Any,
     ) -> None:
         size = size_of(dataset)
-        begin, end = share_of(size, run.rank, run.world_size)
+        begin, end = share_of(size, run.data_rank, run.data_ranks)
         self._dataset = dataset
         self._own = end - begin
-        self._most = -(-size // run.world_size)
+        self._most = -(-size // run.data_ranks)
         """The largest number of samples on a rank."""
         self._run = run
         self._cutter = Cutter()
@@ -93,7 +95,9 @@ class StreamShard:
         collate = options.pop("collate_fn", None) or default_collate
         self._run = run
         self._cutter = Cutter()
-        self._stream = Stream(dataset, batch_size * run.world_size, False, collate, run.rank, run.world_size, seed=0)
+        self._stream = Stream(
+            dataset, batch_size * run.data_ranks, False, collate, run.data_rank, run.data_ranks, seed=0
+        )
         options.setdefault("generator", torch.Generator())
         self._loader = data_loader(self._stream, run.device, batch_size=None, collate_fn=as_it_is, **options)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ class Indexed:
                     " torch's global generators, or from an attribute `generator`, which are seeded alike"
                 )
         # different for each rank, epoch and first batch, and reproducible
-        self._workers.manual_seed(mixed(self._batches.seed, epoch, self._batches.rank, first))
+        self._workers.manual_seed(mixed(self._batches.seed, epoch, self._batches.data_rank, first))
         return zip(self._batches.shares(), self._loader, strict=True)
 
     def is_over(self, number: int) -> bool:
@@ -163,7 +164,7 @@ class Streamed:
     def begin(self, epoch: int, first: int) -> Iterator[Any]:
         self._stream.begin(epoch, first)
         self._first = first
-        self._workers.manual_seed(mixed(self._stream.seed, epoch, self._stream.rank, first))
+        self._workers.manual_seed(mixed(self._stream.seed, epoch, self._stream.data_rank, first))
         return iter(self._loader)
 
     def is_over(self, number: int) -> bool:
@@ -196,8 +197,10 @@ def _with_own_numbers(
 class RunOfLoader:
     """The parts of a run that a loader uses."""
 
-    rank: int
-    world_size: int
+    data_rank: int
+    """Index of this rank's part of each batch."""
+    data_ranks: int
+    """Number of these parts."""
     device: torch.device
     at_boundary: Callable[[Loader, LoaderPlace], None]
     """Called before each batch, with the place of the pass."""
@@ -215,6 +218,8 @@ class RunOfLoader:
     """Called with each batch of a stream."""
     places: LoaderPlaces
     batch_weights: BatchWeights
+    fetched: Callable[[float, int, Any], None]
+    """Called with each batch of a training loop: when it was asked for, this rank's number of samples, the batch."""
 
 
 def make_loader(
@@ -231,7 +236,7 @@ def make_loader(
     Raises:
         UserError: the arguments are invalid, or contradict each other.
     """
-    ranks = run.rank, run.world_size, seed
+    ranks = run.data_rank, run.data_ranks, seed
     if isinstance(dataset, IterableDataset):
         _check_stream(options)
     sampler, batch_sampler = options.pop("sampler", None), options.pop("batch_sampler", None)
@@ -331,6 +336,7 @@ class Loader:
         before = place.batch
         place.come_to(number)
         self._run.at_boundary(self, place)
+        begun = time.perf_counter()
         try:
             share, samples = self._source.take(batches, number)
         except Over:
@@ -338,7 +344,10 @@ class Loader:
             raise
         if place.batches == 1 and not place.continue_in(self._source.order):
             raise _in_other_order(self._source.name)
-        return self._run.batch_weights.hand_out(passing, share, to_device(samples, self._run.device))
+        batch = to_device(samples, self._run.device)
+        if torch.is_grad_enabled():
+            self._run.fetched(begun, share.count, batch)
+        return self._run.batch_weights.hand_out(passing, share, batch)
 
     def _warn_of_evaluation(self) -> None:
         """Warn, once in a run, of a loop that has counted a sample of another rank."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from mgpu_slurm.rank.codec import StateDict
 
 
-def seed(value: int, deterministic: bool) -> None:
+def seed(value: int, deterministic: bool = False) -> None:
     """Seed all generators.
 
     Args:
@@ -65,6 +65,13 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
     torch.set_rng_state(state.torch)
     if device.type == "cuda" and state.cuda is not None:
         torch.cuda.set_rng_state(state.cuda, device)
+
+
+def share_random_state(device: torch.device, group: Any) -> None:
+    """Set the states of all generators to those of the first rank of a process group. Its ranks must call it."""
+    state = [random_state(device)]
+    torch.distributed.broadcast_object_list(state, group=group, group_src=0, device=device)
+    set_random_state(state[0], device)
 
 
 class RandomNumbers:

@@ -47,17 +47,17 @@ class Stream(IterableDataset[StreamBatch]):
         batch_size: int,
         drop_last: bool,
         collate: Callable[[list[Any]], Any],
-        rank: int,
-        world_size: int,
+        data_rank: int,
+        data_ranks: int,
         seed: int,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
-        self.rank = rank
+        self.data_rank = data_rank
         self.seed = seed
         self.drop_last = drop_last
         self._collate = collate
-        self._world_size = world_size
+        self._data_ranks = data_ranks
         self._epoch = 0
         self._first = 0
 
@@ -78,7 +78,7 @@ class Stream(IterableDataset[StreamBatch]):
             # the loader asks the workers in turn
             if number >= self._first and (number - self._first) % workers == worker:
                 digest_of_last = digest([len(samples), samples[-1]])
-                begin, end = share_of(len(samples), self.rank, self._world_size)
+                begin, end = share_of(len(samples), self.data_rank, self._data_ranks)
                 own = self._collate(samples[begin:end] or samples[:1])
                 share = Share(end - begin, len(samples))
                 yield StreamBatch(share, order if number == self._first else 0, digest_of_last, own)

@@ -12,7 +12,7 @@ from pathlib import Path
 from mgpu_slurm import api
 from mgpu_slurm.core.errors import ClusterError, MgpuError
 from mgpu_slurm.core.files import read_jsonl
-from mgpu_slurm.core.formatting import program
+from mgpu_slurm.core.formatting import counted, program
 from mgpu_slurm.core.retry import Note
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
@@ -46,7 +46,7 @@ def findings_of_job(flags: Mapping[str, object], executor: str, cluster: str | N
         yield check_results.failed("submission", f"the checkup was not submitted: {error}", "fix that and try again")
         return
     spec, handle = submission.plan.spec, api.Handle(submission.plan.folder)
-    nodes = f"{spec.resources.nodes} {'simulated ' if spec.nodes_are_simulated else ''}nodes"
+    nodes = counted(spec.resources.nodes, "simulated node" if spec.nodes_are_simulated else "node")
     told: list[Finding] = []
     try:
         note(f"the checkup is job {submission.job_id} on {nodes}; Ctrl-C cancels it")

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, Spec
 from mgpu_slurm.run_folder import failures, layout, records, states
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -21,6 +22,9 @@ from mgpu_slurm.run_folder.record_types import UNRECORDED, Event, Failure
 
 LIMIT = 3
 """Maximum consecutive automatic restarts without progress."""
+
+MOST_HALVINGS = 12
+"""Maximum consecutive restarts without progress in which fewer samples are computed at once."""
 
 PAUSES = (0.0, 5.0, 30.0)
 """Seconds before the first, second and each later of these restarts: the problem may be temporary."""
@@ -84,6 +88,8 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     if code in (0, REQUEUE_EXIT_CODE):
         return None
     failure = records.read_failure(folder) or _unrecorded(code)
+    if (retry := _in_smaller_parts(folder, spec, failure, earlier)) is not None:
+        return retry
     cause = failures.cause_of(failure, records.said_last(folder, failure))
     if spec.kind != "run" and not cause.ends_job:
         # a sweep's worker only loses a trial, and restarts by itself
@@ -92,8 +98,7 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
         # no GPUs were requested
         cause = failures.PROGRAM
     limit = spec.retries if spec.retries is not None else LIMIT if cause.is_cluster_fault else 0
-    newest = layout.newest_checkpoint(folder)
-    step = None if newest is None else layout.checkpoint_step(newest)
+    step = _newest_step(folder)
     in_vain = _trailing_retries(earlier, step)
     if len(in_vain) >= limit:
         return None
@@ -104,6 +109,26 @@ def due(folder: RunFolder, spec: Spec, code: int, earlier: Sequence[Event]) -> R
     if node is not None and is_spoilt and node not in avoid:
         avoid.append(node)
     return Retry(records.line_of(failure), node, step, len(in_vain) + 1, limit, tuple(avoid), cause.ends_job)
+
+
+def _in_smaller_parts(folder: RunFolder, spec: Spec, failure: Failure, earlier: Sequence[Event]) -> Retry | None:
+    """Return a retry if the newest attempt ran out of memory, and the next one will compute fewer samples at once."""
+    memory = records.read_memory(folder)
+    is_of_this = memory is not None and memory.attempt == records.attempts_started(folder)
+    if memory is None or not is_of_this or spec.kind != "run" or spec.retries == 0:
+        return None
+    step = _newest_step(folder)
+    number = len(_trailing_retries(earlier, step)) + 1
+    if number > MOST_HALVINGS:
+        return None
+    at_once = f"next with {counted(memory.first, 'sample')} at once"
+    left = memory.first.bit_length() - 1
+    return Retry(f"{records.line_of(failure)}; {at_once}", failure.node, step, number, number + left, ())
+
+
+def _newest_step(folder: RunFolder) -> int | None:
+    newest = layout.newest_checkpoint(folder)
+    return None if newest is None else layout.checkpoint_step(newest)
 
 
 def checkpoint_fact(folder: RunFolder) -> dict[str, str | None]:

@@ -93,17 +93,28 @@ def _shown(value: Any) -> str:
 class Reporter:
     """Rank 0's output. The other ranks have none."""
 
-    def __init__(self, folder: RunFolder, attempt: int) -> None:
+    def __init__(self, folder: RunFolder, attempt: int, device: Mapping[str, object] | None = None) -> None:
+        """
+        Args:
+            device: what the run's state says of the GPU.
+        """
         self._attempt = attempt
         tolerance = Tolerance()
-        sinks = [MetricsFile(folder), EventFiles(folder), LiveState(folder, attempt, tolerance), Screen()]
+        sinks = [MetricsFile(folder), EventFiles(folder), LiveState(folder, attempt, tolerance, device), Screen()]
         self._sinks = [Tolerant(sink, tolerance) for sink in sinks]
         self._passed_at = 0.0
         """When the sinks last received anything."""
 
-    def report(self, progress: int, step: int, metrics: dict[str, float]) -> None:
+    def report(
+        self, progress: int, step: int, metrics: dict[str, float], curves: dict[str, float] | None = None
+    ) -> None:
+        """Pass a report to the sinks.
+
+        Args:
+            curves: what was measured besides, such as the time of a step.
+        """
         self._passed_at = time.monotonic()
-        report = Report(progress, step, now(), self._attempt, metrics)
+        report = Report(progress, step, now(), self._attempt, metrics, curves or {})
         for sink in self._sinks:
             sink.report(report)
 

@@ -6,9 +6,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -30,6 +30,8 @@ class Report:
     """When it was reported, as `records.now` returns it."""
     attempt: int
     metrics: dict[str, float]
+    curves: dict[str, float] = field(default_factory=dict)
+    """What was measured without the job's code, such as the time of a step."""
 
 
 class Sink(ABC):
@@ -141,7 +143,8 @@ class EventFiles(Sink):
 
     def report(self, report: Report) -> None:
         self._writer = self._writer or EventWriter(self._folder, self._begins_at)
-        self._writer.add(report.step, report.metrics, datetime.fromisoformat(report.time).timestamp())
+        # a job's own metric of the same name is what it means
+        self._writer.add(report.step, report.curves | report.metrics, datetime.fromisoformat(report.time).timestamp())
 
     def close(self, step: int) -> None:
         if self._writer is not None:
@@ -178,23 +181,26 @@ class LiveState(Sink):
     A thread writes it: on some disks a rename takes longer than the rest of a report.
     """
 
-    def __init__(self, folder: RunFolder, attempt: int, tolerance: Tolerance) -> None:
+    def __init__(
+        self, folder: RunFolder, attempt: int, tolerance: Tolerance, device: Mapping[str, object] | None = None
+    ) -> None:
         """
         Args:
             tolerance: for errors in the thread.
+            device: further fields, which do not change.
         """
         self._folder = folder
         self._attempt = attempt
         self._tolerance = tolerance
         self._lock = threading.Lock()
-        self._due: dict[str, object] = {}
+        self._due: dict[str, object] = dict(device or {})
         """Fields still to be written."""
         self._is_wanted = threading.Event()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def report(self, report: Report) -> None:
-        self._show(step=report.step, progress=report.progress, metrics=report.metrics)
+        self._show(step=report.step, progress=report.progress, metrics=report.metrics, curves=report.curves)
 
     def step_done(self, step: int) -> None:
         self._show(step=step)

@@ -7,8 +7,10 @@ the type and the key `of` for the content: `{"!": "tuple", "of": [1, 2]}`. Numbe
 from __future__ import annotations
 
 import base64
+import importlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.rank import torch_adapter
 
 StateDict: TypeAlias = dict[str, Any]
 """A state as torch's `state_dict` methods return it: tensors, numbers and collections of them, by name."""
@@ -24,6 +27,9 @@ Plain: TypeAlias = Any
 """The part of a state that JSON can hold."""
 
 _TYPE, _OF = "!", "of"
+
+_COMPOSING = {"torchao"}
+"""Packages whose classes of tensors may be named in a checkpoint; importing one must not run code of the checkpoint."""
 
 _COLLECTIONS: dict[type, Callable[[Iterable[Any]], Any]] = {
     tuple: tuple,
@@ -64,6 +70,39 @@ def joined(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
     return _MAKERS[plain[_TYPE]](of) if plain[_TYPE] != "tensor" else tensors[of]
 
 
+def names_in_parts(plain: Plain) -> set[str]:
+    """Return the names of the tensors that make up parts of divided tensors."""
+    found: set[str] = set()
+
+    def search(value: Plain, is_in_part: bool) -> None:
+        if isinstance(value, list):
+            for each in value:
+                search(each, is_in_part)
+        elif isinstance(value, dict):
+            if is_in_part and value.get(_TYPE) == "tensor":
+                found.add(value[_OF])
+            for each in value.values():
+                search(each, is_in_part or value.get(_TYPE) == "part")
+
+    search(plain, False)
+    return found
+
+
+def type_of(plain: Plain) -> str | None:
+    """Return the name of the type of an encoded value that JSON does not have; None for any other value."""
+    return plain.get(_TYPE) if isinstance(plain, dict) else None
+
+
+def items(plain: Plain) -> list[list[Plain]]:
+    """Return the keys and values of an encoded dictionary, both encoded."""
+    return [[key, each] for key, each in plain.items()] if _TYPE not in plain else list(plain[_OF])
+
+
+def with_items(plain: Plain, pairs: list[list[Plain]]) -> Plain:
+    """Return an encoded dictionary of the same type with other items."""
+    return dict(pairs) if _TYPE not in plain else _typed(plain[_TYPE], pairs)
+
+
 def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Plain:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
@@ -71,6 +110,10 @@ def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Plain:
     if isinstance(value, torch.Tensor):
         if is_lazy(value):
             raise UserError(f"{place} has no shape yet: call the module once with a batch first")
+        if torch_adapter.is_dtensor(value) and torch_adapter.is_composed(torch_adapter.local_part(value)):
+            return _typed("part", _composed(torch_adapter.local_part(value), place, tensors))
+        if torch_adapter.is_composed(value) and not value.is_nested:
+            return _composed(value, place, tensors)
         return _typed("tensor", _named(value.detach(), place, tensors))
     if kind is list:
         return _each(value, place, tensors)
@@ -98,6 +141,27 @@ def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Plain:
         f"{place} is of type {kind.__name__}, but a checkpoint holds numbers, strings, tensors, lists and dicts:"
         " convert it to these"
     )
+
+
+def _composed(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor]) -> Plain:
+    """Encode a tensor that consists of others."""
+    components, context = torch_adapter.components(value)
+    kind = type(value)
+    if kind.__module__.partition(".")[0] not in _COMPOSING:
+        raise UserError(f"{place} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold")
+    content = [f"{kind.__module__}:{kind.__qualname__}", components, context]
+    return _typed("composed", _each(content, place, tensors))
+
+
+def _compose(content: list[Any]) -> torch.Tensor:
+    name, components, context = content
+    module, _, kind = name.partition(":")
+    if module.partition(".")[0] not in _COMPOSING:
+        raise UserError(f"the checkpoint holds a {name}, which is not one of {', '.join(sorted(_COMPOSING))}")
+    try:
+        return torch_adapter.composed(getattr(importlib.import_module(module), kind), components, context)
+    except ImportError:
+        raise UserError(f"the checkpoint holds a {name}: install {module.partition('.')[0]}") from None
 
 
 def _plain_dict(value: Mapping[Any, Any], place: str, tensors: dict[str, torch.Tensor]) -> Plain:
@@ -128,12 +192,21 @@ def _named(tensor: torch.Tensor, place: str, tensors: dict[str, torch.Tensor]) -
     return name
 
 
+@dataclass(frozen=True)
+class RankPart:
+    """A rank's part of a tensor that is divided over ranks, and cannot be divided in another way."""
+
+    tensor: torch.Tensor
+
+
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     **{kind.__name__: make for kind, make in (_COLLECTIONS | _DICTS).items()},
     "array": lambda of: of.numpy(),
     "number": lambda of: of.numpy()[()],
     "complex": lambda of: complex(*of),
     "bytes": base64.b64decode,
+    "composed": _compose,
+    "part": RankPart,
     "dtype": lambda of: getattr(torch, of),
     "device": torch.device,
 }

@@ -56,8 +56,11 @@ _ERRORS = (MgpuError, UserError, NoStudy, ClusterError, RunFailed, TrialPruned)
 _WRITTEN, _LOST = "written", "lost"
 """How a rank's part of a save has ended."""
 
-_ROW = struct.Struct("<b??qbdd")
-"""A rank's row of a message: stop, save, failed, the number of boundaries passed, the call, and two values."""
+VALUES = 12
+"""Largest number of values in a rank's row of a message."""
+
+_ROW = struct.Struct(f"<b??qb{VALUES}d")
+"""A rank's row of a message: stop, save, failed, the number of boundaries passed, the call, and the values."""
 
 
 class Collectives:
@@ -103,10 +106,10 @@ class Collectives:
             CollectiveMismatch: some ranks made a different call; the message states which rank made which call.
             UserError: the same, if a stream has ended on some ranks only.
         """
-        return self.with_values(call, request, [0.0, 0.0])[0]
+        return self.with_values(call, request, [])[0]
 
     def with_sums(self, call: Call, request: Agreed, values: list[float]) -> tuple[Agreed, list[float]]:
-        """Do what `sync` does, and also return the sums of two values over the ranks, in double precision.
+        """Do what `sync` does, and also return the sums of values over the ranks, in double precision.
 
         All of this takes one message.
         """
@@ -114,7 +117,11 @@ class Collectives:
         return agreed, [sum(column) for column in columns]
 
     def with_values(self, call: Call, request: Agreed, values: list[float]) -> tuple[Agreed, Sequence[Sequence[float]]]:
-        """Do what `sync` does, and also return two values from each rank, in the same message."""
+        """Do what `sync` does, and also return each value from all ranks, in the same message.
+
+        Args:
+            values: at most `VALUES`.
+        """
         if self._step_sync is None:
             return request, [[value] for value in values]
         self._step_sync.begin(call, request.stop)
@@ -126,7 +133,7 @@ class Collectives:
             _check_same_place(passed)
         agreed = Agreed(Stop(max(stops)), any(saves), any(failures))
         self._step_sync.end(agreed.stop)
-        return agreed, columns
+        return agreed, columns[: len(values)]
 
     def take_batch(self) -> None:
         """Note that this rank has a batch of a stream, so that the stream does not end before the next boundary."""
@@ -211,7 +218,9 @@ class Collectives:
     def _exchange(self, call: Call, request: Agreed, values: list[float], step_sync: StepSync) -> None:
         """Fill the table with the rows of all ranks."""
         assert self._group is not None
-        _ROW.pack_into(self._own_row, 0, request.stop, request.save, request.failed, step_sync.passed, call, *values)
+        # the format is fixed, so that ranks which make different calls complete each other's message
+        row = (*values, *([0.0] * (VALUES - len(values))))
+        _ROW.pack_into(self._own_row, 0, request.stop, request.save, request.failed, step_sync.passed, call, *row)
         # not dist.all_gather, which logs each call
         work = self._group.allgather(self._received, self._sent)
         try:

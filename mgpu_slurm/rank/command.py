@@ -42,6 +42,9 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
     adopt_orphans()
     child = subprocess.Popen(words, executable=program)
+    if heard:
+        # the signal came before the command could receive it
+        child.send_signal(signal.SIGTERM)
     code = _wait_for(child)
     if code == -signal.SIGTERM and _comes(heard):
         # the SIGTERM ended a shell or launcher, whose children may still save

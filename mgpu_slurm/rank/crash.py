@@ -11,13 +11,13 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mgpu_slurm.core import log_lines
+from mgpu_slurm.core.errors import MgpuError
 from mgpu_slurm.run_folder.record_types import Failure
 from mgpu_slurm.run_folder.records import now
 
@@ -33,15 +33,19 @@ LAST_SECONDS = 75.0
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback without the frames of this package that lead to the user's function."""
+    """Return the traceback without the frames of this package that lead to the user's function, and without those
+    that follow if this package refuses what the user's code asks for."""
     start = error.__traceback__
-    while start is not None and start.tb_next is not None and _is_of_this_package(start):
+    while start is not None and start.tb_next is not None and _is_of_this_package(start.tb_frame.f_code.co_filename):
         start = start.tb_next
-    return "".join(traceback.format_exception(type(error), error, start))
+    shown = traceback.TracebackException(type(error), error, start)
+    while isinstance(error, MgpuError) and len(shown.stack) > 1 and _is_of_this_package(shown.stack[-1].filename):
+        shown.stack.pop()
+    return "".join(shown.format())
 
 
-def _is_of_this_package(frame: TracebackType) -> bool:
-    return Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+def _is_of_this_package(file: str) -> bool:
+    return Path(file).is_relative_to(Path(__file__).parents[1])
 
 
 def record(error: BaseException, shown: str, facts: RankInfo) -> Failure:
@@ -58,8 +62,16 @@ def record(error: BaseException, shown: str, facts: RankInfo) -> Failure:
         message=str(error),
         traceback=shown,
         # the other ranks lose their connection when one fails, so this is never the root cause
-        consequence=_is_lost_connection(error),
+        consequence=any(map(_is_lost_connection, _chain(error))),
     )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised for or while handling."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -129,7 +129,7 @@ def shared_gpu_warnings(gpus: Sequence[RankGpu]) -> dict[int, str]:
         if gpu is not None:
             ranks.setdefault(gpu, []).append(rank)
     return {
-        rank: f"ranks {ranges(sharing)} compute on the same GPU, {gpu} of {gpus[rank][0]}"
+        rank: f"ranks {ranges(sharing)} compute on the same GPU, {gpu} of {gpus[rank][0]}, and communicate without NCCL"
         for gpu, sharing in ranks.items()
         if len(sharing) > 1
         for rank in sharing

@@ -120,18 +120,45 @@ def _number(environ: Mapping[str, str], name: str, default: int | str | None = N
 
 
 def choose_device(facts: RankInfo) -> torch.device:
-    """Select and return the GPU of this local rank among the visible ones, or return the CPU.
+    """Select and return the first GPU of this local rank, or return the CPU.
 
-    A rank that sees one GPU uses that one, whatever its local rank, because some sites bind GPUs to tasks. If there are
-    more ranks than GPUs, they share the GPUs in turn.
+    A rank that sees one GPU uses that one, whatever its local rank, because some sites bind GPUs to tasks.
     """
     import torch
 
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", facts.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = own_devices(facts)[0]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
+
+
+def gpu_facts(device: torch.device) -> dict[str, object]:
+    """Return what a run's state says of a GPU; nothing of the CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return {}
+    facts = torch.cuda.get_device_properties(device)
+    return {"gpu": facts.name, "gpu_memory": facts.total_memory}
+
+
+def own_devices(facts: RankInfo) -> list[torch.device]:
+    """Return the devices of this local rank: its equal share of the visible GPUs, or the CPU."""
+    import torch
+
+    visible = visible_gpus()
+    if not visible:
+        return [torch.device("cpu")]
+    # a launcher that does not say how many ranks there are may start one for each GPU
+    is_unknown = "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
+    ranks = visible if is_unknown else facts.local_world_size
+    return [torch.device("cuda", index) for index in share_of_gpus(facts.local_rank, ranks, visible)]
+
+
+def share_of_gpus(local_rank: int, local_ranks: int, gpus: int) -> list[int]:
+    """Return the indices of a local rank's GPUs; if there are more ranks than GPUs, they share these in turn."""
+    size = max(1, gpus // local_ranks)
+    return [(local_rank * size + index) % gpus for index in range(size)]
 
 
 def visible_gpus() -> int:

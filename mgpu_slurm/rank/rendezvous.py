@@ -38,6 +38,8 @@ def join(
 ) -> str | None:
     """Wait until all ranks have arrived, then create the default process group.
 
+    Ranks that share a GPU communicate through gloo, because NCCL refuses two ranks on one device.
+
     Args:
         listener: bound socket on which this rank, rank 0, serves the store; see `job.socket_handoff`.
 
@@ -51,16 +53,17 @@ def join(
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     store = connect(facts, environ, timeout, listener)
-    warning = _check_in(store, facts, rank_info.gpu_identity(device), timeout)
+    warnings = _check_in(store, facts, rank_info.gpu_identity(device), timeout)
+    has_nccl = device.type == "cuda" and not warnings
     dist.init_process_group(
-        "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo",
+        "cuda:nccl,cpu:gloo" if has_nccl else "gloo",
         store=PrefixStore("default", store),
         rank=facts.rank,
         world_size=facts.world_size,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if has_nccl else None,
         timeout=collective_timeout(),
     )
-    return warning
+    return warnings.get(facts.rank)
 
 
 def collective_timeout() -> timedelta | None:
@@ -119,8 +122,8 @@ def is_served(environ: Mapping[str, str] = os.environ) -> bool:
     return True
 
 
-def _check_in(store: Store, facts: RankInfo, gpu: str | None, timeout: timedelta) -> str | None:
-    """Report this rank's arrival, and return a warning for it, or None.
+def _check_in(store: Store, facts: RankInfo, gpu: str | None, timeout: timedelta) -> dict[int, str]:
+    """Report this rank's arrival, and return the warnings of all ranks, by rank.
 
     Rank 0 waits for all ranks and sends them its verdict, so that every rank fails with the same message.
     """
@@ -140,8 +143,7 @@ def _check_in(store: Store, facts: RankInfo, gpu: str | None, timeout: timedelta
     problem, warnings = json.loads(store.get("verdict"))
     if problem:
         raise RendezvousError(problem)
-    warning: str | None = warnings.get(str(facts.rank))
-    return warning
+    return {int(rank): text for rank, text in warnings.items()}
 
 
 def _verdict(store: Store, facts: RankInfo, timeout: timedelta) -> tuple[str, dict[int, str]]:

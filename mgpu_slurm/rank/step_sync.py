@@ -46,6 +46,7 @@ class Call(IntEnum):
     TRIAL = 8
     PASS = 9
     END = 10
+    MEMORY = 11
 
     @property
     def words(self) -> str:
@@ -61,6 +62,7 @@ class Call(IntEnum):
             Call.TRIAL: "the next trial",
             Call.PASS: "the start of a pass over a stream or a sampler",
             Call.END: "the end of a stream",
+            Call.MEMORY: "an exchange in run.gradients()",
         }[self]
 
 

@@ -1,8 +1,9 @@
 """All uses of private and undocumented names of torch, and what differs between builds of torchvision.
 
-Torch may change these names in any version. This module was written for torch 2.13.0, the only version it is tested
-with; it aims to work from torch 2.6 on. Its test checks that each name exists. No other module uses one when it runs:
-only for type checkers do they import the store classes from `torch._C`, as torch's hints have them nowhere else.
+Torch may change these names in any version. This module was written for torch 2.13.0, the only version that all
+tests run with; it aims to work from torch 2.6 on. Its test checks that each name exists. No other module uses one when
+it runs: only for type checkers do they import the store classes from `torch._C`, as torch's hints have them nowhere
+else.
 """
 
 from __future__ import annotations
@@ -19,18 +20,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm.core.errors import UserError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replace attributes of a class or a module in this block."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                # inherited
+                delattr(owner, name)
+
+
 # -- tensors
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Return whether this is a DTensor, without importing DTensor's modules."""
+    """Return whether this is a DTensor, or its class, without importing DTensor's modules."""
     return hasattr(tensor, "__create_chunk_list__")
+
+
+def is_fake(value: Any, mode: Any = None) -> bool:
+    """Return whether this is a tensor without values, of a mode if one is given."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(value, fakes.FakeTensor) and mode in (None, value.fake_mode)
 
 
 def own_chunk(dtensor: Any) -> Any:
@@ -39,9 +65,46 @@ def own_chunk(dtensor: Any) -> Any:
     return chunk
 
 
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor consists of others, such as an optimizer state in 8 bits; but not if it is a DTensor."""
+    return hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor)
+
+
+def components(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the tensors that a composed one consists of, by name, and what else its class needs to compose it."""
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def composed(kind: Any, tensors: dict[str, torch.Tensor], context: Any) -> torch.Tensor:
+    """Return a tensor of a class from what `components` returned."""
+    tensor: torch.Tensor = kind.__tensor_unflatten__(tensors, context, None, None)
+    return tensor
+
+
+def local_part(dtensor: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor, without a gradient."""
+    part: torch.Tensor = dtensor.detach().to_local()
+    return part
+
+
+def like_dtensor(dtensor: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor with another part on this rank, divided in the same way."""
+    made: torch.Tensor = type(dtensor).from_local(
+        part, dtensor.device_mesh, dtensor.placements, shape=dtensor.shape, stride=dtensor.stride(), run_check=False
+    )
+    return made
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors into others, without waiting for a device."""
     torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node of a graph; later nodes have larger ones, and those of leaves the largest of all."""
+    number: int = node._sequence_nr()
+    return number
 
 
 def fix_weak_reference(tensor: torch.Tensor) -> None:
@@ -68,6 +131,48 @@ def is_compiled(module: Any) -> bool:
 def import_compiler() -> None:
     """Import torch's compiler, which DistributedDataParallel needs."""
     importlib.import_module("torch._dynamo")
+
+
+def stop_buffer_sync(model: DistributedDataParallel) -> None:
+    """Stop DDP from broadcasting rank 0's buffers in each forward pass. It has done so once, when it was created.
+
+    The argument for this, `forward_sync_buffers`, is not in torch 2.11. The older `broadcast_buffers` would also leave
+    out the first broadcast, but the attribute of that name only concerns the forward pass, in all versions.
+    """
+    model.broadcast_buffers = False
+
+
+def has_exchange_hook(model: DistributedDataParallel) -> bool:
+    """Return whether a hook exchanges the gradients of a DDP model."""
+    return bool(model._comm_hooks)
+
+
+def refuse_unfinished_exchange(model: DistributedDataParallel) -> None:
+    """Check that the last backward pass exchanged all gradients, as DDP itself does in the next forward pass.
+
+    Raises:
+        RuntimeError: it left out parameters.
+    """
+    model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+
+def renew_exchange(model: DistributedDataParallel, **options: Any) -> None:
+    """Make DDP exchange the gradients of the parameters that require them now, as if it had just been created.
+
+    Hooks registered by `register_comm_hook` remain, with their state.
+
+    Args:
+        options: those that it was created with.
+    """
+    # frees its buckets before others are allocated
+    del model.reducer, model.logger
+    fresh = DistributedDataParallel(model.module, process_group=model.process_group, init_sync=False, **options)
+    for hook, state in model._comm_hooks:
+        fresh.register_comm_hook(state, hook)
+    # keep the hooks of the module, and whether it is under `no_sync` or `join`
+    kept = {*vars(nn.Module()), "require_backward_grad_sync", "_join_config"}
+    vars(model).update({name: value for name, value in vars(fresh).items() if name not in kept})
+    stop_buffer_sync(model)
 
 
 def registered(module: nn.Module, name: str) -> Any:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mgpu_slurm.core.files import write_json
+from mgpu_slurm.core.files import read_json, write_json
 from mgpu_slurm.core.formatting import in_words
 from mgpu_slurm.core.log_lines import PREFIX
 from mgpu_slurm.job.stacks import place, stack
@@ -53,7 +53,7 @@ LOOK_EVERY = 1.0
 LONGER_THAN_EVER = 2.0
 """A rank may always be silent for this many times the longest interval between two signs of life so far."""
 
-SHORTEST_GRACE, LONGEST_GRACE = 3.0, 60.0
+SHORTEST_GRACE, LONGEST_GRACE = 5.0, 60.0
 """Bounds on the seconds between a rank's record and its end, in which the others write theirs: a tenth of the limit."""
 
 LAST_SECONDS = 30.0
@@ -139,9 +139,29 @@ class Watchdog:
                 longest = max(longest, at - since)
                 signs, since = self._signs, at
                 self._alarm.set(self._limit(longest) + self._pause)
-            elif signs and at - since >= self._limit(longest):
+            elif signs and self.is_stuck(at - since, longest):
                 self._end(watched, at - since)
             looked, computed = at, time.process_time()
+
+    def is_stuck(self, silent: float, longest: float) -> bool:
+        """Return whether the rank is stuck.
+
+        The attempt ends with its first stuck rank, and a cause is found by what all ranks do. So a rank that has been
+        silent for half the limit ends with that one, and records where it is.
+
+        Args:
+            silent: seconds since the last sign of life.
+            longest: the longest interval between two of them, in seconds.
+        """
+        return silent >= self._limit(longest) or (silent >= self._seconds / 2 and self._another_is_stuck())
+
+    def _another_is_stuck(self) -> bool:
+        if self._file is None:
+            return False
+        with suppress(OSError, ValueError):
+            others = self._file.parent.glob(self._file.name.replace(f"-{self._facts.rank}.", "-*."))
+            return any((read_json(path) or {}).get("error") == STUCK for path in others)
+        return False
 
     def _limit(self, longest: float) -> float:
         return max(self._seconds, LONGER_THAN_EVER * longest)
@@ -158,7 +178,8 @@ class Watchdog:
             os.write(1, f"{PREFIX}stuck: {record.message}; this rank ends. Its threads:\n".encode())
             faulthandler.dump_traceback(1)
             if self._file is not None:
-                write_json(self._file, record.to_json())
+                # without sync: the disk may be what hangs, and the attempt may end before a slow write finishes
+                write_json(self._file, record.to_json(), sync=False)
             time.sleep(self._grace)
         finally:
             os.kill(os.getpid(), signal.SIGKILL)

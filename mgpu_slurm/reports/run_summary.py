@@ -106,8 +106,15 @@ def _first_failure(folder: RunFolder, failure: Failure, shown_rank: int | None) 
         return []
     if failure.traceback is not None:
         place = "" if failure.node is None else f" on {failure.node}"
+        if shown_rank is not None and _traceback(folder, failure.attempt, shown_rank) == failure.traceback:
+            return [f"-- {who}{place} failed first, in the same way"]
         return [f"-- {who}{place} failed first:", failure.traceback.rstrip()]
     return _end_of_log(folder, failure.attempt, who) if who.startswith("rank ") else []
+
+
+def _traceback(folder: RunFolder, attempt: int, rank: int) -> str | None:
+    record = read_json(folder.rank_failure(attempt, rank))
+    return Failure.from_json(record).traceback if record else None
 
 
 def _end_of_log(folder: RunFolder, attempt: int, who: str) -> list[str]:

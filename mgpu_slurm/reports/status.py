@@ -11,18 +11,22 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.formatting import counted, duration, program, time_of
 from mgpu_slurm.core.retry import Note, quiet
 from mgpu_slurm.registry import lookup, sweep_state
 from mgpu_slurm.registry.watch import Watch
 from mgpu_slurm.reports import sweep_status
+from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import RunState
+from mgpu_slurm.run_folder.records import read_memory, read_state
 from mgpu_slurm.run_folder.states import is_alive, overall
 
 Found = Sequence[tuple[RunFolder, RunState]]
@@ -96,7 +100,35 @@ def lines(found: Found, asked: Sequence[RunFolder], room: os.terminal_size | Non
     others = [state for folder, state in dict(found).items() if folder.group not in named]
     if others:
         told += table(others, {folder.run for folder in asked}, room).splitlines()
+        told += [line for folder in asked if folder not in named for line in _model_lines(folder, len(asked) > 1)]
     return told if others else told[:-1]
+
+
+def _model_lines(folder: RunFolder, is_named: bool) -> list[str]:
+    """Return lines with the options for sharing the model, the speed of a run, and how many samples fit into memory, as
+    far as it has them."""
+    told = []
+    with suppress(UserError):
+        if (parallelism := read_spec(folder).parallelism).given:
+            told.append(f"strategy  {parallelism.words}")
+    if curves := read_state(folder).curves:
+        told.append(f"speed     {_speed(curves)}")
+    if (memory := read_memory(folder)) is not None:
+        told.append(f"memory    {counted(memory.samples, 'sample')} at once fit: {memory.of}")
+    return [f"{line}  ({folder.run})" for line in told] if is_named else told
+
+
+def _speed(curves: Mapping[str, float]) -> str:
+    """Return how fast steps were at the last report, and what they waited for."""
+    parts = [f"{curves['speed/step_seconds']:.3g} s a step", f"{curves['speed/samples_per_second']:,.4g} samples/s"]
+    if tokens := curves.get("speed/tokens_per_second"):
+        parts.append(f"{tokens:,.4g} tokens/s")
+    parts.append(f"waits for data {curves['speed/data_wait']:.0%}")
+    if (wait := curves.get("speed/communication_wait")) is not None:
+        parts.append(f"for other ranks {wait:.0%}")
+    if reserved := curves.get("memory/peak_reserved_gib"):
+        parts.append(f"peak {curves['memory/peak_allocated_gib']:.1f} GiB, {reserved:.1f} reserved")
+    return "  ".join(parts)
 
 
 def fitting(told: list[str], room: os.terminal_size) -> list[str]:

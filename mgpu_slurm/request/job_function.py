@@ -103,7 +103,8 @@ def from_callable(function: Any, name: str) -> JobFunction:
     others = parameters[1:]
     if not others or parameters[0].kind not in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
         raise UserError(
-            f"target {name!r} cannot be called with (run, config): it is {_form(function)}; it must accept both"
+            f"target {name!r} is {_form(function)}: it must take the run and a config, as in train(run, config) or"
+            " train(run, lr=0.1)"
         )
     types_of = _annotations(function, others)
     if _takes_all(others, types_of):

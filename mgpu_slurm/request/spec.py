@@ -15,6 +15,7 @@ from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
 from mgpu_slurm.run_folder.layout import LONGEST_NAME, RUN_NAME, RunFolder
 
 ExecutorName = Literal["slurm", "allocation", "local"]
@@ -210,6 +211,7 @@ class Spec:
     """Minutes without progress on a rank after which an attempt is stopped and the next one started; 0 disables."""
     kill_wait: int = 30
     """Seconds between SIGTERM and SIGKILL, locally and in an allocation; for queued jobs the site sets them."""
+    parallelism: Parallelism = DEFAULT_PARALLELISM
     cluster: str | None = None
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs before the ranks start."""
@@ -233,6 +235,9 @@ class Spec:
             raise UserError(f"--retries {self.retries}: expected 0 or more")
         if not 0 <= self.stuck_after < math.inf:
             raise UserError(f"--stuck-after {self.stuck_after:g}: expected minutes, or 0 for never")
+        # a command may start more ranks by itself, as torchrun does
+        if not self.target.is_command:
+            self.parallelism.layout(self.resources.ranks, self.resources.ranks_per_node)
 
     @property
     def original(self) -> Path:
@@ -289,7 +294,7 @@ class Spec:
             )
 
     def write(self, folder: RunFolder) -> None:
-        plain = configs.to_plain(self)
+        plain = configs.to_plain(self) | {"parallelism": self.parallelism.given or None}
         write_whole(folder.spec, configs.dump_yaml({key: value for key, value in plain.items() if value is not None}))
 
 

@@ -38,7 +38,8 @@ class Cause:
 GPU_MEMORY = Cause(
     "gpu-memory",
     "a GPU ran out of memory",
-    "lower the batch size, split the batch with `run.accumulate`, use bfloat16, or activation checkpointing",
+    "compute the batch by `run.gradients`, in as few parts as fit, lower the batch size, or use `--precision bf16` or"
+    " `run.wrap(recompute=True)`",
 )
 GPU_LIBRARY = Cause(
     "gpu-library",

@@ -253,6 +253,15 @@ class RunFolder:
         return self.path / "result.json"
 
     @property
+    def memory(self) -> Path:
+        return self.path / "memory.json"
+
+    @property
+    def memory_plan(self) -> Path:
+        """What a job would need of a GPU's memory; only in the folder of a rehearsal."""
+        return self.path / "memory-plan.json"
+
+    @property
     def failure(self) -> Path:
         return self.path / "failure.json"
 

@@ -1,4 +1,5 @@
-"""The contents of files as typed records: `state.json`, the lines of `attempts.jsonl`, `failure.json`, `summary.json`.
+"""The contents of files as typed records: `state.json`, the lines of `attempts.jsonl`, `failure.json`, `memory.json`,
+`summary.json`.
 
 A record keeps values under names that this version does not know, so that a newer version's are still there when an
 older one has written the file again.
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 D = TypeVar("D")
 R = TypeVar("R", bound="Record")
+P = TypeVar("P", bound="MemoryPlan")
 
 UNRECORDED = "unrecorded"
 """Stands for a checkpoint's name that version 0.1 did not record."""
@@ -106,8 +108,14 @@ class RunState(Record):
     """The supervisor's machine."""
     trial: int | None = _optional()
     """The trial that a worker runs."""
+    curves: Mapping[str, float] | None = _optional()
+    """What was measured without the job's code, at the last report: see `training.speed.curves`."""
     leaving: int | None = _optional()
     """The attempt in which a worker has found nothing left to do."""
+    gpu: str | None = _optional()
+    """The kind of rank 0's GPU."""
+    gpu_memory: int | None = _optional()
+    """Bytes of that GPU's memory."""
 
     def updated(self, change: StateChange) -> RunState:
         """Return the state with the values that a change knows."""
@@ -283,3 +291,59 @@ class SweepSummary(Record):
     def ended(self) -> int:
         """The number of trials that have ended."""
         return sum(self.trials[state] for state in ("COMPLETE", "PRUNED", "FAIL"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord(Record):
+    """How many samples each rank of a run computes at once, because a whole batch does not fit into memory."""
+
+    samples: int = 0
+    of: str = ""
+    """The kind of device and the layout."""
+    first: int = 0
+    """The number with which the next attempts should begin, because one failed with more; 0 if none did."""
+    attempt: int = 0
+    """The attempt that failed; 0 if its step was repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory(Record):
+    """A layer of a model, and what its forward pass keeps in memory for the backward pass."""
+
+    name: str = ""
+    kind: str = ""
+    """Its class."""
+    shape: Sequence[int] = ()
+    """That of its first output."""
+    parameters: int = 0
+    """Their number, with those of its own layers."""
+    memory: int = 0
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan(Record):
+    """What a rank would hold in the memory of its GPU."""
+
+    peak: int = 0
+    """Bytes."""
+    phase: str = ""
+    """What the job does at the peak."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of parameters, gradients, optimizer, inputs and activations at the peak."""
+    samples: int = 0
+    """Number of samples of the largest batch of the rank."""
+    splits: bool = False
+    """Whether the job leaves the size of micro-batches to the run."""
+    can_recompute: bool = False
+    """Whether the job names blocks that it does not recompute."""
+    layers: Sequence[LayerMemory] = ()
+    error: str | None = _optional()
+    """Why there is no plan."""
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {"layers": [each.to_json() for each in self.layers]}
+
+    @classmethod
+    def from_json(cls: type[P], values: Mapping[str, Any]) -> P:
+        return replace(super().from_json(values), layers=tuple(map(LayerMemory.from_json, values["layers"])))

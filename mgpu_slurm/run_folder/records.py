@@ -19,7 +19,7 @@ from mgpu_slurm.core.formatting import first_line
 from mgpu_slurm.core.hostlist import expand
 from mgpu_slurm.run_folder import states
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.run_folder.record_types import Event, Failure, RunState
+from mgpu_slurm.run_folder.record_types import Event, Failure, MemoryRecord, RunState
 
 INHERITED = ("executor", "slurm_cluster", "nodes", "ranks", "submitted", "supervisor", "host")
 """The values that a run of a group inherits from the group."""
@@ -115,6 +115,12 @@ def read_failure(folder: RunFolder) -> Failure | None:
     """Return why the newest attempt failed; None if it did not, or if that is unknown."""
     found = read_json(folder.failure)
     return Failure.from_json(found) if found else None
+
+
+def read_memory(folder: RunFolder) -> MemoryRecord | None:
+    """Return how many samples fit into memory at once; None if all of each batch do."""
+    found = read_json(folder.memory)
+    return MemoryRecord.from_json(found) if found else None
 
 
 @dataclass(frozen=True)

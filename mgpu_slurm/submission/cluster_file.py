@@ -17,6 +17,7 @@ from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import parse_size
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.parallelism import SHARDED, Parallelism, Precision, Strategy
 from mgpu_slurm.request.spec import Flags, Readers, parse_signal, resources_from
 
 FILE_NAME = "mgpu.yaml"
@@ -43,6 +44,18 @@ class Cluster:
     readable_by: Readers = "owner"
     signal: str = "USR2"
     """The signal before the time limit, optionally with a lead in seconds: `USR2@120`."""
+    strategy: Strategy | None = None
+    """The default of `--strategy`."""
+    shard: int | None = None
+    """The default of `--shard`."""
+    tensor: int | None = None
+    """The default of `--tensor`."""
+    pipeline: int | None = None
+    """The default of `--pipeline`."""
+    precision: Precision | None = None
+    """The default of `--precision`."""
+    gpu_memory: int | None = None
+    """Bytes of memory of each GPU, for `--fit`."""
     max_requeues: int = 20
     kill_wait: int = 30
     """Seconds between SIGTERM and SIGKILL, locally and in an allocation."""
@@ -51,6 +64,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         resources_from(self.flags, "flags")
+        if self.shard is not None and self.parallelism.strategy not in SHARDED:
+            raise UserError(f"shard {self.shard}: add a strategy that shards the model: {', '.join(SHARDED)}")
         parse_signal(self.signal, limit=sys.maxsize)
         for name, number in (("max-requeues", self.max_requeues), ("kill-wait", self.kill_wait)):
             if number < 0:
@@ -63,6 +78,11 @@ class Cluster:
                 raise UserError(
                     f"rename {flag}: {form!r}: expected options of sbatch without --, such as 'gres=gpu:{{}}'"
                 )
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Return the defaults for sharing a model over ranks."""
+        return Parallelism(self.strategy, self.shard, self.tensor, self.pipeline, self.precision)
 
 
 @dataclass(frozen=True)
@@ -162,9 +182,10 @@ def _cluster(name: str, values: Config, what: str) -> Cluster:
         if key not in known:
             raise UserError(f"{what}: unknown key {key!r}{nearest(str(key), known)}")
     given: Config = {key.replace("-", "_"): value for key, value in values.items()}
-    if "snapshot_limit" in given:
-        try:
-            given["snapshot_limit"] = parse_size(str(given["snapshot_limit"]))
-        except UserError as error:
-            raise UserError(f"{what}: snapshot-limit: {error}") from None
+    for size in ("snapshot_limit", "gpu_memory"):
+        if size in given:
+            try:
+                given[size] = parse_size(str(given[size]))
+            except UserError as error:
+                raise UserError(f"{what}: {size.replace('_', '-')}: {error}") from None
     return configs.fill(Cluster, given | {"name": name}, what)

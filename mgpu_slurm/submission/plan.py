@@ -23,6 +23,7 @@ from mgpu_slurm.request import config as configs
 from mgpu_slurm.request import job_function
 from mgpu_slurm.request import target as targets
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
 from mgpu_slurm.request.spec import (
     DEFAULT_POLICY,
     Flags,
@@ -67,6 +68,7 @@ class Request:
     cluster: str | None = None
     name: str | None = None
     restart: RestartPolicy = DEFAULT_POLICY
+    parallelism: Parallelism = DEFAULT_PARALLELISM
     seeds: str | None = None
     """`5`, or `100%10` to run at most 10 at a time."""
     workers: int | None = None
@@ -95,6 +97,8 @@ class Plan:
     """Human-readable notes on what was decided for the user."""
     snapshot_limit: int
     """Bytes."""
+    gpu_memory: int | None = None
+    """Bytes of memory of each GPU, if the cluster file has that."""
     whole_config: Config = field(default_factory=dict)
     """The job's config with all known defaults; for a sweep, that of one trial."""
 
@@ -127,6 +131,7 @@ class Plan:
             *([f"config    {config}"] if config else []),
             *([f"seeds     {self._seeds(spec.tasks)}"] if spec.tasks is not None and is_seeded else []),
             f"ranks     {ranks}",
+            *([f"strategy  {spec.parallelism.words}"] if spec.parallelism.given else []),
             *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,
             f"folder    {self.folder.path}",
@@ -175,6 +180,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         retries=request.restart.retries,
         stuck_after=Spec.stuck_after if request.restart.stuck_after is None else request.restart.stuck_after,
         kill_wait=chosen.kill_wait,
+        parallelism=request.parallelism.over(chosen.parallelism.fitted(resolved.resources.ranks)),
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),
         rename=chosen.rename,
@@ -186,7 +192,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         submitted=records.now(),
     )
     notes = (f"executor  {executor.name}: {resolved.described or why}", *resolved.notes)
-    return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit)
+    return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit, chosen.gpu_memory)
 
 
 def _name(request: Request, target: Target) -> str:

@@ -15,6 +15,7 @@ from mgpu_slurm.core import files
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
 from mgpu_slurm.request.spec import (
     DEFAULT_POLICY,
     RESOURCE_FLAGS,
@@ -40,6 +41,7 @@ class Change:
     flags: Flags = field(default_factory=dict)
     """Resources by sbatch's long names; None keeps a value."""
     restart: RestartPolicy = DEFAULT_POLICY
+    parallelism: Parallelism = DEFAULT_PARALLELISM
     new_code: bool = False
     """Whether to use the project's current code and the calling environment's packages."""
     probes: tuple[Config, ...] = ()
@@ -50,8 +52,13 @@ class Change:
         """Return the flags that have a value."""
         return {name: value for name, value in self.flags.items() if value is not None}
 
+    @property
+    def all_given(self) -> dict[str, object]:
+        """Return all options that have a value."""
+        return self.given | self.restart.given | self.parallelism.given
+
     def __bool__(self) -> bool:
-        return self.new_code or bool(self.given or self.restart.given)
+        return self.new_code or bool(self.all_given)
 
 
 NO_CHANGE = Change()
@@ -73,7 +80,7 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
         return
     if folder.task is not None:
         raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
-    spec = _with_restart(_with_resources(before, change.given), change.restart)
+    spec = _with_restart(_with_resources(before, change.given, change.parallelism), change.restart)
     with _new_code(folder, spec, change.probes) if change.new_code else nullcontext(spec) as spec:
         try:
             spec.write(folder)
@@ -83,10 +90,15 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
             before.write(folder)
             records.update_state(folder, nodes=before.resources.nodes, ranks=before.resources.ranks)
             raise
-    records.record_event(folder, "changed", flags=change.given | change.restart.given, new_code=change.new_code)
+    records.record_event(
+        folder,
+        "changed",
+        flags=change.all_given,
+        new_code=change.new_code,
+    )
 
 
-def _with_resources(spec: Spec, given: Flags) -> Spec:
+def _with_resources(spec: Spec, given: Flags, parallelism: Parallelism) -> Spec:
     had: Flags = {name.replace("_", "-"): getattr(spec.resources, name) for name in (*RESOURCE_FLAGS, "sbatch")}
     resources = resources_from(configs.merge(had, given), "resources")
     lead = spec.lead
@@ -95,7 +107,7 @@ def _with_resources(spec: Spec, given: Flags) -> Spec:
         # a requested lead is the time that a save needs
         asked = spec.signal if lead == usual else f"{spec.signal}@{lead}"
         _, lead = announcement(asked, resources.time_limit, spec.is_queued)
-    return replace(spec, resources=resources, lead=lead)
+    return replace(spec, resources=resources, lead=lead, parallelism=parallelism.over(spec.parallelism))
 
 
 def _with_restart(spec: Spec, given: RestartPolicy) -> Spec:

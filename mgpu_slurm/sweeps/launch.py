@@ -151,6 +151,7 @@ def _request(sweep: Sweep, options: Options) -> Request:
         cluster=options.cluster,
         name=sweep.study,
         restart=RestartPolicy(stuck_after=sweep.stuck_after),
+        parallelism=sweep.parallelism,
         workers=sweep.workers if sweep.trials is None else min(sweep.workers, sweep.trials),
         probes=_probes(sweep),
         dry_run=options.dry_run,
@@ -231,7 +232,7 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
     Raises:
         UserError: nothing is left to do, or running workers leave no room for others.
     """
-    for name in change.restart.given:
+    for name in change.restart.given | change.parallelism.given:
         raise UserError(f"--{name.replace('_', '-')}: a sweep's file sets it: change the file and run `sweep FILE`")
     with locked(folder.sweep_lock):
         sweep = sweep_file.load(folder.sweep)

@@ -63,6 +63,8 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
         before, now = getattr(old, name), getattr(new, name)
         if before != now:
             told.append(f"{name} was {before} and is {now}")
+    if old.parallelism != new.parallelism:
+        told.append(f"strategy was {old.parallelism.words} and is {new.parallelism.words}")
     if told:
         raise UserError(
             f"study {new.study!r} exists, and this file differs from it: {'; '.join(told)}:"

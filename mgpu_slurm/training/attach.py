@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import secrets
 import signal
@@ -31,6 +32,8 @@ from mgpu_slurm.rank.signals import (
 from mgpu_slurm.rank.signed_store import signed
 from mgpu_slurm.rank.torch_adapter import default_store
 from mgpu_slurm.rank.watchdog import Watchdog, watchdog
+from mgpu_slurm.request import parallelism
+from mgpu_slurm.request.parallelism import Parallelism
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, REQUEUE_EXIT_CODE, STUCK_AFTER_VARIABLE
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -76,7 +79,17 @@ def _make() -> Run:
         atexit.register(_destroy_group)
     address = os.environ.get(report_socket.VARIABLE)
     prune = None if address is None else report_socket.ReportClient(address)
-    run = Run(facts, _folder(facts), device, attempt, stop, prune=prune, watchdog=_watchdog_of(facts, attempt))
+    options = Parallelism(**json.loads(os.environ.get(parallelism.VARIABLE, "{}")))
+    run = Run(
+        facts,
+        _folder(facts),
+        device,
+        attempt,
+        stop,
+        prune=prune,
+        watchdog=_watchdog_of(facts, attempt),
+        layout=options.layout(facts.world_size, facts.local_world_size),
+    )
     preflight.warn([shared] if shared is not None else [], RunFolder(run.folder), attempt, facts)
     if _is_the_run() or facts.world_size > 1:
         _leave_soon_after_an_error(run)
@@ -93,6 +106,7 @@ def _leave_soon_after_an_error(run: Run) -> None:
     def shown(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         show(kind, error, frames)
         sys.stdout.flush()
+        run.note_failure(error)
         if not (sys.flags.inspect or sys.flags.interactive):
             crash.leave_soon(crash.exit_code(error), run.await_save)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import MgpuError, RunStopped, UserError
-from mgpu_slurm.core.files import set_umask_for, write_json, write_whole
+from mgpu_slurm.core.files import read_json, set_umask_for, write_json, write_whole
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.job import output, socket_handoff
 from mgpu_slurm.job.stacks import place_of
@@ -36,7 +37,9 @@ from mgpu_slurm.rank.signals import (
     request_requeue,
 )
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request import parallelism
 from mgpu_slurm.request.job_function import JobFunction
+from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.request.spec import (
     ATTEMPT_VARIABLE,
     FLIGHT_VARIABLE,
@@ -45,6 +48,7 @@ from mgpu_slurm.request.spec import (
     Spec,
     read_spec,
 )
+from mgpu_slurm.run_folder.failures import STUCK
 from mgpu_slurm.run_folder.layout import RUNS_VARIABLE, RunFolder
 from mgpu_slurm.run_folder.record_types import Failure
 from mgpu_slurm.run_folder.records import now
@@ -112,6 +116,7 @@ def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
     os.environ[LEAD_SIGNAL_VARIABLE] = spec.signal
     os.environ[LEAD_SECONDS_VARIABLE] = str(spec.lead or "")
     os.environ[STUCK_AFTER_VARIABLE] = str(spec.stuck_after)
+    os.environ[parallelism.VARIABLE] = json.dumps(spec.parallelism.given)
     # torch's flight recorder, which is on by default for NCCL: shows what a stuck rank waits for
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     attempt = int(os.environ[ATTEMPT_VARIABLE])
@@ -131,10 +136,16 @@ def _train(rank: Rank, stop: StopFlag) -> None:
     job = job_function(rank.spec, rank.folder)
     config = _config(rank, job)
     with joined(rank) as device:
-        made = Run(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog_of(rank))
+        made = Run(
+            rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog_of(rank), layout=layout_of(rank)
+        )
         with closing(made) as run, reporting_errors(rank, run.await_save):
-            result = job.call(run, config)
-            run.finish()
+            try:
+                result = job.call(run, config)
+                run.finish()
+            except Exception as error:
+                run.note_failure(error)
+                raise
             if run.is_main:
                 _write_result(rank, run, result)
 
@@ -147,6 +158,11 @@ def _config(rank: Rank, job: JobFunction) -> Any:
         text = configs.dump_yaml(configs.to_plain(config))
         retry.for_the_disk(lambda: write_whole(folder.config, text), folder.config)
     return config
+
+
+def layout_of(rank: Rank) -> Layout:
+    """Return how the ranks share models."""
+    return rank.spec.parallelism.layout(rank.facts.world_size, rank.facts.local_world_size)
 
 
 def watchdog_of(rank: Rank) -> Watchdog | None:
@@ -310,8 +326,11 @@ def _tell(rank: Rank, error: BaseException, saved: Callable[[], None]) -> None:
 
 def record_failure(rank: Rank, record: Failure) -> None:
     """Record why this rank failed; the log contains it too."""
+    file = rank.folder.rank_failure(rank.attempt, rank.facts.rank)
     with suppress(OSError):
-        write_json(rank.folder.rank_failure(rank.attempt, rank.facts.rank), record.to_json())
+        # keep the record of a stuck rank: its lost connection is only a consequence
+        if not (record.consequence and (read_json(file) or {}).get("error") == STUCK):
+            write_json(file, record.to_json())
 
 
 def _leave_at_last(rank: Rank) -> None:

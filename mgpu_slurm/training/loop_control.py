@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from mgpu_slurm.checkpoints.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import RunStopped, UserError
 from mgpu_slurm.data import randomness
+from mgpu_slurm.data.batches import mixed
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.streams import Drawn
@@ -21,7 +23,11 @@ from mgpu_slurm.rank.codec import StateDict
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.rank.step_sync import Agreed, Call
+from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE
+from mgpu_slurm.training.memory.found_size import FoundSize
+from mgpu_slurm.training.parallel.gradient_check import GradientCheck
+from mgpu_slurm.training.parallel.precision import LossScaler
 from mgpu_slurm.training.progress import Meter, Position, RankState
 
 
@@ -36,13 +42,16 @@ class LoopControl:
         position: Position,
         device: torch.device,
         rank: int,
+        layout: Layout,
         collectives: Collectives,
         keeper: Keeper,
+        found_size: FoundSize,
         stop: StopFlag,
         alive: Callable[[], None],
     ) -> None:
         self._position = position
         self._device = device
+        self._found_size = found_size
         self._collectives = collectives
         self._alive = alive
         self._agreed = Agreed()
@@ -61,9 +70,17 @@ class LoopControl:
         self.save_wanted = False
         self.has_gradients = False
         """Whether it is in the middle of a step."""
-        self._random_to_restore: randomness.RandomState | None = None
+        self._random_rank, self._grid = layout.random_rank(rank), layout.grid
+        self.seed = 0
+        """Seed of the order of samples; the same on all ranks."""
+        self._restore_random: Callable[[], None] = _nothing
+        """Restores the random state at the place where it was saved, so that what user code draws earlier has no
+        effect."""
         self.meters: dict[str, Meter] = {}
+        self.scaler: LossScaler | None = None
+        """Scales the loss, for gradients in float16; None in any other precision."""
         self.drawn = Drawn()
+        self.gradient_check = GradientCheck(layout)
         self._overdue = Overdue()
 
     def resume_from(self, restored: Restored) -> None:
@@ -71,8 +88,18 @@ class LoopControl:
         self._position.resume_from(restored.progress)
         self.saver.restored(restored)
         owns = [RankState.from_state_dict(own) for own in restored.owns]
-        # a rank that did not exist keeps its seed
-        self._random_to_restore = owns[0].random if owns else None
+        first = RankState.from_state_dict(restored.first)
+        if first.grid != self._grid:
+            # ranks that computed a layer together, or do so now, have to draw the same
+            seed = mixed(self.seed, restored.progress.step, self._random_rank)
+            self._restore_random = partial(randomness.seed, seed)
+        elif owns:
+            # a rank that did not exist keeps its seed
+            self._restore_random = partial(randomness.set_random_state, owns[0].random, self._device)
+        if self.scaler is not None and first.scaler is not None:
+            self.scaler.load_state_dict(first.scaler)
+        if first.memory is not None:
+            self._found_size.load_state_dict(first.memory)
         for name, meter in self.meters.items():
             meter.resume_from(own.meters[name] for own in owns if name in own.meters)
 
@@ -82,22 +109,31 @@ class LoopControl:
         """Wait until all ranks make this call, and collect their requests."""
         self._exchange(call)
 
+    def sync_report(self, numbers: list[float]) -> list[tuple[float, ...]]:
+        """Wait until all ranks report, and return the numbers of each rank."""
+        return [*zip(*self._exchange(Call.REPORT, numbers=numbers)[1], strict=True)]
+
     def any_rank(self, is_so: bool, call: Call = Call.SAVE) -> bool:
         """Return whether `is_so` is true on any rank."""
-        return self._exchange(call, failed=is_so).failed
+        return self._exchange(call, failed=is_so)[0].failed
 
     def is_same_everywhere(self, number: int) -> bool:
         """Return whether a 32-bit number is the same on all ranks."""
         total, ranks = self._exchange_sums(Call.PASS, [float(number), 1.0])
         return total == number * ranks
 
-    def _exchange(self, call: Call, failed: bool = False) -> Agreed:
+    def _exchange(
+        self, call: Call, failed: bool = False, numbers: Sequence[float] = ()
+    ) -> tuple[Agreed, Sequence[Sequence[float]]]:
+        """Return what all ranks agreed, and each of the numbers from all of them."""
         request = replace(self._request(), failed=failed)
-        agreed, (digests, _) = self._collectives.with_values(call, request, [float(self.drawn.digest), 0.0])
+        values = [float(self.drawn.digest), self.gradient_check.digest, *numbers]
+        agreed, (drawn, gradients, *columns) = self._collectives.with_values(call, request, values)
         self._remember(agreed)
         self._alive()
-        self.drawn.check(digests)
-        return agreed
+        self.drawn.check(drawn)
+        self.gradient_check.check(gradients)
+        return agreed, columns
 
     def _exchange_sums(self, call: Call, values: list[float]) -> list[float]:
         agreed, sums = self._collectives.with_sums(call, self._request(), values)
@@ -122,7 +158,7 @@ class LoopControl:
         position = self._position
         position.begin_epochs(total)
         if not position.continues_in_pass:
-            self._restore_random()
+            self._resume_random()
         try:
             for epoch in range(position.next_epoch, total + 1):
                 position.epoch = epoch
@@ -148,7 +184,7 @@ class LoopControl:
             if self._position.continues_in_pass:
                 self._position.continues_in_pass = False
                 self._position.loaders.warn_of_missing()
-            self._restore_random()
+            self._resume_random()
             if loader.batch == 0:
                 self._begin_pass()
         else:
@@ -226,12 +262,9 @@ class LoopControl:
         if not self.keeps:
             self._act(in_pass=False)
 
-    def _restore_random(self) -> None:
-        """Restore the random state at the place where it was saved, so that what user code draws earlier has no
-        effect."""
-        if self._random_to_restore is not None:
-            randomness.set_random_state(self._random_to_restore, self._device)
-            self._random_to_restore = None
+    def _resume_random(self) -> None:
+        self._restore_random()
+        self._restore_random = _nothing
 
     # -- evaluation
 
@@ -293,7 +326,9 @@ class LoopControl:
     def _moment(self, in_pass: bool) -> tuple[ProgressRecord, StateDict]:
         """Return the progress of the run, and this rank's own state."""
         meters = {name: meter.state() for name, meter in self.meters.items()}
-        own = RankState(randomness.random_state(self._device), meters)
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        memory = self._found_size.state_dict()
+        own = RankState(randomness.random_state(self._device), meters, scaler, memory, self._grid)
         return self._position.record(in_pass), own.state_dict()
 
     def _leave(self) -> None:
@@ -305,6 +340,10 @@ class LoopControl:
             _stop(REQUEUE_EXIT_CODE, f"the time limit is near: stopped at step {step}")
         if self._agreed.stop is Stop.END:
             _stop(TERMINATED_EXIT_CODE, f"asked to end: stopped at step {step}")
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _stop(exit_code: int, reason: str) -> NoReturn:

@@ -34,12 +34,16 @@ class MeterState:
 class Meter:
     """One rank's part of a mean; checkpoints contain what was added so far."""
 
-    def __init__(self, device: torch.device, mean: Mean, samples: Callable[[Any], float | None]) -> None:
+    def __init__(
+        self, device: torch.device, mean: Mean, samples: Callable[[Any], float | None], ranks_per_batch: int = 1
+    ) -> None:
         """
         Args:
             samples: returns the number of this rank's samples in the current training batch, or None outside of one.
                 Called with the value that is added.
+            ranks_per_batch: number of ranks that add the same samples.
         """
+        self._share = 1.0 / ranks_per_batch
         self._device = device
         self._mean = mean
         self._samples = samples
@@ -66,6 +70,7 @@ class Meter:
         number = torch.as_tensor(value).detach()
         if number.numel() != 1:
             raise UserError(f"meter.add: expected a number, got a tensor of shape {[*number.shape]}: take its mean")
+        count *= self._share
         if count:
             self._total += number.reshape(()).to(self._device, torch.float64) * count
             self._count += count
@@ -186,12 +191,23 @@ class RankState:
 
     random: RandomState
     meters: Mapping[str, MeterState]
+    scaler: StateDict | None = None
+    """The state of the gradient scaler, which is the same on all ranks; None without one."""
+    memory: StateDict | None = None
+    """How many samples a rank could compute at once, the same on all ranks; None if all of a batch."""
+    grid: tuple[int, int, int] | None = None
+    """The numbers of stages, of parts of each batch, and of ranks that compute a layer together; None if each rank has
+    a part of its own."""
 
     def state_dict(self) -> StateDict:
         meters = {name: meter.state_dict() for name, meter in self.meters.items()}
-        return {"random": self.random.state_dict(), "meters": meters}
+        shared = {"scaler": self.scaler, "memory": self.memory}
+        grid = {} if self.grid is None else {"grid": self.grid}
+        known = {name: state for name, state in shared.items() if state is not None}
+        return {"random": self.random.state_dict(), "meters": meters} | known | grid
 
     @staticmethod
     def from_state_dict(state: StateDict) -> RankState:
         meters = {name: from_known(MeterState, meter) for name, meter in state["meters"].items()}
-        return RankState(from_known(RandomState, state["random"]), meters)
+        random = from_known(RandomState, state["random"])
+        return RankState(random, meters, state.get("scaler"), state.get("memory"), state.get("grid"))

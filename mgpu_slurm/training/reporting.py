@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import SupportsIndex
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import TrialPruned, UserError
+from mgpu_slurm.data.batch_cutting import MicroBatchSize
 from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.collectives import Collectives
-from mgpu_slurm.rank.step_sync import Call
+from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
+from mgpu_slurm.training.speed.curves import Stragglers, curves
+from mgpu_slurm.training.speed.gauges import Gauges, Interval
 
 
 class Reporting:
@@ -26,12 +29,21 @@ class Reporting:
         position: Position,
         loop_control: LoopControl,
         collectives: Collectives,
+        layout: Layout,
+        gauges: Gauges,
+        size: MicroBatchSize,
     ) -> None:
         """
         Args:
             reporter: writes what is reported, on rank 0.
             prune: decides after each report whether the trial is pruned.
+            gauges: measures this rank's steps.
+            size: the most samples that this rank computes at once.
         """
+        self._layout = layout
+        self._gauges = gauges
+        self._stragglers = Stragglers(layout)
+        self._size = size
         self._reporter = reporter
         self._prune = prune
         self._position = position
@@ -48,17 +60,23 @@ class Reporting:
         numbers = as_numbers(metrics)
         if self._reporter is not None and self._loop_control.keeps and saver.hear_report(position.step, numbers):
             self._loop_control.save_wanted = True
-        self._loop_control.sync(Call.REPORT)
+        ranks = [Interval(*numbers) for numbers in self._loop_control.sync_report(self._gauges.take().numbers())]
         if progress <= position.progress:
             raise UserError(
                 f"report(progress={progress}): progress must increase, starting at 1 (last value: {position.progress})"
             )
         position.progress, position.metrics = progress, numbers
         if self._reporter is not None:
-            self._reporter.report(progress, position.step, numbers)
+            self._reporter.report(progress, position.step, numbers, self._curves(ranks))
+            if (sentence := self._stragglers.see(ranks)) is not None:
+                log_lines.warn(sentence)
         if self._prune is not None:
             self._prune_if_told(self._prune)
         self._loop_control.reported()
+
+    def _curves(self, ranks: Sequence[Interval]) -> dict[str, float]:
+        found = curves(ranks, self._layout)
+        return found | {"memory/micro_batch": float(self._size.limit)} if found and self._size.limit else found
 
     def _prune_if_told(self, prune: PruneCallback) -> None:
         """Ask on rank 0, and end the trial on all ranks if it is pruned."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from mgpu_slurm.checkpoints.train_state import Keeper
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import MgpuError
+from mgpu_slurm.data.loaders import Loader
+from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.step_sync import Call
 from mgpu_slurm.run_folder.layout import CheckpointKey, RunFolder
 from mgpu_slurm.training.loop_control import LoopControl
+from mgpu_slurm.training.memory.found_size import FoundSize
 from mgpu_slurm.training.progress import Position
+from mgpu_slurm.training.step_counter import StepCounter
 
 
 class State:
@@ -40,23 +45,77 @@ class State:
         return self._loop_control.epochs(total)
 
 
-class CheckpointFinder:
-    """Finds a checkpoint: each rank checks its share of the files, and all use the same one."""
+class Restorer:
+    """Restores a run from a checkpoint: each rank checks its share of the files, and all use the same one."""
 
     def __init__(
-        self, files: RunFolder, is_main: bool, collectives: Collectives, keeper: Keeper, loop_control: LoopControl
+        self,
+        files: RunFolder,
+        attempt: int,
+        position: Position,
+        loop_control: LoopControl,
+        collectives: Collectives,
+        keeper: Keeper,
+        found_size: FoundSize,
+        steps: StepCounter,
+        reporter: Reporter | None,
     ) -> None:
+        """
+        Args:
+            reporter: writes what is reported, on rank 0.
+        """
         self._files = files
-        self._is_main = is_main
+        self._attempt = attempt
+        self._position = position
+        self._loop_control = loop_control
         self._collectives = collectives
         self._keeper = keeper
-        self._loop_control = loop_control
+        self._found_size = found_size
+        self._steps = steps
+        self._reporter = reporter
 
-    def newest_intact(self) -> CheckpointKey | None:
+    def restore(self, objects: Mapping[str, Any], added: Callable[[Any], None]) -> State:
+        """See `Run.restore`.
+
+        Args:
+            added: called with each object that is saved.
+        """
+        self._loop_control.sync(Call.RESTORE)
+        for name, value in objects.items():
+            if isinstance(value, Loader):
+                self._position.follow(name, value)
+            else:
+                self._steps.add(value)
+                self._keeper.add(name, value)
+                added(value)
+        self._keeper.check_names()
+        self._loop_control.keeps = True
+        self._position.loaders.begin_loop()
+        newest = self._newest_intact()
+        if newest is not None:
+            self._load(newest)
+        self._found_size.begin_with(self._first_of_rank_0())
+        return State(self._position, self._loop_control)
+
+    def _load(self, key: CheckpointKey) -> None:
+        names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
+        with self._steps.paused():
+            self._loop_control.resume_from(self._keeper.load(key, names))
+        if self._reporter is not None:
+            step = self._position.step
+            self._reporter.resume(step)
+            name = self._files.checkpoint(*key).name
+            print(f"restored step {step} from {name} (attempt {self._attempt})", flush=True)
+
+    def _first_of_rank_0(self) -> int:
+        (first,) = self._collectives.total([self._found_size.first() if self._reporter is not None else 0])
+        return int(first)
+
+    def _newest_intact(self) -> CheckpointKey | None:
         """Return the newest intact checkpoint; newer ones are set aside. Every rank must call it."""
         while True:
             # rank 0 decides, because a shared file system may show the others an older folder
-            found, count = self._keeper.newest() if self._is_main else (CheckpointKey(0, 0), 0)
+            found, count = self._keeper.newest() if self._reporter is not None else (CheckpointKey(0, 0), 0)
             step, number, count = map(int, self._collectives.total([*found, count]))
             if not count:
                 return None
@@ -82,6 +141,6 @@ class CheckpointFinder:
             raise MgpuError(f"{said}, and there is no earlier one: delete it to start from the beginning")
         if problem is not None:
             log_lines.warn(f"{said}: falling back to the previous one")
-        if self._is_main:
+        if self._reporter is not None:
             self._keeper.set_aside(key)
         self._loop_control.sync(Call.RESTORE)

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from mgpu_slurm.checkpoints.policy import Plan
-from mgpu_slurm.checkpoints.train_state import Keeper
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data import randomness
-from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.batches import mixed
 from mgpu_slurm.data.evaluation import Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.report_socket import PruneCallback
-from mgpu_slurm.metrics.reporter import Reporter
 from mgpu_slurm.rank.collectives import Collectives
-from mgpu_slurm.rank.rank_info import RankInfo
+from mgpu_slurm.rank.rank_info import RankInfo, own_devices
 from mgpu_slurm.rank.signals import StopFlag
-from mgpu_slurm.rank.step_sync import Call
 from mgpu_slurm.rank.watchdog import Watchdog
-from mgpu_slurm.run_folder.layout import CheckpointKey, RunFolder
-from mgpu_slurm.training.loop_control import LoopControl
-from mgpu_slurm.training.progress import Meter, Position
-from mgpu_slurm.training.reporting import Reporting
-from mgpu_slurm.training.restore import CheckpointFinder, State
-from mgpu_slurm.training.run_data import RunData
-from mgpu_slurm.training.step_counter import StepCounter
-from mgpu_slurm.training.wrap import Models
+from mgpu_slurm.request.parallelism import Layout
+from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.training.parallel.gradient_check import check_loss
+from mgpu_slurm.training.parallel.mesh import mesh_of
+from mgpu_slurm.training.parallel.pipeline import Metric, Options, Pipeline, Schedule
+from mgpu_slurm.training.parts import Parts
+from mgpu_slurm.training.progress import Meter
+from mgpu_slurm.training.restore import State
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Batch = TypeVar("Batch")
 
@@ -50,48 +49,32 @@ class Run:
         collectives: Collectives | None = None,
         prune: PruneCallback | None = None,
         watchdog: Watchdog | None = None,
+        layout: Layout | None = None,
     ) -> None:
         """
         Args:
             collectives: that of the previous run, if this process has had one.
             prune: decides after each report whether the trial is pruned.
             watchdog: ends this rank if it makes no progress.
+            layout: how the ranks share models; None for a copy on each.
         """
         self.rank = facts.rank
         self.world_size = facts.world_size
         self.local_rank = facts.local_rank
         self.node = facts.node_name
         self.device = device
+        self.devices = [device] if device.type == "cpu" else own_devices(facts)
+        """The devices of this rank: its equal share of the node's GPUs, beginning with `device`."""
         self.is_main = facts.rank == 0
         self.folder = folder
         self.attempt = attempt
-        self._files = RunFolder(folder)
-        self._collectives = collectives or Collectives(facts)
-        self._owns_collectives = collectives is None
-        self._watchdog = watchdog
-        self._reporter = Reporter(self._files, attempt) if self.is_main else None
-        self._position = Position()
-        self._batch_weights = BatchWeights(facts.world_size)
-        self._models = Models(device, facts.world_size, self._batch_weights.note_inputs)
-        self._keeper = Keeper(self._files, facts, attempt, self._models.wrapped, self._collectives)
-        control = LoopControl(self._position, device, facts.rank, self._collectives, self._keeper, stop, self.alive)
-        self._loop_control = control
-        self._saver = control.saver
-        self._finder = CheckpointFinder(self._files, self.is_main, self._collectives, self._keeper, self._loop_control)
-        self._reporting = Reporting(self._reporter, prune, self._position, self._loop_control, self._collectives)
-        self._steps = StepCounter(self._step_done)
-        self._data = RunData(
-            facts,
-            device,
-            self._position,
-            self._loop_control,
-            self._collectives,
-            self._models,
-            self._batch_weights,
-            self.alive,
+        self._layout = layout or Layout(replicas=facts.world_size)
+        self._parts = parts = Parts(
+            facts, RunFolder(folder), device, self.devices, attempt, stop, collectives, prune, watchdog, self._layout
         )
-        if watchdog is not None:
-            watchdog.watch(lambda: self.step)
+        self._collectives, self._position, self._loop_control = parts.collectives, parts.position, parts.loop_control
+        self._saver, self._steps = parts.loop_control.saver, parts.steps
+        self._batch_weights, self._models, self._data = parts.batch_weights, parts.models, parts.data
 
     @property
     def step(self) -> int:
@@ -128,28 +111,74 @@ class Run:
                 raises an error if it has none, and DDP keeps the gradients in the order of its first step, which costs
                 time: it searches for parameters without gradients at each step. Call it before `wrap`.
         """
-        self._data.seed, self._models.is_deterministic = seed, deterministic
-        randomness.seed(mixed(seed, self.rank), deterministic)
+        self._loop_control.seed, self._models.is_deterministic = seed, deterministic
+        randomness.seed(mixed(seed, self._layout.random_rank(self.rank)), deterministic)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model on this rank's device, in DistributedDataParallel if there are other ranks.
+    def wrap(
+        self,
+        model: nn.Module,
+        *,
+        blocks: Sequence[type[nn.Module]] = (),
+        plan: Mapping[str, str] | None = None,
+        recompute: bool = False,
+        offload: bool = False,
+    ) -> nn.Module:
+        """Return this model, on this rank's device, and shared with the other ranks by the strategy of the run.
 
-        A model that is already sharded, by `fully_shard` or in another way, is returned unchanged. Compile a model
-        before you wrap it: `backward` cannot see the inputs of a wrapped model that is compiled afterwards.
+        With `ddp`, the default, each rank has a copy, and DistributedDataParallel exchanges the gradients of calls of
+        the model, but not of its parts. With `fsdp`, `zero2` and `hsdp`, the model is sharded by torch's `fully_shard`,
+        and with `--tensor` its layers are divided; both replace parameters: create the optimizer afterwards. A model
+        that lies on several `devices` stays there, and one that is already sharded is returned unchanged. Compile a
+        model before you wrap it: `backward` cannot see the inputs of a wrapped model that is compiled afterwards.
 
         All ranks start from rank 0's parameters and buffers. Buffers (batch norm statistics) are not broadcast at each
         forward, which would cost time and hang uneven evaluation; iterating `run.shard` broadcasts rank 0's buffers.
 
+        Args:
+            blocks: classes of the repeated layers, such as a transformer's block. A strategy that shards the model
+                gathers the parameters of one block at a time; `ddp` needs none.
+            plan: how `--tensor` divides layers: `column`, `row`, `embedding` or `output` by the names of `nn.Linear`
+                and `nn.Embedding` modules, with `*` for one part of a name, as in `{"blocks.*.up": "column"}`.
+            recompute: compute the activations of each block again in the backward pass, to save their memory.
+            offload: keep a sharded model and its optimizer state in main memory; other strategies ignore it.
+
         Raises:
-            UserError: the model is sharded by FullyShardedDataParallel.
+            UserError: the model is sharded by FullyShardedDataParallel, or blocks or plan do not fit it or the run.
         """
-        return self._models.wrap(model)
+        return self._models.wrap(model, blocks, plan, recompute, offload)
+
+    def pipeline(
+        self, layers: Sequence[nn.Module], loss_of: Metric, *, micro_batches: int, schedule: Schedule = "1f1b"
+    ) -> Pipeline:
+        """Return this rank's stage of a model whose layers are divided over ranks by `--pipeline`.
+
+        Layers are called one after the other, and divided such that stages have similar numbers of parameters. Without
+        the option, all are on each rank. Train with `loss = pipe.gradients(inputs, targets)`, then `run.update`. Random
+        transforms of a batch must be the same in all stages, whose generators differ.
+
+        Args:
+            loss_of: returns the mean loss of a micro-batch from the last layer's outputs and the targets.
+            micro_batches: number of parts of a rank's batch, which pass through the stages one after the other.
+            schedule: `1f1b`, or `gpipe`, which keeps the activations of all micro-batches.
+
+        Raises:
+            UserError: there are too few layers or micro-batches for the stages.
+        """
+        return self._models.pipeline(layers, Options(loss_of, micro_batches, schedule), self._parts.pipeline_hooks)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh of the ranks: pipeline, replicate, shard and tensor. Collective: every rank must ask for it.
+
+        Raises:
+            UserError: there is one rank.
+        """
+        return mesh_of(self._layout, self.device)
 
     def alive(self) -> None:
         """Report that this rank makes progress. Call it in long work without any other call of the run, such as a
         custom evaluation: an attempt that reports no progress for `--stuck-after` minutes is stopped."""
-        if self._watchdog is not None:
-            self._watchdog.alive()
+        self._parts.alive()
 
     def loader(
         self,
@@ -188,26 +217,42 @@ class Run:
 
         Args:
             batch: the batch that the loss is the mean of, or any tensor of it, as `run.loader` yielded it. None for
-                the batch that the model was given or, if the model was given something you computed from a batch, the
-                current batch of the loop over `run.loader`. So pass the original batch if you change it, as in
-                `x = x * 2`, and use the result after the loop has moved on: its loss then looks like the new batch's.
+                the batch that the model was given or, if you computed that from a batch, as in `x = x * 2`, the current
+                batch of the loop over `run.loader`: pass the original one if the loop has moved on by then.
 
         Raises:
-            UserError: several batches may be meant, and their weights differ.
+            UserError: several batches may be meant, and their weights differ, or no parameter is trained by the loss.
         """
+        check_loss(loss)
         # DDP divides the sum of gradients by the world size
         weight = self._batch_weights.weight(batch)
         if weight != 1.0:
             loss = loss * weight
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._loop_control.has_gradients = True
-        self.alive()
+        if self._steps.scaler is not None:
+            loss = self._steps.scaler.scale(loss)
+        with self._parts.backward_pass():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def gradients(self, loss_of: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
+        """Do forward and backward pass of this rank's batch in as few parts as fit into memory; return its mean loss.
+
+        If memory runs out on any rank, all ranks repeat the step with parts of half the size, or, where they cannot,
+        as with `--tensor`, the next attempt begins with it. The size is kept in checkpoints.
+
+        Args:
+            loss_of: returns the mean loss of a part of the batch.
+            batch: tensors and nests of them, as for `accumulate`; `loss_of` gets the same arguments.
+
+        Raises:
+            UserError: a single sample does not fit, or the batch cannot be split between samples.
+        """
+        return self._parts.splitter.gradients(loss_of, batch, self.backward, self._loop_control.has_gradients)
 
     def update(self, optimizer: Any, clip: float | None = None) -> None:
         """Take an optimizer step, with gradients clipped to the norm `clip` before and cleared after.
 
-        This counts as one step of the run however many torch optimizers step inside it, and as none if the step is
-        skipped because of infinite gradients. Outside of `update`, each `step()` of a torch optimizer counts.
+        This is one step of the run however many torch optimizers step inside it, and none if it is skipped because of
+        infinite gradients. Outside of it, each `step()` of a torch optimizer counts; `--precision fp16` allows none.
 
         Args:
             optimizer: a torch optimizer, or any object with `step` and `zero_grad`, and with `param_groups` for `clip`.
@@ -216,26 +261,11 @@ class Run:
             UserError: the gradients cannot be clipped, or a loop over `accumulate` is not at its last micro-batch.
         """
         self._batch_weights.check_exchanged()
-        if clip is not None:
-            if not hasattr(optimizer, "param_groups"):
-                raise UserError(
-                    f"run.update(clip={clip!r}): a {type(optimizer).__name__} has no param_groups: clip the gradients"
-                    " before run.update, or add that attribute"
-                )
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, clip)
-        self._steps.step(optimizer)
+        self._models.check_optimizer(optimizer)
+        self._steps.step(optimizer, clip)
         optimizer.zero_grad()
         # even if the step was skipped
         self._loop_control.has_gradients = False
-
-    def _step_done(self) -> None:
-        self._batch_weights.check_exchanged()
-        self.step += 1
-        self._loop_control.step_done()
-        self.alive()
-        if self._reporter is not None:
-            self._reporter.step_done(self.step)
 
     def accumulate(self, batch: Batch, parts: int) -> Iterator[Batch]:
         """Split this rank's batch into micro-batches, for gradient accumulation if the batch does not fit into memory.
@@ -252,8 +282,6 @@ class Run:
         Raises:
             UserError: the batch cannot be split between samples, or some micro-batches have no `run.backward`.
         """
-        if parts < 1:
-            raise UserError(f"run.accumulate: parts={parts}: expected at least 1")
         return self._data.micro_batches(batch, parts)
 
     # -- what was reached
@@ -279,8 +307,9 @@ class Run:
             raise UserError(f"run.meter({name!r}): a meter of that name exists: use it, or choose another name")
         if self._loop_control.keeps:
             raise UserError(f"run.meter({name!r}): create it before calling run.restore")
-        self._loop_control.meters[name] = Meter(self.device, self.mean, self._batch_weights.samples)
-        return self._loop_control.meters[name]
+        meter = Meter(self.device, self.mean, self._batch_weights.samples, self._layout.ranks_per_batch)
+        self._loop_control.meters[name] = meter
+        return meter
 
     def report(self, progress: SupportsIndex, **metrics: Any) -> None:
         """Report metrics to TensorBoard, `metrics.jsonl`, standard output and `status`.
@@ -292,7 +321,7 @@ class Run:
                 such as NumPy's.
             metrics: numbers, or tensors of one element.
         """
-        self._reporting.report(progress, metrics)
+        self._parts.reporting.report(progress, metrics)
 
     # -- keeping the work
 
@@ -309,29 +338,7 @@ class Run:
         Raises:
             UserError: an object cannot be saved, or a name is not in the checkpoint.
         """
-        self._loop_control.sync(Call.RESTORE)
-        for name, value in objects.items():
-            if isinstance(value, Loader):
-                self._position.follow(name, value)
-            else:
-                self._keeper.add(name, value)
-                self._models.add_restored(value)
-        self._keeper.check_names()
-        self._loop_control.keeps = True
-        self._position.loaders.begin_loop()
-        newest = self._finder.newest_intact()
-        if newest is not None:
-            self._load(newest)
-        return State(self._position, self._loop_control)
-
-    def _load(self, key: CheckpointKey) -> None:
-        names = [*self._keeper.objects, *([self._position.loader_name] if self._position.loader is not None else [])]
-        with self._steps.paused():
-            self._loop_control.resume_from(self._keeper.load(key, names))
-        if self._reporter is not None:
-            self._reporter.resume(self.step)
-            name = self._files.checkpoint(*key).name
-            print(f"restored step {self.step} from {name} (attempt {self.attempt})", flush=True)
+        return self._parts.restorer.restore(objects, self._models.add_restored)
 
     def checkpoints(
         self,
@@ -380,20 +387,14 @@ class Run:
         """Wait, for a limited time, until this rank's part of a checkpoint in progress is written."""
         self._saver.await_write()
 
+    def note_failure(self, error: BaseException) -> None:
+        """Record an error that ends this rank, if the next attempt can avoid it."""
+        self._parts.note_failure(error)
+
     def close(self, waits: bool = False) -> None:
         """Release this rank's resources: stop the watchdog, the step counter, the saver and the reporter.
 
         Args:
             waits: wait for the other ranks' parts of a checkpoint; only if they end without an error, as this one does.
         """
-        if self._watchdog is not None:
-            self._watchdog.rest()
-        self._steps.close()
-        if waits:
-            self._loop_control.warn_of_lost_save()
-        if self._owns_collectives:
-            # the others may be waiting for this rank's message
-            self._collectives.close()
-        self._saver.close(waits)
-        if self._reporter is not None:
-            self._reporter.close(self.step)
+        self._parts.close(waits)

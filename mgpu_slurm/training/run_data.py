@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from mgpu_slurm.data.batch_cutting import Accumulation
+from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.data.batch_cutting import Accumulation, MicroBatchSize
 from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
 from mgpu_slurm.rank.collectives import Collectives
-from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
+from mgpu_slurm.training.speed.gauges import Gauges
 from mgpu_slurm.training.wrap import Models
 
 Batch = TypeVar("Batch")
@@ -26,26 +27,29 @@ class RunData:
 
     def __init__(
         self,
-        facts: RankInfo,
+        data_rank: int,
+        data_ranks: int,
         device: torch.device,
         position: Position,
         loop_control: LoopControl,
         collectives: Collectives,
         models: Models,
         batch_weights: BatchWeights,
+        size: MicroBatchSize,
+        gauges: Gauges,
         alive: Callable[[], None],
     ) -> None:
         """
         Args:
+            data_rank: index of this rank's part of each batch.
+            data_ranks: number of these parts.
             alive: called with each batch of an evaluation.
         """
-        self.seed = 0
-        """Seed of the order of samples; the same on all ranks."""
         self._loop_control = loop_control
         self._models = models
         self._run_of_loader = RunOfLoader(
-            facts.rank,
-            facts.world_size,
+            data_rank,
+            data_ranks,
             device,
             loop_control.before_batch,
             is_same=loop_control.is_same_everywhere,
@@ -57,10 +61,11 @@ class RunData:
             step=lambda: position.step,
             places=position.loaders,
             batch_weights=batch_weights,
+            fetched=gauges.fetched,
         )
         self._run_of_shard = RunOfShard(
-            facts.rank,
-            facts.world_size,
+            data_rank,
+            data_ranks,
             device,
             self._begin_evaluation,
             alive,
@@ -69,7 +74,7 @@ class RunData:
             keeps_step=lambda: models.are_sharded,
             batch_weights=batch_weights,
         )
-        self._accumulation = Accumulation(batch_weights, facts.world_size, models.replicated)
+        self.accumulation = Accumulation(batch_weights, data_ranks, size, models.without_exchange)
 
     def _begin_evaluation(self) -> None:
         self._loop_control.begin_evaluation()
@@ -79,7 +84,8 @@ class RunData:
         self, dataset: Dataset[Any], batch_size: int | None, shuffle: bool, drop_last: bool, **options: Any
     ) -> Loader:
         """See `Run.loader`."""
-        return make_loader(dataset, batch_size, shuffle, drop_last, self.seed, self._run_of_loader, **options)
+        seed = self._loop_control.seed
+        return make_loader(dataset, batch_size, shuffle, drop_last, seed, self._run_of_loader, **options)
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard | StreamShard:
         """See `Run.shard`."""
@@ -89,4 +95,6 @@ class RunData:
 
     def micro_batches(self, batch: Batch, parts: int) -> Iterator[Batch]:
         """See `Run.accumulate`."""
-        return self._accumulation.micro_batches(batch, parts)
+        if parts < 1:
+            raise UserError(f"run.accumulate: parts={parts}: expected at least 1")
+        return self.accumulation.micro_batches(batch, parts)

@@ -10,8 +10,11 @@ from typing import Any, TypeGuard
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.rank.torch_adapter import is_dtensor
+from mgpu_slurm.training.parallel.clipping import clip_gradients
+from mgpu_slurm.training.parallel.precision import LossScaler, ScaledStep
 
 _DEPTH = 3
 """How deep `_inside` searches an object: a wrapper holds its optimizers in an attribute, a list or a dict."""
@@ -21,12 +24,22 @@ class StepCounter:
     """Reports each step of the run: one per `step` of the counter, however many optimizers step inside it, and one per
     `step()` of a torch optimizer elsewhere."""
 
-    def __init__(self, done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        done: Callable[[], None],
+        scaler: LossScaler | None = None,
+        stages_of: Callable[[Any], Any] = lambda optimizer: None,
+    ) -> None:
         """
         Args:
             done: called after each step.
+            scaler: scales the loss; only `step` may then use the gradients.
+            stages_of: returns the mesh of the ranks whose optimizers have the other parameters of a model that
+                is divided into stages; None for any other optimizer.
         """
         self._done = done
+        self.scaler = scaler
+        self._stages_of = stages_of
         self._outermost: torch.optim.Optimizer | None = None
         """The optimizer that is stepping now; its `step()` may call those of others, or of its base class."""
         self._updated: Any = None
@@ -36,12 +49,27 @@ class StepCounter:
         self._is_paused = False
         self.close = _listen(self)
 
-    def step(self, optimizer: Any) -> None:
-        """Call `optimizer.step()`, and count it as one step unless it was skipped because of infinite gradients."""
-        self._updated, self._has_stepped = optimizer, False
+    def add(self, value: Any) -> None:
+        """Record an object that may be an optimizer which steps later."""
+        if self.scaler is not None:
+            self.scaler.add(value)
+
+    def step(self, optimizer: Any, clip: float | None = None) -> None:
+        """Call `optimizer.step()`, and count it as one step unless it was skipped because of infinite gradients.
+
+        Args:
+            clip: the norm to which the gradients are clipped before.
+
+        Raises:
+            UserError: the gradients cannot be clipped, or are those of a scaled loss and this is no torch optimizer.
+        """
+        scaled = None if self.scaler is None else self.scaler.of(optimizer)
+        if clip is not None:
+            _clip(optimizer, clip, scaled, self._stages_of(optimizer))
+        self._updated, self._has_stepped = scaled or optimizer, False
         try:
             with _heard_scalers() as skips:
-                optimizer.step()
+                self._updated.step()
         finally:
             self._updated = self._outermost = None
         if self._has_stepped:
@@ -63,6 +91,10 @@ class StepCounter:
             self._is_paused = False
 
     def _begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler is not None and self._updated is None and not self._is_paused:
+            raise UserError(
+                "--precision fp16: the loss is scaled: call run.update(optimizer) instead of step(), or use bf16"
+            )
         if self._outermost is None:
             self._outermost = optimizer
 
@@ -97,6 +129,17 @@ def _listen(counter: StepCounter) -> Callable[[], object]:
     return weakref.finalize(counter, hooks.close)
 
 
+def _clip(optimizer: Any, norm: float, scaled: ScaledStep | None, stages: Any) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise UserError(
+            f"run.update(clip={norm!r}): a {type(optimizer).__name__} has no param_groups: clip the gradients before"
+            " run.update, or add that attribute"
+        )
+    if scaled is not None:
+        scaled.unscale()
+    clip_gradients((each for group in optimizer.param_groups for each in group["params"]), norm, stages)
+
+
 def _steps_visibly(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
     """Return whether this is an optimizer for which torch calls its hooks."""
     return isinstance(optimizer, torch.optim.Optimizer) and torch_adapter.calls_step_hooks(optimizer)
@@ -116,11 +159,8 @@ def _heard_scalers() -> Iterator[list[bool]]:
             skips.append(torch_adapter.has_found_infinite(scaler, optimizer))
         return result
 
-    torch.amp.GradScaler.step = step  # type: ignore[assignment,method-assign]
-    try:
+    with torch_adapter.replaced(torch.amp.GradScaler, step=step):
         yield skips
-    finally:
-        torch.amp.GradScaler.step = original  # type: ignore[method-assign]
 
 
 def _has_skipped_by_itself(optimizer: Any) -> bool:

@@ -20,10 +20,11 @@ from pathlib import Path
 
 from tests.chaos import own_children, rounds
 from tests.chaos.checks import Result
+from tests.chaos.faults import Fault
 from tests.chaos.on_slurm import Slurm
 from tests.chaos.rounds import Round, Site
 from tests.chaos.sweep import Sweep
-from tests.chaos.training import Training
+from tests.chaos.training import LAYOUTS, Training
 from tests.on_slurm.cluster import Cluster
 
 ON_SLURM = 6
@@ -39,6 +40,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", default="1", help="of all rounds")
     parser.add_argument("--shard", default="1/1", help="K/N: the K-th of N parts of them")
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), help="of all trainings, in place of sweeps and copies")
     parser.add_argument("--only", choices=["local", "slurm"], help="those rounds alone")
     parser.add_argument("--again", type=int, metavar="N", help="do this one round, whatever is known of it")
     parser.add_argument("--table", action="store_true", help="print what is known as a table, and do nothing")
@@ -58,7 +60,8 @@ def main(words: Sequence[str]) -> int:
 
 def _are_children_due(asked: argparse.Namespace) -> bool:
     """Whether this call does the rounds of processes that a job starts itself; of several shards the first does."""
-    return not asked.table and asked.again is None and asked.only != "slurm" and asked.shard.startswith("1/")
+    is_first = asked.again is None and asked.layout is None and asked.shard.startswith("1/")
+    return is_first and not asked.table and asked.only != "slurm"
 
 
 def do(asked: argparse.Namespace) -> None:
@@ -82,13 +85,19 @@ def do(asked: argparse.Namespace) -> None:
             site: Site = slurm if is_on_slurm and slurm is not None else rounds.Here()
             turn = number // ON_SLURM if is_on_slurm else number - number // ON_SLURM
             faults = rounds.drawn(site, turn, seed)
-            kind = Sweep if number % SWEEPS_EVERY == SWEEPS_EVERY - 1 and rounds.fit_for_sweeps(faults) else Training
+            kind = _kind_of(asked, number, faults)
             if kind not in expected:
                 (scratch / kind.what).mkdir()
                 expected[kind] = rounds.undisturbed(kind, scratch / kind.what)
             one = rounds.run_until_hit(site, kind, faults, seed, expected[kind])
             (asked.folder / f"{number:04d}.json").write_text(json.dumps(asdict(one)) + "\n")
             print(line(number, one), flush=True)
+
+
+def _kind_of(asked: argparse.Namespace, number: int, faults: Sequence[Fault]) -> type[Training]:
+    if asked.layout is not None:
+        return LAYOUTS[asked.layout]
+    return Sweep if number % SWEEPS_EVERY == SWEEPS_EVERY - 1 and rounds.fit_for_sweeps(faults) else Training
 
 
 def a_slurm(stack: ExitStack, folder: Path) -> Slurm:

@@ -18,7 +18,7 @@ from mgpu_slurm.reports import run_sources
 from mgpu_slurm.run_folder import layout, records, states
 from tests.chaos.faults import Fault
 from tests.chaos.job import SAMPLES, SAVE_EVERY, STEPS_OF_EPOCH
-from tests.chaos.training import RANKS, Trained, Training
+from tests.chaos.training import Trained, Training
 from tests.support import wait_until
 
 # it says of each attempt that the run went back
@@ -36,7 +36,7 @@ class Result:
     """What one training has come to."""
 
     weights: bytes
-    """Of the file with the final weights, and what the random generator gives next."""
+    """Of the files with the final weights of each rank, and what its random generator gives next."""
     samples: dict[int, list[list[int]]]
     """What each rank has seen in each step that counts."""
     curves: Points
@@ -45,9 +45,9 @@ class Result:
 
     @classmethod
     def of(cls, trained: Trained) -> Result:
-        final = trained.path / "final.pt"
+        final = b"".join(path.read_bytes() for path in sorted(trained.path.glob("final-*.pt")))
         best = (trained.folder.checkpoints / checkpoints.BEST).resolve().name
-        return cls(final.read_bytes() if final.exists() else b"", samples(trained), curves(trained), best)
+        return cls(final, samples(trained), curves(trained), best)
 
 
 def results(training: Training) -> dict[str, Result]:
@@ -59,7 +59,7 @@ def samples(trained: Trained) -> dict[int, list[list[int]]]:
     """By step. Of a step that several attempts have done the last one counts: it went back behind it."""
     found: dict[int, list[list[int]]] = {}
     for attempt in trained.attempts():
-        lines = [trained.seen(attempt, rank)[1:] for rank in range(RANKS)]
+        lines = [trained.seen(attempt, rank)[1:] for rank in range(trained.world_size)]
         of_ranks = [{line["step"]: line["samples"] for line in of_rank} for of_rank in lines]
         for step in of_ranks[0]:
             found[step] = [of_rank.get(step, []) for of_rank in of_ranks]
@@ -141,7 +141,7 @@ def _of_checkpoints(trained: Trained, last: int) -> Iterator[str]:
     run = trained.folder
     found = layout.complete_checkpoints(run)
     for path in found:
-        if (problem := checkpoints.problem(path, range(RANKS))) is not None:
+        if (problem := checkpoints.problem(path, range(trained.world_size))) is not None:
             yield f"{path.name}: {problem}"
     if not found or layout.checkpoint_step(found[-1]) != last:
         yield f"the newest checkpoint is {found[-1].name if found else 'none'}"

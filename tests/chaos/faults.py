@@ -66,7 +66,7 @@ def somewhere(draw: random.Random) -> int:
 
 def a_rank_dies(training: Training, at: int, draw: random.Random) -> bool:
     training.until_step(at)
-    send([training.rank(draw.randrange(RANKS))], signal.SIGKILL)
+    send([training.rank(draw.randrange(training.world_size))], signal.SIGKILL)
     return True
 
 
@@ -95,7 +95,7 @@ def _kill_all(training: Training) -> None:
 
 def a_rank_hangs(training: Training, at: int, draw: random.Random) -> bool:
     training.until_step(at)
-    send([training.rank(draw.randrange(RANKS))], signal.SIGSTOP)
+    send([training.rank(draw.randrange(training.world_size))], signal.SIGSTOP)
     return True
 
 
@@ -131,7 +131,7 @@ def its_time_is_up(training: Training, at: int, draw: random.Random) -> bool:
 def connections_break(training: Training, at: int, draw: random.Random) -> bool:
     """All of one rank's, as by a switch that restarts."""
     training.until_step(at)
-    pid = training.rank(draw.randrange(RANKS))
+    pid = training.rank(draw.randrange(training.world_size))
     shown = subprocess.run([ss(), "-Htnp", "state", "established"], capture_output=True, text=True, check=True).stdout
     own = [line.split()[2:4] for line in shown.splitlines() if f"pid={pid}," in line]
     for here, there in own:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mgpu_slurm import Run
+from mgpu_slurm import Pipeline, Run
 
 SAMPLES, BATCH = 52, 8
 HELD = 7
@@ -41,14 +41,27 @@ class Config:
     dies_at: int = 0
     """The step from which on it does so as soon as it comes there."""
     dying_rank: int = 0
+    layout: str = ""
+    """`tensor` or `pipeline` if the ranks work on the same batches."""
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+def sum_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.sum()
 
 
 def train(run: Run, config: Config) -> dict[str, float]:
     run.seed(5)
     ids = torch.arange(SAMPLES)
     features = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
-    net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 1))
-    model = run.wrap(net)
+    # on more ranks, some have a single sample of the last batch
+    norm = nn.BatchNorm1d(32) if run.world_size == 2 else nn.LayerNorm(32)
+    net = nn.Sequential(nn.Linear(8, 32), norm, nn.Dropout(0.5), nn.Linear(32, 1))
+    pipe = run.pipeline([*net], loss_of, micro_batches=2) if config.layout == "pipeline" else None
+    model: nn.Module = pipe or run.wrap(net, blocks=(nn.Linear,), plan={"0": "output"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs * STEPS_OF_EPOCH)
     data = run.loader(TensorDataset(ids, features), batch_size=BATCH, shuffle=True, num_workers=config.workers)
@@ -61,34 +74,47 @@ def train(run: Run, config: Config) -> dict[str, float]:
         write(ledger, pid=os.getpid(), start=state.step)
         for epoch in state.epochs(config.epochs):
             for batch_ids, batch in data:
-                loss = model(batch).square().mean()
-                run.backward(loss)
+                targets = torch.zeros(len(batch), 1)
+                if pipe is not None:
+                    loss = pipe.gradients(batch, targets)
+                else:
+                    loss = loss_of(model(batch), targets)
+                    run.backward(loss)
                 run.update(optimizer, clip=1.0)
                 scheduler.step()
                 mean_loss.add(loss)
-                write(ledger, epoch=epoch, step=run.step, samples=batch_ids.tolist())
+                own_ids = batch_ids.tolist() if is_first_of_batch(run, config.layout) else []
+                write(ledger, epoch=epoch, step=run.step, samples=own_ids)
                 if config.dies_in and run.rank == config.dying_rank and run.step >= config.dies_at:
                     die_once(config.dies_in, own / "died")
                 time.sleep(config.pace)
-            held = evaluate(run, net, config.pace)
+            held = evaluate(run, pipe or net, config.pace)
             run.report(
                 epoch, loss=run.mean(loss.detach(), 1), held=held, mean=mean_loss.mean(), draw=torch.rand(1).item()
             )
-    if run.is_main:
-        torch.save([net.state_dict(), torch.rand(3)], run.folder / "final.pt")
+    weights = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.state_dict().values()]
+    torch.save([weights, torch.rand(3)], run.folder / f"final-{run.rank}.pt")
     return {"steps": run.step}
+
+
+def is_first_of_batch(run: Run, layout: str) -> bool:
+    """Whether no earlier rank works on the same samples; two ranks compute a layer together, or hold a stage each."""
+    if layout == "tensor":
+        return run.rank % 2 == 0
+    return layout != "pipeline" or run.rank < run.world_size // 2
 
 
 def evaluate(run: Run, net: nn.Module, pace: float) -> float:
     """Of samples that the ranks do not have equally many of."""
-    total = torch.zeros(())
+    total, count = torch.zeros(()), 0
     net.eval()
     with torch.no_grad():
         for (batch,) in run.shard(TensorDataset(torch.linspace(-1, 1, HELD * 8).reshape(HELD, 8)), batch_size=1):
-            total += net(batch).sum()
+            total += net.evaluate(batch, batch, sum_of) if isinstance(net, Pipeline) else net(batch).sum()
+            count += len(batch)
             time.sleep(pace)
     net.train()
-    return run.mean(total, HELD)
+    return run.mean(total, count)
 
 
 def write(ledger: IO[str], **facts: Any) -> None:

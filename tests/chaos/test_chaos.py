@@ -18,7 +18,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from tests.chaos import checks, faults, rounds
 from tests.chaos.checks import Result
 from tests.chaos.rounds import Here
-from tests.chaos.training import Training
+from tests.chaos.training import LAYOUTS, Training
 from tests.on_slurm.cluster import PREPARED
 from tests.support import make_project, require, wait_until
 
@@ -112,8 +112,7 @@ def test_fault_without_a_target_strikes_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("all processes are killed",),
-        ("connections break",),
+        ("all processes are killed", "connections break"),
         ("the clock jumps",),
         ("the newest checkpoint is damaged", "the disk is full"),
         ("a rank is killed", "a rank hangs"),
@@ -130,11 +129,20 @@ def test_training_with_faults_ends_like_an_undisturbed_one(names: tuple[str, ...
     assert (done.hit, done.problems) == (True, [])
 
 
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "pipeline", "pipeline-fsdp"])
+def test_training_under_any_layout_with_faults_ends_like_an_undisturbed_one(layout: str, tmp_path: Path) -> None:
+    kind = LAYOUTS[layout]
+    expected = rounds.undisturbed(kind, tmp_path)
+    (fault,) = [fault for fault in faults.FAULTS if fault.name == "a rank is killed"]
+    done = rounds.run(Here(), kind, [fault], "under a layout", expected)
+    assert (done.hit, done.problems) == (True, [])
+
+
 # -- the checks
 
 
 def other_weights(training: Training) -> None:
-    final = training.path / "final.pt"
+    final = training.path / "final-0.pt"
     content = bytearray(final.read_bytes())
     content[len(content) // 2] ^= 1
     final.write_bytes(content)

@@ -36,6 +36,7 @@ class Trained:
     path: Path
     ledger: Path
     """What its ranks have written down."""
+    world_size: int = RANKS
 
     @property
     def folder(self) -> RunFolder:
@@ -66,6 +67,11 @@ class Training:
     """One run of `job`, while it goes on."""
 
     what = "training"
+    world_size = RANKS
+    options: Sequence[str] = ()
+    """Of the submission."""
+    layout = ""
+    """As the job's config has it."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
@@ -80,8 +86,11 @@ class Training:
         """How often a person had to say so."""
 
     def start(self, words: Sequence[str] = (), **config: Any) -> None:
-        values = [f"{name}={value}" for name, value in ({"ledger": self.ledger} | config).items()]
-        self.path = self.project.submit("train", "--nodes", str(RANKS), "--gpus-per-node", "0", *words, *values)
+        values = [
+            f"{name}={value}" for name, value in ({"ledger": self.ledger, "layout": self.layout} | config).items()
+        ]
+        words = ("--nodes", str(self.world_size), "--gpus-per-node", "0", *self.options, *words)
+        self.path = self.project.submit("train", *words, *values)
 
     # -- seeing
 
@@ -101,7 +110,7 @@ class Training:
 
     def current(self) -> Trained:
         """What trains now, or has last."""
-        return Trained(self.path, self.ledger / self.path.name)
+        return Trained(self.path, self.ledger / self.path.name, self.world_size)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -174,7 +183,7 @@ class Training:
     def ranks(self) -> dict[int, int]:
         """The living processes of the newest attempt's ranks; the job knows itself by its number inside of its node."""
         current = self.current()
-        first = [(rank, lines[0]) for attempt in current.attempts()[-1:] for rank in range(RANKS)
+        first = [(rank, lines[0]) for attempt in current.attempts()[-1:] for rank in range(self.world_size)
                  if (lines := current.seen(attempt, rank))]  # fmt: skip
         outside = {_number_inside(pid): pid for pid in self.processes()} if first else {}
         return {rank: outside[line["pid"]] for rank, line in first if line["pid"] in outside}
@@ -189,6 +198,31 @@ class Training:
 
         self.until(is_there)
         return found[rank]
+
+
+def _under(what: str, options: str, world_size: int = RANKS, layout: str = "") -> type[Training]:
+    """
+    Args:
+        layout: `tensor` or `pipeline` if several ranks work on the same batch.
+    """
+    values = {"what": what, "options": options.split(), "world_size": world_size, "layout": layout}
+    return type(what, (Training,), values)
+
+
+LAYOUTS: dict[str, type[Training]] = {
+    kind.what: kind
+    for kind in (
+        _under("fsdp", "--strategy fsdp"),
+        _under("tensor", "--tensor 2", layout="tensor"),
+        _under("pipeline", "--pipeline 2", layout="pipeline"),
+        _under("zero2", "--strategy zero2"),
+        _under("hsdp", "--strategy hsdp --shard 2", world_size=4),
+        _under("fsdp-tensor", "--strategy fsdp --tensor 2", world_size=4, layout="tensor"),
+        _under("pipeline-ddp", "--pipeline 2", world_size=4, layout="pipeline"),
+        _under("pipeline-fsdp", "--strategy fsdp --pipeline 2", world_size=4, layout="pipeline"),
+    )
+}
+"""Trainings whose ranks share the model in another way than by copies."""
 
 
 def send(pids: Iterable[int], signum: signal.Signals) -> None:

@@ -20,20 +20,20 @@ def test_started_python_imports_nothing_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = make_hostile(tmp_path)
-    commands = [interpreter.command(sys.executable, "mgpu_slurm.doctor.torch_probe")]
+    commands = [(*interpreter.command(sys.executable, "mgpu_slurm.doctor.torch_probe"), "")]
     # another interpreter may be of 3.10, which has no -P
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)
-    commands.append(interpreter.command(str(other), "mgpu_slurm.doctor.torch_probe"))
+    commands.append((*interpreter.command(str(other), "mgpu_slurm"), "--help"))
     # a clone that is not installed
     monkeypatch.setattr(interpreter, "_home", lambda: str(REPOSITORY))
-    commands.append(interpreter.command(sys.executable, "mgpu_slurm.doctor.torch_probe"))
+    commands.append((*interpreter.command(sys.executable, "mgpu_slurm"), "--help"))
     assert ["-P" in command for command in commands] == [sys.version_info >= (3, 11), False, False]
     for command in commands:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert '"version"' in done.stdout
+        assert done.stdout.startswith(('{"version"', "Usage: mgpu-slurm"))
         assert not mark.exists()
 
 

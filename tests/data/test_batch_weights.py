@@ -431,7 +431,7 @@ def changed_after_a_short_look(job: Job) -> None:
 
 
 def evaluated_in_each_epoch(job: Job, evaluated: nn.Module, with_gradients: bool) -> None:
-    """With gradients off for the model only."""
+    """Evaluate after each epoch, with gradients as the model is called."""
     for _ in range(2):
         changed(job)
         job.model.eval()
@@ -445,8 +445,8 @@ def changed_and_evaluated(job: Job) -> None:
     evaluated_in_each_epoch(job, job.model, False)
 
 
-def changed_and_evaluated_without_wrapper(job: Job) -> None:
-    evaluated_in_each_epoch(job, job.model.module, True)
+def changed_and_evaluated_with_gradients(job: Job) -> None:
+    evaluated_in_each_epoch(job, job.model, True)
 
 
 def changed_beside_a_held_sample(job: Job) -> None:
@@ -739,7 +739,7 @@ LOOPS: dict[Callable[[Job], None], list[float] | str] = {
     changed_after_statistics: MEANS,
     changed_after_a_short_look: MEANS[:1] * 3 + MEANS[1:],
     changed_and_evaluated: MEANS * 2,
-    changed_and_evaluated_without_wrapper: MEANS * 2,
+    changed_and_evaluated_with_gradients: MEANS * 2,
     changed_beside_a_held_sample: [*MEANS, VALUES.mean().item()],
     first_one_is_no_number: MEANS,
     by_a_model_in_each_mode: MEANS[:1] * 2,
@@ -894,7 +894,7 @@ def copied(run: Run) -> list[float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         # refuses hooks
-        torch.jit.script(model.module)
+        torch.jit.script(model)
     average = torch.optim.swa_utils.AveragedModel(model)
     found = []
     for (batch,) in list(run.loader(TensorDataset(VALUES), batch_size=3)):

@@ -162,7 +162,7 @@ def test_invalid_calls_raise_one_line_errors_and_leave_no_temp_folders(said: dic
     expected = [
         "config of train: lr='fast': expected a valid number",
         "config: expected a dataclass or a mapping, got int",
-        "cannot be called with (run, config)",
+        "it must take the run and a config",
         "work has no 'trian' (did you mean 'train'?)",
         "unknown flag 'nodez' (did you mean 'nodes'?)",
         "--nodes 0: expected a whole number of at least 1",

@@ -198,7 +198,8 @@ def test_ranks_that_cannot_save_exit_before_the_time_limit(trained: tuple[Projec
     for rank, blocked in [(0, "run.backward("), (1, "threading.Event().wait()")]:
         assert "this rank exits, because it cannot save from here:" in log(folder, rank)
         line = 1 + next(index for index, text in enumerate(code) if blocked in text)
-        assert f'train.py", line {line} in train' in log(folder, rank)
+        # a rank whose connection to the other one broke first has a traceback there
+        assert re.search(rf'train\.py", line {line},? in train', log(folder, rank))
     told = project.call("why", folder.name).stdout
     assert re.search(
         r"attempt 1: rank [01] on local[12] left before the time limit; it could not save at train.py:", told

@@ -52,6 +52,9 @@ JOB = '''
 
 
     def elsewhere(run):
+        # the last sign of life of this rank, so that it records where it is after the other one does
+        time.sleep(1.5)
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
         dist.barrier(group=run.lonely)
 
 
@@ -177,8 +180,10 @@ def test_rank_whose_checkpoint_write_hangs_is_named_with_its_line(stuck: Project
     folder, facts = stuck.run("train:hanging", *AFTER)
     assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
     line = 1 + next(index for index, text in enumerate(lines(stuck)) if "in state.epochs(2)" in text)
-    assert retried(folder)["why"] == (
-        f"rank 1 on local2: Stuck: no progress for 9 s since step 12: it is at train.py:{line} in train"
+    # of two stuck ranks, the second is silent for less than the limit when it ends with the first
+    assert re.fullmatch(
+        rf"rank 1 on local2: Stuck: no progress for \d+ s since step 12: it is at train\.py:{line} in train",
+        retried(folder)["why"],
     )
     assert "in hangs" in log(folder, 1)
 

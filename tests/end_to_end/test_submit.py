@@ -182,11 +182,11 @@ def test_tensorboard_has_the_same_values_as_the_metrics_file(digits: Submitted) 
     reports = read_jsonl(digits.folder / "metrics.jsonl")
     assert [(report["progress"], report["step"]) for report in reports] == [(1, STEPS), (2, 2 * STEPS)]
     curves = EventAccumulator(str(digits.folder / "tensorboard")).Reload()
-    assert set(curves.Tags()["scalars"]) == {"accuracy", "loss"}
-    for name in ("accuracy", "loss"):
+    assert {"accuracy", "loss", "speed/step_seconds"} <= set(curves.Tags()["scalars"])
+    for name in curves.Tags()["scalars"]:
         points = [(event.step, event.value) for event in curves.Scalars(name)]
-        expected = [(report["step"], pytest.approx(report["metrics"][name], rel=1e-6)) for report in reports]
-        assert points == expected
+        values = [(report["step"], (report["metrics"] | report["curves"])[name]) for report in reports]
+        assert points == [(step, pytest.approx(value, rel=1e-6)) for step, value in values]
 
 
 def test_each_epoch_has_a_checkpoint_and_result_is_the_last_accuracy(digits: Submitted) -> None:

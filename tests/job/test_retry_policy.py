@@ -68,6 +68,21 @@ def test_explicit_retries_apply_to_all_failures(
     assert Failing(tmp_path, retries=retries).numbers(*[failure] * len(expected)) == expected
 
 
+def test_attempt_is_retried_as_long_as_it_finds_a_smaller_size(failing: Failing) -> None:
+    full = {"rank": 1, "node": "n2", "error": "OutOfMemoryError", "message": "CUDA out of memory"}
+    told = []
+    for attempt, samples in ((1, 8), (2, 4), (3, 0)):
+        records.record_event(failing.folder, "started", attempt=attempt)
+        if samples:
+            write_json(failing.folder.memory, {"samples": samples, "first": samples, "attempt": attempt})
+        told.append(failing.fails(full))
+    assert [retry and retry.words for retry in told] == [
+        "restarting (1 of 4): rank 1 on n2: OutOfMemoryError: CUDA out of memory; next with 8 samples at once",
+        "restarting (2 of 4): rank 1 on n2: OutOfMemoryError: CUDA out of memory; next with 4 samples at once",
+        None,
+    ]
+
+
 @pytest.mark.parametrize("code", [0, 75])
 def test_exit_codes_0_and_75_are_not_retried(failing: Failing, code: int) -> None:
     assert failing.fails(KILLED, code) is None

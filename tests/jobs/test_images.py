@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,26 @@ class TestConfig:
         values = {"dataset": "fake", "model": "resnet81"}
         with pytest.raises(UserError, match="model=resnet81 is no classifier of torchvision: did you mean 'resnet18'"):
             fill(images.Config, values, "config of jobs.images:train")
+
+    def test_unknown_model_of_timm_is_refused_with_suggestion(self) -> None:
+        values = {"dataset": "fake", "model": "timm/resnet81"}
+        with pytest.raises(UserError, match="model=timm/resnet81 is no model of timm: did you mean 'timm/resnet18'"):
+            fill(images.Config, values, "config of jobs.images:train")
+
+    def test_decay_of_the_average_is_checked(self) -> None:
+        with pytest.raises(UserError, match=r"ema=1\.5: expected a decay such as 0\.999, or 0 for none"):
+            fill(images.Config, {"dataset": "fake", "ema": 1.5}, "config of jobs.images:train")
+
+    @pytest.mark.parametrize("first_size", [8, 240])
+    def test_first_size_of_the_images_is_checked(self, first_size: int) -> None:
+        with pytest.raises(UserError, match=rf"first_size={first_size}: expected 16 to size=224"):
+            fill(images.Config, {"dataset": "fake", "first_size": first_size}, "config of jobs.images:train")
+
+    @pytest.mark.parametrize(("epoch", "size"), [(1, 128), (3, 160), (5, 192), (7, 224), (10, 224)])
+    def test_images_grow_until_two_thirds_of_the_epochs(self, epoch: int, size: int) -> None:
+        config = images.Config(dataset="fake", size=224, first_size=128, epochs=9)
+        assert images.size_in(epoch, config) == size
+        assert images.size_in(epoch, images.Config(dataset="fake", epochs=9)) == 224
 
     def test_detection_model_is_refused(self) -> None:
         values = {"dataset": "fake", "model": "fasterrcnn_resnet50_fpn"}
@@ -224,6 +245,21 @@ class RunsOnLoad:
         return Path.touch, (self.witness,)
 
 
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [
+        ("resnet18", ["BasicBlock"]),
+        ("shufflenet_v2_x0_5", ["InvertedResidual"]),
+        ("vit_b_16", ["EncoderBlock", "MultiheadAttention"]),
+        ("alexnet", ["Conv2d", "Linear"]),
+    ],
+)
+def test_blocks_are_the_composed_layers_that_a_model_repeats(model: str, blocks: list[str]) -> None:
+    with torch.device("meta"):
+        found = images.blocks_of(images.build_model(model, 3))
+    assert [kind.__name__ for kind in found] == blocks
+
+
 class TestTraining:
     @pytest.fixture
     def user(self, project: Project) -> Project:
@@ -258,11 +294,65 @@ class TestTraining:
         changed = [name for name in old if not torch.equal(old[name], new[name])]
         assert changed == ["fc.weight", "fc.bias"]
 
-    def test_fake_data_needs_no_folder(self, user: Project) -> None:
-        words = ("dataset=fake", f"model={SMALL}", "size=32", "epochs=1", "batch_size=128", "workers=1")
+    def test_whole_recipe_trains_a_model_of_timm_on_cifar10(self, user: Project) -> None:
+        write_cifar10(user.folder / "cifar")
+        user.write("recipe.py", UNCHECKED)
+        words = ("dataset=cifar10", "data=cifar", "model=timm/test_resnet", "size=64", "first_size=32", "epochs=3")
+        recipe = ("augment=2", "mixup=0.2", "smoothing=0.1", "ema=0.9", "warmup=1", "lr=0.02", "lr_batch=16")
+        options = ("--nodes", "2", "--precision", "bf16")
+        folder, facts = user.run(*options, "recipe", *words, *recipe, "batch_size=32", "workers=0")
+        assert facts["state"] == "COMPLETED", log(folder, 0)
+        lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        # twice the rate for twice the batch, after the warm-up, then along the cosine
+        assert [line["lr"] for line in lines] == pytest.approx([0.04, 0.02, 0.0], abs=1e-6)
+        assert all(0 <= line["accuracy"] <= 1 for line in lines)
+
+    def test_fake_data_needs_no_folder_and_the_model_can_be_sharded(self, user: Project) -> None:
+        words = (
+            "--strategy",
+            "fsdp",
+            "dataset=fake",
+            f"model={SMALL}",
+            "size=32",
+            "epochs=1",
+            "batch_size=128",
+            "workers=1",
+        )
         folder, facts = user.run("--nodes", "2", "jobs.images", *words)
         assert facts["state"] == "COMPLETED", log(folder, 0)
         assert (facts["step"], facts["progress"]) == (4, 1)
+
+
+UNCHECKED = """
+    from jobs import images
+    from mgpu_slurm import Run, import_torchvision
+
+    # torchvision compares the checksums with those of the published files
+    cifar10 = import_torchvision().datasets.CIFAR10
+    cifar10.train_list = [(name, None) for name, _ in cifar10.train_list]
+    cifar10.test_list = [(name, None) for name, _ in cifar10.test_list]
+    cifar10.meta = {**cifar10.meta, "md5": None}
+
+    def train(run: Run, config: images.Config) -> dict[str, float]:
+        return images.train(run, config)
+"""
+
+
+def write_cifar10(folder: Path) -> None:
+    """Write 20 images of each of 10 classes in each of CIFAR-10's files: 5 for training, one for validation.
+
+    See https://www.cs.toronto.edu/~kriz/cifar.html for the format.
+    """
+    packed = folder / "cifar-10-batches-py"
+    packed.mkdir(parents=True)
+    noise = torch.Generator().manual_seed(0)
+    labels = list(range(10)) * 2
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        pixels = torch.randint(0, 25, (len(labels), 3072), generator=noise) + 23 * torch.tensor(labels)[:, None]
+        content = {"data": pixels.to(torch.uint8).numpy(), "labels": labels}
+        (packed / name).write_bytes(pickle.dumps(content))
+    names = {"label_names": [f"class {number}" for number in range(10)]}
+    (packed / "batches.meta").write_bytes(pickle.dumps(names))
 
 
 def newest_state(folder: Path) -> Path:

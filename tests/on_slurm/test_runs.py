@@ -24,7 +24,7 @@ TWO_NODES = ("--nodes", "2", "--nodelist", "n1,n2", "--gpus-per-node", "0")
 def reports(run: Path) -> list[dict[str, Any]]:
     """What a run has reported, without the times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "time"} for line in lines]
+    return [{name: value for name, value in line.items() if name not in ("time", "curves")} for line in lines]
 
 
 def newest_checkpoint(run: Path) -> dict[str, bytes]:

@@ -18,8 +18,6 @@ from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.training.run import Run
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize(
     ("visible", "local_rank", "chosen"),
@@ -35,6 +33,31 @@ def test_gpu_is_chosen_by_local_rank(
     assert rank_info.choose_device(RankInfo(local_rank, 4, local_rank, 4)) == torch.device("cuda", chosen)
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "local_ranks", "gpus", "own"),
+    [
+        (0, 1, 4, [0, 1, 2, 3]),
+        (0, 2, 4, [0, 1]),
+        (1, 2, 4, [2, 3]),
+        (3, 4, 4, [3]),
+        (1, 2, 3, [1]),
+        (3, 4, 2, [1]),
+        (2, 4, 1, [0]),
+    ],
+)
+def test_ranks_of_a_node_share_its_gpus(local_rank: int, local_ranks: int, gpus: int, own: list[int]) -> None:
+    assert rank_info.share_of_gpus(local_rank, local_ranks, gpus) == own
+
+
+def test_rank_of_an_unknown_number_takes_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_info, "visible_gpus", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert rank_info.own_devices(RankInfo(1, 2, 1, 2)) == [torch.device("cuda", 1)]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert rank_info.own_devices(RankInfo(1, 2, 1, 2)) == [torch.device("cuda", 2), torch.device("cuda", 3)]
+
+
 def test_threads_divide_the_cores_unless_slurm_sets_cpus_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
@@ -45,7 +68,6 @@ def test_threads_divide_the_cores_unless_slurm_sets_cpus_per_task(monkeypatch: p
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
     device = rank_info.choose_device(RankInfo())
     run = Run(RankInfo(), tmp_path, device, 1, StopFlag())
@@ -60,7 +82,6 @@ def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_gpu_random_state_is_restored() -> None:
     device = rank_info.choose_device(RankInfo())
     state = randomness.random_state(device)
@@ -96,7 +117,7 @@ def trained(folder: Path, device: torch.device, stop_at: int | None) -> tuple[in
     return began, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_training_resumes_exactly_on_its_device(on: str, tmp_path: Path) -> None:
     device = torch.device(on) if on == "cpu" else rank_info.choose_device(RankInfo())
     try:
@@ -111,7 +132,6 @@ def test_training_resumes_exactly_on_its_device(on: str, tmp_path: Path) -> None
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_nvml_lists_the_gpus_visible_to_torch() -> None:
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()

@@ -81,7 +81,7 @@ def test_missing_requested_gpus_are_a_warning(asked: int | None, visible: int, w
 
 def test_ranks_sharing_a_gpu_are_each_warned() -> None:
     gpus: list[preflight.RankGpu] = [("n1", "GPU-a"), ("n1", "GPU-b"), ("n1", "GPU-a"), ("n2", "GPU-c")]
-    shared = "ranks 0,2 compute on the same GPU, GPU-a of n1"
+    shared = "ranks 0,2 compute on the same GPU, GPU-a of n1, and communicate without NCCL"
     assert preflight.shared_gpu_warnings(gpus) == {0: shared, 2: shared}
 
 

@@ -50,13 +50,15 @@ def joined_with_gpu(facts: RankInfo) -> str | None:
     # which GPU a rank has is the one fact that no machine without GPUs can give
     rank_info.gpu_identity = lambda device: "GPU-a" if facts.rank < 2 else "GPU-b"
     warning = rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=20))
+    # a rank that leaves while others still connect to each other would end them
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return warning
 
 
 def test_ranks_sharing_a_gpu_are_warned() -> None:
     answers = join_ranks(joined_with_gpu, [RankInfo(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
-    shared = "ranks 0-1 compute on the same GPU, GPU-a of n1"
+    shared = "ranks 0-1 compute on the same GPU, GPU-a of n1, and communicate without NCCL"
     assert answers == [shared, shared, None]
 
 

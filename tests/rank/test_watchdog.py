@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.core.files import write_json
+from mgpu_slurm.rank.rank_info import RankInfo
+from mgpu_slurm.rank.watchdog import Watchdog
 from tests.support import wait_until
 
 SCRIPT = """
@@ -45,6 +48,18 @@ def test_stuck_process_reports_its_stack_and_is_killed(tmp_path: Path) -> None:
     assert re.match(r"mgpu_slurm: stuck: no progress for \d s since step 7: it is at <string>:13 in <module>;", told)
     assert "Current thread" in told
     assert '"consequence": false' in (tmp_path / "record.json").read_text()
+
+
+def test_rank_that_may_be_silent_for_longer_ends_with_the_first_stuck_one(tmp_path: Path) -> None:
+    watchdog = Watchdog(5.0, RankInfo(rank=10, world_size=11), tmp_path / "1-10.failure.json")
+    assert not watchdog.is_stuck(silent=6.0, longest=4.0)
+    # of another attempt, of another kind
+    write_json(tmp_path / "2-1.failure.json", {"error": "Stuck"})
+    write_json(tmp_path / "1-2.failure.json", {"error": "ValueError"})
+    assert not watchdog.is_stuck(silent=6.0, longest=4.0)
+    write_json(tmp_path / "1-1.failure.json", {"error": "Stuck"})
+    assert watchdog.is_stuck(silent=6.0, longest=4.0)
+    assert not watchdog.is_stuck(silent=2.0, longest=4.0)
 
 
 @pytest.mark.parametrize(

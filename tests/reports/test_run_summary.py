@@ -44,6 +44,16 @@ def test_first_failure_is_shown_once(
     assert sum("failed first" in line for line in lines) == (first != "FAILED")
 
 
+def test_traceback_that_was_already_shown_is_not_repeated(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "x")
+    folder.create()
+    write_json(folder.failure, ATTEMPT | {"who": "rank 0"} | RAISED)
+    write_json(folder.rank_failure(1, 1), ATTEMPT | RAISED | {"rank": 1})
+    lines = ending_lines(folder.path, RunState(state="FAILED", run="x", attempts=1), shown_rank=1)
+    assert lines[0] == "-- rank 0 on n1 failed first, in the same way"
+    assert not any("Traceback" in line for line in lines)
+
+
 def test_warnings_of_all_attempts_and_ranks_are_found(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()

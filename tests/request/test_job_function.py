@@ -164,9 +164,12 @@ def test_value_for_an_untyped_config_parameter_is_rejected(values: dict[str, Any
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda run: None, r"cannot be called with \(run, config\): it is <lambda>\(run\); it must accept both"),
-        (lambda: None, r"cannot be called with \(run, config\): it is <lambda>\(\)"),
-        (lambda *, run, lr: None, r"cannot be called with \(run, config\)"),
+        (
+            lambda run: None,
+            r"is <lambda>\(run\): it must take the run and a config, as in train\(run, config\)",
+        ),
+        (lambda: None, r"is <lambda>\(\): it must take the run and a config"),
+        (lambda *, run, lr: None, "it must take the run and a config"),
         (lambda run, **values: None, r"the config values that \*\*values takes are unknown"),
         (lambda run, lr=0.1, **values: None, r"the config values that \*\*values takes"),
         (lambda run, lr=0.1, /: None, "config values are passed by name, but 'lr' is positional-only: remove the /"),

@@ -235,7 +235,7 @@ def test_config_with_unknown_class_or_init_variables_is_not_read(annotation: str
         (BY_NAME, "jop:train", r"target 'jop': there is no such module or file here \(did you mean 'job'\?\)"),
         (BY_NAME, "none.py:train", "no file 'none.py' in the run's code"),
         ("def train(run, config):\n    return 1 +\n", "job:train", "job.py:2: SyntaxError: invalid syntax"),
-        ("def train(run): pass", "job:train", r"cannot be called with \(run, config\): it is train\(run\)"),
+        ("def train(run): pass", "job:train", r"is train\(run\): it must take the run and a config"),
         ("def train(run, **more): pass", "job:train", r"the config values that \*\*more takes"),
     ],
 )

@@ -104,14 +104,13 @@ def test_shard_has_no_duplicates_and_mean_is_weighted_by_count() -> None:
 
 
 def batch_norm_evaluated_unevenly(run: Run) -> list[float]:
-    model = run.wrap(nn.BatchNorm1d(1))
+    model: Any = run.wrap(nn.BatchNorm1d(1))
     model(torch.randn(8, 1, generator=torch.Generator().manual_seed(run.rank)))
     model.eval()
     # ranks see different numbers of batches, and nothing waits for the rank that has more
     for (batch,) in run.shard(TensorDataset(torch.ones(3, 1)), batch_size=1):
         model(batch)
-    inner: Any = model.module
-    return [float(inner.running_mean), run.mean(inner.running_mean, 1)]
+    return [float(model.running_mean), run.mean(model.running_mean, 1)]
 
 
 def test_uneven_evaluation_uses_batch_norm_statistics_of_rank_0() -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.processes import RUN_VARIABLE
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
@@ -173,7 +174,8 @@ def judge_gpu_health(answers: list[Answer]) -> list[Finding]:
         found += ill
         if gpus and not ill:
             hottest = max((gpu.temperature or 0 for gpu in gpus), default=0)
-            text = f"{answer.member.node_name}: {len(gpus)} GPUs without memory errors or slowdown, {hottest} C at most"
+            healthy = f"{answer.member.node_name}: {counted(len(gpus), 'GPU')}"
+            text = f"{healthy} without memory errors or slowdown, {hottest} C at most"
             if any(gpu.persistent == 0 for gpu in gpus):
                 text += "; persistence mode is off, so the first use of a GPU takes seconds longer"
             found.append(check_results.ok("gpu health", text))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_slurm.core import files
+from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding, span
 from mgpu_slurm.doctor.in_job.team import Answer, GatherTimeout, Place, Team, names, within
@@ -223,19 +224,19 @@ def judge_locks(answers: list[Answer]) -> list[Finding]:
     return [finding for finding in found if finding is not None]
 
 
-def _judge_lock(kind: str, counted: list[Counted], nodes: str) -> Finding | None:
-    expected = counted[0].expected if counted else None
+def _judge_lock(kind: str, counts: list[Counted], nodes: str) -> Finding | None:
+    expected = counts[0].expected if counts else None
     if expected is None:
         # rank 0 has not answered
         return None
-    problem = next((own.problem for own in counted if own.problem), "")
-    lost = expected - counted[0].total
+    problem = next((own.problem for own in counts if own.problem), "")
+    lost = expected - counts[0].total
     fix = "two commands on one run at once may conflict: use another file system, or one command at a time"
     if lost:
         text = f"{kind} locks on {nodes} do not exclude each other: {lost} of {expected} counts were lost"
         return check_results.failed("file locks", text, fix)
     if problem:
         return check_results.warning("file locks", f"{kind} locks on {nodes} do not work: {problem}", fix)
-    each = max(own.seconds for own in counted) / expected
-    text = f"{kind} locks work on {nodes}: {expected} counts by {len(counted)} ranks, {span(each)} each"
+    each = max(own.seconds for own in counts) / expected
+    text = f"{kind} locks work on {nodes}: {expected} counts by {counted(len(counts), 'rank')}, {span(each)} each"
     return check_results.ok("file locks", text)

@@ -62,7 +62,7 @@ def test_accuracy(run: Run, model: nn.Module, test_set: TensorDataset) -> float:
 def train(run: Run, config: Config) -> dict[str, float]:
     """Train the net; return its accuracy on unseen points."""
     run.seed(config.seed)
-    model = run.wrap(make_net(config.width))
+    model = run.wrap(make_net(config.width), blocks=(nn.Linear,))
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
     data = run.loader(spirals(2000, config.noise, seed=1), batch_size=config.batch_size, shuffle=True)
     test_set = spirals(1000, config.noise, seed=2)

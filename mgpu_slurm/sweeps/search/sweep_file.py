@@ -14,6 +14,7 @@ from typing import Literal
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
+from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism, Precision, Strategy
 from mgpu_slurm.request.spec import Flags, Resources, Spec, check_run_name, resources_from
 from mgpu_slurm.sweeps.search import space_parser
 from mgpu_slurm.sweeps.search.parameters import Values
@@ -59,6 +60,8 @@ class Sweep:
     """How often a trial is resumed after its worker has died."""
     stuck_after: float = Spec.stuck_after
     """Minutes without progress after which a worker's ranks and its trial are stopped."""
+    parallelism: Parallelism = DEFAULT_PARALLELISM
+    """How the ranks of a worker share the model of a trial."""
     enqueue: tuple[Values, ...] = ()
     """Points known to be good: the values of the first trials."""
     warm_start: str | None = None
@@ -105,6 +108,11 @@ class _Keys:
     storage: str | None = None
     max_retries: int = 2
     stuck_after: float = Spec.stuck_after
+    strategy: Strategy | None = None
+    shard: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    precision: Precision | None = None
     enqueue: list[Values] = field(default_factory=list)
     warm_start: str | None = None
 
@@ -182,6 +190,7 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         storage=keys.storage,
         max_retries=keys.max_retries,
         stuck_after=keys.stuck_after,
+        parallelism=Parallelism(keys.strategy, keys.shard, keys.tensor, keys.pipeline, keys.precision),
         enqueue=tuple(keys.enqueue),
         warm_start=keys.warm_start,
     )

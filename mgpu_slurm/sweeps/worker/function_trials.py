@@ -55,7 +55,15 @@ class FunctionTrainer:
         facts = self._rank.facts
         before = layout.newest_checkpoint(folder) if facts.rank == 0 else None
         run = Run(
-            facts, folder.path, self._device, order.attempt, self._stop, self._collectives, self._report, self._watchdog
+            facts,
+            folder.path,
+            self._device,
+            order.attempt,
+            self._stop,
+            self._collectives,
+            self._report,
+            self._watchdog,
+            entry.layout_of(self._rank),
         )
         try:
             result = self._call(run, order, folder)

@@ -89,7 +89,7 @@ def test_missing_and_shared_gpus_are_reported() -> None:
     found = gpus.judge_gpus(answered(gpu("GPU-a"), gpu("GPU-a"), gpu(None, visible=0), ranks_per_node=2))
     assert [finding.level for finding in found] == ["failed", "warning", "ok"]
     assert found[0].text.startswith("rank 2 on n2: requested 2 GPUs per node, but torch sees none")
-    assert found[1].text == "ranks 0-1 compute on the same GPU, GPU-a of n1"
+    assert found[1].text == "ranks 0-1 compute on the same GPU, GPU-a of n1, and communicate without NCCL"
     found = gpus.judge_gpus(answered(gpu(None, asked=None, visible=0)))
     assert seen(found) == [("ok", "no GPUs were requested, and none are visible")]
 

@@ -150,7 +150,7 @@ class TestServerOutages:
 
     def test_broken_connections_lose_no_data(self, postgresql: Server) -> None:
         own = place(postgresql)
-        made = own.create(trials=4)
+        made = own.create(trials=2)
         over, broken = threading.Event(), [0]
 
         def break_them() -> None:
@@ -167,7 +167,7 @@ class TestServerOutages:
             numbers = []
             while (trial := taken(own, study, made)) is not None:
                 suggest(made, trial)
-                for step in range(1, 6):
+                for step in range(1, 4):
                     trial.report(float(step), step)
                     trial.set_user_attr("step", step)
                 study.tell(trial, float(trial.number))
@@ -175,15 +175,15 @@ class TestServerOutages:
         finally:
             over.set()
             breaking.join()
-        assert broken[0] > 20
+        assert broken[0] > 10
         # one whose taking was cut off may be left, and counts as somebody's
         left = study.get_trials(states=(TrialState.RUNNING,))
-        assert sorted(numbers + [trial.number for trial in left]) == [0, 1, 2, 3]
+        assert sorted(numbers + [trial.number for trial in left]) == [0, 1]
         assert all(studies.claims(trial) == {0: 1} for trial in left)
         for number in numbers:
             trial = study.trials[number]
-            assert (trial.value, trial.user_attrs, len(trial.params)) == (float(number), {"step": 5}, 2)
-            assert trial.intermediate_values == {step: float(step) for step in range(1, 6)}
+            assert (trial.value, trial.user_attrs, len(trial.params)) == (float(number), {"step": 3}, 2)
+            assert trial.intermediate_values == {step: float(step) for step in range(1, 4)}
 
     def test_admin_shutdown_during_commit_is_retried(self, postgresql: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         own = place(postgresql)

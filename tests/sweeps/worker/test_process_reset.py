@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import mmap
 import os
 import random
 import select
@@ -14,7 +15,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 
 from mgpu_slurm.sweeps.worker import process_reset
 from mgpu_slurm.sweeps.worker.process_reset import Reset, ResourceUsage, growth
-from tests.forks import FORKS
+from tests.forks import in_fork
 
 
 @pytest.fixture
@@ -107,6 +107,13 @@ def test_freed_memory_is_reused_without_new_page_faults() -> None:
     assert int(done.stdout) < 128
 
 
+def new_memory(size: int) -> mmap.mmap:
+    """Return memory of the system's own: an allocator may reuse what earlier tests have freed."""
+    memory = mmap.mmap(-1, size)
+    memory.write(b"1" * size)
+    return memory
+
+
 def leave_files() -> list[int]:
     return [os.open(os.devnull, os.O_RDONLY) for _ in range(process_reset.GROWTH_OF_FILES + 1)]
 
@@ -116,10 +123,18 @@ def leave_threads() -> None:
         threading.Thread(target=signal.pause, daemon=True).start()
 
 
-def send_growth(leave: Callable[[], object], there: Connection) -> None:
+def growth_by(leave: Callable[[], object]) -> str | None:
     before = ResourceUsage.now()
     leave()
-    there.send(growth(before, ResourceUsage.now()))
+    return growth(before, ResourceUsage.now())
+
+
+def measured_growth(size: int) -> int:
+    before = ResourceUsage.now()
+    left = new_memory(size)
+    grown = ResourceUsage.now().memory - before.memory
+    left.close()
+    return grown
 
 
 class TestGrowth:
@@ -130,25 +145,16 @@ class TestGrowth:
     @pytest.mark.parametrize(("leave", "found"), [(leave_files, "65 open files"), (leave_threads, "17 threads")])
     def test_growth_in_files_or_threads_is_reported(self, leave: Callable[[], object], found: str) -> None:
         """In a process of its own: threads and files that earlier tests have left may end at any time."""
-        here, there = FORKS.Pipe(duplex=False)
-        process = FORKS.Process(target=send_growth, args=(leave, there))
-        process.start()
-        there.close()
-        assert here.recv() == found
-        process.join()
-        assert process.exitcode == 0
+        assert in_fork(growth_by, leave) == found
 
-    def test_growth_in_memory_is_reported_relative_to_process_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(process_reset, "GROWTH_OF_MEMORY", 1 << 20)
-        before = ResourceUsage.now()
-        small = ResourceUsage(memory=1 << 20, gpu_memory=0, threads=before.threads, files=before.files)
-        left = np.ones(8 << 20)
-        now = ResourceUsage.now()
-        assert now.memory - before.memory > 50 << 20
-        assert growth(small, now) == f"{(now.memory - small.memory) / 2**30:.1f} GiB of memory"
-        # beside a process that is large by itself it is little
-        assert growth(ResourceUsage(10 << 30, 0, 1, 1), ResourceUsage((10 << 30) + (4 << 30), 0, 1, 1)) is None
-        assert left.any()
+    def test_memory_of_the_process_is_measured(self) -> None:
+        """In a process of its own: memory that earlier tests have left may be freed at any time."""
+        assert in_fork(measured_growth, 64 << 20) == pytest.approx(64 << 20, rel=0.1)
+
+    def test_growth_in_memory_is_reported_relative_to_process_size(self) -> None:
+        assert growth(ResourceUsage(1 << 30, 0, 1, 1), ResourceUsage(5 << 30, 0, 1, 1)) == "4.0 GiB of memory"
+        # for a process that is large by itself it is little
+        assert growth(ResourceUsage(10 << 30, 0, 1, 1), ResourceUsage(14 << 30, 0, 1, 1)) is None
 
     def test_growth_in_gpu_memory_is_reported(self) -> None:
         assert growth(ResourceUsage(0, 0, 1, 1), ResourceUsage(0, 3 << 30, 1, 1)) == "3.0 GiB of GPU memory"
@@ -160,6 +166,20 @@ class Ring:
     def __init__(self, held: object = None) -> None:
         self.own = self
         self.held = held
+
+
+def large_memory() -> object:
+    return new_memory(2 * process_reset.LITTLE_MEMORY)
+
+
+def is_collected(large: Callable[[], object]) -> bool:
+    gc.disable()
+    process_reset.COLLECT_EVERY = math.inf
+    reset = Reset()
+    reset.apply()
+    ring = weakref.ref(Ring(large()))
+    reset.apply()
+    return ring() is None
 
 
 class TestGarbageCollection:
@@ -195,10 +215,7 @@ class TestGarbageCollection:
         used.apply()
         assert ring() is None
 
-    @pytest.mark.parametrize(
-        "large", [lambda: np.ones(process_reset.LITTLE_MEMORY // 4), select.epoll], ids=["memory", "file"]
-    )
-    def test_large_memory_or_an_open_file_is_collected_at_once(self, used: Reset, large: Callable[[], object]) -> None:
-        ring = weakref.ref(Ring(large()))
-        used.apply()
-        assert ring() is None
+    @pytest.mark.parametrize("large", [large_memory, select.epoll], ids=["memory", "file"])
+    def test_large_memory_or_an_open_file_is_collected_at_once(self, large: Callable[[], object]) -> None:
+        """In a process of its own: memory that earlier tests have left may be freed at any time."""
+        assert in_fork(is_collected, large) is True

@@ -1,0 +1,41 @@
+"""What `run.gradients` costs per step while memory suffices, against `run.backward`."""
+
+from __future__ import annotations
+
+from benchmarks.measure import ratio
+from benchmarks.project import JOBS, project
+from benchmarks.report import Row, Section
+from benchmarks.sharded import CONFIG, blocks_of, cpu_and_wall, in_ms
+
+ROUNDS = 24
+
+_CASES = {
+    "one rank": (1, ("--strategy", "single"), False, 1.01),
+    "`ddp`": (2, ("--strategy", "ddp"), False, 1.01),
+    "`fsdp`, agreeing": (2, ("--strategy", "fsdp"), True, 1.05),
+    "`fsdp`, as it settles": (2, ("--strategy", "fsdp"), False, 1.01),
+}
+"""Ranks, options, whether ranks always tell each other whether memory has run out, and the target."""
+
+
+def run() -> Section:
+    rows = []
+    with project() as made:
+        for name, (ranks, options, agrees, target) in _CASES.items():
+            config = CONFIG | {"rounds": ROUNDS, "agrees": agrees}
+            cpu, wall = cpu_and_wall(blocks_of(made, f"{JOBS}.gradients_blocks", ranks, options, config))
+            upper = ratio(wall["gradients"], wall["backward"])
+            rows += [
+                Row(f"wall time: `run.gradients` / `run.backward`, {name}", upper, "", 4, target),
+                Row(f"CPU time: the same, {name}", ratio(cpu["gradients"], cpu["backward"]), "", 4),
+                Row(f"wall time: `run.backward`, a step, {name}", in_ms(wall["backward"]), "ms", 2),
+            ]
+    return Section("memory", _ABOUT, rows, [])
+
+
+_ABOUT = (
+    "One training loop computes its gradients by `run.gradients` and by `run.backward` in turns, block by block, on the"
+    " CPU ranks of one run; the memory suffices. A pair is two blocks of one round. Agreeing: ranks tell each other"
+    " before each exchange whether memory has run out. As it settles: they stop after 20 steps if that takes more than"
+    " 1% of a step. One thread per rank."
+)

@@ -1,0 +1,1 @@
+"""How fast a training goes, and what holds it up."""

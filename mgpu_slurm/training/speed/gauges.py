@@ -1,0 +1,146 @@
+"""Measure where the time of a rank's steps goes, without any code of the job."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+
+from mgpu_slurm.data.nests import children_of
+
+MOST_EVENTS = 256
+"""Number of passes of each kind that are timed on a GPU between two reports."""
+
+
+@dataclass
+class Interval:
+    """The steps of one rank between two reports."""
+
+    seconds: float = 0.0
+    """From the beginning of the fetch of each step's first batch to the end of the step."""
+    steps: float = 0.0
+    samples: float = 0.0
+    tokens: float = 0.0
+    """Number of integers in the first tensor of each batch, if that has two dimensions."""
+    waited: float = 0.0
+    """Seconds for batches of the loader."""
+    forward: float = 0.0
+    """Seconds from each batch, or backward pass, to the next backward pass."""
+    backward: float = 0.0
+    """Seconds of backward passes, in which copies of a model exchange their gradients."""
+    allocated: float = 0.0
+    """Peak bytes of tensors on the GPU."""
+    reserved: float = 0.0
+    """Peak bytes that torch has taken from the GPU."""
+
+    def numbers(self) -> list[float]:
+        """Return the values, to be sent to other ranks."""
+        return list(astuple(self))
+
+
+class Gauges:
+    """Times the steps of one rank. A GPU computes later than it is told to, so it marks the times by itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._now = Interval()
+        self._begun: float | None = None
+        """When the current step began; None between a step and the next batch."""
+        self._last: Any = None
+        """The end of the pass, or of the fetch, before."""
+        self._forward = _Passes(device)
+        self._backward = _Passes(device)
+
+    def fetched(self, begun: float, count: int, batch: Any) -> None:
+        """Record that a loop over a loader got a batch.
+
+        Args:
+            begun: when it asked for it, by `time.perf_counter`.
+            count: number of samples that this rank has of it.
+        """
+        if self._begun is None:
+            self._begun = begun
+        self._now.waited += time.perf_counter() - begun
+        self._now.samples += count
+        self._now.tokens += _tokens_in(batch)
+        self._last = self._forward.mark()
+
+    def backward_begins(self) -> None:
+        """Record the end of a forward pass."""
+        now = self._forward.mark()
+        if self._last is not None:
+            self._forward.add(self._last, now)
+        self._last = now
+
+    def backward_ends(self) -> None:
+        """Record the end of a backward pass."""
+        begun, self._last = self._last, self._backward.mark()
+        self._backward.add(begun, self._last)
+
+    def step_done(self) -> None:
+        """Record the end of a step."""
+        if self._begun is not None:
+            self._now.seconds += time.perf_counter() - self._begun
+            self._now.steps += 1
+        self._begun = self._last = None
+
+    def take(self) -> Interval:
+        """Return what was measured since the last call."""
+        taken, self._now = self._now, Interval()
+        taken.forward, taken.backward = self._forward.take(), self._backward.take()
+        if self._device.type == "cuda":
+            taken.allocated = torch.cuda.max_memory_allocated(self._device)
+            taken.reserved = torch.cuda.max_memory_reserved(self._device)
+        return taken
+
+
+class _Passes:
+    """Adds up the times of passes on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+        self._count = 0
+
+    def mark(self) -> Any:
+        """Return a mark of this moment."""
+        if not self._is_gpu:
+            return time.perf_counter()
+        if len(self._events) >= MOST_EVENTS:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def add(self, begun: Any, ended: Any) -> None:
+        """Add the time between two marks."""
+        self._count += 1
+        if not self._is_gpu:
+            self._seconds += ended - begun
+        elif begun is not None and ended is not None:
+            self._events.append((begun, ended))
+
+    def take(self) -> float:
+        """Return the seconds of all passes since the last call; waits for the GPU."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            timed = sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1e3
+            # if there were too many, the others took as long
+            self._seconds = timed / len(self._events) * self._count
+        taken, self._seconds, self._count = self._seconds, 0.0, 0
+        self._events.clear()
+        return taken
+
+
+def _tokens_in(batch: Any) -> int:
+    """Return the number of tokens if the first tensor of a batch holds texts as rows of integers; else 0."""
+    while (children := children_of(batch)) is not None:
+        if not children:
+            return 0
+        batch = children[0]
+    if isinstance(batch, torch.Tensor) and batch.dim() == 2 and not batch.dtype.is_floating_point:
+        return batch.numel()
+    return 0

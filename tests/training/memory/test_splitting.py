@@ -1,0 +1,343 @@
+"""Memory that runs out on one rank: all ranks repeat the step in smaller parts, as if they had always used these.
+
+There is no GPU that could run out of it, so the error that torch would raise is raised at the places where it may be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import TensorDataset
+
+from mgpu_slurm.core.errors import RunStopped
+from mgpu_slurm.rank.signals import Stop
+from mgpu_slurm.request.parallelism import Parallelism
+from mgpu_slurm.training.memory import agreement
+from mgpu_slurm.training.memory.found_size import is_memory_error
+from mgpu_slurm.training.run import Run
+from tests.ranks import run_ranks
+
+WIDTH = 600
+"""A layer has more parameters than a bucket of DDP."""
+AT = 1
+"""The step before the one in which memory runs out."""
+
+
+class Shortage:
+    """Raises an error at the n-th of some places, once."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.is_due = False
+
+    def __call__(self) -> None:
+        if self.is_due:
+            self._left -= 1
+            if self._left == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8)
+        self.dropout = nn.Dropout(0.3)
+        self.shortage: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shortage is not None:
+            self.shortage()
+        return x + self.dropout(self.down(torch.relu(self.up(x))))
+
+
+class Counted(nn.Module):
+    """Has a buffer that each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x
+
+
+@contextmanager
+def failing_allocations(shortage: Shortage | None) -> Iterator[None]:
+    """Let one of the allocations that `fully_shard` makes for its exchanges fail."""
+    allocate = agreement._Exchange.allocate
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if shortage is not None:
+            shortage()
+        return allocate(self, *args, **kwargs)
+
+    agreement._Exchange.allocate = fail  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        agreement._Exchange.allocate = allocate  # type: ignore[method-assign]
+
+
+def train(
+    run: Run, kind: str, at: int, samples: int | None, step: int = AT, ranks: frozenset[int] | None = None
+) -> dict[str, Any]:
+    """Train for six steps.
+
+    Args:
+        kind: the place at which memory runs out, in one step.
+        at: at which of these places.
+        samples: how many a rank computes at once from that step on; None to find out.
+        step: the step before that one.
+        ranks: those that run out; None for the last.
+    """
+    run.seed(3, deterministic=True)
+    torch.manual_seed(0)
+    blocks = [Block(), Block()]
+    layers = nn.Sequential(nn.Linear(4, 8), Counted(), *blocks, nn.Linear(8, 1))
+    shortage = Shortage(at)
+    model = run.wrap(layers, blocks=(Block,), recompute=kind == "recomputation")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    features = torch.randn(44, 4, generator=torch.Generator().manual_seed(1))
+    data = run.loader(TensorDataset(features, features.sum(1)), batch_size=16, shuffle=True)
+    state = run.restore(model=model, optimizer=optimizer, data=data)
+    if kind in ("block", "recomputation"):
+        blocks[1].shortage = shortage
+    if kind == "gradient":
+        # of a parameter between the buckets of DDP
+        blocks[1].up.weight.register_hook(lambda gradient: shortage())
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if kind == "start":
+            shortage()
+        loss = (model(inputs).squeeze(1) - targets).square().mean()
+        if kind == "backward":
+            loss.register_hook(lambda gradient: shortage())
+        return loss
+
+    losses = []
+    with failing_allocations(shortage if kind == "allocation" else None):
+        for _ in state.epochs(2):
+            for batch in data:
+                if run.step == step and samples is not None:
+                    run._parts.size.limit = samples
+                runs_out = run.rank in (ranks or {run.world_size - 1})
+                shortage.is_due = samples is None and run.step == step and runs_out
+                losses.append(run.gradients(loss_of, *batch).item())
+                run.update(optimizer, clip=1.0)
+    # all ranks have made the same calls
+    run.finish()
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+    return {
+        "samples": run._parts.size.limit,
+        "losses": losses,
+        "weights": [value for each in whole for value in each.reshape(-1).tolist()],
+        "buffers": [value for each in model.buffers() for value in each.reshape(-1).tolist()],
+        "drawn": torch.rand(3).tolist(),
+    }
+
+
+LAYOUTS = {
+    "one": (1, Parallelism()),
+    "ddp": (2, Parallelism()),
+    "ddp of three": (3, Parallelism()),
+    "zero2": (2, Parallelism("zero2")),
+    "fsdp": (2, Parallelism("fsdp")),
+    "fsdp of three": (3, Parallelism("fsdp")),
+    "hsdp": (4, Parallelism("hsdp", shard=2)),
+}
+PLACES = {"start": 1, "block": 1, "backward": 1, "gradient": 1, "recomputation": 2}
+CASES = [
+    *[(layout, place) for layout in ("one", "ddp") for place in PLACES],
+    # fully_shard calls no hooks of parameters
+    *[("fsdp", place) for place in PLACES if place != "gradient"],
+    *[(layout, place) for layout in ("ddp of three", "hsdp") for place in ("start", "recomputation")],
+    *[(layout, "block") for layout in ("zero2", "fsdp of three")],
+]
+
+
+@pytest.mark.parametrize(("layout", "place"), CASES)
+def test_step_is_repeated_in_smaller_parts_on_all_ranks(layout: str, place: str) -> None:
+    ranks, parallelism = LAYOUTS[layout]
+    found = run_ranks(train, ranks, place, PLACES[place], None, layout=parallelism.layout(ranks, ranks))
+    # half of a rank's largest share of the 16 samples of a batch
+    samples = -(-16 // ranks) // 2
+    assert {each["samples"] for each in found} == {samples}
+    assert found == run_ranks(train, ranks, place, PLACES[place], samples, layout=parallelism.layout(ranks, ranks))
+
+
+@pytest.mark.parametrize(("layout", "stride"), [("fsdp", 1), ("zero2", 3), ("hsdp", 3)])
+def test_step_is_repeated_after_any_allocation_of_an_exchange(layout: str, stride: int) -> None:
+    ranks, parallelism = LAYOUTS[layout]
+    expected = run_ranks(train, ranks, "allocation", 1, 16 // ranks // 2, layout=parallelism.layout(ranks, ranks))
+    places = 0
+    for at in itertools.count(1, stride):
+        found = run_ranks(train, ranks, "allocation", at, None, layout=parallelism.layout(ranks, ranks))
+        if found[0]["samples"] is None:
+            break
+        assert found == expected
+        places += 1
+    # gathers and scatters of the two blocks and the rest
+    assert places * stride >= 8
+
+
+@given(
+    layout=st.sampled_from(["ddp", "ddp of three", "zero2", "fsdp"]),
+    place=st.sampled_from([*PLACES, "allocation"]),
+    at=st.integers(1, 4),
+    step=st.integers(0, 5),
+    ranks=st.frozensets(st.integers(0, 1), min_size=1),
+)
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_step_is_repeated_wherever_memory_runs_out(
+    layout: str, place: str, at: int, step: int, ranks: frozenset[int]
+) -> None:
+    count, parallelism = LAYOUTS[layout]
+    found = run_ranks(train, count, place, at, None, step, ranks, layout=parallelism.layout(count, count))
+    # None if a step has fewer of these places
+    samples = found[0]["samples"]
+    assert found == run_ranks(train, count, place, at, samples, step, ranks, layout=parallelism.layout(count, count))
+
+
+def train_without_a_split(run: Run, how: str) -> list[float]:
+    torch.manual_seed(0)
+    model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    features = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
+    data = run.loader(TensorDataset(features, features.sum(1)), batch_size=8)
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (model(inputs).squeeze(1) - targets).square().mean()
+
+    if how == "split":
+        run._parts.size.limit = 1
+    losses = []
+    for batch in data:
+        if how == "backward":
+            loss = loss_of(*batch)
+            run.backward(loss)
+        else:
+            loss = run.gradients(loss_of, *batch)
+            assert not loss.requires_grad
+        losses.append(loss.item())
+        run.update(optimizer)
+    return [*losses, *(value for each in model.parameters() for value in each.reshape(-1).tolist())]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients_equal_those_of_backward(ranks: int) -> None:
+    expected = run_ranks(train_without_a_split, ranks, "backward")
+    assert run_ranks(train_without_a_split, ranks, "whole") == expected
+    for found, wanted in zip(run_ranks(train_without_a_split, ranks, "split"), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+def run_out(run: Run, kind: str) -> None:
+    model: Any = run.wrap(nn.Linear(4, 1))
+    if kind == "hook of the job":
+        model.register_comm_hook(None, allreduce_hook)
+
+    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+        if run.rank == 0 and kind == "other error":
+            raise ValueError("a mistake of the job")
+        if run.rank == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        mean: torch.Tensor = model(inputs).mean()
+        return mean
+
+    if kind == "in a step":
+        run.backward(model(torch.ones(8, 4)).mean())
+    run.gradients(loss_of, torch.ones(1 if kind == "one sample" else 8, 4))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "error"),
+    [
+        (
+            2,
+            "one sample",
+            "UserError: out of memory with a single sample: use --strategy fsdp on more GPUs, run.wrap(r",
+        ),
+        (2, "until one sample is left", "UserError: out of memory with a single sample"),
+        (1, "other error", "ValueError: a mistake of the job"),
+        # nothing could be repeated
+        (1, "in a step", "OutOfMemoryError: CUDA out of memory"),
+        (2, "hook of the job", "OutOfMemoryError: CUDA out of memory"),
+    ],
+)
+def test_what_cannot_be_repeated_is_an_error(ranks: int, kind: str, error: str) -> None:
+    assert run_ranks(run_out, ranks, kind, may_fail=True)[0].startswith(error)
+
+
+def train_and_stop(run: Run, stop: bool) -> dict[str, Any]:
+    """Train six steps, the second of which finds a size, and stop after three."""
+    run.seed(0)
+    model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    features = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    data = run.loader(TensorDataset(features, features.sum(1)), batch_size=8, shuffle=True)
+    state = run.restore(model=model, optimizer=optimizer, data=data)
+    sizes = []
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(inputs))
+        if run.step == 1 and len(inputs) > 2 and run.is_main:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return (model(inputs).squeeze(1) - targets).square().mean()
+
+    try:
+        for _ in state.epochs(1):
+            for batch in data:
+                run.gradients(loss_of, *batch)
+                run.update(optimizer)
+                if stop and run.step == 3:
+                    run._loop_control.stop.asked = Stop.END
+    except RunStopped:
+        pass
+    weights = [value for each in model.parameters() for value in each.reshape(-1).tolist()]
+    return {"step": run.step, "first": sizes[0], "weights": weights}
+
+
+def test_size_is_kept_in_checkpoints(tmp_path: Path) -> None:
+    expected = run_ranks(train_and_stop, 2, False, folder=tmp_path / "whole")
+    stopped = run_ranks(train_and_stop, 2, True, folder=tmp_path / "stopped")
+    resumed = run_ranks(train_and_stop, 2, False, folder=tmp_path / "stopped")
+    assert [(each["step"], each["first"]) for each in (*stopped, *resumed)] == [(3, 4), (3, 4), (6, 2), (6, 2)]
+    assert [each["weights"] for each in resumed] == [each["weights"] for each in expected]
+
+
+@pytest.mark.parametrize(("seconds", "is_quiet"), [(0.0, True), (3600.0, False)])
+def test_ranks_stop_telling_each_other_if_it_takes_too_long(seconds: float, is_quiet: bool) -> None:
+    asked = []
+
+    def any_rank(is_so: bool) -> bool:
+        asked.append(is_so)
+        return is_so
+
+    agreed = agreement.Agreement(any_rank)
+    with agreed.during_pass():
+        for _ in range(agreement.SETTLED_AFTER):
+            assert not agreed.is_quiet
+            agreed.check()
+            agreed.settle(seconds)
+    assert agreed.is_quiet == is_quiet
+    assert asked == [*[False] * agreement.SETTLED_AFTER, is_quiet]
+
+
+def test_errors_that_say_memory_ran_out_are_recognized() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60)
+    assert is_memory_error(raised.value)
+    assert is_memory_error(torch.OutOfMemoryError())
+    assert not is_memory_error(RuntimeError("shape mismatch"))
+    assert not is_memory_error(ValueError("out of memory"))
