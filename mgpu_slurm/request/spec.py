@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import signal as signals
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
+from mgpu_slurm.request.time_limit import parse_time
 from mgpu_slurm.run_folder.layout import LONGEST_NAME, RUN_NAME, RunFolder
 
 ExecutorName = Literal["slurm", "allocation", "local"]
@@ -43,66 +43,10 @@ REQUEUE_EXIT_CODE = 75
 TERMINATED_EXIT_CODE = 143
 """128 + SIGTERM, as a shell reports a process ended by SIGTERM: a rank that saved and exited on request."""
 
-DEFAULT_LEAD = 120
-"""Default seconds between the signal and the time limit, if the limit is long enough."""
-
 SEED_PLACE = "{seed}"
 """Placeholder for the seed in a command that runs with several seeds."""
 
 _SEEDS = re.compile(r"(?P<runs>[1-9]\d*)(?:%(?P<at_once>[1-9]\d*))?")
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
-
-
-def parse_time(text: str) -> int:
-    """Return the seconds of a time limit in sbatch's format: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`.
-
-    See sbatch(1), --time.
-    """
-    match = _TIME.fullmatch(text)
-    if match is None:
-        raise UserError(f"--time {text!r}: expected minutes or one of M:S, H:M:S, D-H, D-H:M, D-H:M:S")
-    parts = [int(part) for part in match["clock"].split(":")]
-    if match["days"] is not None:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    else:
-        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
-    total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if total == 0:
-        raise UserError(f"--time {text!r}: must be greater than 0")
-    return total
-
-
-def parse_signal(text: str, limit: int | None) -> tuple[str, int | None]:
-    """Return name and lead (seconds, None without a time limit) of `USR2@120` or `USR2`.
-
-    If not given, the lead is at most a fifth of the time limit.
-    """
-    name, at, lead_text = text.partition("@")
-    name = name.upper().removeprefix("SIG")
-    if f"SIG{name}" not in signals.Signals.__members__ or name in ("KILL", "STOP", "TERM", "CHLD", "HUP"):
-        raise UserError(f"--signal {text!r}: {name!r} cannot announce the time limit; use USR1 or USR2")
-    if not at:
-        return name, None if limit is None else min(DEFAULT_LEAD, max(1, limit // 5))
-    if not lead_text.isdigit():
-        raise UserError(f"--signal {text!r}: expected NAME@SECONDS, for example USR2@120")
-    lead = int(lead_text)
-    if limit is None:
-        raise UserError(f"--signal {text!r}: seconds before the limit need a --time")
-    if lead >= limit:
-        raise UserError(f"--signal {text!r}: the lead of {lead} s must be shorter than the time limit of {limit} s")
-    return name, lead
-
-
-def announcement(text: str, limit: int | None, is_queued: bool) -> tuple[str, int | None]:
-    """Return name and lead of the signal before a run's time limit; see `parse_signal`.
-
-    Args:
-        is_queued: whether it runs in a partition, which has a time limit even if none was requested.
-    """
-    name, lead = parse_signal(text, limit)
-    return name, DEFAULT_LEAD if lead is None and is_queued else lead
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from mgpu_slurm.core.formatting import parse_size
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.parallelism import SHARDED, Parallelism, Precision, Strategy
-from mgpu_slurm.request.spec import Flags, Readers, parse_signal, resources_from
+from mgpu_slurm.request.spec import Flags, Readers, resources_from
+from mgpu_slurm.request.time_limit import parse_signal
 
 FILE_NAME = "mgpu.yaml"
 

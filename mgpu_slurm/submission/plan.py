@@ -30,10 +30,10 @@ from mgpu_slurm.request.spec import (
     RestartPolicy,
     Spec,
     Target,
-    announcement,
     check_run_name,
     parse_seeds,
 )
+from mgpu_slurm.request.time_limit import announcement
 from mgpu_slurm.run_folder import records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import sbatch, script

@@ -22,10 +22,10 @@ from mgpu_slurm.request.spec import (
     Flags,
     RestartPolicy,
     Spec,
-    announcement,
     read_spec,
     resources_from,
 )
+from mgpu_slurm.request.time_limit import announcement
 from mgpu_slurm.run_folder import layout, records
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.submission import cluster_file as clusters
