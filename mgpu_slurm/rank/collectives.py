@@ -56,7 +56,7 @@ _ERRORS = (MgpuError, UserError, NoStudy, ClusterError, RunFailed, TrialPruned)
 _WRITTEN, _LOST = "written", "lost"
 """How a rank's part of a save has ended."""
 
-VALUES = 12
+VALUES = 14
 """Largest number of values in a rank's row of a message."""
 
 _ROW = struct.Struct(f"<b??qb{VALUES}d")

@@ -120,10 +120,13 @@ def _model_lines(folder: RunFolder, is_named: bool) -> list[str]:
 
 def _speed(curves: Mapping[str, float]) -> str:
     """Return how fast steps were at the last report, and what they waited for."""
-    parts = [f"{curves['speed/step_seconds']:.3g} s a step", f"{curves['speed/samples_per_second']:,.4g} samples/s"]
+    parts = [f"{curves['speed/step_seconds']:.3g} s a step"]
+    if samples := curves.get("speed/samples_per_second"):
+        parts.append(f"{samples:,.4g} samples/s")
     if tokens := curves.get("speed/tokens_per_second"):
         parts.append(f"{tokens:,.4g} tokens/s")
-    parts.append(f"waits for data {curves['speed/data_wait']:.0%}")
+    if (wait := curves.get("speed/data_wait")) is not None:
+        parts.append(f"waits for data {wait:.0%}")
     if (wait := curves.get("speed/communication_wait")) is not None:
         parts.append(f"for other ranks {wait:.0%}")
     if reserved := curves.get("memory/peak_reserved_gib"):

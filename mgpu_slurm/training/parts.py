@@ -33,7 +33,9 @@ from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.reporting import Reporting
 from mgpu_slurm.training.restore import Restorer
 from mgpu_slurm.training.run_data import RunData
+from mgpu_slurm.training.speed.flops import FlopCount
 from mgpu_slurm.training.speed.gauges import Gauges
+from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
 from mgpu_slurm.training.step_counter import StepCounter
 from mgpu_slurm.training.wrap import Models
 
@@ -66,7 +68,9 @@ class Parts:
         self.models = Models(rank, facts.world_size, layout, device, devices, self.batch_weights.note_inputs)
         self._mistakes = Mistakes(device, self.models, watches=rank == 0)
         self.size = MicroBatchSize()
-        self.gauges = Gauges(device)
+        self._sampler = GpuSampler(devices)
+        self.gauges = Gauges(device, self._sampler)
+        self._flops = FlopCount(self.models, layout, device)
         self.found_size = FoundSize(self.size, layout, device, files, attempt, rank)
         self.keeper = Keeper(files, facts, attempt, self.models.wrapped, self.collectives, layout.first_ranks)
         self.loop_control = LoopControl(
@@ -87,7 +91,15 @@ class Parts:
             self.reporter,
         )
         self.reporting = Reporting(
-            self.reporter, prune, self.position, self.loop_control, self.collectives, layout, self.gauges, self.size
+            self.reporter,
+            prune,
+            self.position,
+            self.loop_control,
+            self.collectives,
+            layout,
+            self.gauges,
+            self._flops,
+            self.size,
         )
         self.data = RunData(
             layout.data_rank(rank),
@@ -122,6 +134,7 @@ class Parts:
 
     def _evaluates(self) -> None:
         self.alive()
+        self.gauges.interrupt()
         self._mistakes.evaluate_batch()
 
     def differentiated(self) -> None:
@@ -161,6 +174,7 @@ class Parts:
         self.position.step += 1
         self.loop_control.step_done()
         self.models.step_done()
+        self._flops.step_done(self.gauges.samples_of_step)
         self.gauges.step_done()
         self._mistakes.step_done()
         self.alive()
@@ -173,6 +187,8 @@ class Parts:
             self._watchdog.rest()
         self.steps.close()
         self._mistakes.close()
+        self._flops.close()
+        self._sampler.close()
         if waits:
             self.loop_control.warn_of_lost_save()
         if self._owns_collectives:

@@ -16,6 +16,7 @@ from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.speed.curves import Stragglers, curves
+from mgpu_slurm.training.speed.flops import FlopCount
 from mgpu_slurm.training.speed.gauges import Gauges, Interval
 
 
@@ -31,6 +32,7 @@ class Reporting:
         collectives: Collectives,
         layout: Layout,
         gauges: Gauges,
+        flops: FlopCount,
         size: MicroBatchSize,
     ) -> None:
         """
@@ -38,10 +40,12 @@ class Reporting:
             reporter: writes what is reported, on rank 0.
             prune: decides after each report whether the trial is pruned.
             gauges: measures this rank's steps.
+            flops: counts what they compute.
             size: the most samples that this rank computes at once.
         """
         self._layout = layout
         self._gauges = gauges
+        self._flops = flops
         self._stragglers = Stragglers(layout)
         self._size = size
         self._reporter = reporter
@@ -76,7 +80,11 @@ class Reporting:
 
     def _curves(self, ranks: Sequence[Interval]) -> dict[str, float]:
         found = curves(ranks, self._layout)
-        return found | {"memory/micro_batch": float(self._size.limit)} if found and self._size.limit else found
+        if found and self._size.limit:
+            found["memory/micro_batch"] = float(self._size.limit)
+        if (utilization := self._flops.utilization(found.get("speed/samples_per_second", 0.0))) is not None:
+            found["speed/mfu"] = utilization
+        return found
 
     def _prune_if_told(self, prune: PruneCallback) -> None:
         """Ask on rank 0, and end the trial on all ranks if it is pruned."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.data import randomness
-from mgpu_slurm.doctor.in_job import gpus
 from mgpu_slurm.rank import rank_info
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import StopFlag
@@ -129,11 +127,3 @@ def test_training_resumes_exactly_on_its_device(on: str, tmp_path: Path) -> None
         assert all(map(torch.equal, whole, weights))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.gpu
-def test_nvml_lists_the_gpus_visible_to_torch() -> None:
-    nvml = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    seen = rank_info.visible_gpu_identities()
-    assert len(list(gpus.handles(nvml, set(seen)))) == len(seen) > 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, alike, names, who
 from mgpu_slurm.rank import preflight, rank_info
+from mgpu_slurm.training.speed import nvml
 
 GB = 1 << 30
 
@@ -86,28 +84,13 @@ def measure_gpu_health(team: Team, place: Place) -> Any:
     if not seen:
         return None
     try:
-        nvml: Any = importlib.import_module("pynvml")
+        library = nvml.load()
     except ImportError:
         return {"gpus": None}
-    nvml.nvmlInit()
     try:
-        return {"gpus": [asdict(read_gpu(nvml, handle)) for handle in handles(nvml, seen)]}
+        return {"gpus": [asdict(read_gpu(library, handle)) for handle in nvml.handles(library, seen)]}
     finally:
-        nvml.nvmlShutdown()
-
-
-def handles(nvml: Any, seen: set[str]) -> Iterator[Any]:
-    """Yield NVML's handles of the job's GPUs; NVML lists all GPUs of a node.
-
-    Args:
-        seen: Identities of the job's GPUs as reported by torch.
-    """
-    for index in range(nvml.nvmlDeviceGetCount()):
-        # a GPU that is lost or not accessible to this user
-        with suppress(nvml.NVMLError):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            if _text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-") in seen:
-                yield handle
+        library.nvmlShutdown()
 
 
 THROTTLE_REASONS = {
@@ -119,34 +102,29 @@ THROTTLE_REASONS = {
 """Reasons for a slowdown other than the GPU's own work, by NVML's names."""
 
 
-def read_gpu(nvml: Any, handle: Any) -> GpuHealth:
+def read_gpu(library: Any, handle: Any) -> GpuHealth:
     def known(read: Any, *arguments: Any) -> Any:
         try:
             return read(handle, *arguments)
-        except nvml.NVMLError:
+        except library.NVMLError:
             return None
 
-    volatile = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    reasons = known(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
-    rows = known(nvml.nvmlDeviceGetRemappedRows)
-    running = known(nvml.nvmlDeviceGetComputeRunningProcesses) or []
+    volatile = (library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC)
+    reasons = known(library.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+    rows = known(library.nvmlDeviceGetRemappedRows)
+    running = known(library.nvmlDeviceGetComputeRunningProcesses) or []
     return GpuHealth(
-        uuid=_text(known(nvml.nvmlDeviceGetUUID)),
-        name=_text(known(nvml.nvmlDeviceGetName)),
-        uncorrected=known(nvml.nvmlDeviceGetTotalEccErrors, *volatile),
-        retirement_pending=known(nvml.nvmlDeviceGetRetiredPagesPendingStatus),
+        uuid=nvml.as_text(known(library.nvmlDeviceGetUUID)),
+        name=nvml.as_text(known(library.nvmlDeviceGetName)),
+        uncorrected=known(library.nvmlDeviceGetTotalEccErrors, *volatile),
+        retirement_pending=known(library.nvmlDeviceGetRetiredPagesPendingStatus),
         remapping=list(rows) if rows is not None else None,
-        slowed=[words for name, words in THROTTLE_REASONS.items() if reasons & getattr(nvml, name)],
-        temperature=known(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+        slowed=[words for name, words in THROTTLE_REASONS.items() if reasons & getattr(library, name)],
+        temperature=known(library.nvmlDeviceGetTemperature, library.NVML_TEMPERATURE_GPU),
         # the run's own processes already have their contexts
         others=sum(process.usedGpuMemory or 0 for process in running if not _is_of_this_run(process.pid)),
-        persistent=known(nvml.nvmlDeviceGetPersistenceMode),
+        persistent=known(library.nvmlDeviceGetPersistenceMode),
     )
-
-
-def _text(value: Any) -> str:
-    # older versions of the binding return bytes
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _is_of_this_run(pid: int) -> bool:

@@ -24,11 +24,11 @@ def curves(ranks: Sequence[Interval], layout: Layout) -> dict[str, float]:
     if not all(rank.steps and rank.seconds for rank in ranks):
         return {}
     seconds = statistics.fmean(rank.seconds for rank in ranks)
-    found = {
-        "speed/step_seconds": seconds / ranks[0].steps,
-        "speed/samples_per_second": sum(rank.samples for rank in ranks) / layout.ranks_per_batch / seconds,
-        "speed/data_wait": max(rank.waited / rank.seconds for rank in ranks),
-    }
+    found = {"speed/step_seconds": seconds / ranks[0].steps}
+    # a job may read its data without a run.loader
+    if samples := sum(rank.samples for rank in ranks):
+        found["speed/samples_per_second"] = samples / layout.ranks_per_batch / seconds
+        found["speed/data_wait"] = max(rank.waited / rank.seconds for rank in ranks)
     if any(rank.forward for rank in ranks):
         found["speed/forward"] = statistics.fmean(rank.forward / rank.seconds for rank in ranks)
     if tokens := sum(rank.tokens for rank in ranks):
@@ -39,6 +39,10 @@ def curves(ranks: Sequence[Interval], layout: Layout) -> dict[str, float]:
     if reserved := max(rank.reserved for rank in ranks):
         found["memory/peak_allocated_gib"] = max(rank.allocated for rank in ranks) / 2**30
         found["memory/peak_reserved_gib"] = reserved / 2**30
+    if used := max(rank.gpu_memory for rank in ranks):
+        found["gpu/utilization"] = statistics.fmean(rank.gpu_utilization for rank in ranks)
+        found["gpu/power_watts"] = statistics.fmean(rank.gpu_power for rank in ranks)
+        found["gpu/memory_gib"] = used / 2**30
     return found
 
 

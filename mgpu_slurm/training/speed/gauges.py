@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mgpu_slurm.data.nests import children_of
+from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
 
 MOST_EVENTS = 256
 """Number of passes of each kind that are timed on a GPU between two reports."""
@@ -19,7 +20,8 @@ class Interval:
     """The steps of one rank between two reports."""
 
     seconds: float = 0.0
-    """From the beginning of the fetch of each step's first batch to the end of the step."""
+    """From the beginning of the fetch of each step's first batch to the end of the step; without a `run.loader`, from
+    the end of the step before."""
     steps: float = 0.0
     samples: float = 0.0
     tokens: float = 0.0
@@ -34,6 +36,12 @@ class Interval:
     """Peak bytes of tensors on the GPU."""
     reserved: float = 0.0
     """Peak bytes that torch has taken from the GPU."""
+    gpu_utilization: float = 0.0
+    """Part of the time in which the rank's GPUs run a kernel."""
+    gpu_power: float = 0.0
+    """Watts of these GPUs."""
+    gpu_memory: float = 0.0
+    """Peak bytes used on one of them, by all processes; 0 if nothing is known of them."""
 
     def numbers(self) -> list[float]:
         """Return the values, to be sent to other ranks."""
@@ -43,11 +51,20 @@ class Interval:
 class Gauges:
     """Times the steps of one rank. A GPU computes later than it is told to, so it marks the times by itself."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sampler: GpuSampler | None = None) -> None:
+        """
+        Args:
+            sampler: looks at the rank's GPUs.
+        """
         self._device = device
+        self._sampler = sampler
         self._now = Interval()
+        self.samples_of_step = 0
+        """Number of this rank's samples in the current step."""
         self._begun: float | None = None
         """When the current step began; None between a step and the next batch."""
+        self._ended: float | None = None
+        """When the step before ended; None if something else followed, such as an evaluation."""
         self._last: Any = None
         """The end of the pass, or of the fetch, before."""
         self._forward = _Passes(device)
@@ -64,6 +81,7 @@ class Gauges:
             self._begun = begun
         self._now.waited += time.perf_counter() - begun
         self._now.samples += count
+        self.samples_of_step += count
         self._now.tokens += _tokens_in(batch)
         self._last = self._forward.mark()
 
@@ -81,18 +99,28 @@ class Gauges:
 
     def step_done(self) -> None:
         """Record the end of a step."""
-        if self._begun is not None:
-            self._now.seconds += time.perf_counter() - self._begun
+        now = time.perf_counter()
+        begun = self._ended if self._begun is None else self._begun
+        if begun is not None:
+            self._now.seconds += now - begun
             self._now.steps += 1
-        self._begun = self._last = None
+        self._begun, self._last, self._ended, self.samples_of_step = None, None, now, 0
+
+    def interrupt(self) -> None:
+        """Record that what follows a step does not belong to the next one, such as an evaluation."""
+        self._ended = None
 
     def take(self) -> Interval:
         """Return what was measured since the last call."""
+        self.interrupt()
         taken, self._now = self._now, Interval()
         taken.forward, taken.backward = self._forward.take(), self._backward.take()
         if self._device.type == "cuda":
             taken.allocated = torch.cuda.max_memory_allocated(self._device)
             taken.reserved = torch.cuda.max_memory_reserved(self._device)
+        if self._sampler is not None:
+            gpus = self._sampler.take()
+            taken.gpu_utilization, taken.gpu_power, taken.gpu_memory = gpus.utilization, gpus.power, gpus.memory
         return taken
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,35 +134,6 @@ def test_missing_nvml_library_is_a_warning() -> None:
 def test_health_of_gpus_that_nvml_does_not_list_is_unknown() -> None:
     found = gpus.judge_gpu_health(answered({"gpus": []}))
     assert seen(found) == [("ok", "n1: GPU health is unknown: NVML does not list them (as with MIG)")]
-
-
-def test_gpus_of_other_jobs_on_the_node_are_ignored() -> None:
-    """NVML lists all GPUs of a node; here the last one is lost, and an older binding returns bytes."""
-
-    class Lost(Exception):
-        pass
-
-    def handle(index: int) -> int:
-        if index == 3:
-            raise Lost
-        return index
-
-    identities = ["GPU-a", b"GPU-b", "GPU-c"]
-    nvml = SimpleNamespace(
-        NVMLError=Lost,
-        nvmlDeviceGetCount=lambda: 4,
-        nvmlDeviceGetHandleByIndex=handle,
-        nvmlDeviceGetUUID=lambda index: identities[index],
-    )
-    # torch leaves the prefix out
-    assert list(gpus.handles(nvml, {"b", "c", "of another node"})) == [1, 2]
-
-
-def test_pynvml_has_every_name_in_use() -> None:
-    nvml = importlib.import_module("pynvml")
-    used = set(re.findall(r"nvml\.(\w+)", Path(gpus.__file__).read_text()))
-    missing = {name for name in used | set(gpus.THROTTLE_REASONS) if not hasattr(nvml, name)}
-    assert missing == set()
 
 
 def looked_up(forward: float | None = 0.001, backward: float | None = 0.001) -> dict[str, Any]:

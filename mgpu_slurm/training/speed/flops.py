@@ -1,0 +1,109 @@
+"""Count the floating-point operations of a model, and say which part of those that its GPU can do that is."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mgpu_slurm.request.parallelism import Layout
+from mgpu_slurm.training.wrap import Models
+
+COUNTED = 2
+"""The step of an attempt whose forward passes are counted: the first one allocates memory, and may compile."""
+PASSES = 3
+"""FLOPs of forward and backward pass, in units of the forward pass. See Chowdhery et al., PaLM, 2022, appendix B."""
+
+PEAKS = {
+    # part of the GPU's name: TFLOP/s in half precision, TF32, FP32 and FP8; 0 for what it does not have
+    "H100 PCIe": (756, 378, 51, 1513),
+    "H100 NVL": (835, 417, 60, 1671),
+    "H200 NVL": (835, 417, 60, 1671),
+    "H100": (989, 494, 67, 1979),
+    "H200": (989, 494, 67, 1979),
+    "GH200": (989, 494, 67, 1979),
+    "A100": (312, 156, 19.5, 0),
+    "A30": (165, 82, 10.3, 0),
+    "A40": (150, 75, 37.4, 0),
+    "A10": (125, 62.5, 31.2, 0),
+    "L40S": (362, 183, 91.6, 733),
+    "L4": (121, 60, 30.3, 242),
+    "V100-SXM2": (125, 0, 15.7, 0),
+    "V100-PCIE": (112, 0, 14, 0),
+    "T4": (65, 0, 8.1, 0),
+}
+"""The first entry that matches counts. From NVIDIA's data sheets, without sparsity."""
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return the FLOP/s of a GPU in a precision; None if they are not known.
+
+    `fp32` counts as `tf32` if the GPU has that: convolutions use it by default, and `--precision tf32` would use it for
+    all layers.
+    """
+    found = next((peaks for part, peaks in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
+    # a part of a GPU has a part of its units
+    if found is None or "MIG" in name:
+        return None
+    half, tf32, fp32, fp8 = found
+    by_precision = {"bf16": half, "fp16": half, "fp8": fp8, "tf32": tf32 or fp32, "fp32": tf32 or fp32}
+    return by_precision[precision] * 1e12 or None
+
+
+class FlopCount:
+    """Counts the forward passes of one step. Attention is counted by torch's formulas, whatever kernel computes it."""
+
+    def __init__(self, models: Models, layout: Layout, device: torch.device) -> None:
+        self._models = models
+        self._ranks = layout.data * layout.ranks_per_batch
+        self._peak: float | None = None
+        # a stage has only a part of the layers
+        if device.type == "cuda" and layout.pipeline == 1:
+            self._peak = peak_flops(torch.cuda.get_device_name(device), layout.precision)
+        self._steps = 0
+        self._hooks = ExitStack()
+        self._counter: Any = None
+        self._of_sample = 0.0
+
+    def step_done(self, samples: int) -> None:
+        """Record the end of a step.
+
+        Args:
+            samples: number of this rank's samples in it.
+        """
+        self._steps += 1
+        if self._peak is None or self._steps > COUNTED:
+            return
+        if self._steps == COUNTED - 1:
+            self._begin()
+        elif self._counter is not None:
+            self._hooks.close()
+            self._of_sample = PASSES * self._counter.get_total_flops() / samples if samples else 0.0
+            self._counter = None
+
+    def utilization(self, samples_per_second: float) -> float | None:
+        """Return the part of the ranks' peak FLOP/s that training takes (MFU); None if either is not known."""
+        if self._peak is None or not self._of_sample:
+            return None
+        return self._of_sample * samples_per_second / (self._ranks * self._peak)
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._hooks.close()
+
+    def _begin(self) -> None:
+        self._counter = counter = FlopCounterMode(display=False)
+
+        def enter(*_: Any) -> None:
+            counter.__enter__()  # type: ignore[no-untyped-call]
+
+        def leave(*_: Any) -> None:
+            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        for model in self._models.held():
+            if not isinstance(model, torch.jit.ScriptModule):
+                self._hooks.callback(model.register_forward_pre_hook(enter).remove)
+                self._hooks.callback(model.register_forward_hook(leave, always_call=True).remove)
