@@ -261,6 +261,7 @@ def submit(
     tensor: int | None = None,
     pipeline: int | None = None,
     precision: Precision | None = None,
+    profile: str | None = None,
     seeds: int | str | None = None,
     after: Sequence[str] = (),
     after_any: Sequence[str] = (),
@@ -282,6 +283,8 @@ def submit(
         tensor: number of ranks that compute each layer together, as in `run.wrap(plan=...)`.
         pipeline: number of stages that hold consecutive layers, as in `run.pipeline`.
         precision: the precision in which models compute: `fp32` (the default), `tf32`, `bf16`, `fp16` or `fp8`.
+        profile: steps to record with torch's profiler, and the ranks, such as `10-13` or `10-13@0,8`; by default, the
+            ranks of the first node.
         seeds: number of runs, one per seed; `"100%10"` runs at most 10 at a time. A `Group` is then returned.
         after: names of runs that must complete first.
         after_any: names of runs that must end first, whatever their outcome.
@@ -307,6 +310,7 @@ def submit(
         name=name,
         restart=RestartPolicy(signal, max_requeues, retries, stuck_after),
         parallelism=Parallelism(strategy, shard, tensor, pipeline, precision),
+        profile=profile,
         seeds=None if seeds is None else str(seeds),
         after=tuple(after),
         after_any=tuple(after_any),

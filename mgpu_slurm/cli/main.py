@@ -20,7 +20,7 @@ COMMANDS = [
     *(submit.submit, submit.resume),
     *(manage.status, manage.logs, manage.wait, manage.cancel, manage.clean, manage.shell),
     *(sweeps.sweep, sweeps.best, sweeps.repair),
-    *(results.why, results.aggregate, results.tensorboard, results.export),
+    *(results.why, results.aggregate, results.tensorboard, results.profile, results.export),
 ]
 
 

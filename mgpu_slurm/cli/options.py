@@ -112,6 +112,11 @@ def parallelism_flags(command: Any) -> Any:
     return command
 
 
+profile_flag = click.option(
+    "--profile",
+    metavar="STEPS[@RANKS]",
+    help="Record steps with torch's profiler, such as 10-13, 10-13@0,8 or 10-13@all; by default on the first node.",
+)
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 code_flag = click.option(
     "--code",

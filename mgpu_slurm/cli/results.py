@@ -1,4 +1,4 @@
-"""Show what runs came to: `why`, `aggregate`, `tensorboard` and `export`."""
+"""Show what runs came to: `why`, `aggregate`, `tensorboard`, `profile` and `export`."""
 
 from __future__ import annotations
 
@@ -110,6 +110,26 @@ def tensorboard(words: tuple[str, ...], port: int | None, as_json: bool) -> None
     if not as_json:
         print_lines([f"runs      {tensorboard_server.described(chosen)}", "-- starting TensorBoard"])
     tensorboard_server.serve(chosen, port, say)
+
+
+@click.command()
+@click.argument("name", metavar="RUN")
+@click.option("--attempt", type=int, metavar="N", help="[default: the last one with recorded steps]")
+@json_flag
+def profile(name: str, attempt: int | None, as_json: bool) -> None:
+    """Show where the time of recorded steps went.
+
+    For each rank: computation, communication, and idle time; and the operators that take the most. Record steps with
+    `submit --profile 10-13`.
+    """
+    from mgpu_slurm.registry import lookup
+    from mgpu_slurm.reports import profile_summary
+
+    found = profile_summary.profile_of(lookup.find(name), attempt)
+    if as_json:
+        print_json(found.to_json())
+        return
+    print_lines(found.lines())
 
 
 @click.command()

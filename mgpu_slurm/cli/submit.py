@@ -11,6 +11,7 @@ from mgpu_slurm.cli.options import (
     code_flag,
     json_flag,
     parallelism_flags,
+    profile_flag,
     resource_flags,
     resource_values,
     restart_flags,
@@ -36,6 +37,7 @@ from mgpu_slurm.core.errors import UserError
 @click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
 @restart_flags(of_new_runs=True)
 @parallelism_flags
+@profile_flag
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; repeatable.")
 @click.option(
@@ -172,6 +174,7 @@ def _show_rehearsal(plan: Any, fit: Any, check: bool, as_json: bool) -> None:
 @resource_flags
 @restart_flags(of_new_runs=False)
 @parallelism_flags
+@profile_flag
 @code_flag
 @click.option("--follow/--no-follow", default=None, help="Show rank 0's log until the end.  [default: not on slurm]")
 @json_flag
@@ -182,6 +185,7 @@ def resume(
     follow: bool | None,
     as_json: bool,
     extra: tuple[str, ...],
+    profile: str | None,
     **flags: Any,
 ) -> None:
     """Resume a run that has ended.
@@ -199,7 +203,7 @@ def resume(
     found = api.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
     restart, parallelism = RestartPolicy.taken_from(flags), Parallelism.taken_from(flags)
-    change = Change(resource_values(flags, extra), restart, parallelism, new_code=code == "new")
+    change = Change(resource_values(flags, extra), restart, parallelism, profile, new_code=code == "new")
     before = read_spec(found.files).parallelism
     job_id = found.resume(change, print_note)
     spec = read_spec(found.files)

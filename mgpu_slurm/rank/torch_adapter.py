@@ -107,6 +107,11 @@ def sequence_number(node: Any) -> int:
     return number
 
 
+def is_profiling() -> bool:
+    """Return whether a profiler records this thread; another one would take its events."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
 def fix_weak_reference(tensor: torch.Tensor) -> None:
     """Make a tensor safe to use after it was taken from a weak reference.
 

@@ -53,6 +53,8 @@ def ending_lines(path: Path, state: RunState, shown_rank: int | None = None) -> 
             lines.append(f"warning   {problem}: {program()} why {state.run}")
     if folder.tensorboard.is_dir():
         lines.append(_curves_line(folder))
+    if folder.profile.is_dir():
+        lines.append(f"profile   {program()} profile {state.run}")
     if state.state not in (COMPLETED, CANCELLED) or failures.cause_of_reason(state.reason) is not None:
         lines.append(f"why       {program()} why {state.run}")
     if state.state != COMPLETED and any(folder.logs.glob("*")):

@@ -15,6 +15,7 @@ from mgpu_slurm.core.files import write_whole
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
+from mgpu_slurm.request.profile_window import ProfileWindow
 from mgpu_slurm.request.time_limit import parse_time
 from mgpu_slurm.run_folder.layout import LONGEST_NAME, RUN_NAME, RunFolder
 
@@ -156,6 +157,8 @@ class Spec:
     kill_wait: int = 30
     """Seconds between SIGTERM and SIGKILL, locally and in an allocation; for queued jobs the site sets them."""
     parallelism: Parallelism = DEFAULT_PARALLELISM
+    profile: str | None = None
+    """The steps and ranks that are recorded, as given; see `ProfileWindow`."""
     cluster: str | None = None
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs before the ranks start."""
@@ -179,6 +182,8 @@ class Spec:
             raise UserError(f"--retries {self.retries}: expected 0 or more")
         if not 0 <= self.stuck_after < math.inf:
             raise UserError(f"--stuck-after {self.stuck_after:g}: expected minutes, or 0 for never")
+        if self.profile is not None:
+            ProfileWindow.parse(self.profile).check(self.resources.ranks)
         # a command may start more ranks by itself, as torchrun does
         if not self.target.is_command:
             self.parallelism.layout(self.resources.ranks, self.resources.ranks_per_node)

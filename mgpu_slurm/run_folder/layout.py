@@ -262,6 +262,14 @@ class RunFolder:
         return self.path / "memory-plan.json"
 
     @property
+    def profile(self) -> Path:
+        """The recorded steps, one trace for each rank and attempt."""
+        return self.path / "profile"
+
+    def trace(self, attempt: int, rank: int) -> Path:
+        return self.profile / f"{attempt}-{rank}.json.gz"
+
+    @property
     def failure(self) -> Path:
         return self.path / "failure.json"
 

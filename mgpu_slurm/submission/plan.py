@@ -69,6 +69,8 @@ class Request:
     name: str | None = None
     restart: RestartPolicy = DEFAULT_POLICY
     parallelism: Parallelism = DEFAULT_PARALLELISM
+    profile: str | None = None
+    """Steps and ranks to record, such as `10-13@0`."""
     seeds: str | None = None
     """`5`, or `100%10` to run at most 10 at a time."""
     workers: int | None = None
@@ -132,6 +134,7 @@ class Plan:
             *([f"seeds     {self._seeds(spec.tasks)}"] if spec.tasks is not None and is_seeded else []),
             f"ranks     {ranks}",
             *([f"strategy  {spec.parallelism.words}"] if spec.parallelism.given else []),
+            *([f"profile   steps {spec.profile}"] if spec.profile is not None else []),
             *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,
             f"folder    {self.folder.path}",
@@ -181,6 +184,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         stuck_after=Spec.stuck_after if request.restart.stuck_after is None else request.restart.stuck_after,
         kill_wait=chosen.kill_wait,
         parallelism=request.parallelism.over(chosen.parallelism.fitted(resolved.resources.ranks)),
+        profile=request.profile,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),
         rename=chosen.rename,

@@ -16,6 +16,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.config import Config
 from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
+from mgpu_slurm.request.profile_window import ProfileWindow
 from mgpu_slurm.request.spec import (
     DEFAULT_POLICY,
     RESOURCE_FLAGS,
@@ -42,6 +43,8 @@ class Change:
     """Resources by sbatch's long names; None keeps a value."""
     restart: RestartPolicy = DEFAULT_POLICY
     parallelism: Parallelism = DEFAULT_PARALLELISM
+    profile: str | None = None
+    """Steps and ranks to record."""
     new_code: bool = False
     """Whether to use the project's current code and the calling environment's packages."""
     probes: tuple[Config, ...] = ()
@@ -55,7 +58,8 @@ class Change:
     @property
     def all_given(self) -> dict[str, object]:
         """Return all options that have a value."""
-        return self.given | self.restart.given | self.parallelism.given
+        profile = {} if self.profile is None else {"profile": self.profile}
+        return self.given | self.restart.given | self.parallelism.given | profile
 
     def __bool__(self) -> bool:
         return self.new_code or bool(self.all_given)
@@ -81,6 +85,9 @@ def applied(folder: RunFolder, change: Change) -> Iterator[Spec]:
     if folder.task is not None:
         raise UserError(f"run {folder.run} shares its spec with its group: resume {folder.group.run} with the change")
     spec = _with_restart(_with_resources(before, change.given, change.parallelism), change.restart)
+    if change.profile is not None:
+        _check_is_ahead(folder, change.profile)
+        spec = replace(spec, profile=change.profile)
     with _new_code(folder, spec, change.probes) if change.new_code else nullcontext(spec) as spec:
         try:
             spec.write(folder)
@@ -122,6 +129,18 @@ def _with_restart(spec: Spec, given: RestartPolicy) -> Spec:
         retries=_new(given.retries, spec.retries),
         stuck_after=_new(given.stuck_after, spec.stuck_after),
     )
+
+
+def _check_is_ahead(folder: RunFolder, profile: str) -> None:
+    """Check that the steps to record are still to come.
+
+    Raises:
+        UserError: they are not.
+    """
+    step = records.read_state(folder).step
+    if ProfileWindow.parse(profile).last <= step:
+        later = f"{step + 10}-{step + 13}"
+        raise UserError(f"--profile {profile}: the run has done {step} steps: name later ones, such as {later}")
 
 
 def _new(given: T | None, before: T) -> T:

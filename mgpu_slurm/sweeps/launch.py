@@ -232,6 +232,8 @@ def resume(folder: RunFolder, change: Change, note: Note = quiet) -> str:
     Raises:
         UserError: nothing is left to do, or running workers leave no room for others.
     """
+    if change.profile is not None:
+        raise UserError("--profile: a sweep's trials are not recorded: submit the job as a run")
     for name in change.restart.given | change.parallelism.given:
         raise UserError(f"--{name.replace('_', '-')}: a sweep's file sets it: change the file and run `sweep FILE`")
     with locked(folder.sweep_lock):

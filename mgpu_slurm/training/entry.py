@@ -37,7 +37,7 @@ from mgpu_slurm.rank.signals import (
     request_requeue,
 )
 from mgpu_slurm.request import config as configs
-from mgpu_slurm.request import parallelism
+from mgpu_slurm.request import parallelism, profile_window
 from mgpu_slurm.request.job_function import JobFunction
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.request.spec import (
@@ -117,6 +117,9 @@ def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
     os.environ[LEAD_SECONDS_VARIABLE] = str(spec.lead or "")
     os.environ[STUCK_AFTER_VARIABLE] = str(spec.stuck_after)
     os.environ[parallelism.VARIABLE] = json.dumps(spec.parallelism.given)
+    os.environ.pop(profile_window.VARIABLE, None)
+    if spec.profile is not None:
+        os.environ[profile_window.VARIABLE] = spec.profile
     # torch's flight recorder, which is on by default for NCCL: shows what a stuck rank waits for
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     attempt = int(os.environ[ATTEMPT_VARIABLE])

@@ -36,6 +36,7 @@ from mgpu_slurm.training.run_data import RunData
 from mgpu_slurm.training.speed.flops import FlopCount
 from mgpu_slurm.training.speed.gauges import Gauges
 from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
+from mgpu_slurm.training.speed.profiling import profiling
 from mgpu_slurm.training.step_counter import StepCounter
 from mgpu_slurm.training.wrap import Models
 
@@ -71,6 +72,7 @@ class Parts:
         self._sampler = GpuSampler(devices)
         self.gauges = Gauges(device, self._sampler)
         self._flops = FlopCount(self.models, layout, device)
+        self._profiling = profiling(facts, files, attempt)
         self.found_size = FoundSize(self.size, layout, device, files, attempt, rank)
         self.keeper = Keeper(files, facts, attempt, self.models.wrapped, self.collectives, layout.first_ranks)
         self.loop_control = LoopControl(
@@ -176,6 +178,8 @@ class Parts:
         self.models.step_done()
         self._flops.step_done(self.gauges.samples_of_step)
         self.gauges.step_done()
+        if self._profiling is not None:
+            self._profiling.step_done(self.position.step)
         self._mistakes.step_done()
         self.alive()
         if self.reporter is not None:
@@ -188,6 +192,8 @@ class Parts:
         self.steps.close()
         self._mistakes.close()
         self._flops.close()
+        if self._profiling is not None:
+            self._profiling.close()
         self._sampler.close()
         if waits:
             self.loop_control.warn_of_lost_save()

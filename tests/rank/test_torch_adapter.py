@@ -35,6 +35,7 @@ NAMES: list[tuple[Any, tuple[str, ...]]] = [
     (torch, ("_foreach_copy_",)),
     (torch.Tensor, ("_fix_weakref",)),
     (torch.autograd.graph.Node, ("_sequence_nr",)),
+    (torch.autograd, ("_profiler_enabled",)),
     (DTensor, ("__create_chunk_list__",)),
     (MODEL, ("_modules", "_parameters", "_buffers", "_apply")),
     (torch.UntypedStorage, ("_cdata",)),
