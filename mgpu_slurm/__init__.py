@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mgpu_slurm.training.average import MovingAverage
     from mgpu_slurm.training.parallel.pipeline import Pipeline
     from mgpu_slurm.training.run import Run
+    from mgpu_slurm.training.speed.staging import staged
 
 __all__ = [
     "Handle",
@@ -35,6 +36,7 @@ __all__ = [
     "find",
     "import_torchvision",
     "runs",
+    "staged",
     "submit",
     "sweep",
 ]
@@ -49,6 +51,7 @@ _HOMES = {
     "find": "mgpu_slurm.api",
     "import_torchvision": "mgpu_slurm.rank.torch_adapter",
     "runs": "mgpu_slurm.api",
+    "staged": "mgpu_slurm.training.speed.staging",
     "submit": "mgpu_slurm.api",
     "sweep": "mgpu_slurm.api",
 }

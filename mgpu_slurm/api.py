@@ -262,6 +262,7 @@ def submit(
     pipeline: int | None = None,
     precision: Precision | None = None,
     profile: str | None = None,
+    stage: Sequence[str] = (),
     seeds: int | str | None = None,
     after: Sequence[str] = (),
     after_any: Sequence[str] = (),
@@ -285,6 +286,7 @@ def submit(
         precision: the precision in which models compute: `fp32` (the default), `tf32`, `bf16`, `fp16` or `fp8`.
         profile: steps to record with torch's profiler, and the ranks, such as `10-13` or `10-13@0,8`; by default, the
             ranks of the first node.
+        stage: data sets to copy to the disk of each node before the ranks start, for `mgpu_slurm.staged`.
         seeds: number of runs, one per seed; `"100%10"` runs at most 10 at a time. A `Group` is then returned.
         after: names of runs that must complete first.
         after_any: names of runs that must end first, whatever their outcome.
@@ -311,6 +313,7 @@ def submit(
         restart=RestartPolicy(signal, max_requeues, retries, stuck_after),
         parallelism=Parallelism(strategy, shard, tensor, pipeline, precision),
         profile=profile,
+        stage=tuple(stage),
         seeds=None if seeds is None else str(seeds),
         after=tuple(after),
         after_any=tuple(after_any),

@@ -117,6 +117,12 @@ profile_flag = click.option(
     metavar="STEPS[@RANKS]",
     help="Record steps with torch's profiler, such as 10-13, 10-13@0,8 or 10-13@all; by default on the first node.",
 )
+stage_flag = click.option(
+    "--stage",
+    multiple=True,
+    metavar="PATH",
+    help="Copy a data set to the disk of each node before the ranks start; repeatable.",
+)
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 code_flag = click.option(
     "--code",

@@ -15,6 +15,7 @@ from mgpu_slurm.cli.options import (
     resource_flags,
     resource_values,
     restart_flags,
+    stage_flag,
 )
 from mgpu_slurm.cli.output import follow_to_the_end, how_to_follow, print_json, print_lines, print_note
 from mgpu_slurm.core.errors import UserError
@@ -38,6 +39,7 @@ from mgpu_slurm.core.errors import UserError
 @restart_flags(of_new_runs=True)
 @parallelism_flags
 @profile_flag
+@stage_flag
 @click.option("--seeds", metavar="N[%M]", help="N runs, one per seed, as one job array; at most M at a time.")
 @click.option("--after", multiple=True, metavar="RUN", help="Start once RUN has completed; repeatable.")
 @click.option(

@@ -159,6 +159,10 @@ class Spec:
     parallelism: Parallelism = DEFAULT_PARALLELISM
     profile: str | None = None
     """The steps and ranks that are recorded, as given; see `ProfileWindow`."""
+    stage: tuple[str, ...] = ()
+    """Absolute paths of data sets to copy to the disk of each node."""
+    stage_to: str | None = None
+    """The folder there, with variables of the node; None for that of temporary files."""
     cluster: str | None = None
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs before the ranks start."""

@@ -71,6 +71,8 @@ class Request:
     parallelism: Parallelism = DEFAULT_PARALLELISM
     profile: str | None = None
     """Steps and ranks to record, such as `10-13@0`."""
+    stage: tuple[str, ...] = ()
+    """Data sets to copy to the disk of each node."""
     seeds: str | None = None
     """`5`, or `100%10` to run at most 10 at a time."""
     workers: int | None = None
@@ -134,6 +136,7 @@ class Plan:
             *([f"seeds     {self._seeds(spec.tasks)}"] if spec.tasks is not None and is_seeded else []),
             f"ranks     {ranks}",
             *([f"strategy  {spec.parallelism.words}"] if spec.parallelism.given else []),
+            *[f"stage     {path}" for path in spec.stage],
             *([f"profile   steps {spec.profile}"] if spec.profile is not None else []),
             *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,
@@ -185,6 +188,8 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         kill_wait=chosen.kill_wait,
         parallelism=request.parallelism.over(chosen.parallelism.fitted(resolved.resources.ranks)),
         profile=request.profile,
+        stage=tuple(_staged(path, cwd) for path in request.stage),
+        stage_to=chosen.stage_to,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),
         rename=chosen.rename,
@@ -197,6 +202,18 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     )
     notes = (f"executor  {executor.name}: {resolved.described or why}", *resolved.notes)
     return Plan(spec, RunFolder(runs / spec.run), notes, chosen.snapshot_limit, chosen.gpu_memory)
+
+
+def _staged(path: str, cwd: Path) -> str:
+    """Return the absolute path of a data set.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = Path(os.path.normpath(cwd / Path(path).expanduser()))
+    if not found.exists():
+        raise UserError(f"--stage {path}: no such file or folder")
+    return str(found)
 
 
 def _name(request: Request, target: Target) -> str:

@@ -152,6 +152,7 @@ def _request(sweep: Sweep, options: Options) -> Request:
         name=sweep.study,
         restart=RestartPolicy(stuck_after=sweep.stuck_after),
         parallelism=sweep.parallelism,
+        stage=sweep.stage,
         workers=sweep.workers if sweep.trials is None else min(sweep.workers, sweep.trials),
         probes=_probes(sweep),
         dry_run=options.dry_run,

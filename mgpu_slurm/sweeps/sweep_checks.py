@@ -59,7 +59,7 @@ def refuse_differences(old: Sweep, new: Sweep) -> None:
         told.append("space: only one of them is a function")
     if (old.sampler.name == "grid") != (new.sampler.name == "grid"):
         told.append(f"sampler was {old.sampler.name} and is {new.sampler.name}")
-    for name in ("job", "command", "metric", "direction", "fixed", "storage", "warm_start"):
+    for name in ("job", "command", "metric", "direction", "fixed", "storage", "warm_start", "stage"):
         before, now = getattr(old, name), getattr(new, name)
         if before != now:
             told.append(f"{name} was {before} and is {now}")

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -52,6 +52,7 @@ from mgpu_slurm.run_folder.failures import STUCK
 from mgpu_slurm.run_folder.layout import RUNS_VARIABLE, RunFolder
 from mgpu_slurm.run_folder.record_types import Failure
 from mgpu_slurm.run_folder.records import now
+from mgpu_slurm.training.speed import staging
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,8 @@ def run_target(rank: Rank) -> int:
     """Run the command or the job function of the run."""
     if rank.spec.target.command is not None:
         os.chdir(rank.folder.code / rank.spec.workdir)
-        return run_command(rank, rank.spec.target.command)
+        with staged(rank.spec):
+            return run_command(rank, rank.spec.target.command)
     stop = StopFlag()
     return guarded(rank, stop, lambda: _train(rank, stop))
 
@@ -194,11 +196,18 @@ def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.dev
     shared = rendezvous.join(facts, device, listener=rank.listener) if facts.world_size > 1 else None
     preflight.warn([text for text in (missing, shared) if text is not None], rank.folder, rank.attempt, facts)
     try:
-        yield device
+        # afterwards, as a node that takes longer to copy would be missing
+        with staged(rank.spec):
+            yield device
     finally:
         # an undestroyed group aborts at exit
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def staged(spec: Spec) -> AbstractContextManager[None]:
+    """Return a context in which the run's data sets are on the disk of this node."""
+    return staging.copies_of(spec.stage, spec.stage_to, spec.original)
 
 
 def _write_result(rank: Rank, run: Run, returned: Any) -> None:

@@ -62,6 +62,8 @@ class Sweep:
     """Minutes without progress after which a worker's ranks and its trial are stopped."""
     parallelism: Parallelism = DEFAULT_PARALLELISM
     """How the ranks of a worker share the model of a trial."""
+    stage: tuple[str, ...] = ()
+    """Data sets to copy to the disk of each node."""
     enqueue: tuple[Values, ...] = ()
     """Points known to be good: the values of the first trials."""
     warm_start: str | None = None
@@ -113,6 +115,7 @@ class _Keys:
     tensor: int | None = None
     pipeline: int | None = None
     precision: Precision | None = None
+    stage: tuple[str, ...] = ()
     enqueue: list[Values] = field(default_factory=list)
     warm_start: str | None = None
 
@@ -191,6 +194,7 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         max_retries=keys.max_retries,
         stuck_after=keys.stuck_after,
         parallelism=Parallelism(keys.strategy, keys.shard, keys.tensor, keys.pipeline, keys.precision),
+        stage=keys.stage,
         enqueue=tuple(keys.enqueue),
         warm_start=keys.warm_start,
     )
