@@ -33,9 +33,10 @@ test:
 quick: $(READY)
 	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadscope $(QUICK)
 
-# the tests that need a GPU, which `make test` leaves out
+# the tests and the benchmark that need a GPU, which `make test` leaves out
 gpu: $(READY)
 	.venv/bin/python -m pytest -m gpu -rs
+	.venv/bin/python -m benchmarks gpu
 
 # what was done for this commit is not done again; as root, for its SLURM, its small disks and its cut connections
 chaos: $(READY) cluster-deps

@@ -8,10 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+
 from benchmarks import (
     checkpoint,
     curves,
     gauges,
+    gpu,
     launch,
     memory,
     plan,
@@ -39,7 +42,9 @@ BENCHMARKS = {
     "gauges": gauges.run,
     "storage": storage.run,
     "sweep": sweep.run,
+    "gpu": gpu.run,
 }
+NEED_GPU = {"gpu"}
 RESULTS = Path(__file__).parent / "results.md"
 PREFACE = """# Speed
 
@@ -53,6 +58,9 @@ def main(names: list[str]) -> None:
     if unknown:
         sys.exit(f"benchmark {unknown[0]!r}: expected some of {', '.join(BENCHMARKS)}, or none for all")
     for name in names or BENCHMARKS:
+        if name in NEED_GPU and not torch.cuda.is_available():
+            print(f"{name}: skipped: torch finds no GPU on this machine", file=sys.stderr)
+            continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         load = report.load()
         section = BENCHMARKS[name]()

@@ -74,3 +74,62 @@ def test_checkpoint_of_a_gpu_resumes_on_a_cpu(training: Project) -> None:
     assert training.finish(folder)["state"] == "COMPLETED"
     assert "device cpu" in log(folder, 0, attempt=2)
     assert weights(folder) == pytest.approx(weights(whole), abs=1e-5)
+
+
+MEMORY = """
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    def train(run, rows: int = 4096, gib: float = 0.0, steps: int = 6):
+        if gib and run.rank == 1:
+            whole = torch.cuda.get_device_properties(run.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole)
+        run.seed(0)
+        model = run.wrap(nn.Sequential(*(Block(1024) for _ in range(12))), blocks=(Block,))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        features = torch.randn(rows * 2, 1024, generator=torch.Generator().manual_seed(1))
+        data = run.loader(torch.utils.data.TensorDataset(features), batch_size=rows)
+        state = run.restore(model=model, optimizer=optimizer, data=data)
+        for epoch in state.epochs(steps // 2):
+            for (batch,) in data:
+                run.gradients(lambda part: model(part).square().mean(), batch)
+                run.update(optimizer)
+            run.report(epoch, loss=0.0)
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        norm = sum(each.detach().double().square().sum() for each in model.parameters()).sqrt().item()
+        return {"allocated": allocated, "reserved": reserved, "norm": norm}
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--precision", "bf16")], ids=["fp32", "bf16"])
+def test_planned_memory_is_what_the_gpu_holds(project: Project, options: tuple[str, ...]) -> None:
+    project.write("train.py", MEMORY)
+    words = ("train.py", "--gpus-per-node", "1", *options)
+    planned = project.json("submit", "--executor", "local", "--dry-run", "--fit", *words)["memory"]["peak"]
+    folder = run(project, *words[1:])
+    found = json.loads((folder / "result.json").read_text())["result"]
+    assert planned == pytest.approx(found["allocated"], rel=0.1)
+    assert planned == pytest.approx(found["reserved"], rel=0.1)
+
+
+def test_gpu_that_is_full_on_one_rank_makes_all_ranks_split_their_batches(project: Project) -> None:
+    """Two ranks share a GPU, of which one may use only a small part."""
+    project.write("train.py", MEMORY)
+    words = ("--gpus-per-node", "1", "--ntasks-per-node", "2")
+    whole = run(project, *words)
+    # parameters, gradients and optimizer state take 2 GiB, and the activations of 16,384 rows 8 GiB
+    short = run(project, *words, "rows=32768", "gib=4")
+    assert (short / "memory.json").exists()
+    assert not (whole / "memory.json").exists()
+    unlimited = run(project, *words, "rows=32768")
+    norms = [json.loads((folder / "result.json").read_text())["result"]["norm"] for folder in (short, unlimited)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
