@@ -211,6 +211,16 @@ class Layout:
         """Number of ranks that work on the same batch."""
         return self.tensor * self.pipeline
 
+    @property
+    def exchanges_in_backward(self) -> bool:
+        """Whether ranks that share a model exchange nothing but gradients, so that the rest of a step is their own."""
+        return not self.is_sharded and self.ranks_per_batch == 1
+
+    @property
+    def waits_in_backward(self) -> bool:
+        """Whether ranks wait for each other in the backward pass, and nowhere else in a step."""
+        return self.data > 1 and self.exchanges_in_backward
+
     def data_rank(self, rank: int) -> int:
         """Return the index of a rank's part of each batch."""
         return rank // self.tensor % self.data

@@ -109,9 +109,9 @@ class LoopControl:
         """Wait until all ranks make this call, and collect their requests."""
         self._exchange(call)
 
-    def sync_report(self, numbers: list[float]) -> list[tuple[float, ...]]:
-        """Wait until all ranks report, and return the numbers of each rank."""
-        return [*zip(*self._exchange(Call.REPORT, numbers=numbers)[1], strict=True)]
+    def gather(self, call: Call, numbers: list[float]) -> list[tuple[float, ...]]:
+        """Wait until all ranks make this call, and return the numbers of each rank."""
+        return [*zip(*self._exchange(call, numbers=numbers)[1], strict=True)]
 
     def any_rank(self, is_so: bool, call: Call = Call.SAVE) -> bool:
         """Return whether `is_so` is true on any rank."""
@@ -197,7 +197,7 @@ class LoopControl:
         if (is_restored and not self.has_gradients) or not self.keeps:
             self.saver.release()
             self._act(in_pass=True, save=self.saver.is_due_at(self._position.step))
-            if is_restored:
+            if is_restored and self.keeps:
                 self._hold_at_last(loader)
         else:
             if is_restored:

@@ -136,7 +136,6 @@ class Parts:
 
     def _evaluates(self) -> None:
         self.alive()
-        self.gauges.interrupt()
         self._mistakes.evaluate_batch()
 
     def differentiated(self) -> None:

@@ -12,12 +12,14 @@ from mgpu_slurm.data.batch_cutting import MicroBatchSize
 from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.collectives import Collectives
+from mgpu_slurm.rank.step_sync import Call
 from mgpu_slurm.request.parallelism import Layout
+from mgpu_slurm.run_folder.speed_records import Interval
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.speed.curves import Stragglers, curves
 from mgpu_slurm.training.speed.flops import FlopCount
-from mgpu_slurm.training.speed.gauges import Gauges, Interval
+from mgpu_slurm.training.speed.gauges import Gauges
 
 
 class Reporting:
@@ -64,7 +66,9 @@ class Reporting:
         numbers = as_numbers(metrics)
         if self._reporter is not None and self._loop_control.keeps and saver.hear_report(position.step, numbers):
             self._loop_control.save_wanted = True
-        ranks = [Interval(*numbers) for numbers in self._loop_control.sync_report(self._gauges.take().numbers())]
+        ranks = [
+            Interval(*numbers) for numbers in self._loop_control.gather(Call.REPORT, self._gauges.take().numbers())
+        ]
         if progress <= position.progress:
             raise UserError(
                 f"report(progress={progress}): progress must increase, starting at 1 (last value: {position.progress})"

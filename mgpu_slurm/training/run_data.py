@@ -47,6 +47,7 @@ class RunData:
         """
         self._loop_control = loop_control
         self._models = models
+        self._gauges = gauges
         self._run_of_loader = RunOfLoader(
             data_rank,
             data_ranks,
@@ -77,6 +78,7 @@ class RunData:
         self.accumulation = Accumulation(batch_weights, data_ranks, size, models.without_exchange)
 
     def _begin_evaluation(self) -> None:
+        self._gauges.evaluates()
         self._loop_control.begin_evaluation()
         self._models.broadcast_buffers()
 

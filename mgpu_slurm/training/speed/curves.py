@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from mgpu_slurm.request.parallelism import Layout
-from mgpu_slurm.training.speed.gauges import Interval
+from mgpu_slurm.run_folder.speed_records import Interval
 
 REPORTS = 3
 """Number of consecutive reports after which a rank is named."""
@@ -33,7 +33,7 @@ def curves(ranks: Sequence[Interval], layout: Layout) -> dict[str, float]:
         found["speed/forward"] = statistics.fmean(rank.forward / rank.seconds for rank in ranks)
     if tokens := sum(rank.tokens for rank in ranks):
         found["speed/tokens_per_second"] = tokens / layout.ranks_per_batch / seconds
-    if _waits_in_backward(layout) and any(rank.backward for rank in ranks):
+    if layout.waits_in_backward and any(rank.backward for rank in ranks):
         least = min(rank.backward for rank in ranks)
         found["speed/communication_wait"] = statistics.fmean((rank.backward - least) / rank.seconds for rank in ranks)
     if reserved := max(rank.reserved for rank in ranks):
@@ -46,16 +46,11 @@ def curves(ranks: Sequence[Interval], layout: Layout) -> dict[str, float]:
     return found
 
 
-def _waits_in_backward(layout: Layout) -> bool:
-    """Return whether ranks wait for each other in the backward pass only, so that the rest of a step is their own."""
-    return layout.data > 1 and not layout.is_sharded and layout.ranks_per_batch == 1
-
-
 class Stragglers:
     """Finds a rank that is slower than the others in several reports in a row."""
 
     def __init__(self, layout: Layout) -> None:
-        self._reasons = ["waited", "forward"] if _waits_in_backward(layout) else ["waited"]
+        self._reasons = ["waited", "forward"] if layout.waits_in_backward else ["waited"]
         self._found: tuple[int, str] | None = None
         self._reports = 0
         self._named: set[tuple[int, str]] = set()

@@ -3,49 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
 from mgpu_slurm.data.nests import children_of
+from mgpu_slurm.run_folder.speed_records import Interval
 from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
 
 MOST_EVENTS = 256
 """Number of passes of each kind that are timed on a GPU between two reports."""
-
-
-@dataclass
-class Interval:
-    """The steps of one rank between two reports."""
-
-    seconds: float = 0.0
-    """From the beginning of the fetch of each step's first batch to the end of the step; without a `run.loader`, from
-    the end of the step before."""
-    steps: float = 0.0
-    samples: float = 0.0
-    tokens: float = 0.0
-    """Number of integers in the first tensor of each batch, if that has two dimensions."""
-    waited: float = 0.0
-    """Seconds for batches of the loader."""
-    forward: float = 0.0
-    """Seconds from each batch, or backward pass, to the next backward pass."""
-    backward: float = 0.0
-    """Seconds of backward passes, in which copies of a model exchange their gradients."""
-    allocated: float = 0.0
-    """Peak bytes of tensors on the GPU."""
-    reserved: float = 0.0
-    """Peak bytes that torch has taken from the GPU."""
-    gpu_utilization: float = 0.0
-    """Part of the time in which the rank's GPUs run a kernel."""
-    gpu_power: float = 0.0
-    """Watts of these GPUs."""
-    gpu_memory: float = 0.0
-    """Peak bytes used on one of them, by all processes; 0 if nothing is known of them."""
-
-    def numbers(self) -> list[float]:
-        """Return the values, to be sent to other ranks."""
-        return list(astuple(self))
 
 
 class Gauges:
@@ -64,7 +31,7 @@ class Gauges:
         self._begun: float | None = None
         """When the current step began; None between a step and the next batch."""
         self._ended: float | None = None
-        """When the step before ended; None if something else followed, such as an evaluation."""
+        """When the step before ended; None if the time since then belongs to no step."""
         self._last: Any = None
         """The end of the pass, or of the fetch, before."""
         self._forward = _Passes(device)
@@ -78,7 +45,8 @@ class Gauges:
             count: number of samples that this rank has of it.
         """
         if self._begun is None:
-            self._begun = begun
+            # on a GPU, the time of a step passes where the job reads its loss
+            self._begun = begun if self._ended is None else self._ended
         self._now.waited += time.perf_counter() - begun
         self._now.samples += count
         self.samples_of_step += count
@@ -100,20 +68,22 @@ class Gauges:
     def step_done(self) -> None:
         """Record the end of a step."""
         now = time.perf_counter()
+        # without a run.loader, a step begins with the end of the one before
         begun = self._ended if self._begun is None else self._begun
         if begun is not None:
             self._now.seconds += now - begun
             self._now.steps += 1
         self._begun, self._last, self._ended, self.samples_of_step = None, None, now, 0
 
-    def interrupt(self) -> None:
-        """Record that what follows a step does not belong to the next one, such as an evaluation."""
+    def evaluates(self) -> None:
+        """Record that the time since the last step belongs to an evaluation."""
         self._ended = None
 
     def take(self) -> Interval:
         """Return what was measured since the last call."""
-        self.interrupt()
         taken, self._now = self._now, Interval()
+        # a report follows
+        self._ended = None
         taken.forward, taken.backward = self._forward.take(), self._backward.take()
         if self._device.type == "cuda":
             taken.allocated = torch.cuda.max_memory_allocated(self._device)

@@ -17,11 +17,12 @@ from mgpu_slurm.core.files import read_json, read_jsonl
 from mgpu_slurm.reports import status
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.speed_records import Interval
 from mgpu_slurm.training import reporting
 from mgpu_slurm.training.run import Run
 from mgpu_slurm.training.speed import gauges
 from mgpu_slurm.training.speed.curves import Stragglers, curves
-from mgpu_slurm.training.speed.gauges import Gauges, Interval
+from mgpu_slurm.training.speed.gauges import Gauges
 from tests.ranks import run_ranks
 
 USUAL = Interval(seconds=10.0, steps=100, samples=3200, waited=0.2, forward=3.0, backward=6.0)
@@ -132,11 +133,30 @@ class TestGauges:
             clock[0] += 1000
             measured.backward_ends()
             measured.step_done()
-            # an evaluation, a report
+            measured.evaluates()
             clock[0] += 10_000
         found = measured.take()
         assert found == Interval(2 * 1115.0, 2, 16, 256, 2 * 11.0, 2 * 101.0, 2 * 1001.0)
         assert measured.take() == Interval()
+
+    def test_time_between_steps_counts_unless_it_is_an_evaluation_or_a_report(self, clock: list[float]) -> None:
+        measured = Gauges(torch.device("cpu"))
+
+        def step(before: float) -> None:
+            clock[0] += before
+            measured.fetched(gauges.time.perf_counter(), 8, {})
+            measured.step_done()
+
+        step(before=100)
+        # a job that reads its loss
+        step(before=100)
+        measured.evaluates()
+        step(before=100)
+        # a step looks at the clock four times, and begins with the first of them
+        found = measured.take()
+        assert (found.steps, found.seconds) == (3, 3 + 104 + 3)
+        step(before=100)
+        assert measured.take().seconds == 3
 
     def test_micro_batches_of_a_step_add_up(self, clock: list[float]) -> None:
         measured = Gauges(torch.device("cpu"))
