@@ -17,7 +17,7 @@ from mgpu_slurm.core.errors import MgpuError, UserError
 
 COMMANDS = [
     *(setup.init, setup.doctor),
-    *(submit.submit, submit.resume),
+    *(submit.submit, submit.resume, submit.scaling),
     *(manage.status, manage.logs, manage.wait, manage.cancel, manage.clean, manage.shell),
     *(sweeps.sweep, sweeps.best, sweeps.repair),
     *(results.why, results.aggregate, results.tensorboard, results.profile, results.export),
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         fix = f": see `{context.command_path} --help`" if context else ""
-        if isinstance(error, click.NoSuchOption) and words[0] == "submit":
+        if isinstance(error, click.NoSuchOption) and words[0] in ("submit", "scaling"):
             fix = f" (config values have no dashes: lr=0.1; a command goes after `--`){fix}"
         fail(error.format_message().rstrip(".") + fix, UserError.exit_code)
     except MgpuError as error:

@@ -11,8 +11,8 @@ import click
 if TYPE_CHECKING:
     from mgpu_slurm.request.spec import Flags
 
-_RESOURCE_FLAGS = [
-    click.option("--nodes", type=int, metavar="N", help="Nodes."),
+_NODES = click.option("--nodes", type=int, metavar="N", help="Nodes.")
+_FLAGS_OF_A_NODE = [
     click.option("--ntasks-per-node", type=int, metavar="N", help="Ranks per node."),
     click.option("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 0 for none."),
     click.option("--cpus-per-task", type=int, metavar="N", help="CPU cores per rank."),
@@ -27,12 +27,17 @@ _RESOURCE_FLAGS = [
     click.option("--reservation", metavar="NAME"),
     click.option("--sbatch", "extra", multiple=True, metavar="KEY=VALUE", help="Any other sbatch option; repeatable."),
 ]
-"""Options of `submit`, `resume` and `doctor`, in sbatch's words."""
+"""Options of `submit`, `resume`, `scaling` and `doctor`, in sbatch's words."""
 
 
 def resource_flags(command: Any) -> Any:
     """Add the options for nodes, GPUs and other resources that sbatch reserves."""
-    for flag in reversed(_RESOURCE_FLAGS):
+    return _NODES(resource_flags_of_a_node(command))
+
+
+def resource_flags_of_a_node(command: Any) -> Any:
+    """Add these options without the number of nodes."""
+    for flag in reversed(_FLAGS_OF_A_NODE):
         command = flag(command)
     return command
 

@@ -1,7 +1,9 @@
-"""Start runs: `submit` and `resume`."""
+"""Start runs: `submit`, `resume` and `scaling`."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +15,33 @@ from mgpu_slurm.cli.options import (
     parallelism_flags,
     profile_flag,
     resource_flags,
+    resource_flags_of_a_node,
     resource_values,
     restart_flags,
     stage_flag,
 )
-from mgpu_slurm.cli.output import follow_to_the_end, how_to_follow, print_json, print_lines, print_note
+from mgpu_slurm.cli.output import INTERRUPTED, follow_to_the_end, how_to_follow, print_json, print_lines, print_note
 from mgpu_slurm.core.errors import UserError
 
-
-@click.command()
-@click.argument("words", nargs=-1, metavar="[TARGET] [key=value ...] | -- COMMAND ...")
-@click.option(
+_config_option = click.option(
     "--config", "config_file", type=click.Path(path_type=Path), help="YAML file with values for the job's config."
 )
-@resource_flags
-@click.option(
+_executor_option = click.option(
     "--executor",
     default="auto",
     metavar="NAME",
     help="auto, slurm, allocation (your current salloc) or local; auto is slurm if there is an sbatch, else local."
     "  [default: auto]",
 )
-@click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
+_cluster_option = click.option("--cluster", metavar="NAME", help="One of the clusters in mgpu.yaml.")
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[TARGET] [key=value ...] | -- COMMAND ...")
+@_config_option
+@resource_flags
+@_executor_option
+@_cluster_option
 @click.option("--name", metavar="NAME", help="First part of the run's name.  [default: the target's]")
 @restart_flags(of_new_runs=True)
 @parallelism_flags
@@ -120,20 +127,14 @@ def _request(
     dry_run: bool,
     **options: Any,
 ) -> Any:
-    from mgpu_slurm.request import config as configs
     from mgpu_slurm.request.parallelism import Parallelism
     from mgpu_slurm.request.spec import RESOURCE_FLAGS, RestartPolicy
     from mgpu_slurm.submission.plan import Request
 
-    targets = [word for word in words if "=" not in word]
-    if len(targets) > 1:
-        raise UserError(f"got two targets, {targets[0]!r} and {targets[1]!r}; to run a command put it after `--`")
-    values = configs.read_yaml(config_file) if config_file is not None else {}
-    values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
+    target, values = _target_and_values(words, config_file)
     flags = resource_values({name: options.pop(name) for name in RESOURCE_FLAGS}, extra)
     restart = RestartPolicy.taken_from(options)
     parallelism = Parallelism.taken_from(options)
-    target = targets[0] if targets else None
     return Request(
         target=target,
         command=command,
@@ -144,6 +145,17 @@ def _request(
         dry_run=dry_run,
         **options,
     )
+
+
+def _target_and_values(words: tuple[str, ...], config_file: Path | None) -> tuple[str | None, dict[str, object]]:
+    from mgpu_slurm.request import config as configs
+
+    targets = [word for word in words if "=" not in word]
+    if len(targets) > 1:
+        raise UserError(f"got two targets, {targets[0]!r} and {targets[1]!r}; to run a command put it after `--`")
+    values = configs.read_yaml(config_file) if config_file is not None else {}
+    values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
+    return targets[0] if targets else None, values
 
 
 def _show_rehearsal(plan: Any, fit: Any, check: bool, as_json: bool) -> None:
@@ -219,3 +231,82 @@ def resume(
         follow_to_the_end(found.name, after_attempt=attempts)
     else:
         print(how_to_follow(found.name))
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[TARGET] [key=value ...]")
+@_config_option
+@click.option("--nodes", "sizes", required=True, metavar="N,N,...", help="Numbers of nodes, such as 1,2,4.")
+@resource_flags_of_a_node
+@_executor_option
+@_cluster_option
+@click.option("--name", metavar="NAME", help="First part of the runs' names.  [default: the target's]")
+@parallelism_flags
+@click.option("--scale", metavar="KEY", help="Multiply this config value, such as batch_size, by the number of nodes.")
+@click.option("--steps", default=20, metavar="N", show_default=True, help="Optimizer steps to measure.")
+@click.option("--warm-up", default=5, metavar="N", show_default=True, help="Optimizer steps before them.")
+@json_flag
+@click.pass_obj
+def scaling(
+    command: tuple[str, ...],
+    /,
+    words: tuple[str, ...],
+    config_file: Path | None,
+    sizes: str,
+    scale: str | None,
+    extra: tuple[str, ...],
+    steps: int,
+    warm_up: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Show how the speed of a job grows with its nodes.
+
+    It runs the job on each number of nodes, for a few optimizer steps and without saving anything, and shows the
+    speed, and where the rest of the time goes. In a queue all sizes start together, elsewhere one after the other.
+
+    By default, all sizes divide the same batch (strong scaling). With --scale, the batch grows with the nodes (weak
+    scaling): the value that you give, or the job's default, is that of the smallest size.
+
+    \b
+      mgpu-slurm scaling train.py:train --nodes 1,2,4 --gpus-per-node 4 --time 10
+      mgpu-slurm scaling train.py:train --nodes 1,2,4 --scale batch_size batch_size=256
+    """
+    from mgpu_slurm.request.parallelism import Parallelism
+    from mgpu_slurm.request.spec import RESOURCE_FLAGS, Measurement
+    from mgpu_slurm.submission import scaling_runs
+    from mgpu_slurm.submission.plan import Request
+
+    if command:
+        raise UserError(f"scaling measures a job function, not the command {command[0]!r}: name a function")
+    target, values = _target_and_values(words, config_file)
+    flags = resource_values({name: options.pop(name) for name in RESOURCE_FLAGS if name in options}, extra)
+    parallelism, measurement = Parallelism.taken_from(options), Measurement(steps, warm_up)
+    request = Request(target, (), values, flags, parallelism=parallelism, measurement=measurement, **options)
+    runs = scaling_runs.planned(request, scaling_runs.sizes_from(sizes), scale, print_note)
+    is_interrupted = False
+    try:
+        scaling_runs.run_all(runs, print_note)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        for name in scaling_runs.cancel(runs):
+            print_note(f"cancelled {name}")
+    is_complete = _show_scaling(runs, warm_up, scale, as_json)
+    if is_interrupted or not is_complete:
+        sys.exit(INTERRUPTED if is_interrupted else 1)
+
+
+def _show_scaling(runs: Sequence[Any], warm_up: int, scale: str | None, as_json: bool) -> bool:
+    """Print what runs have measured; return whether all of them have."""
+    from mgpu_slurm.reports import scaling as reports
+
+    submitted = [run.plan for run in runs if run.folder is not None]
+    if not submitted:
+        # the same mistake in all sizes, which is not a result
+        raise runs[0].error or KeyboardInterrupt
+    found = reports.Scaling(submitted[0].spec.target.label, warm_up, scale, reports.sizes_of(runs))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_lines(found.lines())
+    return found.is_complete

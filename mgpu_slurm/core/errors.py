@@ -68,6 +68,17 @@ class TrialPruned(SystemExit):
         self.reason = reason
 
 
+class RunMeasured(SystemExit):
+    """Raised on all ranks at the last step of a run that only measures its speed.
+
+    Like `RunStopped` it is not caught by a job's `except Exception`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+
 def nearest(word: str, known: list[str]) -> str:
     """Return ` (did you mean 'lr'?)` if one of the known words is close, else the list of them."""
     import difflib

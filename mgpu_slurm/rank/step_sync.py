@@ -47,6 +47,7 @@ class Call(IntEnum):
     PASS = 9
     END = 10
     MEMORY = 11
+    MEASURE = 12
 
     @property
     def words(self) -> str:
@@ -63,6 +64,7 @@ class Call(IntEnum):
             Call.PASS: "the start of a pass over a stream or a sampler",
             Call.END: "the end of a stream",
             Call.MEMORY: "an exchange in run.gradients()",
+            Call.MEASURE: "the last step that is measured",
         }[self]
 
 

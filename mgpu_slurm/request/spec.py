@@ -126,6 +126,26 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """The optimizer steps after which a run that only measures its speed ends."""
+
+    steps: int
+    """Number of steps that are measured."""
+    warm_up: int
+    """Number of steps before them."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"--steps {self.steps}: expected at least 1")
+        if self.warm_up < 0:
+            raise UserError(f"--warm-up {self.warm_up}: expected 0 or more")
+
+    @property
+    def last_step(self) -> int:
+        return self.warm_up + self.steps
+
+
+@dataclass(frozen=True)
 class Spec:
     """A submitted run, complete: `resume` needs nothing else."""
 
@@ -163,6 +183,8 @@ class Spec:
     """Absolute paths of data sets to copy to the disk of each node."""
     stage_to: str | None = None
     """The folder there, with variables of the node; None for that of temporary files."""
+    measurement: Measurement | None = None
+    """Ends the run once its speed is measured; None for the whole job."""
     cluster: str | None = None
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs before the ranks start."""

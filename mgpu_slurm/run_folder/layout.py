@@ -270,6 +270,11 @@ class RunFolder:
         return self.profile / f"{attempt}-{rank}.json.gz"
 
     @property
+    def speed(self) -> Path:
+        """The steps of a run that only measures its speed."""
+        return self.path / "speed.json"
+
+    @property
     def failure(self) -> Path:
         return self.path / "failure.json"
 

@@ -43,6 +43,16 @@ class Interval:
         """Return the values, to be sent to other ranks."""
         return list(astuple(self))
 
+    def __add__(self, later: Interval) -> Interval:
+        """Return both intervals as one. The use of the GPUs is that of the later one."""
+        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
+        peaks = {name: max(getattr(self, name), getattr(later, name)) for name in _PEAKS}
+        return replace(later, **sums, **peaks)
+
+
+_SUMS = ("seconds", "steps", "samples", "tokens", "waited", "forward", "backward")
+_PEAKS = ("allocated", "reserved", "gpu_memory")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedRecord(Record):

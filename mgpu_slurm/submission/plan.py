@@ -27,6 +27,7 @@ from mgpu_slurm.request.parallelism import DEFAULT_PARALLELISM, Parallelism
 from mgpu_slurm.request.spec import (
     DEFAULT_POLICY,
     Flags,
+    Measurement,
     RestartPolicy,
     Spec,
     Target,
@@ -83,6 +84,8 @@ class Request:
     """Runs that have to complete first."""
     after_any: tuple[str, ...] = ()
     """Runs that have to end first, whatever their outcome."""
+    measurement: Measurement | None = None
+    """Ends the run once its speed is measured; its name then has the number of nodes."""
     project: Path | None = None
     """The folder to snapshot; None for the target's project."""
     dry_run: bool = False
@@ -171,7 +174,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
     signal, lead = announcement(request.restart.signal or _site_signal(chosen, limit), limit, executor.is_queued)
     tasks, at_once = _tasks(request, executor)
     spec = Spec(
-        run=_name(request, target),
+        run=_name(request, target, resolved.resources.nodes),
         target=target,
         executor=executor.name,
         resources=resolved.resources,
@@ -190,6 +193,7 @@ def make(request: Request, cwd: Path, runs: Path, note: Note = quiet) -> Plan:
         profile=request.profile,
         stage=tuple(_staged(path, cwd) for path in request.stage),
         stage_to=chosen.stage_to,
+        measurement=request.measurement,
         cluster=chosen.name or None,
         setup=tuple(chosen.setup),
         rename=chosen.rename,
@@ -216,11 +220,12 @@ def _staged(path: str, cwd: Path) -> str:
     return str(found)
 
 
-def _name(request: Request, target: Target) -> str:
+def _name(request: Request, target: Target, nodes: int) -> str:
     if request.workers is not None:
         assert request.name is not None
         return request.name
-    return _run_name(_short_name(target) if request.name is None else request.name)
+    name = _short_name(target) if request.name is None else request.name
+    return _run_name(name if request.measurement is None else f"{name}-{nodes}n")
 
 
 def _tasks(request: Request, executor: Executor) -> tuple[int | None, int | None]:

@@ -15,11 +15,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_slurm.core import log_lines, retry
-from mgpu_slurm.core.errors import MgpuError, RunStopped, UserError
+from mgpu_slurm.core.errors import MgpuError, RunMeasured, RunStopped, UserError
 from mgpu_slurm.core.files import read_json, set_umask_for, write_json, write_whole
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.job import output, socket_handoff
@@ -136,23 +137,36 @@ def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
 
 
 def _train(rank: Rank, stop: StopFlag) -> None:
-    from mgpu_slurm.training.run import Run
-
     job = job_function(rank.spec, rank.folder)
     config = _config(rank, job)
-    with joined(rank) as device:
-        made = Run(
-            rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog_of(rank), layout=layout_of(rank)
-        )
-        with closing(made) as run, reporting_errors(rank, run.await_save):
-            try:
-                result = job.call(run, config)
-                run.finish()
-            except Exception as error:
-                run.note_failure(error)
-                raise
-            if run.is_main:
-                _write_result(rank, run, result)
+    with (
+        joined(rank) as device,
+        closing(_new_run(rank, device, stop)) as run,
+        reporting_errors(rank, run.await_save),
+    ):
+        try:
+            result = job.call(run, config)
+            run.finish()
+        except RunMeasured as measured:
+            log_lines.say(measured.reason)
+            result = None
+        except Exception as error:
+            run.note_failure(error)
+            raise
+        if run.is_main:
+            _write_result(rank, run, result)
+
+
+def _new_run(rank: Rank, device: torch.device, stop: StopFlag) -> Run:
+    from mgpu_slurm.training.run import Run
+
+    make: Callable[..., Run] = Run
+    if rank.spec.measurement is not None:
+        from mgpu_slurm.training.speed.measured_run import MeasuredRun
+
+        make = partial(MeasuredRun, rank.spec.measurement)
+    watchdog, layout = watchdog_of(rank), layout_of(rank)
+    return make(rank.facts, rank.folder.path, device, rank.attempt, stop, watchdog=watchdog, layout=layout)
 
 
 def _config(rank: Rank, job: JobFunction) -> Any:

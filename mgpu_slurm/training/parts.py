@@ -71,6 +71,8 @@ class Parts:
         self.size = MicroBatchSize()
         self._sampler = GpuSampler(devices)
         self.gauges = Gauges(device, self._sampler)
+        self.measure_step = self.gauges.step_done
+        """Called at the end of each optimizer step."""
         self._flops = FlopCount(self.models, layout, device)
         self._profiling = profiling(facts, files, attempt)
         self.found_size = FoundSize(self.size, layout, device, files, attempt, rank)
@@ -176,13 +178,13 @@ class Parts:
         self.loop_control.step_done()
         self.models.step_done()
         self._flops.step_done(self.gauges.samples_of_step)
-        self.gauges.step_done()
         if self._profiling is not None:
             self._profiling.step_done(self.position.step)
         self._mistakes.step_done()
         self.alive()
         if self.reporter is not None:
             self.reporter.step_done(self.position.step)
+        self.measure_step()
 
     def close(self, waits: bool) -> None:
         """See `Run.close`."""
