@@ -179,9 +179,12 @@ class Scaling:
 
     def lines(self) -> list[str]:
         """Return the lines to show: a table of the speed, one of the lost time, and why sizes failed."""
-        batch = "the same batch for all" if self.scaled is None else f"{self.scaled} grows with the nodes"
-        kind = "strong" if self.scaled is None else "weak"
-        told = [f"scaling of {self.target}, {batch} ({kind} scaling), after {counted(self.warm_up, 'step')} of warm-up"]
+        strong, weak = (
+            "strong scaling: all sizes divide the same batch",
+            f"weak scaling: {self.scaled} grows with the nodes",
+        )
+        told = [f"scaling of {self.target}, after {counted(self.warm_up, 'step')} of warm-up"]
+        told += [strong if self.scaled is None else weak]
         found = rows(self.sizes)
         cells = {row.size.nodes: _cells(row) for row in found}
         told += ["", *_table([HEADER, *(cells.get(size.nodes) or _cells_of_failed(size) for size in self.sizes)])]
@@ -235,12 +238,14 @@ def _lost_cells(found: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def _part(seconds: float, ideal: float) -> str:
-    return f"{_milliseconds(seconds)} {seconds / ideal:.0%}"
+    # not -0%
+    return f"{_milliseconds(seconds)} {round(100 * seconds / ideal)}%"
 
 
 def _milliseconds(seconds: float) -> str:
     value = 1e3 * seconds
-    return f"{value:,.1f}" if abs(value) < 100 else f"{value:,.0f}"
+    # not -0.0
+    return f"{round(value, 1) + 0.0:,.1f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def _rate(value: float) -> str:
@@ -257,4 +262,5 @@ def _table(cells: Sequence[Sequence[str]]) -> list[str]:
 
 def _failure(size: Size) -> str:
     told = ": ".join(filter(None, (counted(size.nodes, "node"), size.state, size.problem)))
-    return told if size.run is None else f"{told} (see `{program()} why {size.run}`)"
+    has_ended = size.run is not None and not states.is_alive(size.state)
+    return f"{told} (see `{program()} why {size.run}`)" if has_ended else told
