@@ -18,6 +18,7 @@ from mgpu_slurm.request.spec import Measurement
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.speed_records import Interval, SpeedRecord
 from mgpu_slurm.training.run import Run
+from mgpu_slurm.training.speed import gauges
 from mgpu_slurm.training.speed.gauges import Gauges
 from mgpu_slurm.training.speed.measured_run import MeasuredRun
 
@@ -75,13 +76,38 @@ def test_steps_of_the_warm_up_do_not_count(measured: Make, tmp_path: Path, monke
     """They take a thousand seconds each, and one of them is before a report."""
     taken = iter([*[1000.0] * 5, *[1.0] * 6])
 
-    def step_done(gauges: Gauges) -> None:
-        gauges._now += Interval(seconds=next(taken), steps=1)
+    def step_done(own: Gauges) -> None:
+        own._now += Interval(seconds=next(taken), steps=1)
 
     monkeypatch.setattr(Gauges, "step_done", step_done)
     with pytest.raises(RunMeasured):
         train(measured(Measurement(steps=6, warm_up=5)), epochs=1000)
     assert record_in(tmp_path).ranks[0].seconds == 6.0
+
+
+def test_code_between_steps_counts_but_evaluations_do_not(
+    measured: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(gauges.time, "perf_counter", lambda: now[0])
+    run = measured()
+    model = run.wrap(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(64, 4))
+
+    def job() -> None:
+        for (inputs,) in run.loader(data, batch_size=8):
+            run.backward(model(inputs).square().mean())
+            run.update(optimizer)
+            now[0] += 1
+            if run.step == 5:
+                for _ in run.shard(data):
+                    now[0] += 1000
+
+    with pytest.raises(RunMeasured):
+        job()
+    # before steps 4, 5, 7 and 8; steps 3 and 6 begin with the fetch of their batch
+    assert record_in(tmp_path).ranks[0].seconds == 4.0
 
 
 def test_shorter_job_is_measured_if_it_has_a_few_steps(measured: Make, tmp_path: Path) -> None:
