@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 MB = 1 << 20
-
 LOOK_UP_WITHIN = 15.0
 """Seconds; a resolver that does not answer takes at least that long."""
 

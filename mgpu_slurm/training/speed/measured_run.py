@@ -95,5 +95,5 @@ class MeasuredRun(Run):
                 f"the job ended after {counted(self._taken, 'step')}, of which {measurement.warm_up} are for warm-up:"
                 " give it more data or epochs, or a smaller --warm-up"
             )
-        if not all(rank.steps for rank in ranks):
+        if not any(rank.samples for rank in ranks):
             raise UserError("no step was measured: the job's batches do not come from run.loader")
