@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.data.randomness import RandomNumbers
+from mgpu_slurm.data.randomness import RandomNumbers, mixed
+from mgpu_slurm.data.sample_seeds import Part
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,6 @@ class Share:
 def share_of(total: int, data_rank: int, data_ranks: int) -> tuple[int, int]:
     """Return begin and end of the rank's share of `total` samples; shares differ by at most one sample."""
     return total * data_rank // data_ranks, total * (data_rank + 1) // data_ranks
-
-
-def mixed(seed: int, *parts: int) -> int:
-    """Return a 63-bit seed for several numbers, in practice different for different numbers."""
-    for part in parts:
-        seed = seed * 1_000_003 + part
-    return seed % 2**63
 
 
 def batches_of(samples: int, batch_size: int, drop_last: bool) -> int:
@@ -63,13 +57,24 @@ def size_of(dataset: Dataset[Any]) -> int:
     return size
 
 
-def _part(total: int, data_rank: int, data_ranks: int) -> Share:
+def _share(total: int, data_rank: int, data_ranks: int) -> Share:
     begin, end = share_of(total, data_rank, data_ranks)
     return Share(end - begin, total)
 
 
-class GlobalBatches(Sampler[list[int]]):
-    """This rank's indices of each global batch of an epoch, from a given batch on.
+def _part(batch: Sequence[int], data_rank: int, data_ranks: int, seed: int) -> Part:
+    """Return a rank's part of a global batch.
+
+    It may hold fewer samples than there are ranks; a rank without one computes on a stand-in of weight 0, because all
+    ranks must take part in the gradient's all-reduce.
+    """
+    begin, end = share_of(len(batch), data_rank, data_ranks)
+    places = range(begin, end) or range(1)
+    return Part(batch[places.start : places.stop], places, seed)
+
+
+class GlobalBatches(Sampler[Part]):
+    """This rank's parts of the global batches of an epoch, from a given batch on.
 
     The order depends only on seed and epoch, not on the world size or on where a run was interrupted.
     """
@@ -97,7 +102,7 @@ class GlobalBatches(Sampler[list[int]]):
     def shares(self) -> Iterator[Share]:
         """Return this rank's shares of the batches, from that on at which the epoch has begun."""
         totals = map(self._batch_total, range(self.first_batch, len(self)))
-        return (_part(total, self.data_rank, self.data_ranks) for total in totals)
+        return (_share(total, self.data_rank, self.data_ranks) for total in totals)
 
     def _batch_total(self, batch: int) -> int:
         return min(self.batch_size, self.size - batch * self.batch_size)
@@ -108,18 +113,16 @@ class GlobalBatches(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
         return cast("list[int]", torch.randperm(self._dataset_size, generator=generator).tolist())
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Part]:
         order = self._order()
-        for batch in range(self.first_batch, len(self)):
-            start = batch * self.batch_size
-            begin, end = share_of(self._batch_total(batch), self.data_rank, self.data_ranks)
-            # the last batch may hold fewer samples than there are ranks; a rank without one computes on a stand-in of
-            # weight 0, because all ranks must take part in the gradient's all-reduce
-            yield order[start + begin : start + end] or [order[start]]
+        for number in range(self.first_batch, len(self)):
+            start = number * self.batch_size
+            batch = order[start : start + self._batch_total(number)]
+            yield _part(batch, self.data_rank, self.data_ranks, mixed(self.seed, self.epoch, number))
 
 
-class ListedBatches(Sampler[list[int]]):
-    """This rank's indices of each global batch listed by the job's own sampler.
+class ListedBatches(Sampler[Part]):
+    """This rank's parts of the global batches listed by the job's own sampler.
 
     The sampler draws from generators seeded from seed and epoch, identically on all ranks, and lists a whole epoch.
     """
@@ -147,6 +150,7 @@ class ListedBatches(Sampler[list[int]]):
         self.data_rank = data_rank
         self._data_ranks = data_ranks
         self.seed = seed
+        self._epoch = 0
         self._first = 0
         self._lists: list[list[int]] = []
 
@@ -155,7 +159,7 @@ class ListedBatches(Sampler[list[int]]):
 
     def begin(self, epoch: int, first: int) -> None:
         """List the batches of an epoch, and begin at one of them."""
-        self._first = first
+        self._epoch, self._first = epoch, first
         seed = mixed(self.seed, epoch)
         samplers: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
         for each in samplers:
@@ -187,9 +191,9 @@ class ListedBatches(Sampler[list[int]]):
 
     def shares(self) -> Iterator[Share]:
         """Return this rank's shares of the batches, from that on at which the epoch has begun."""
-        return (_part(len(batch), self.data_rank, self._data_ranks) for batch in self._lists[self._first :])
+        return (_share(len(batch), self.data_rank, self._data_ranks) for batch in self._lists[self._first :])
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._lists[self._first :]:
-            begin, end = share_of(len(batch), self.data_rank, self._data_ranks)
-            yield batch[begin:end] or batch[:1]
+    def __iter__(self) -> Iterator[Part]:
+        for number in range(self._first, len(self)):
+            seed = mixed(self.seed, self._epoch, number)
+            yield _part(self._lists[number], self.data_rank, self._data_ranks, seed)

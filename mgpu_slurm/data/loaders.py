@@ -16,16 +16,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.batch_weights import BatchWeights
-from mgpu_slurm.data.batches import GlobalBatches, ListedBatches, Share, batches_of, mixed, size_of
+from mgpu_slurm.data.batches import GlobalBatches, ListedBatches, Share, batches_of, size_of
+from mgpu_slurm.data.device_copies import on_device
 from mgpu_slurm.data.loader_positions import LoaderPlace, LoaderPlaces
-from mgpu_slurm.data.nests import to_device
 from mgpu_slurm.data.passes import Pass
-from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch, as_it_is
+from mgpu_slurm.data.randomness import mixed
+from mgpu_slurm.data.sample_seeds import SeededReader
+from mgpu_slurm.data.streams import Drawn, Stream, StreamBatch
 from mgpu_slurm.data.workers import data_loader
 from mgpu_slurm.rank.step_sync import Call
 
@@ -53,7 +55,7 @@ class Source(Protocol):
         """Return whether it is known, without fetching it, that there is no batch of that number."""
 
     def take(self, batches: Iterator[Any], number: int) -> tuple[Share, Any]:
-        """Return this rank's share and samples of a batch.
+        """Return this rank's share and samples of a batch, on the device.
 
         Raises:
             Over: there is no batch of that number.
@@ -62,6 +64,10 @@ class Source(Protocol):
     @property
     def last_place(self) -> int | None:
         """The last batch of a pass at which a run can stop; None if not known yet."""
+
+    @property
+    def workers(self) -> int:
+        """The number of processes that read them."""
 
     @property
     def is_for_one_pass(self) -> bool:
@@ -89,10 +95,13 @@ class Indexed:
         """
         self.size, self.batch_size = batches.size, batches.batch_size
         self._batches = batches
+        self._device = device
         self._is_same = is_same
         self.order: int | None = None
         self.name = batches.name if isinstance(batches, ListedBatches) else type(dataset).__name__
-        self._workers, self._loader = _with_own_numbers(dataset, device, batch_sampler=batches, **options)
+        reader = SeededReader(dataset, options.pop("collate_fn", None) or default_collate)
+        self._loader = data_loader(reader, device, sampler=batches, **options)
+        self.workers = self._loader.num_workers
         # persistent workers have only one iterator
         self.is_for_one_pass = self._loader.persistent_workers
 
@@ -112,9 +121,9 @@ class Indexed:
                     "run.loader: the sampler yields different samples on each rank: draw from Python's, NumPy's or"
                     " torch's global generators, or from an attribute `generator`, which are seeded alike"
                 )
-        # different for each rank, epoch and first batch, and reproducible
-        self._workers.manual_seed(mixed(self._batches.seed, epoch, self._batches.data_rank, first))
-        return zip(self._batches.shares(), self._loader, strict=True)
+        # for `worker_init_fn`: different for each rank, epoch and first batch, and reproducible
+        self._loader.generator.manual_seed(mixed(self._batches.seed, epoch, self._batches.data_rank, first))
+        return on_device(zip(self._batches.shares(), self._loader, strict=True), self._device)
 
     def is_over(self, number: int) -> bool:
         return number >= len(self)
@@ -147,13 +156,15 @@ class Streamed:
         """
         self.batch_size = stream.batch_size
         self._stream = stream
+        self._device = device
         self._drawn = drawn
         self._sync = sync
         self._take_batch = take_batch
         self._first = 0
         self.order: int | None = None
         self.name = type(stream.dataset).__name__
-        self._workers, self._loader = _with_own_numbers(stream, device, batch_size=None, collate_fn=as_it_is, **options)
+        self._loader = data_loader(stream, device, **options)
+        self.workers = self._loader.num_workers
         self.last_place: int | None = None
 
     def __len__(self) -> int:
@@ -164,8 +175,8 @@ class Streamed:
     def begin(self, epoch: int, first: int) -> Iterator[Any]:
         self._stream.begin(epoch, first)
         self._first = first
-        self._workers.manual_seed(mixed(self._stream.seed, epoch, self._stream.data_rank, first))
-        return iter(self._loader)
+        self._loader.generator.manual_seed(mixed(self._stream.seed, epoch, self._stream.data_rank, first))
+        return on_device(self._loader, self._device)
 
     def is_over(self, number: int) -> bool:
         return False
@@ -183,14 +194,6 @@ class Streamed:
             self.order = batch.order
         self._take_batch()
         return batch.share, batch.samples
-
-
-def _with_own_numbers(
-    dataset: Dataset[Any], device: torch.device, **options: Any
-) -> tuple[torch.Generator, DataLoader[Any]]:
-    """Return a generator that seeds the workers, and a loader, so that torch's global generator is left to the job."""
-    generator = options.setdefault("generator", torch.Generator())
-    return generator, data_loader(dataset, device, **options)
 
 
 @dataclass(frozen=True)
@@ -218,8 +221,9 @@ class RunOfLoader:
     """Called with each batch of a stream."""
     places: LoaderPlaces
     batch_weights: BatchWeights
-    fetched: Callable[[float, int, Any], None]
-    """Called with each batch of a training loop: when it was asked for, this rank's number of samples, the batch."""
+    fetched: Callable[[float, int, int, Any], None]
+    """Called with each batch of a training loop: when it was asked for, the loader's number of workers, this rank's
+    number of samples, the batch."""
 
 
 def make_loader(
@@ -338,15 +342,14 @@ class Loader:
         self._run.at_boundary(self, place)
         begun = time.perf_counter()
         try:
-            share, samples = self._source.take(batches, number)
+            share, batch = self._source.take(batches, number)
         except Over:
             place.batch = before
             raise
         if place.batches == 1 and not place.continue_in(self._source.order):
             raise _in_other_order(self._source.name)
-        batch = to_device(samples, self._run.device)
         if torch.is_grad_enabled():
-            self._run.fetched(begun, share.count, batch)
+            self._run.fetched(begun, self._source.workers, share.count, batch)
         return self._run.batch_weights.hand_out(passing, share, batch)
 
     def _warn_of_evaluation(self) -> None:

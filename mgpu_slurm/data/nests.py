@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from enum import Enum
 from numbers import Number
 from pathlib import PurePath
@@ -37,6 +37,16 @@ def to_device(samples: Any, device: torch.device) -> Any:
         return samples if moved is None else moved
     children = children_of(samples)
     return samples if children is None else rebuilt(samples, [to_device(child, device) for child in children])
+
+
+def map_tensors(samples: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the same nest with every tensor changed, except those in objects with a method `to`."""
+    if isinstance(samples, torch.Tensor):
+        return change(samples)
+    if _is_plain(samples) or callable(getattr(samples, "to", None)):
+        return samples
+    children = children_of(samples)
+    return samples if children is None else rebuilt(samples, [map_tensors(child, change) for child in children])
 
 
 def leaves_of(samples: Any) -> list[Any]:

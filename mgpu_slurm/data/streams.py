@@ -19,9 +19,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.data.batches import Share, mixed, share_of
+from mgpu_slurm.data.batches import Share, share_of
 from mgpu_slurm.data.nests import CONSTANTS, children_of
-from mgpu_slurm.data.randomness import RandomNumbers
+from mgpu_slurm.data.randomness import RandomNumbers, mixed
+from mgpu_slurm.data.sample_seeds import apart_from_job, seed_collate
 from mgpu_slurm.rank.torch_adapter import as_only_worker
 
 
@@ -60,10 +61,12 @@ class Stream(IterableDataset[StreamBatch]):
         self._data_ranks = data_ranks
         self._epoch = 0
         self._first = 0
+        self.collate_seed = seed
 
     def begin(self, epoch: int, first: int) -> None:
         """Begin an epoch at one of its batches."""
         self._epoch, self._first = epoch, first
+        self.collate_seed = mixed(self.seed, epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -79,7 +82,9 @@ class Stream(IterableDataset[StreamBatch]):
             if number >= self._first and (number - self._first) % workers == worker:
                 digest_of_last = digest([len(samples), samples[-1]])
                 begin, end = share_of(len(samples), self.data_rank, self._data_ranks)
-                own = self._collate(samples[begin:end] or samples[:1])
+                with apart_from_job():
+                    seed_collate(mixed(self.collate_seed, number), begin)
+                    own = self._collate(samples[begin:end] or samples[:1])
                 share = Share(end - begin, len(samples))
                 yield StreamBatch(share, order if number == self._first else 0, digest_of_last, own)
 
@@ -166,8 +171,3 @@ def _digest_of_pickle(sample: Any) -> int:
     except Exception:
         return 0
     return zlib.crc32(pickled.getvalue())
-
-
-def as_it_is(batch: Any) -> Any:
-    """Return a stream's item unchanged, as it is already a batch. Spawned workers need a function with a name."""
-    return batch

@@ -21,20 +21,29 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, get_worker_info
 
+from mgpu_slurm.data.sample_seeds import SeededReader
+from mgpu_slurm.data.streams import Stream
+from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.rank.signals import ignore_stop_signals, lead_signal
 
 _PLACE_OF_PREEXEC_FN = 6
 """Index of `preexec_fn` among the positional arguments of `subprocess.Popen`."""
 
 
-def data_loader(dataset: Dataset[Any], device: torch.device, **options: Any) -> DataLoader[Any]:
-    """Return a DataLoader whose workers ignore the run's signals, and end when their rank ends them."""
+def data_loader(dataset: SeededReader | Stream, device: torch.device, **options: Any) -> DataLoader[Any]:
+    """Return a DataLoader whose workers ignore the run's signals, and end when their rank ends them.
+
+    Args:
+        dataset: its items are batches.
+    """
+    # torch's global generator, which seeds workers by default, is left to the job
+    options.setdefault("generator", torch.Generator())
     # module-level functions, because they are pickled for spawned workers
     options["worker_init_fn"] = functools.partial(set_up, options.get("worker_init_fn"))
     options.setdefault("pin_memory", device.type == "cuda")
-    return _DataLoader(dataset, **options)
+    return _DataLoader(dataset, batch_size=None, collate_fn=_as_it_is, **options)
 
 
 class _DataLoader(DataLoader[Any]):
@@ -43,6 +52,11 @@ class _DataLoader(DataLoader[Any]):
             return super().__iter__()
         with being_started(self.multiprocessing_context):
             return super().__iter__()
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Return a batch unchanged."""
+    return batch
 
 
 @contextmanager
@@ -84,6 +98,9 @@ def set_up(user_init: Callable[[int], None] | None, worker: int) -> None:
     threading.Thread(target=_end_with, args=(rank.pid,), name="sigterm", daemon=True).start()
     os.register_at_fork(after_in_child=_end_on_sigterm)
     subprocess.Popen.__init__ = _forking(subprocess.Popen.__init__)  # type: ignore[method-assign]
+    info: Any = get_worker_info()
+    # that of the job, in place of what reads it
+    torch_adapter.show_worker_dataset(info.dataset.dataset)
     if user_init is not None:
         user_init(worker)
 

@@ -195,3 +195,16 @@ def threads_per_rank(ranks_on_node: int) -> int:
     Too many threads cost more than too few: on 2 cores, 2 ranks ran 1.7 times slower with 2 threads each than with 1.
     """
     return int(os.environ.get("SLURM_CPUS_PER_TASK") or max(1, cores() // ranks_on_node))
+
+
+def own_cores(facts: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of cores of this rank: its own ones under SLURM, or its share of those of its node, which may
+    be simulated."""
+    visible = cores()
+    share = min(visible, int(environ.get("SLURM_CPUS_ON_NODE") or visible)) // facts.local_world_size
+    return max(1, min(visible, int(environ.get("SLURM_CPUS_PER_TASK") or share)))
+
+
+def most_cores(facts: RankInfo) -> int:
+    """Return the number of cores that each rank of this machine could have."""
+    return max(1, (os.cpu_count() or 1) // facts.local_world_size)

@@ -222,6 +222,14 @@ def as_only_worker() -> Iterator[None]:
         worker._worker_info = info
 
 
+def show_worker_dataset(dataset: Any) -> None:
+    """Make `get_worker_info` of this loader's worker return a dataset."""
+    from torch.utils.data._utils import worker
+
+    info: Any = worker.get_worker_info()
+    worker._worker_info = worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=dataset)
+
+
 # -- ranks
 
 

@@ -15,7 +15,6 @@ from mgpu_slurm.checkpoints.train_state import Keeper, Restored
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import RunStopped, UserError
 from mgpu_slurm.data import randomness
-from mgpu_slurm.data.batches import mixed
 from mgpu_slurm.data.loader_positions import LoaderPlace
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.data.streams import Drawn
@@ -91,7 +90,7 @@ class LoopControl:
         first = RankState.from_state_dict(restored.first)
         if first.grid != self._grid:
             # ranks that computed a layer together, or do so now, have to draw the same
-            seed = mixed(self.seed, restored.progress.step, self._random_rank)
+            seed = randomness.mixed(self.seed, restored.progress.step, self._random_rank)
             self._restore_random = partial(randomness.seed, seed)
         elif owns:
             # a rank that did not exist keeps its seed

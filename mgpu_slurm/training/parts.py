@@ -36,6 +36,7 @@ from mgpu_slurm.training.run_data import RunData
 from mgpu_slurm.training.speed.flops import FlopCount
 from mgpu_slurm.training.speed.gauges import Gauges
 from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
+from mgpu_slurm.training.speed.input_advice import InputAdvice
 from mgpu_slurm.training.speed.profiling import profiling
 from mgpu_slurm.training.step_counter import StepCounter
 from mgpu_slurm.training.wrap import Models
@@ -75,6 +76,10 @@ class Parts:
         """Called at the end of each optimizer step."""
         self._flops = FlopCount(self.models, layout, device)
         self._profiling = profiling(facts, files, attempt)
+        cores = rank_info.own_cores(facts)
+        # once in a run: later attempts would repeat it
+        is_first = rank == 0 and attempt == 1
+        self._input_advice = InputAdvice(device, cores, rank_info.most_cores(facts)) if is_first else None
         self.found_size = FoundSize(self.size, layout, device, files, attempt, rank)
         self.keeper = Keeper(files, facts, attempt, self.models.wrapped, self.collectives, layout.first_ranks)
         self.loop_control = LoopControl(
@@ -116,6 +121,8 @@ class Parts:
             self.batch_weights,
             self.size,
             self.gauges,
+            self._input_advice,
+            cores,
             self._evaluates,
         )
         self.splitter = Splitter(
@@ -180,6 +187,8 @@ class Parts:
         self._flops.step_done(self.gauges.samples_of_step)
         if self._profiling is not None:
             self._profiling.step_done(self.position.step)
+        if self._input_advice is not None and (sentence := self._input_advice.step_done()) is not None:
+            log_lines.say(sentence)
         self._mistakes.step_done()
         self.alive()
         if self.reporter is not None:

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 from mgpu_slurm.checkpoints.policy import Plan
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data import randomness
-from mgpu_slurm.data.batches import mixed
 from mgpu_slurm.data.evaluation import Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader
 from mgpu_slurm.metrics.report_socket import PruneCallback
@@ -112,7 +111,7 @@ class Run:
                 time: it searches for parameters without gradients at each step. Call it before `wrap`.
         """
         self._loop_control.seed, self._models.is_deterministic = seed, deterministic
-        randomness.seed(mixed(seed, self._layout.random_rank(self.rank)), deterministic)
+        randomness.seed(randomness.mixed(seed, self._layout.random_rank(self.rank)), deterministic)
 
     def wrap(
         self,

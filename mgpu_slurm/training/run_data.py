@@ -13,10 +13,13 @@ from mgpu_slurm.data.batch_cutting import Accumulation, MicroBatchSize
 from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
 from mgpu_slurm.data.loaders import Loader, RunOfLoader, make_loader
+from mgpu_slurm.data.randomness import mixed
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.speed.gauges import Gauges
+from mgpu_slurm.training.speed.input_advice import InputAdvice
+from mgpu_slurm.training.speed.worker_choice import with_workers
 from mgpu_slurm.training.wrap import Models
 
 Batch = TypeVar("Batch")
@@ -37,17 +40,24 @@ class RunData:
         batch_weights: BatchWeights,
         size: MicroBatchSize,
         gauges: Gauges,
+        input_advice: InputAdvice | None,
+        cores: int,
         alive: Callable[[], None],
     ) -> None:
         """
         Args:
             data_rank: index of this rank's part of each batch.
             data_ranks: number of these parts.
+            cores: number of cores of this rank.
             alive: called with each batch of an evaluation.
         """
+        self._position = position
         self._loop_control = loop_control
         self._models = models
-        self._gauges = gauges
+        self._gauges, self._input_advice = gauges, input_advice
+        self._cores = cores
+        self._evaluated_at, self._evaluations = -1, 0
+        """The step of the last evaluation, and their number at it."""
         self._run_of_loader = RunOfLoader(
             data_rank,
             data_ranks,
@@ -62,7 +72,7 @@ class RunData:
             step=lambda: position.step,
             places=position.loaders,
             batch_weights=batch_weights,
-            fetched=gauges.fetched,
+            fetched=self._fetched,
         )
         self._run_of_shard = RunOfShard(
             data_rank,
@@ -77,20 +87,33 @@ class RunData:
         )
         self.accumulation = Accumulation(batch_weights, data_ranks, size, models.without_exchange)
 
-    def _begin_evaluation(self) -> None:
+    def _fetched(self, begun: float, workers: int, count: int, batch: object) -> None:
+        self._gauges.fetched(begun, count, batch)
+        if self._input_advice is not None:
+            self._input_advice.fetched(begun, workers)
+
+    def _begin_evaluation(self) -> int:
+        """Begin an evaluation; return the seed of what its dataset draws."""
         self._gauges.evaluates()
         self._loop_control.begin_evaluation()
         self._models.broadcast_buffers()
+        step = self._position.step
+        self._evaluations = self._evaluations + 1 if step == self._evaluated_at else 0
+        self._evaluated_at = step
+        # -1: no epoch of a loader has it
+        return mixed(self._loop_control.seed, -1, step, self._evaluations)
 
     def loader(
         self, dataset: Dataset[Any], batch_size: int | None, shuffle: bool, drop_last: bool, **options: Any
     ) -> Loader:
         """See `Run.loader`."""
         seed = self._loop_control.seed
+        options = with_workers("run.loader", options, self._cores, isinstance(dataset, IterableDataset))
         return make_loader(dataset, batch_size, shuffle, drop_last, seed, self._run_of_loader, **options)
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard | StreamShard:
         """See `Run.shard`."""
+        options = with_workers("run.shard", options, self._cores, isinstance(dataset, IterableDataset))
         if isinstance(dataset, IterableDataset):
             return StreamShard(dataset, self._run_of_shard, batch_size, **options)
         return Shard(dataset, self._run_of_shard, batch_size=batch_size, **options)

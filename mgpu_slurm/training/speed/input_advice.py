@@ -1,0 +1,121 @@
+"""Advise, once in a run, on loaders that keep the ranks waiting."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from mgpu_slurm.training.speed.worker_choice import AUTO, MOST_WORKERS
+
+FIRST_STEPS = 10
+"""Steps that are not measured: workers start, and a GPU warms up."""
+STEPS = 40
+"""Steps that are measured."""
+LEAST_SHARE = 0.1
+"""Part of a step for which a rank has to wait."""
+LEAST_SECONDS = 2e-3
+"""Seconds of a step for which it has to wait: to fetch a batch from a worker takes that long on a busy machine."""
+
+
+def advice(share: float, workers: int, cores: int, most_cores: int, has_gpu: bool) -> str:
+    """Return a sentence that states how long each step waits for data, and what would help.
+
+    Args:
+        share: part of a step for which this rank waits.
+        workers: number of workers of its loader.
+        cores: number of cores of this rank.
+        most_cores: number that it may request.
+    """
+    # a batch from n workers takes the whole step, and should take only its other part
+    needed = math.ceil(workers / (1 - share)) if workers else math.ceil(share / (1 - share))
+    within = min(needed + 1, MOST_WORKERS + 1, max(most_cores, cores))
+    fixes = []
+    if within - 1 > workers:
+        with_cores = f" with --cpus-per-task {within}" if within > cores else ""
+        number = within - 1 if workers else f'"{AUTO}"'
+        fixes.append(f"use num_workers={number}{with_cores}")
+    if within <= needed:
+        fixes.append("do less in the dataset, or do it once before the training")
+    who = "the GPU waits" if has_gpu else "each rank waits"
+    return f"{who} {share:.0%} of each step for data: {', and '.join(fixes)}"
+
+
+class InputAdvice:
+    """Measures how long one rank waits for its data in the first steps."""
+
+    def __init__(self, device: torch.device, cores: int, most_cores: int) -> None:
+        """
+        Args:
+            cores: number of cores of this rank.
+            most_cores: number that it may request.
+        """
+        self._device = device
+        self._cores, self._most_cores = cores, most_cores
+        self._steps = 0
+        self._begun = 0.0
+        self._waits: list[tuple[float, Any, Any]] = []
+        """Of each step: how long it waited, and marks on the GPU at the end of the step before and at its last
+        batch."""
+        self._waited = 0.0
+        self._ended: Any = None
+        self._came: Any = None
+        self._longest, self._workers = 0.0, 0
+        """The longest wait for a batch, and the number of workers of that loader."""
+
+    @property
+    def _is_measuring(self) -> bool:
+        return FIRST_STEPS <= self._steps < FIRST_STEPS + STEPS
+
+    def fetched(self, begun: float, workers: int) -> None:
+        """Record that a training loop got a batch.
+
+        Args:
+            begun: when it asked for it, by `time.perf_counter`.
+            workers: number of workers of the loader.
+        """
+        if not self._is_measuring:
+            return
+        waited = time.perf_counter() - begun
+        self._waited += waited
+        self._came = self._mark()
+        if waited > self._longest:
+            self._longest, self._workers = waited, workers
+
+    def step_done(self) -> str | None:
+        """Record the end of a step; return the advice after the last one that is measured, if it waits for long."""
+        if self._is_measuring:
+            self._waits.append((self._waited, self._ended, self._came))
+        self._steps += 1
+        if self._steps == FIRST_STEPS:
+            self._begun = time.perf_counter()
+        if self._is_measuring:
+            self._waited, self._ended, self._came = 0.0, self._mark(), None
+        return self._advice() if self._steps == FIRST_STEPS + STEPS else None
+
+    def _advice(self) -> str | None:
+        seconds = time.perf_counter() - self._begun
+        waited = self._seconds_waited()
+        self._waits.clear()
+        if waited < max(LEAST_SHARE * seconds, LEAST_SECONDS * STEPS):
+            return None
+        has_gpu = self._device.type == "cuda"
+        return advice(waited / seconds, self._workers, self._cores, self._most_cores, has_gpu)
+
+    def _seconds_waited(self) -> float:
+        """Return how long the device waited for batches; a GPU may have been computing meanwhile."""
+        if self._device.type != "cuda":
+            return sum(waited for waited, _, _ in self._waits)
+        torch.cuda.synchronize(self._device)
+        seen = [(waited, ended, came) for waited, ended, came in self._waits if came is not None]
+        return sum(min(waited, float(ended.elapsed_time(came)) / 1e3) for waited, ended, came in seen)
+
+    def _mark(self) -> Any:
+        """Return an event of this moment on a GPU."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
