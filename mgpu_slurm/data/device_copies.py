@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -31,16 +31,22 @@ def one_ahead(batches: Iterator[Any], send: Callable[[Any], Callable[[], Receive
     """
     # emptied before each yield: no reference is kept while the job has a batch
     sent: deque[Callable[[], Received]] = deque()
-    error: Exception | None = None
-    while error is None:
+    while True:
         try:
             sent.append(send(next(batches)))
-        except Exception as raised:
-            error = raised
-        if len(sent) > (error is None):
+        except StopIteration:
+            break
+        except Exception as error:
+            sent.append(functools.partial(_fail, error))
+            break
+        if len(sent) > 1:
             yield sent.popleft()()
-    if not isinstance(error, StopIteration):
-        raise error
+    while sent:
+        yield sent.popleft()()
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 def _send(device: torch.device, batch: Any) -> Callable[[], Any]:
