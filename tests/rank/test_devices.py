@@ -65,6 +65,26 @@ def test_threads_divide_the_cores_unless_slurm_sets_cpus_per_task(monkeypatch: p
     assert rank_info.threads_per_rank(2) == 7
 
 
+@pytest.mark.parametrize(
+    ("environ", "cores"),
+    [
+        ({}, 16),
+        ({"SLURM_CPUS_ON_NODE": "64"}, 16),
+        # of simulated nodes, or of a job that has a part of the node
+        ({"SLURM_CPUS_ON_NODE": "8"}, 2),
+        ({"SLURM_CPUS_ON_NODE": "3"}, 1),
+        ({"SLURM_CPUS_ON_NODE": "64", "SLURM_CPUS_PER_TASK": "12"}, 12),
+        # more than there are
+        ({"SLURM_CPUS_PER_TASK": "80"}, 64),
+    ],
+)
+def test_own_cores_are_those_of_the_task_or_a_share(
+    environ: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_info, "cores", lambda: 64)
+    assert rank_info.own_cores(RankInfo(1, 8, 1, 4), environ) == cores
+
+
 @pytest.mark.gpu
 def test_model_batches_and_shards_are_on_the_gpu(tmp_path: Path) -> None:
     device = rank_info.choose_device(RankInfo())

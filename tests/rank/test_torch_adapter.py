@@ -46,7 +46,7 @@ NAMES: list[tuple[Any, tuple[str, ...]]] = [
     (eval_frame, ("OptimizedModule",)),
     (type(OPTIMIZER).step, ("hooked",)),
     (torch.amp.GradScaler, ("_found_inf_per_device",)),
-    (worker, ("_worker_info",)),
+    (worker, ("_worker_info", "WorkerInfo")),
     (dist.distributed_c10d, ("_get_default_store",)),
     (recorders, ("_dump_fr_trace", *(["_dump_nccl_trace"] if dist.is_nccl_available() else []))),
 ]

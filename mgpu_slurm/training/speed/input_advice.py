@@ -29,8 +29,8 @@ def advice(share: float, workers: int, cores: int, most_cores: int, has_gpu: boo
         cores: number of cores of this rank.
         most_cores: number that it may request.
     """
-    # a batch from n workers takes the whole step, and should take only its other part
-    needed = math.ceil(workers / (1 - share)) if workers else math.ceil(share / (1 - share))
+    # a batch takes n workers the whole step, or the rank itself the wait; it should take the rest of the step
+    needed = math.ceil(round((workers or share) / max(1 - share, 0.01), 6))
     within = min(needed + 1, MOST_WORKERS + 1, max(most_cores, cores))
     fixes = []
     if within - 1 > workers:
