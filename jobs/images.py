@@ -76,8 +76,8 @@ class Config:
     """Decay of a moving average of the weights, which is evaluated then; 0 for none."""
     recompute: bool = False
     """Whether to compute the activations of each block again in the backward pass, to save their memory."""
-    workers: int = 2
-    """Processes per rank that read and transform images; 0 does it in the rank itself."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes per rank that read and transform images; 0 does it in the rank itself, auto goes by its cores."""
     seed: int = 0
     """Of the first weights, the order of the images and their random crops."""
 
