@@ -75,8 +75,7 @@ def test_smaller_shares_of_a_batch_should_take_less_time() -> None:
     assert milliseconds(row) == {"compute": 45.0, "other": 2.5}
 
 
-def test_speed_is_that_of_as_many_ranks_not_nodes() -> None:
-    """A node of the larger size has two ranks, too, of which both exchange gradients."""
+def test_smallest_size_may_exchange_gradients_too() -> None:
     base, larger = size(1, [changed(backward=1.0)] * 2), size(2, [changed(backward=2.0)] * 4)
     row = rows([base, larger])[1]
     assert row.speed_up == pytest.approx(2 * 11 / 12)
