@@ -33,11 +33,7 @@ from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.reporting import Reporting
 from mgpu_slurm.training.restore import Restorer
 from mgpu_slurm.training.run_data import RunData
-from mgpu_slurm.training.speed.flops import FlopCount
-from mgpu_slurm.training.speed.gauges import Gauges
-from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
-from mgpu_slurm.training.speed.input_advice import InputAdvice
-from mgpu_slurm.training.speed.profiling import profiling
+from mgpu_slurm.training.speed.instruments import Instruments
 from mgpu_slurm.training.step_counter import StepCounter
 from mgpu_slurm.training.wrap import Models
 
@@ -70,16 +66,9 @@ class Parts:
         self.models = Models(rank, facts.world_size, layout, device, devices, self.batch_weights.note_inputs)
         self._mistakes = Mistakes(device, self.models, watches=rank == 0)
         self.size = MicroBatchSize()
-        self._sampler = GpuSampler(devices)
-        self.gauges = Gauges(device, self._sampler)
-        self.measure_step = self.gauges.step_done
-        """Called at the end of each optimizer step."""
-        self._flops = FlopCount(self.models, layout, device)
-        self._profiling = profiling(facts, files, attempt)
-        cores = rank_info.own_cores(facts)
-        # once in a run: later attempts would repeat it
-        is_first = rank == 0 and attempt == 1
-        self._input_advice = InputAdvice(device, cores, rank_info.most_cores(facts)) if is_first else None
+        self.instruments = Instruments(facts, files, attempt, layout, device, devices, self.models)
+        self.measure_step = self.instruments.step_done
+        """Called at the end of each optimizer step, with its number."""
         self.found_size = FoundSize(self.size, layout, device, files, attempt, rank)
         self.keeper = Keeper(files, facts, attempt, self.models.wrapped, self.collectives, layout.first_ranks)
         self.loop_control = LoopControl(
@@ -105,9 +94,7 @@ class Parts:
             self.position,
             self.loop_control,
             self.collectives,
-            layout,
-            self.gauges,
-            self._flops,
+            self.instruments,
             self.size,
         )
         self.data = RunData(
@@ -120,9 +107,8 @@ class Parts:
             self.models,
             self.batch_weights,
             self.size,
-            self.gauges,
-            self._input_advice,
-            cores,
+            self.instruments,
+            rank_info.own_cores(facts),
             self._evaluates,
         )
         self.splitter = Splitter(
@@ -155,9 +141,9 @@ class Parts:
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
         """Time and record a backward pass in this block."""
-        self.gauges.backward_begins()
+        self.instruments.gauges.backward_begins()
         yield
-        self.gauges.backward_ends()
+        self.instruments.gauges.backward_ends()
         self.differentiated()
 
     @property
@@ -184,16 +170,11 @@ class Parts:
         self.position.step += 1
         self.loop_control.step_done()
         self.models.step_done()
-        self._flops.step_done(self.gauges.samples_of_step)
-        if self._profiling is not None:
-            self._profiling.step_done(self.position.step)
-        if self._input_advice is not None and (sentence := self._input_advice.step_done()) is not None:
-            log_lines.say(sentence)
         self._mistakes.step_done()
         self.alive()
         if self.reporter is not None:
             self.reporter.step_done(self.position.step)
-        self.measure_step()
+        self.measure_step(self.position.step)
 
     def close(self, waits: bool) -> None:
         """See `Run.close`."""
@@ -201,10 +182,7 @@ class Parts:
             self._watchdog.rest()
         self.steps.close()
         self._mistakes.close()
-        self._flops.close()
-        if self._profiling is not None:
-            self._profiling.close()
-        self._sampler.close()
+        self.instruments.close()
         if waits:
             self.loop_control.warn_of_lost_save()
         if self._owns_collectives:

@@ -13,13 +13,10 @@ from mgpu_slurm.metrics.report_socket import PruneCallback
 from mgpu_slurm.metrics.reporter import Reporter, as_numbers
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.step_sync import Call
-from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.run_folder.speed_records import Interval
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
-from mgpu_slurm.training.speed.curves import Stragglers, curves
-from mgpu_slurm.training.speed.flops import FlopCount
-from mgpu_slurm.training.speed.gauges import Gauges
+from mgpu_slurm.training.speed.instruments import Instruments
 
 
 class Reporting:
@@ -32,23 +29,17 @@ class Reporting:
         position: Position,
         loop_control: LoopControl,
         collectives: Collectives,
-        layout: Layout,
-        gauges: Gauges,
-        flops: FlopCount,
+        instruments: Instruments,
         size: MicroBatchSize,
     ) -> None:
         """
         Args:
             reporter: writes what is reported, on rank 0.
             prune: decides after each report whether the trial is pruned.
-            gauges: measures this rank's steps.
-            flops: counts what they compute.
+            instruments: measure this rank's steps.
             size: the most samples that this rank computes at once.
         """
-        self._layout = layout
-        self._gauges = gauges
-        self._flops = flops
-        self._stragglers = Stragglers(layout)
+        self._instruments = instruments
         self._size = size
         self._reporter = reporter
         self._prune = prune
@@ -66,9 +57,8 @@ class Reporting:
         numbers = as_numbers(metrics)
         if self._reporter is not None and self._loop_control.keeps and saver.hear_report(position.step, numbers):
             self._loop_control.save_wanted = True
-        ranks = [
-            Interval(*numbers) for numbers in self._loop_control.gather(Call.REPORT, self._gauges.take().numbers())
-        ]
+        own = self._instruments.gauges.take().numbers()
+        ranks = [Interval(*each) for each in self._loop_control.gather(Call.REPORT, own)]
         if progress <= position.progress:
             raise UserError(
                 f"report(progress={progress}): progress must increase, starting at 1 (last value: {position.progress})"
@@ -76,19 +66,13 @@ class Reporting:
         position.progress, position.metrics = progress, numbers
         if self._reporter is not None:
             self._reporter.report(progress, position.step, numbers, self._curves(ranks))
-            if (sentence := self._stragglers.see(ranks)) is not None:
-                log_lines.warn(sentence)
         if self._prune is not None:
             self._prune_if_told(self._prune)
         self._loop_control.reported()
 
     def _curves(self, ranks: Sequence[Interval]) -> dict[str, float]:
-        found = curves(ranks, self._layout)
-        if found and self._size.limit:
-            found["memory/micro_batch"] = float(self._size.limit)
-        if (utilization := self._flops.utilization(found.get("speed/samples_per_second", 0.0))) is not None:
-            found["speed/mfu"] = utilization
-        return found
+        found = self._instruments.curves(ranks)
+        return found | {"memory/micro_batch": float(self._size.limit)} if found and self._size.limit else found
 
     def _prune_if_told(self, prune: PruneCallback) -> None:
         """Ask on rank 0, and end the trial on all ranks if it is pruned."""

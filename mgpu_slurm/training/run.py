@@ -195,8 +195,8 @@ class Run:
             batch_size: total over all ranks. Every sample of an epoch is seen once; the last batch may be smaller.
             shuffle: use a new order each epoch, which depends only on the seed and the epoch.
             drop_last: skip the last batch if it is smaller; batch norm fails on a share of one sample.
-            options: further arguments of `torch.utils.data.DataLoader`. `num_workers="auto"` goes by the rank's cores. A
-                `sampler` or `batch_sampler` must cover the whole dataset, and is seeded identically on all ranks.
+            options: further arguments of `torch.utils.data.DataLoader`; `num_workers="auto"` goes by the rank's cores.
+                A `sampler` or `batch_sampler` must cover the whole dataset, and is seeded identically on all ranks.
         """
         return self._data.loader(dataset, batch_size, shuffle, drop_last, **options)
 

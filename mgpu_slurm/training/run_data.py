@@ -17,8 +17,7 @@ from mgpu_slurm.data.randomness import mixed
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
-from mgpu_slurm.training.speed.gauges import Gauges
-from mgpu_slurm.training.speed.input_advice import InputAdvice
+from mgpu_slurm.training.speed.instruments import Instruments
 from mgpu_slurm.training.speed.worker_choice import with_workers
 from mgpu_slurm.training.wrap import Models
 
@@ -39,8 +38,7 @@ class RunData:
         models: Models,
         batch_weights: BatchWeights,
         size: MicroBatchSize,
-        gauges: Gauges,
-        input_advice: InputAdvice | None,
+        instruments: Instruments,
         cores: int,
         alive: Callable[[], None],
     ) -> None:
@@ -54,7 +52,7 @@ class RunData:
         self._position = position
         self._loop_control = loop_control
         self._models = models
-        self._gauges, self._input_advice = gauges, input_advice
+        self._instruments = instruments
         self._cores = cores
         self._evaluated_at, self._evaluations = -1, 0
         """The step of the last evaluation, and their number at it."""
@@ -72,7 +70,7 @@ class RunData:
             step=lambda: position.step,
             places=position.loaders,
             batch_weights=batch_weights,
-            fetched=self._fetched,
+            fetched=instruments.fetched,
         )
         self._run_of_shard = RunOfShard(
             data_rank,
@@ -87,14 +85,9 @@ class RunData:
         )
         self.accumulation = Accumulation(batch_weights, data_ranks, size, models.without_exchange)
 
-    def _fetched(self, begun: float, workers: int, count: int, batch: object) -> None:
-        self._gauges.fetched(begun, count, batch)
-        if self._input_advice is not None:
-            self._input_advice.fetched(begun, workers)
-
     def _begin_evaluation(self) -> int:
         """Begin an evaluation; return the seed of what its dataset draws."""
-        self._gauges.evaluates()
+        self._instruments.gauges.evaluates()
         self._loop_control.begin_evaluation()
         self._models.broadcast_buffers()
         step = self._position.step

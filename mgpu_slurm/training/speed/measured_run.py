@@ -42,7 +42,7 @@ class MeasuredRun(Run):
 
     def report(self, progress: SupportsIndex, **metrics: Any) -> None:
         """Do what `Run.report` does, without curves of the steps: those are measured together."""
-        self._measured += self._parts.gauges.take()
+        self._measured += self._parts.instruments.gauges.take()
         super().report(progress, **metrics)
 
     def finish(self) -> None:
@@ -51,15 +51,15 @@ class MeasuredRun(Run):
         if not self._is_over:
             self._write()
 
-    def _step_done(self) -> None:
+    def _step_done(self, step: int) -> None:
         self._taken += 1
         warm_up, last = self._measurement.warm_up, self._measurement.last_step
         if self._taken in (warm_up, last):
             # a GPU may be many steps behind
             self._synchronize()
-        self._parts.gauges.step_done()
+        self._parts.instruments.step_done(step)
         if self._taken == warm_up:
-            self._parts.gauges.take()
+            self._parts.instruments.gauges.take()
             self._measured = Interval()
         if self._taken >= last:
             if not self._is_over:
@@ -78,7 +78,7 @@ class MeasuredRun(Run):
         """
         self._is_over = True
         self._synchronize()
-        own = self._measured + self._parts.gauges.take()
+        own = self._measured + self._parts.instruments.gauges.take()
         ranks = [Interval(*each) for each in self._loop_control.gather(Call.MEASURE, own.numbers())]
         self._check(ranks)
         if self.is_main:

@@ -60,7 +60,7 @@ def gradients(run: Run, model: nn.Module, inputs: torch.Tensor) -> None:
 
 
 def train(run: Run, folder: Path, step: Callable[[Run, nn.Module, torch.Tensor], None]) -> None:
-    count: FlopCount = run._parts.reporting._flops
+    count: FlopCount = run._parts.instruments._flops
     # as many as four samples take in a second on each rank
     count._peak = 3.0 * FORWARD * 4
     model = run.wrap(Net(), blocks=(nn.Linear,), plan={"up": "column", "down": "row"})
