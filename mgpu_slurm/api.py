@@ -261,6 +261,7 @@ def submit(
     tensor: int | None = None,
     pipeline: int | None = None,
     precision: Precision | None = None,
+    compile: bool | None = None,
     profile: str | None = None,
     stage: Sequence[str] = (),
     seeds: int | str | None = None,
@@ -284,6 +285,7 @@ def submit(
         tensor: number of ranks that compute each layer together, as in `run.wrap(plan=...)`.
         pipeline: number of stages that hold consecutive layers, as in `run.pipeline`.
         precision: the precision in which models compute: `fp32` (the default), `tf32`, `bf16`, `fp16` or `fp8`.
+        compile: compile models by `torch.compile`.
         profile: steps to record with torch's profiler, and the ranks, such as `10-13` or `10-13@0,8`; by default, the
             ranks of the first node.
         stage: data sets to copy to the disk of each node before the ranks start, for `mgpu_slurm.staged`.
@@ -311,7 +313,7 @@ def submit(
         cluster=cluster,
         name=name,
         restart=RestartPolicy(signal, max_requeues, retries, stuck_after),
-        parallelism=Parallelism(strategy, shard, tensor, pipeline, precision),
+        parallelism=Parallelism(strategy, shard, tensor, pipeline, precision, compile),
         profile=profile,
         stage=tuple(stage),
         seeds=None if seeds is None else str(seeds),

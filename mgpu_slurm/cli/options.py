@@ -107,6 +107,11 @@ _PARALLELISM_FLAGS = [
         metavar="NAME",
         help="Precision in which models compute: fp32, tf32, bf16, fp16 or fp8; parameters stay in fp32.",
     ),
+    click.option(
+        "--compile/--no-compile",
+        default=None,
+        help="Compile models by torch.compile: each block of run.wrap(blocks=...), or the whole model.",
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import RendezvousError, UserError
 from mgpu_slurm.rank import rank_info
+from mgpu_slurm.rank.compiling import LONGEST
 from mgpu_slurm.rank.preflight import shared_gpu_warnings
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.request.spec import STUCK_AFTER_VARIABLE
@@ -26,7 +27,7 @@ ANSWER_SECONDS = 5.0
 """Seconds that the store may take to accept a connection before it counts as gone."""
 
 LONGER_THAN_STUCK_MINUTES = 5.0
-"""Minutes that collectives wait beyond the time after which a rank counts as stuck."""
+"""Minutes that collectives wait beyond the longest time for which a rank may be silent."""
 
 
 def join(
@@ -69,10 +70,10 @@ def join(
 def collective_timeout() -> timedelta | None:
     """Return the time-out of collectives, or None for torch's default.
 
-    It is longer than a rank may be stuck, so that the watchdog reports that rank first.
+    It is longer than a rank may be stuck, or compile, so that the watchdog reports that rank first.
     """
     minutes = float(os.environ.get(STUCK_AFTER_VARIABLE, "0"))
-    return timedelta(minutes=minutes + LONGER_THAN_STUCK_MINUTES) if minutes else None
+    return timedelta(minutes=(LONGEST + 1) * minutes + LONGER_THAN_STUCK_MINUTES) if minutes else None
 
 
 def connect(facts: RankInfo, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:

@@ -138,6 +138,38 @@ def import_compiler() -> None:
     importlib.import_module("torch._dynamo")
 
 
+def deterministic_options() -> dict[str, Any]:
+    """Return the options of `torch.compile` for code that does not depend on measurements of time."""
+    inductor = importlib.import_module("torch._inductor")
+    # not in torch 2.6
+    return {"deterministic": True} if "deterministic" in inductor.list_options() else {}
+
+
+def allow_compilations(number: int) -> None:
+    """Let torch compile a method for this many more kinds of modules than before.
+
+    Torch compiles a method `recompile_limit` times; after that, it calls it as it is. That is meant for one kind of
+    module, with other shapes of inputs, and with and without gradients.
+    """
+    config = importlib.import_module("torch._dynamo").config
+    config.recompile_limit += number * _COMPILATIONS
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+
+
+_COMPILATIONS = 8
+"""Torch's own limit for one method."""
+
+
+def is_compiling() -> bool:
+    """Return whether torch's compiler is at work in any thread of this process.
+
+    Its callbacks tell the same, but a compilation may begin right after the import of the compiler, and
+    `torch.compiler.reset` forgets them.
+    """
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    return bool(getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0))
+
+
 def stop_buffer_sync(model: DistributedDataParallel) -> None:
     """Stop DDP from broadcasting rank 0's buffers in each forward pass. It has done so once, when it was created.
 
@@ -254,6 +286,9 @@ _TORCH = Path(torch.__file__).parent
 
 WAITING_CODE = (str(_TORCH / "distributed"), str(_TORCH / "autograd" / "graph.py"))
 """Code of torch in which a rank waits for the others: in collectives, including those of a backward pass."""
+
+COMPILER_CODE = tuple(str(_TORCH / name) for name in ("_dynamo", "_functorch", "_inductor"))
+"""Code of torch's compiler, also for what calls compiled code."""
 
 
 # -- torchvision

@@ -6,7 +6,7 @@ blocks the others is the one that does not wait. Then the thread kills the rank,
 
 If C code holds the GIL, the thread cannot run, and the rank records nothing. The missing record identifies it among the
 others, and a system timer dumps its stack. If no other rank waits for it, only that stack reveals it (see
-`job.gil_monitor`).
+`job.gil_monitor`). A model that is being compiled is not stuck (see `rank.compiling`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from mgpu_slurm.core.formatting import in_words
 from mgpu_slurm.core.log_lines import PREFIX
 from mgpu_slurm.job.stacks import place, stack
 from mgpu_slurm.rank import crash, torch_adapter
+from mgpu_slurm.rank.compiling import LONGEST, Compilation, OtherCompilations, compiling_frame
 from mgpu_slurm.request.spec import FLIGHT_VARIABLE
 from mgpu_slurm.run_folder.failures import STUCK
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -73,12 +73,20 @@ class Collective:
 class Watchdog:
     """Watchdog of one rank. It starts at the first sign of life; the time until then is not limited."""
 
-    def __init__(self, seconds: float, facts: RankInfo, record: Path | None, stacks: Path | None = None) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        facts: RankInfo,
+        record: Path | None,
+        stacks: Path | None = None,
+        compiling: Path | None = None,
+    ) -> None:
         """
         Args:
             seconds: time that a rank may make no progress.
             record: file for this rank's failure record; None if another process reports the failure.
             stacks: file for the stacks of its threads when none of them can run; None for its log.
+            compiling: file that shows the other ranks that this one compiles; None if they cannot see it.
         """
         self._seconds = seconds
         self._pause = min(LOOK_EVERY, seconds / 10)
@@ -91,6 +99,8 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
         self._alarm = _Alarm(stacks)
+        self._compilation = Compilation(compiling, mark_every=seconds / 10)
+        self._others = OtherCompilations(compiling, facts.rank)
 
     def watch(self, step: Callable[[], int]) -> None:
         """Watch the calling thread.
@@ -123,25 +133,34 @@ class Watchdog:
 
     def _look(self, watched: int, rests: threading.Event) -> None:
         signs, longest = 0, 0.0
-        since = looked = time.monotonic()
+        signed = since = looked = time.monotonic()
         computed = time.process_time()
         while not rests.wait(self._pause):
             at, since_then = time.monotonic(), time.process_time() - computed
             late = at - looked - self._pause
             if late > 1 and since_then < late / 10:
                 # the whole process was suspended, as SLURM can do with a job; a busy machine would only delay it
-                since += late
+                signed, since = signed + late, since + late
                 if signs:
                     self._alarm.set(self._limit(longest) + self._pause)
             # this thread runs, so the GIL is not blocked
             self._alarm.forget()
+            compiles = self._compiles(at - since) and at - signed < LONGEST * self._limit(longest)
             if signs != self._signs:
                 longest = max(longest, at - since)
-                signs, since = self._signs, at
+                signs, signed, since = self._signs, at, at
+                self._others.forget()
+                self._alarm.set(self._limit(longest) + self._pause)
+            elif signs and compiles:
+                since = at
                 self._alarm.set(self._limit(longest) + self._pause)
             elif signs and self.is_stuck(at - since, longest):
-                self._end(watched, at - since)
+                self._end(watched, at - signed)
             looked, computed = at, time.process_time()
+
+    def _compiles(self, silent: float) -> bool:
+        """Return whether a compilation comes on, here or in a rank that this one may be waiting for."""
+        return self._compilation.comes_on() or (silent >= self._seconds / 2 and self._others.come_on())
 
     def is_stuck(self, silent: float, longest: float) -> bool:
         """Return whether the rank is stuck.
@@ -173,7 +192,7 @@ class Watchdog:
         last.start()
         self._alarm.clear()
         try:
-            record = self._record(sys._current_frames()[watched], seconds)
+            record = self._record(watched, seconds)
             # not print, in which another thread may be blocked
             os.write(1, f"{PREFIX}stuck: {record.message}; this rank ends. Its threads:\n".encode())
             faulthandler.dump_traceback(1)
@@ -184,16 +203,18 @@ class Watchdog:
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _record(self, innermost: FrameType, seconds: float) -> Failure:
-        frames = stack(innermost)
+    def _record(self, watched: int, seconds: float) -> Failure:
+        compiling = compiling_frame(watched)
+        frames = stack(compiling or sys._current_frames()[watched])
         collectives: list[Collective] = []
         with suppress(Exception):
             # private interface of torch
             collectives = _collectives(self._facts.rank)
         unfinished = [each.name for each in collectives if not each.is_over]
-        waits = bool(unfinished) or _is_where_ranks_wait(frames)
+        waits = compiling is None and (bool(unfinished) or _is_where_ranks_wait(frames))
         what = f" in {unfinished[0]}" if unfinished else ""
-        doing = f"{f'waits for other ranks{what}' if waits else 'is'} at {place(frames)}"
+        is_doing = "is" if compiling is None else "is compiling"
+        doing = f"{f'waits for other ranks{what}' if waits else is_doing} at {place(frames)}"
         return Failure(
             rank=self._facts.rank,
             node=self._facts.node_name,
@@ -217,12 +238,13 @@ def watchdog(minutes: float, facts: RankInfo, folder: RunFolder | None, attempt:
         return None
     if folder is None:
         return Watchdog(60 * minutes, facts, record=None)
+    compiling = folder.rank_compiling(attempt, facts.rank)
     stacks = folder.stacks(attempt) if facts.rank == 0 else None
     if stacks is not None:
         with suppress(OSError):
             # left by an earlier process that the user's launcher has restarted
             stacks.unlink()
-    return Watchdog(60 * minutes, facts, folder.rank_failure(attempt, facts.rank), stacks)
+    return Watchdog(60 * minutes, facts, folder.rank_failure(attempt, facts.rank), stacks, compiling)
 
 
 def _collectives(rank: int) -> list[Collective]:

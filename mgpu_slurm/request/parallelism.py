@@ -38,6 +38,8 @@ class Parallelism:
     """Number of stages: groups of ranks that hold consecutive layers."""
     precision: Precision | None = None
     """Precision in which models compute; parameters stay in float32. `fp16` scales the loss."""
+    compile: bool | None = None
+    """Whether models are compiled by `torch.compile`."""
 
     def __post_init__(self) -> None:
         if self.precision is not None and self.precision not in PRECISIONS:
@@ -62,8 +64,9 @@ class Parallelism:
     @property
     def words(self) -> str:
         """Return the given options as a line for the screen."""
-        others = {name: value for name, value in self.given.items() if name != "strategy"}
-        return "  ".join([self.strategy or "ddp", *(f"{name} {value}" for name, value in others.items())])
+        others = [f"{name} {value}" for name, value in self.given.items() if name not in ("strategy", "compile")]
+        compiles = [] if self.compile is None else ["compile" if self.compile else "no compile"]
+        return "  ".join([self.strategy or "ddp", *others, *compiles])
 
     def over(self, other: Parallelism) -> Parallelism:
         """Return the options of both; those of this one take precedence, and another strategy has its own `shard`."""
@@ -109,7 +112,7 @@ class Parallelism:
             fits = ", ".join(str(number) for number in range(1, data + 1) if data % number == 0)
             whose = f"{ranks} ranks of the run" if data == ranks else f"{data} data-parallel ranks"
             raise UserError(f"--shard {shards} does not divide the {whose}: use one of {fits}")
-        return Layout(strategy, data // shards, shards, tensor, pipeline, precision)
+        return Layout(strategy, data // shards, shards, tensor, pipeline, precision, bool(self.compile))
 
     def _check_combination(self, strategy: Strategy) -> None:
         """Check that the options fit each other, whatever the number of ranks.
@@ -119,6 +122,8 @@ class Parallelism:
         """
         if self.shard is not None and strategy not in SHARDED:
             raise UserError(f"--shard {self.shard} with --strategy {strategy}: use --strategy fsdp, zero2 or hsdp")
+        if self.compile and strategy == "dp":
+            raise UserError("--compile with --strategy dp is not supported: use --strategy ddp")
         divided = {"tensor": self.tensor or 1, "pipeline": self.pipeline or 1}
         for name, number in divided.items():
             if number == 1:
@@ -179,7 +184,7 @@ VARIABLE = "MGPU_LAYOUT"
 
 @dataclass(frozen=True)
 class Layout:
-    """The grid of a run's ranks, and the precision in which they compute.
+    """The grid of a run's ranks, and how they compute.
 
     Its dimensions are pipeline, replicate, shard and tensor; the last one changes fastest, so that ranks which exchange
     the most are neighbours.
@@ -195,6 +200,8 @@ class Layout:
     pipeline: int = 1
     """Number of stages: groups of ranks that hold consecutive layers."""
     precision: Precision = "fp32"
+    compile: bool = False
+    """Whether models are compiled."""
 
     @property
     def is_sharded(self) -> bool:

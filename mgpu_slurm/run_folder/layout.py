@@ -175,6 +175,10 @@ class RunFolder:
     def rank_failure(self, attempt: int, rank: int) -> Path:
         return self.logs / f"{attempt}-{rank}.failure.json"
 
+    def rank_compiling(self, attempt: int, rank: int) -> Path:
+        """Return the file that changes while a rank compiles its model, and is deleted afterwards."""
+        return self.logs / f"{attempt}-{rank}.compiling"
+
     def rank_warnings(self, attempt: int, rank: int) -> Path:
         """Return the file with problems that a rank found in its environment; it exists only if there are any."""
         return self.logs / f"{attempt}-{rank}.warnings.jsonl"

@@ -55,6 +55,8 @@ class Cluster:
     """The default of `--pipeline`."""
     precision: Precision | None = None
     """The default of `--precision`."""
+    compile: bool | None = None
+    """The default of `--compile`."""
     gpu_memory: int | None = None
     """Bytes of memory of each GPU, for `--fit`."""
     stage_to: str | None = None
@@ -85,7 +87,7 @@ class Cluster:
     @property
     def parallelism(self) -> Parallelism:
         """Return the defaults for sharing a model over ranks."""
-        return Parallelism(self.strategy, self.shard, self.tensor, self.pipeline, self.precision)
+        return Parallelism(self.strategy, self.shard, self.tensor, self.pipeline, self.precision, self.compile)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ class Fit:
     """That of each pipeline stage."""
     gpu: Gpu | None
     """None if nothing says how much memory they have."""
+    compiles: bool = False
+    """Whether models will be compiled."""
     tried: Sequence[tuple[Change, int | str]] = ()
     """Changes with the peak that each leads to, in bytes, or why it is impossible."""
 
@@ -99,6 +101,7 @@ class Fit:
         samples = f", with {counted(plan.samples, 'sample')}" if plan.samples else ""
         where = f"{plan.phase}{stage}{samples}"
         told = [f"memory    {binary_size(plan.peak)} per GPU ({where})", f"          {kinds}"]
+        told += ["          as without --compile, with which activations usually take less"] if self.compiles else []
         told += [self._verdict()]
         told += [f"          {self._outcome(change, outcome)}" for change, outcome in self.tried]
         if self.tried and not any(self._has_room(outcome) for _, outcome in self.tried):
@@ -153,7 +156,7 @@ def _fit(made: Plan, folder: RunFolder) -> Fit:
     """Plan the memory of a run whose folder is complete, and of changes if there is no room for it."""
     spec = made.spec
     _refuse(spec)
-    fit = Fit(_plans(folder, Change("", spec)), _gpu_of(made))
+    fit = Fit(_plans(folder, Change("", spec)), _gpu_of(made), bool(spec.parallelism.compile))
     tried: list[tuple[Change, int | str]] = []
     if fit.gpu is None or fit.fits:
         return fit

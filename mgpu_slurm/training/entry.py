@@ -53,7 +53,7 @@ from mgpu_slurm.run_folder.failures import STUCK
 from mgpu_slurm.run_folder.layout import RUNS_VARIABLE, RunFolder
 from mgpu_slurm.run_folder.record_types import Failure
 from mgpu_slurm.run_folder.records import now
-from mgpu_slurm.training.speed import staging
+from mgpu_slurm.training.speed import compiler_cache, staging
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,9 @@ def main(folder: RunFolder, work: Work) -> int:
     faulthandler.enable(2)
     _check_world(spec, facts)
     _export(spec, folder, facts)
-    preflight.warn(preflight.warnings_at_start(spec, folder, facts), folder, attempt, facts)
+    cache = compiler_cache.use() if spec.parallelism.compile else None
+    found = [*preflight.warnings_at_start(spec, folder, facts), *([] if cache is None else [cache])]
+    preflight.warn(found, folder, attempt, facts)
     code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank)))
     output.flush()
     # an interpreter that ends restores the default of handled signals, which would kill it

@@ -17,6 +17,7 @@ from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.randomness import share_random_state
 from mgpu_slurm.rank.torch_adapter import is_dtensor
 from mgpu_slurm.request.parallelism import Layout
+from mgpu_slurm.training.parallel.compilation import compile_layers, compile_model
 from mgpu_slurm.training.parallel.data_parallel import (
     Copied,
     GradientExchange,
@@ -27,6 +28,7 @@ from mgpu_slurm.training.parallel.data_parallel import (
     scatter,
 )
 from mgpu_slurm.training.parallel.gradient_check import GradientCheck
+from mgpu_slurm.training.parallel.input_hook import InputHook
 from mgpu_slurm.training.parallel.mesh import broadcast_tensors, data_group, mesh_of
 from mgpu_slurm.training.parallel.pipeline import Hooks, Options, Pipeline
 from mgpu_slurm.training.parallel.precision import HALF, autocast, to_fp8
@@ -160,6 +162,7 @@ class Models:
             f"--tensor {layout.tensor}": layout.tensor > 1,
             f"--strategy {layout.strategy}": layout.is_sharded or layout.strategy == "dp",
             f"--precision {layout.precision}": layout.precision in HALF,
+            "--compile": layout.compile,
         }
         if given := [option for option, is_given in options.items() if is_given]:
             have = "has" if len(given) == 1 else "have"
@@ -214,6 +217,8 @@ class Models:
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
         if self._layout.precision == "fp8":
             to_fp8(model, self._device)
+        if self._layout.compile:
+            compile_model(model, blocks, self._device, self.is_deterministic)
         if recompute and is_trained:
             recompute_blocks(blocks_of(model, blocks, "recompute=True"))
         if is_trained and self._layout.pipeline > 1:
@@ -254,6 +259,8 @@ class Models:
         for layer in layers:
             self._copy_from_rank_0(layer)
         pipe = Pipeline(layers, options, layout, self._rank, self._device, hooks)
+        if layout.compile:
+            compile_layers(pipe, self._device, self.is_deterministic)
         if layout.is_sharded:
             self._replaced |= {id(each): weakref.ref(each) for each in pipe.parameters()}
             self._checked.clear()
@@ -381,19 +388,3 @@ class Models:
 
 def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
     return [each for group in getattr(optimizer, "param_groups", []) for each in group["params"]]
-
-
-class InputHook:
-    """A forward pre-hook that reports a module's inputs. Copies of the module, such as for a moving average, report
-    nothing."""
-
-    def __init__(self, tell: Callable[[nn.Module, Any], None] | None = None) -> None:
-        self._tell = tell
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> None:
-        # a compiler would trace it, though it is not part of the computation
-        if self._tell is not None and not torch.compiler.is_compiling():
-            self._tell(module, (*args, *kwargs.values()))
-
-    def __reduce__(self) -> tuple[type[InputHook], tuple[()]]:
-        return InputHook, ()

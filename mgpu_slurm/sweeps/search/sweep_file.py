@@ -115,6 +115,7 @@ class _Keys:
     tensor: int | None = None
     pipeline: int | None = None
     precision: Precision | None = None
+    compile: bool | None = None
     stage: tuple[str, ...] = ()
     enqueue: list[Values] = field(default_factory=list)
     warm_start: str | None = None
@@ -193,7 +194,7 @@ def _checked(keys: _Keys, source: str) -> Sweep:
         storage=keys.storage,
         max_retries=keys.max_retries,
         stuck_after=keys.stuck_after,
-        parallelism=Parallelism(keys.strategy, keys.shard, keys.tensor, keys.pipeline, keys.precision),
+        parallelism=Parallelism(keys.strategy, keys.shard, keys.tensor, keys.pipeline, keys.precision, keys.compile),
         stage=keys.stage,
         enqueue=tuple(keys.enqueue),
         warm_start=keys.warm_start,

@@ -22,7 +22,8 @@ from mgpu_slurm.core.formatting import human_size
 from mgpu_slurm.data.nests import leaves_of
 from mgpu_slurm.rank.torch_adapter import sequence_number
 from mgpu_slurm.training.memory.job_variables import Look, Place, Variable, place_of_call, variables_of
-from mgpu_slurm.training.wrap import InputHook, Models
+from mgpu_slurm.training.parallel.input_hook import InputHook
+from mgpu_slurm.training.wrap import Models
 
 FIRST, STEPS = 4, 8
 """After which step it looks first, and how many steps later again."""

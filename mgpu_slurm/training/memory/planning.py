@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -153,7 +154,8 @@ def _plan_or_error(folder: RunFolder, rank: int, limit: int | None, recomputes: 
     node, local_rank = divmod(rank, resources.ranks_per_node)
     facts = RankInfo(rank, resources.ranks, local_rank, resources.ranks_per_node, node)
     os.environ.update(facts.torchrun_variables() | dict(spec.environment))
-    layout = spec.parallelism.layout(resources.ranks, resources.ranks_per_node)
+    # compiled code holds less, but how much is known only once it is compiled
+    layout = replace(spec.parallelism, compile=None).layout(resources.ranks, resources.ranks_per_node)
     try:
         job = entry.job_function(spec, folder)
         config = job.fill(spec.config, spec.original)

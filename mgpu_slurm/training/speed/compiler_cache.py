@@ -1,0 +1,54 @@
+"""The folder for compiled code: on the node's own disk, of this user alone, and kept for later runs.
+
+Torch's own default is a name in /tmp that anyone could create first, although it executes what it finds there, and in
+$TMPDIR, which many sites remove after each job. A shared disk is slow for many small files.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+TRITON_VARIABLE = "TRITON_CACHE_DIR"
+THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
+"""The number of processes in which a rank compiles."""
+
+PLACE = Path("/var/tmp")
+"""Folder of a node that survives jobs and, by the Filesystem Hierarchy Standard, restarts."""
+
+ROOM = 64 << 20
+"""Bytes that must be free. The code of a small GPT, with and without gradients, took 11 MB on a CPU."""
+
+
+def use() -> str | None:
+    """Set the folder in the environment of this process, unless it is set; return a warning if it will not be kept."""
+    # else one process for each core of the node, in each rank
+    os.environ.setdefault(THREADS_VARIABLE, os.environ["OMP_NUM_THREADS"])
+    if CACHE_VARIABLE in os.environ:
+        return None
+    folder, warning = _own(PLACE / f"mgpu_slurm-{os.geteuid()}"), None
+    if isinstance(folder, str):
+        warning = f"{folder}: compiled code is kept for this attempt only"
+        folder = Path(tempfile.mkdtemp(prefix="mgpu_slurm-"))
+    os.environ[CACHE_VARIABLE] = str(folder)
+    os.environ.setdefault(TRITON_VARIABLE, str(folder / "triton"))
+    return warning
+
+
+def _own(folder: Path) -> Path | str:
+    """Create a folder of this user alone, or check it; return it, or why it cannot be used."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return f"{folder} belongs to another user"
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            return f"{folder} is open to other users: remove it"
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM)
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return folder
