@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import (
     checkpoint,
+    compilation,
     curves,
     gauges,
     gpu,
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "sharded": sharded.run,
     "memory": memory.run,
     "plan": plan.run,
+    "compilation": compilation.run,
     "report": report_cost.run,
     "checkpoint": checkpoint.run,
     "slurm": slurm.run,

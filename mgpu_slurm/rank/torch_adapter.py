@@ -160,6 +160,13 @@ _COMPILATIONS = 8
 """Torch's own limit for one method."""
 
 
+def keep_headers_in(folder: Path) -> None:
+    """Keep precompiled headers of C++ with the compiled code. Torch has them in /tmp, under a name that anyone could
+    create first."""
+    code = importlib.import_module("torch._inductor.codecache")
+    code._HEADER_DIR, code._HEADER_LOCK_DIR = str(folder), str(folder / "locks")
+
+
 def is_compiling() -> bool:
     """Return whether torch's compiler is at work in any thread of this process.
 

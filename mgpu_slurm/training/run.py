@@ -127,15 +127,15 @@ class Run:
         With `ddp`, the default, each rank has a copy, and DistributedDataParallel exchanges the gradients of calls of
         the model, but not of its parts. With `fsdp`, `zero2` and `hsdp`, the model is sharded by torch's `fully_shard`,
         and with `--tensor` its layers are divided; both replace parameters: create the optimizer afterwards. A model
-        that lies on several `devices` stays there, and one that is already sharded is returned unchanged. Compile a
-        model before you wrap it: `backward` cannot see the inputs of a wrapped model that is compiled afterwards.
+        that lies on several `devices` stays there, and one that is already sharded is returned unchanged. Use `--compile`,
+        or compile before you wrap: `backward` cannot see the inputs of a wrapped model that is compiled afterwards.
 
         All ranks start from rank 0's parameters and buffers. Buffers (batch norm statistics) are not broadcast at each
         forward, which would cost time and hang uneven evaluation; iterating `run.shard` broadcasts rank 0's buffers.
 
         Args:
             blocks: classes of the repeated layers, such as a transformer's block. A strategy that shards the model
-                gathers the parameters of one block at a time; `ddp` needs none.
+                gathers the parameters of one block at a time; `ddp` needs none. `--compile` compiles each by itself.
             plan: how `--tensor` divides layers: `column`, `row`, `embedding` or `output` by the names of `nn.Linear`
                 and `nn.Embedding` modules, with `*` for one part of a name, as in `{"blocks.*.up": "column"}`.
             recompute: compute the activations of each block again in the backward pass, to save their memory.

@@ -81,6 +81,13 @@ def test_memory_is_shown_with_the_layers_and_nothing_is_left(training: Project) 
     assert not training.runs.exists() or not list(training.runs.iterdir())
 
 
+def test_memory_is_planned_as_if_nothing_were_compiled(training: Project) -> None:
+    done = training.call("submit", "train.py", "--executor", "local", "--dry-run", "--fit", "--compile")
+    assert done.returncode == 0, done.stderr
+    assert "strategy  ddp  compile" in done.stdout
+    assert "\n          as without --compile, with which activations usually take less\n" in done.stdout
+
+
 def test_changes_are_tried_until_one_fits(training: Project) -> None:
     clusters(training, "70MB")
     facts = fit(training, "--nodes", "4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,23 @@ def test_attached_script_uses_the_strategy_of_the_cluster_file(training: Project
     training.write("mgpu.yaml", "clusters: {local: {shard: 2}}\n")
     refused = training.call("submit", "--executor", "local", "--dry-run", "train.py")
     assert "shard 2: add a strategy that shards the model: zero2, fsdp, hsdp" in refused.stderr
+
+
+def test_compiled_code_of_a_command_is_kept_where_the_user_wants(training: Project, tmp_path: Path) -> None:
+    training.write("mgpu.yaml", "clusters: {local: {compile: true}}\n")
+    shown = "echo $MGPU_LAYOUT $TORCHINDUCTOR_CACHE_DIR $TORCHINDUCTOR_COMPILE_THREADS"
+    kept = replace(
+        training, environ=training.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "3"}
+    )
+    folder, facts = kept.run("--", "sh", "-c", shown)
+    assert facts["state"] == "COMPLETED"
+    assert log(folder, 0).splitlines() == [f'{{"compile": true}} {tmp_path} 3']
+    # of the folder, and of the options that are given
+    assert "strategy  ddp  compile" in kept.call("status", folder.name).stdout
+    planned = kept.call("submit", "--executor", "local", "--dry-run", "--no-compile", "--", "true")
+    assert "strategy  ddp  no compile" in planned.stdout
+    resumed = kept.call("resume", folder.name, "--no-compile")
+    assert "strategy  ddp  no compile (was ddp  compile)" in resumed.stdout, resumed.stderr
 
 
 def test_attached_script_divides_its_layers(training: Project) -> None:

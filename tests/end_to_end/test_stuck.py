@@ -58,6 +58,31 @@ JOB = '''
         dist.barrier(group=run.lonely)
 
 
+    def slowly_compiled(graph, inputs):
+        """Compile for longer than a rank may be silent."""
+        end = time.monotonic() + 15
+        while time.monotonic() < end:
+            sum(range(1000))
+        return graph
+
+
+    def never_compiled(graph, inputs):
+        threading.Event().wait()
+
+
+    def compiling(run):
+        torch.compile(torch.nn.Linear(2, 1), backend=slowly_compiled)(torch.zeros(1, 2))
+        print("compiled", flush=True)
+        torch.compile(torch.nn.Linear(2, 1), backend=never_compiled)(torch.zeros(1, 2))
+
+
+    def compiled(run, config):
+        # its import takes a while on a loaded machine
+        import torch._dynamo
+
+        train(run, compiling)
+
+
     def stuck(run, config):
         train(run, asleep)
 
@@ -151,6 +176,19 @@ def test_stuck_rank_is_named_with_its_source_line(stuck: Project) -> None:
 
 def lines(project: Project) -> list[str]:
     return (project.folder / "train.py").read_text().splitlines()
+
+
+def test_slow_compilation_is_awaited_and_one_that_hangs_is_named(stuck: Project) -> None:
+    folder, facts = stuck.run("train:compiled", *AFTER)
+    assert (facts["state"], facts["step"], facts["attempts"]) == ("COMPLETED", 12, 2)
+    # the first compilation was longer than that, and the other rank waited for it
+    assert "compiled" in log(folder, 1).splitlines()
+    assert re.match(
+        r"rank 1 on local2: Stuck: no progress for \d+ s since step 8: it is compiling at train\.py:\d+ in"
+        r" never_compiled",
+        retried(folder)["why"],
+    )
+    assert "waits for other ranks in gloo:all_reduce" in log(folder, 0)
 
 
 def test_rank_holding_the_gil_is_reported_as_not_responding(stuck: Project) -> None:

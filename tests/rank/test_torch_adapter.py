@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as recorders
 from torch._dynamo import eval_frame
+from torch._inductor import codecache
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
@@ -32,7 +33,7 @@ MODEL = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters())
 
 NAMES: list[tuple[Any, tuple[str, ...]]] = [
-    (torch, ("_foreach_copy_",)),
+    (torch, ("_foreach_copy_", "_dynamo", "_functorch", "_inductor")),
     (torch.Tensor, ("_fix_weakref",)),
     (torch.autograd.graph.Node, ("_sequence_nr",)),
     (torch.autograd, ("_profiler_enabled",)),
@@ -147,5 +148,25 @@ def test_as_only_worker_hides_the_worker_info(monkeypatch: pytest.MonkeyPatch) -
     assert get_worker_info() == "info"
 
 
-def test_paths_of_waiting_code_exist() -> None:
-    assert all(Path(path).exists() for path in torch_adapter.WAITING_CODE)
+def test_paths_of_waiting_code_and_of_the_compiler_exist() -> None:
+    assert all(Path(path).exists() for path in (*torch_adapter.WAITING_CODE, *torch_adapter.COMPILER_CODE))
+
+
+def test_compilation_is_recognized_while_it_lasts() -> None:
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(torch_adapter.is_compiling())
+        return graph
+
+    torch.compile(nn.Linear(2, 1), backend=backend)(torch.zeros(1, 2))
+    assert (seen, torch_adapter.is_compiling()) == ([True], False)
+
+
+def test_precompiled_headers_are_kept_in_a_given_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
+        # restores them
+        monkeypatch.setattr(codecache, name, getattr(codecache, name))
+    torch_adapter.keep_headers_in(tmp_path)
+    assert Path(codecache._HEADER_LOCK_DIR).parent == Path(codecache._HEADER_DIR) == tmp_path
+    assert torch_adapter.deterministic_options() == {"deterministic": True}

@@ -22,6 +22,8 @@ from mgpu_slurm.request.parallelism import Layout, Parallelism
         ({"strategy": "fsdp", "shard": 4}, 8, 8, Layout("fsdp", replicas=2, shards=4)),
         ({"precision": "bf16"}, 2, 1, Layout(replicas=2, precision="bf16")),
         ({"strategy": "fsdp", "precision": "fp16"}, 2, 1, Layout("fsdp", shards=2, precision="fp16")),
+        ({"compile": True}, 2, 1, Layout(replicas=2, compile=True)),
+        ({"compile": False}, 2, 1, Layout(replicas=2)),
         ({"strategy": "auto"}, 2, 1, Layout("ddp", replicas=2)),
         ({"strategy": "single"}, 1, 1, Layout("single")),
         ({"strategy": "dp"}, 1, 1, Layout("dp")),
@@ -51,6 +53,7 @@ def test_layout_follows_from_options_and_ranks(
         ),
         ({"precision": "bf-16"}, 2, "--precision bf-16: unknown precision (did you mean 'bf16'?)"),
         ({"shard": 2}, 8, "--shard 2 with --strategy ddp: use --strategy fsdp, zero2 or hsdp"),
+        ({"strategy": "dp", "compile": True}, 1, "--compile with --strategy dp is not supported: use --strategy ddp"),
         ({"tensor": 0}, 2, "--tensor 0: expected at least 1"),
         ({"pipeline": -1}, 2, "--pipeline -1: expected at least 1"),
         (
@@ -147,6 +150,12 @@ def test_given_options_override_others() -> None:
     assert Parallelism("fsdp", precision="fp32").over(before) == Parallelism("fsdp", shard=2, precision="fp32")
     # whose own default counts
     assert Parallelism("ddp").over(before) == Parallelism("ddp", precision="bf16")
+
+
+def test_words_name_what_is_compiled() -> None:
+    assert Parallelism("fsdp", compile=True).words == "fsdp  compile"
+    assert Parallelism(precision="bf16", compile=False).words == "ddp  precision bf16  no compile"
+    assert Parallelism(compile=False).over(Parallelism("fsdp", compile=True)) == Parallelism("fsdp", compile=False)
 
 
 def test_only_several_ranks_shard_a_model() -> None:

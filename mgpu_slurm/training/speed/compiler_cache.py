@@ -29,26 +29,26 @@ def use() -> str | None:
     os.environ.setdefault(THREADS_VARIABLE, os.environ["OMP_NUM_THREADS"])
     if CACHE_VARIABLE in os.environ:
         return None
-    folder, warning = _own(PLACE / f"mgpu_slurm-{os.geteuid()}"), None
-    if isinstance(folder, str):
-        warning = f"{folder}: compiled code is kept for this attempt only"
+    folder, warning = PLACE / f"mgpu_slurm-{os.geteuid()}", None
+    if (problem := _problem(folder)) is not None:
+        warning = f"{folder} {problem}: compiled code is kept for this attempt only"
         folder = Path(tempfile.mkdtemp(prefix="mgpu_slurm-"))
     os.environ[CACHE_VARIABLE] = str(folder)
     os.environ.setdefault(TRITON_VARIABLE, str(folder / "triton"))
     return warning
 
 
-def _own(folder: Path) -> Path | str:
-    """Create a folder of this user alone, or check it; return it, or why it cannot be used."""
+def _problem(folder: Path) -> str | None:
+    """Create a folder of this user alone, or check it; return why it cannot be used."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            return f"{folder} belongs to another user"
+            return "belongs to another user"
         if stat.S_IMODE(found.st_mode) & 0o077:
-            return f"{folder} is open to other users: remove it"
+            return "is open to other users (remove it)"
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, ROOM)
     except OSError as error:
-        return f"{folder}: {error.strerror}"
-    return folder
+        return f"cannot be used ({error.strerror})"
+    return None
