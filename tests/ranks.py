@@ -26,6 +26,8 @@ from tests.forks import FORKS
 
 Work = Callable[..., Any]
 KILLED = "killed"
+PATIENCE = 90
+"""Seconds in which a rank must answer."""
 
 
 class Failed(str):
@@ -87,7 +89,7 @@ def join_ranks(body: Work, facts: list[RankInfo], *arguments: Any) -> list[Any]:
 
 
 def _answer(here: Connection, processes: list[ForkServerProcess]) -> Any:
-    give_up = time.monotonic() + 90
+    give_up = time.monotonic() + PATIENCE
     while not here.poll(0.1):
         assert time.monotonic() < give_up, "a rank did not answer"
         if any(process.exitcode == -signal.SIGKILL for process in processes) and not here.poll(10):

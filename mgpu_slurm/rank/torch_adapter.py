@@ -163,7 +163,7 @@ _COMPILATIONS = 8
 def keep_headers_in(folder: Path) -> None:
     """Keep precompiled headers of C++ with the compiled code. Torch has them in /tmp, under a name that anyone could
     create first."""
-    code = importlib.import_module("torch._inductor.codecache")
+    code: Any = importlib.import_module("torch._inductor.codecache")
     code._HEADER_DIR, code._HEADER_LOCK_DIR = str(folder), str(folder / "locks")
 
 

@@ -127,8 +127,8 @@ class Run:
         With `ddp`, the default, each rank has a copy, and DistributedDataParallel exchanges the gradients of calls of
         the model, but not of its parts. With `fsdp`, `zero2` and `hsdp`, the model is sharded by torch's `fully_shard`,
         and with `--tensor` its layers are divided; both replace parameters: create the optimizer afterwards. A model
-        that lies on several `devices` stays there, and one that is already sharded is returned unchanged. Use `--compile`,
-        or compile before you wrap: `backward` cannot see the inputs of a wrapped model that is compiled afterwards.
+        that lies on several `devices` stays there, and one that is already sharded is returned unchanged. Compile it by
+        `--compile`, or before this call: `backward` cannot see the inputs of a wrapped model that is compiled later.
 
         All ranks start from rank 0's parameters and buffers. Buffers (batch norm statistics) are not broadcast at each
         forward, which would cost time and hang uneven evaluation; iterating `run.shard` broadcasts rank 0's buffers.

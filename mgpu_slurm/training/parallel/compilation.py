@@ -44,7 +44,7 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device, in_order: 
     """Compile each of these modules, see `compile_model`."""
     _check_compiler(device)
     fresh = [layer for layer in layers if not isinstance(layer, _Compiled) and not torch_adapter.is_compiled(layer)]
-    kinds: set[Any] = {(type(layer), *(tensor.shape for tensor in layer.state_dict().values())) for layer in fresh}
+    kinds: set[Any] = {(type(layer), *(tensor.shape for tensor in layer.parameters())) for layer in fresh}
     torch_adapter.allow_compilations(len(kinds))
     if device.type == "cpu" and CACHE_VARIABLE in os.environ:
         torch_adapter.keep_headers_in(Path(os.environ[CACHE_VARIABLE], "headers"))
