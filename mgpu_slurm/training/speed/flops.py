@@ -60,8 +60,8 @@ class FlopCount:
         self._models = models
         self._ranks = layout.data * layout.ranks_per_batch
         self._peak: float | None = None
-        # a stage has only a part of the layers
-        if device.type == "cuda" and layout.pipeline == 1:
+        # a stage has only a part of the layers; torch calls compiled ones as they are if it counts, which takes memory
+        if device.type == "cuda" and layout.pipeline == 1 and not layout.compile:
             self._peak = peak_flops(torch.cuda.get_device_name(device), layout.precision)
         self._steps = 0
         self._hooks = ExitStack()
