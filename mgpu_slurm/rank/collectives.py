@@ -11,14 +11,13 @@ message.
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
@@ -33,6 +32,7 @@ from mgpu_slurm.core.errors import (
     UserError,
 )
 from mgpu_slurm.rank import codec
+from mgpu_slurm.rank.control_group import ControlGroup, Exchange
 from mgpu_slurm.rank.rendezvous import collective_timeout
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import signed
@@ -60,7 +60,10 @@ VALUES = 14
 """Largest number of values in a rank's row of a message."""
 
 _ROW = struct.Struct(f"<b??qb{VALUES}d")
-"""A rank's row of a message: stop, save, failed, the number of boundaries passed, the call, and the values."""
+"""A rank's row of the exchange: stop, save, failed, the number of boundaries passed, the call, and the values."""
+
+_numbers = itertools.count()
+"""Numbers of this process's `Collectives`, which all ranks create in the same order."""
 
 
 class Collectives:
@@ -74,22 +77,17 @@ class Collectives:
         """
         self._facts = facts
         self._errors = {error.__name__: error for error in (*_ERRORS, *errors)}
-        self._group: dist.ProcessGroup | None = None
+        self._group: ControlGroup | None = None
         self._store: Store = HashStore()
         self._step_sync: StepSync | None = None
         self._save_barriers = 0
         if facts.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=collective_timeout())
             # the default group may have been created by a script
             store = signed(default_store(), facts.rank)
-            self._store = PrefixStore(f"mgpu_slurm {self._group.group_name}", store)
+            self._store = PrefixStore(f"mgpu_slurm {next(_numbers)}", store)
+            self._group = ControlGroup(facts, self._store, collective_timeout())
+            self._rows = Exchange(self._group, _ROW.size)
             self._step_sync = StepSync(facts, self._store)
-        self._own_row = bytearray(_ROW.size)
-        self._table = bytearray(_ROW.size * facts.world_size)
-        """The newest message: a row from each rank."""
-        # created once, because creating tensors costs more than their use here
-        self._sent = [torch.frombuffer(self._own_row, dtype=torch.uint8)]
-        self._received = [list(torch.frombuffer(self._table, dtype=torch.uint8).view(facts.world_size, -1).unbind())]
 
     def step(self, request: Agreed) -> Agreed:
         """Pass a boundary, and return what all ranks do at it.
@@ -126,7 +124,7 @@ class Collectives:
             return request, [[value] for value in values]
         self._step_sync.begin(call, request.stop)
         self._exchange(call, request, values, self._step_sync)
-        stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._table), strict=True)
+        stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._rows.table), strict=True)
         _check_same_call(calls)
         if call is not Call.END:
             # at the end of a stream, the caller compares the batches drawn and can name the stream
@@ -155,19 +153,25 @@ class Collectives:
         """Return the sum of each value over the ranks, in double precision; call it after `sync`."""
         if self._group is None:
             return values
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self._group)
-        return [float(value) for value in tensor]
+        return [sum(column) for column in self._columns(self._group, "d", values)]
 
     def differ(self, numbers: Sequence[int]) -> list[bool]:
         """Return for each of these 64-bit integers whether it differs between ranks; call it after `sync`."""
         if self._group is None:
             return [False] * len(numbers)
-        own = torch.tensor(numbers, dtype=torch.int64)
-        # the maximum of each number, and the minimum
-        ends = torch.stack([own, ~own])
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._group)
-        return cast("list[bool]", (ends[0] != ~ends[1]).tolist())
+        return [len(set(column)) > 1 for column in self._columns(self._group, "q", numbers)]
+
+    @staticmethod
+    def _columns(group: ControlGroup, code: str, numbers: Sequence[float]) -> list[tuple[Any, ...]]:
+        """Return each of these numbers from all ranks.
+
+        Args:
+            code: type of the numbers; see `struct`.
+        """
+        if not numbers:
+            return []
+        row = struct.Struct(f"<{len(numbers)}{code}")
+        return [*zip(*map(row.unpack, group.gather(row.pack(*numbers))), strict=True)]
 
     def broadcast_from_rank0(self, find: Callable[[], T]) -> T:
         """Return on every rank what `find` returns on rank 0; call it after `sync`.
@@ -178,13 +182,13 @@ class Collectives:
         if self._group is None:
             return find()
         if self._facts.rank == 0:
-            return self._tell(find)
-        said = json.loads(self._broadcast(b""))
+            return self._tell(self._group, find)
+        said = json.loads(self._group.broadcast(b""))
         if "error" in said:
             raise self._errors[said["error"]](said["message"])
         return cast(T, codec.joined(said["found"], {}))
 
-    def _tell(self, find: Callable[[], T]) -> T:
+    def _tell(self, group: ControlGroup, find: Callable[[], T]) -> T:
         """Send the result, or the error, to the other ranks."""
         failure: BaseException | None = None
         try:
@@ -194,7 +198,7 @@ class Collectives:
             said = {"found": state}
         except (Exception, SystemExit) as error:
             failure, said = error, self._in_words(error)
-        self._broadcast(json.dumps(said).encode())
+        group.broadcast(json.dumps(said).encode())
         if failure is not None:
             raise failure
         return found
@@ -206,28 +210,17 @@ class Collectives:
             return {"error": name, "message": message}
         return {"error": MgpuError.__name__, "message": f"{name}: {message}"}
 
-    def _broadcast(self, data: bytes) -> bytes:
-        """Return rank 0's data; that of other ranks is ignored."""
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, src=0, group=self._group)
-        # torch requires writable memory
-        held = torch.frombuffer(bytearray(data) or bytearray(int(size)), dtype=torch.uint8)
-        dist.broadcast(held, src=0, group=self._group)
-        return held.numpy().tobytes()
-
     def _exchange(self, call: Call, request: Agreed, values: list[float], step_sync: StepSync) -> None:
         """Fill the table with the rows of all ranks."""
         assert self._group is not None
         # the format is fixed, so that ranks which make different calls complete each other's message
         row = (*values, *([0.0] * (VALUES - len(values))))
-        _ROW.pack_into(self._own_row, 0, request.stop, request.save, request.failed, step_sync.passed, call, *row)
-        # not dist.all_gather, which logs each call
-        work = self._group.allgather(self._received, self._sent)
+        _ROW.pack_into(self._rows.own, 0, request.stop, request.save, request.failed, step_sync.passed, call, *row)
         try:
-            self._wait(work, call, step_sync)
+            for work in self._rows.steps():
+                self._wait(work, call, step_sync)
         except MgpuError:
-            # never destroy the group: that would wait for the others to answer this message
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._group.keep_open()
             raise
         except RuntimeError:
             # the other ranks may have left because of a mismatch

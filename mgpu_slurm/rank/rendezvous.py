@@ -53,9 +53,12 @@ def join(
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+    from mgpu_slurm.rank import torch_adapter
+
     store = connect(facts, environ, timeout, listener)
     warnings = _check_in(store, facts, rank_info.gpu_identity(device), timeout)
     has_nccl = device.type == "cuda" and not warnings
+    torch_adapter.connect_lazily()
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if has_nccl else "gloo",
         store=PrefixStore("default", store),

@@ -9,10 +9,12 @@ else.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_slurm.core.errors import UserError
@@ -275,6 +278,31 @@ def show_worker_dataset(dataset: Any) -> None:
 def default_store() -> Store:
     """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def connect_lazily() -> None:
+    """Let the gloo groups that this process creates connect two ranks when they first exchange something.
+
+    Otherwise each group connects all of its ranks to each other, even if NCCL does all of its work.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def gloo_group(store: Store, name: str, ranks: list[int], rank: int, timeout: timedelta | None) -> Any:
+    """Return a gloo group that torch does not count among the groups of the job: each rank may have different ones.
+
+    Args:
+        store: a store in which the name is unique.
+        ranks: the ranks of the group, this one among them.
+        timeout: time-out of its collectives; None for torch's default.
+    """
+    prefixed = PrefixStore(name, store)
+    waits = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
+    group: Any = dist.ProcessGroupGloo(prefixed, ranks.index(rank), len(ranks), waits)
+    # what flight recorders note of it
+    group.options.group_name = name
+    group.options.global_ranks_in_group = ranks
+    return group
 
 
 def flight_recorder_dumps() -> Iterator[tuple[str, bytes]]:

@@ -268,6 +268,7 @@ _PACKAGE = Path(__file__).parents[1]
 _WHERE_RANKS_WAIT = (
     *torch_adapter.WAITING_CODE,
     str(_PACKAGE / "rank" / "collectives.py"),
+    str(_PACKAGE / "rank" / "control_group.py"),
     str(_PACKAGE / "rank" / "step_sync.py"),
     str(_PACKAGE / "checkpoints" / "saver.py"),
 )
