@@ -1,7 +1,7 @@
 """Messages of a fixed size from every rank to all ranks, over a tree of small gloo groups.
 
-Each group gathers at its first rank, the first ranks of groups form groups in turn, and the result is broadcast back the
-same way. The groups of the first level are the ranks of a node. With few ranks there is only one group.
+Each group gathers at its first rank, the first ranks of groups form groups in turn, and the result is broadcast back
+the same way. The groups of the first level are the ranks of a node. With few ranks there is only one group.
 
 Gloo's all-gather would pass the messages around a ring, so that its time grows with the number of ranks.
 """

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -359,13 +359,17 @@ def lagging(folder: RunFolder, attempt: int) -> str | None:
     """Return which ranks began fewer collectives than others of their group, in words; None if unknown."""
     # the newest collective of each rank, by group
     newest: dict[tuple[str, str], dict[int, Collective]] = defaultdict(dict)
+    waiting = set()
     for path in sorted(folder.logs.glob(f"{folder.flight_prefix(attempt).name}*")):
-        match = _RANK.search(path.name)
-        for each in _collectives(path) if match else []:
-            if not each["is_p2p"]:
+        if match := _RANK.search(path.name):
+            for each in _collectives(path):
                 # one group may have collectives of gloo and of NCCL, each with separate numbers
-                newest[match[2], each["process_group"][0]][int(match[1])] = each  # type: ignore[index]
-    found = [_behind(of_ranks) for _, of_ranks in sorted(newest.items())]
+                newest[match[2], each["process_group"][0]][int(match[1])] = each
+                if not each.get("retired", True):
+                    waiting.add(int(match[1]))
+    groups = [of_ranks for _, of_ranks in sorted(newest.items())]
+    # a rank that waits in one group is late in others because of that
+    found = [_behind(of_ranks, excused) for excused in (waiting, set[int]()) for of_ranks in groups]
     return next((words for words in found if words is not None), None)
 
 
@@ -374,19 +378,21 @@ def _collectives(path: Path) -> list[Collective]:
     try:
         with open(path, "rb") as file:
             entries = _PlainUnpickler(file).load()["entries"]
-        return [each for each in entries if {"is_p2p", "process_group", "collective_seq_id"} <= each.keys()]
+        known = [each for each in entries if {"is_p2p", "process_group", "collective_seq_id"} <= each.keys()]
+        return [each for each in known if not each["is_p2p"]]
     except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError):
         return []
 
 
-def _behind(of_ranks: dict[int, Collective]) -> str | None:
+def _behind(of_ranks: dict[int, Collective], excused: Set[int]) -> str | None:
     """
     Args:
         of_ranks: the newest collective of each rank.
+        excused: ranks that are not named.
     """
     counts = {rank: int(each["collective_seq_id"]) for rank, each in of_ranks.items()}
     most = max(counts.values())
-    late = [rank for rank, count in sorted(counts.items()) if count < most]
+    late = [rank for rank, count in sorted(counts.items()) if count < most and rank not in excused]
     if not late:
         return None
     first = next(rank for rank, count in sorted(counts.items()) if count == most)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from mgpu_slurm.rank import collectives, step_sync
+from mgpu_slurm.rank.control_group import ControlGroup, Exchange
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.step_sync import Agreed, Call, Place, have_diverged
 from mgpu_slurm.training.run import Run
@@ -96,11 +97,11 @@ def counts_messages(run: Run, is_stream: bool) -> list[int]:
 def _count_messages(run: Run) -> list[int]:
     """Count what this rank sends from now on in the one number that is returned."""
     calls = [0]
-    store, group = type(run._collectives._store), type(run._collectives._group)
     for owner, names in (
         (dist, ("all_gather", "all_reduce", "broadcast")),
-        (group, ("allgather", "allreduce")),
-        (store, ("set", "add", "get", "check")),
+        (ControlGroup, ("gather", "broadcast")),
+        (Exchange, ("steps",)),
+        (type(run._collectives._store), ("set", "add", "get", "check")),
     ):
         for name in names:
             setattr(owner, name, _counting(getattr(owner, name), calls))

@@ -20,10 +20,12 @@ from mgpu_slurm.core.errors import ForgeryError, MgpuError, TrialPruned, UserErr
 from mgpu_slurm.job import store_server
 from mgpu_slurm.rank import rendezvous
 from mgpu_slurm.rank.collectives import Collectives, SaveBarrier
+from mgpu_slurm.rank.control_group import ControlGroup
 from mgpu_slurm.rank.rank_info import RankInfo
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.rank.signed_store import SignedStore, signed
 from mgpu_slurm.rank.step_sync import GONE, Agreed, Call
+from mgpu_slurm.rank.torch_adapter import connect_lazily, default_store
 from mgpu_slurm.training.run import Run
 from tests.forks import FORKS
 from tests.ranks import join_ranks, run_ranks
@@ -50,12 +52,10 @@ def play_rank_0(marker: Path, knows: str) -> None:
     greeting = PrefixStore("mgpu", signed(unsigned, 0)) if knows == "greetings" else store
     greeting.set("arrived/0", json.dumps(["n1", 2, None]))
     greeting.set("verdict", json.dumps(["", {}]))
+    connect_lazily()
     dist.init_process_group("gloo", store=PrefixStore("default", store), rank=0, world_size=2)
-    group = dist.new_group(backend="gloo")
-    # the size, and then the data, as `told` reads them
-    evil = pickle.dumps(Evil(marker))
-    dist.broadcast(torch.tensor([len(evil)]), src=0, group=group)
-    dist.broadcast(torch.frombuffer(bytearray(evil), dtype=torch.uint8), src=0, group=group)
+    group = ControlGroup(RankInfo(0, 2, 0, 2), PrefixStore("mgpu_slurm 0", default_store()), None)
+    group.broadcast(pickle.dumps(Evil(marker)))
 
 
 def with_environ(environ: dict[str, str], marker: Path, knows: str) -> None:

@@ -44,6 +44,21 @@ def test_no_rank_is_named_if_all_reached_the_same_collective(folder: RunFolder) 
     assert diagnosis.lagging(folder, 1) is None
 
 
+def test_rank_that_waits_in_another_group_is_not_named(folder: RunFolder) -> None:
+    """Ranks 0 to 2 and 3 to 5 gather at the first of them, and these two at rank 0. Rank 4 does not come."""
+    waits = {"retired": False}
+    for rank in (1, 2):
+        leave(folder, str(rank), collective(3, "at 0"), collective(4, "at 0") | waits)
+    leave(folder, "0", collective(3, "at 0"), collective(5, "top") | waits)
+    leave(folder, "3", collective(3, "at 3") | waits, collective(2, "top"))
+    leave(folder, "4", collective(2, "at 3"))
+    leave(folder, "5", collective(3, "at 3"), collective(4, "at 3") | waits)
+    assert diagnosis.lagging(folder, 1) == "rank 4 never reached nccl:sum (#4 of its group), in which rank 5 was"
+    # all wait, each for another one
+    leave(folder, "4", collective(2, "at 3") | waits)
+    assert diagnosis.lagging(folder, 1) == "rank 0 never reached nccl:sum (#4 of its group), in which rank 1 was"
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.system, ("touch hacked",)
