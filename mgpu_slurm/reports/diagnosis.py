@@ -357,13 +357,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def lagging(folder: RunFolder, attempt: int) -> str | None:
     """Return which ranks began fewer collectives than others of their group, in words; None if unknown."""
-    # the newest collective of each rank, by group
     newest: dict[tuple[str, str], dict[int, Collective]] = defaultdict(dict)
     waiting = set()
     for path in sorted(folder.logs.glob(f"{folder.flight_prefix(attempt).name}*")):
         if match := _RANK.search(path.name):
             for each in _collectives(path):
-                # one group may have collectives of gloo and of NCCL, each with separate numbers
+                # by group, which may have collectives of gloo and of NCCL, each with separate numbers
                 newest[match[2], each["process_group"][0]][int(match[1])] = each
                 if not each.get("retired", True):
                     waiting.add(int(match[1]))
@@ -378,8 +377,8 @@ def _collectives(path: Path) -> list[Collective]:
     try:
         with open(path, "rb") as file:
             entries = _PlainUnpickler(file).load()["entries"]
-        known = [each for each in entries if {"is_p2p", "process_group", "collective_seq_id"} <= each.keys()]
-        return [each for each in known if not each["is_p2p"]]
+        keys = {"process_group", "collective_seq_id"}
+        return [each for each in entries if keys <= each.keys() and each.get("is_p2p") is False]
     except (OSError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError):
         return []
 
