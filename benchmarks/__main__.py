@@ -13,6 +13,7 @@ import torch
 from benchmarks import (
     checkpoint,
     compilation,
+    control_plane,
     curves,
     gauges,
     gpu,
@@ -33,6 +34,7 @@ from benchmarks import (
 BENCHMARKS = {
     "startup": startup.run,
     "launch": launch.run,
+    "control": control_plane.run,
     "step": step.run,
     "sharded": sharded.run,
     "memory": memory.run,
