@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,6 +61,38 @@ def test_ranks_sharing_a_gpu_are_warned() -> None:
     answers = join_ranks(joined_with_gpu, [RankInfo(rank, 3, rank, 3, node_name="n1") for rank in range(3)])
     shared = "ranks 0-1 compute on the same GPU, GPU-a of n1, and communicate without NCCL"
     assert answers == [shared, shared, None]
+
+
+def connections_unused_and_used(facts: RankInfo, is_lazy: bool) -> list[int]:
+    """Return the number of this rank's sockets before and after a broadcast."""
+    if not is_lazy:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    rendezvous.join(facts, torch.device("cpu"), timeout=timedelta(seconds=20))
+    counts = [_sockets()]
+    said = torch.tensor([facts.rank])
+    torch.distributed.broadcast(said, src=5)
+    assert said.item() == 5
+    torch.distributed.barrier()
+    torch.distributed.broadcast(said, src=5)
+    counts.append(_sockets())
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return counts
+
+
+def _sockets() -> int:
+    return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
+
+
+def test_default_group_connects_only_ranks_that_exchange_something() -> None:
+    facts = [RankInfo(rank, 6, rank, 6) for rank in range(6)]
+    for (unused, used), (_, of_mesh) in zip(
+        join_ranks(connections_unused_and_used, facts, True),
+        join_ranks(connections_unused_and_used, facts, False),
+        strict=True,
+    ):
+        assert unused == of_mesh - 5
+        assert unused < used <= of_mesh
 
 
 def test_ports_are_bound_outside_the_ephemeral_range() -> None:
