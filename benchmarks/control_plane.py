@@ -210,8 +210,8 @@ def _connected(facts: RankInfo, case: str) -> Callable[[], object]:
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     rendezvous.join(facts, torch.device("cpu"))
     group = dist.new_group(backend="gloo")
-    own = torch.zeros(107, dtype=torch.uint8)
-    table = [*torch.zeros(facts.world_size, 107, dtype=torch.uint8).unbind()]
+    own = torch.zeros(108, dtype=torch.uint8)
+    table = [*torch.zeros(facts.world_size, 108, dtype=torch.uint8).unbind()]
     return lambda: dist.all_gather(table, own, group=group)
 
 

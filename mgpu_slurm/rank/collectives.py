@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
@@ -40,6 +41,7 @@ from mgpu_slurm.rank.step_sync import Agreed, Call, StepSync, different_calls
 from mgpu_slurm.rank.torch_adapter import default_store
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch._C._distributed_c10d import Store
 
     from mgpu_slurm.rank.rank_info import RankInfo
@@ -59,8 +61,10 @@ _WRITTEN, _LOST = "written", "lost"
 VALUES = 14
 """Largest number of values in a rank's row of a message."""
 
-_ROW = struct.Struct(f"<b??qb{VALUES}d")
-"""A rank's row of the exchange: stop, save, failed, the number of boundaries passed, the call, and the values."""
+_ROW = np.dtype(
+    [("stop", "i1"), ("save", "?"), ("failed", "?"), ("passed", "<i8"), ("call", "i1"), ("values", "<f8", VALUES)]
+)
+"""A rank's row of the exchange; `passed` is its number of boundaries."""
 
 _numbers = itertools.count()
 """Numbers of this process's `Collectives`, which all ranks create in the same order."""
@@ -86,7 +90,9 @@ class Collectives:
             store = signed(default_store(), facts.rank)
             self._store = PrefixStore(f"mgpu_slurm {next(_numbers)}", store)
             self._group = ControlGroup(facts, self._store, collective_timeout())
-            self._rows = Exchange(self._group, _ROW.size)
+            self._rows = Exchange(self._group, _ROW.itemsize)
+            self._sent = np.frombuffer(self._rows.own, _ROW)
+            self._received = np.frombuffer(self._rows.table, _ROW)
             self._step_sync = StepSync(facts, self._store)
 
     def step(self, request: Agreed) -> Agreed:
@@ -124,14 +130,14 @@ class Collectives:
             return request, [[value] for value in values]
         self._step_sync.begin(call, request.stop)
         self._exchange(call, request, values, self._step_sync)
-        stops, saves, failures, passed, calls, *columns = zip(*_ROW.iter_unpack(self._rows.table), strict=True)
-        _check_same_call(calls)
+        rows = self._received
+        _check_same_call(rows["call"])
         if call is not Call.END:
             # at the end of a stream, the caller compares the batches drawn and can name the stream
-            _check_same_place(passed)
-        agreed = Agreed(Stop(max(stops)), any(saves), any(failures))
+            _check_same_place(rows["passed"])
+        agreed = Agreed(Stop(int(rows["stop"].max())), bool(rows["save"].any()), bool(rows["failed"].any()))
         self._step_sync.end(agreed.stop)
-        return agreed, columns[: len(values)]
+        return agreed, rows["values"].T[: len(values)].tolist()
 
     def take_batch(self) -> None:
         """Note that this rank has a batch of a stream, so that the stream does not end before the next boundary."""
@@ -214,8 +220,8 @@ class Collectives:
         """Fill the table with the rows of all ranks."""
         assert self._group is not None
         # the format is fixed, so that ranks which make different calls complete each other's message
-        row = (*values, *([0.0] * (VALUES - len(values))))
-        _ROW.pack_into(self._rows.own, 0, request.stop, request.save, request.failed, step_sync.passed, call, *row)
+        padded = (*values, *([0.0] * (VALUES - len(values))))
+        self._sent[0] = request.stop, request.save, request.failed, step_sync.passed, call, padded
         try:
             for work in self._rows.steps():
                 self._wait(work, call, step_sync)
@@ -256,17 +262,17 @@ def _is_done_within(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def _check_same_call(calls: Sequence[int]) -> None:
-    if len(set(calls)) > 1:
+def _check_same_call(calls: NDArray[Any]) -> None:
+    if (calls != calls[0]).any():
         raise different_calls((rank, Call(call)) for rank, call in enumerate(calls))
 
 
-def _check_same_place(passed: Sequence[int]) -> None:
-    most, least = max(passed), min(passed)
-    if most != least:
+def _check_same_place(passed: NDArray[Any]) -> None:
+    most, least = passed.argmax(), passed.argmin()
+    if passed[most] != passed[least]:
         raise CollectiveMismatch(
-            f"rank {passed.index(most)} has taken {most - least} more batches of run.loader than rank"
-            f" {passed.index(least)}: every rank must take the same number, even if only one of them needs the result"
+            f"rank {most} has taken {passed[most] - passed[least]} more batches of run.loader than rank"
+            f" {least}: every rank must take the same number, even if only one of them needs the result"
         )
 
 

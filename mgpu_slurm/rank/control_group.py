@@ -150,6 +150,10 @@ class Exchange:
 
     def steps(self) -> Iterator[dist.Work]:
         """Exchange the messages; yield each step to wait for."""
+        if self._group.world_size == 2:
+            # each other's message at the same time
+            yield self._group.levels[0].group.allgather([[*self._table.unbind()]], [self._own])
+            return
         block = self._own
         for level, gathered in zip(self._group.levels, [*self._gathered, None], strict=False):
             parts = [] if gathered is None else [*gathered.view(level.size, -1).unbind()]

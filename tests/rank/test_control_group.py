@@ -58,6 +58,7 @@ def test_many_ranks_form_groups_by_node(nodes: Sequence[int], sizes: list[list[i
 # -- what they exchange
 
 LAYOUTS = {
+    "two": [0, 1],
     "one group": [0, 0, 0],
     "nodes": [0, 0, 1, 1, 2, 2],
     "cyclic": [0, 1, 2, 0, 1, 0, 0],
