@@ -106,13 +106,13 @@ def test_attached_script_uses_the_strategy_of_the_cluster_file(training: Project
 
 def test_compiled_code_of_a_command_is_kept_where_the_user_wants(training: Project, tmp_path: Path) -> None:
     training.write("mgpu.yaml", "clusters: {local: {compile: true}}\n")
-    shown = "echo $MGPU_LAYOUT $TORCHINDUCTOR_CACHE_DIR $TORCHINDUCTOR_COMPILE_THREADS"
+    shown = "echo $MGPU_LAYOUT $TORCHINDUCTOR_CACHE_DIR $TORCHINDUCTOR_COMPILE_THREADS; exit 3"
     kept = replace(
         training, environ=training.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "3"}
     )
     folder, facts = kept.run("--", "sh", "-c", shown)
-    assert facts["state"] == "COMPLETED"
-    assert log(folder, 0).splitlines() == [f'{{"compile": true}} {tmp_path} 3']
+    assert facts["state"] == "FAILED"
+    assert log(folder, 0).startswith(f'{{"compile": true}} {tmp_path} 3\n')
     # of the folder, and of the options that are given
     assert "strategy  ddp  compile" in kept.call("status", folder.name).stdout
     planned = kept.call("submit", "--executor", "local", "--dry-run", "--no-compile", "--", "true")
