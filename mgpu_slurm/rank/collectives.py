@@ -1,7 +1,7 @@
 """Agreement between ranks: whether to stop, whether to save, and that they all make the same call.
 
-Each call that all ranks have to make sends one small message of a fixed format over a separate gloo group. Because the
-format is fixed, ranks that make different calls still complete each other's message. They detect the difference and
+Each call that all ranks have to make sends one small message of a fixed format over a separate `ControlGroup`. Because
+the format is fixed, ranks that make different calls still complete each other's message. They detect the difference and
 report which rank made which call, instead of hanging until the time-out. Between these calls `step_sync` has the ranks
 agree.
 
@@ -156,7 +156,7 @@ class Collectives:
             self._step_sync.close()
 
     def total(self, values: list[float]) -> list[float]:
-        """Return the sum of each value over the ranks, in double precision; call it after `sync`."""
+        """Return the sum of each value over the ranks, in double precision and in their order; call it after `sync`."""
         if self._group is None:
             return values
         return [sum(column) for column in self._columns(self._group, "d", values)]

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,26 +143,26 @@ class Exchange:
         self._own = torch.frombuffer(self.own, dtype=torch.uint8)
         self._table = torch.frombuffer(self.table, dtype=torch.uint8).view(group.world_size, size)
         self._places = torch.tensor(group.places)
-        self._gathered = [
-            torch.zeros(level.size * level.rows, size, dtype=torch.uint8) for level in group.levels if level.is_first
-        ]
-        """What this rank has gathered in each level."""
-        self._is_root = len(self._gathered) == len(group.levels)
+        firsts = [level for level in group.levels if level.is_first]
+        self._gathered = [torch.zeros(level.size, level.rows * size, dtype=torch.uint8) for level in firsts]
+        """What this rank has gathered in each level: a row from each rank of the group."""
+        self._rows = [[*each.unbind()] for each in self._gathered]
+        self._is_root = len(firsts) == len(group.levels)
+        self._both = [*self._table.unbind()] if group.world_size == 2 else []
 
     def steps(self) -> Iterator[dist.Work]:
         """Exchange the messages; yield each step to wait for."""
-        if self._group.world_size == 2:
-            # each other's message at the same time
-            yield self._group.levels[0].group.allgather([[*self._table.unbind()]], [self._own])
+        if self._both:
+            # at the same time, which gathering would not
+            yield self._group.levels[0].group.allgather([self._both], [self._own])
             return
         block = self._own
-        for level, gathered in zip(self._group.levels, [*self._gathered, None], strict=False):
-            parts = [] if gathered is None else [*gathered.view(level.size, -1).unbind()]
-            yield level.group.gather(parts, _padded(block, level.rows * len(self.own)), 0)
+        for level, gathered, rows in zip_longest(self._group.levels, self._gathered, self._rows):
+            yield level.group.gather(rows or [], _padded(block, level.rows * len(self.own)), 0)
             if gathered is not None:
                 block = gathered.view(-1)
         if self._is_root:
-            torch.index_select(self._gathered[-1], 0, self._places, out=self._table)
+            torch.index_select(block.view(-1, len(self.own)), 0, self._places, out=self._table)
         yield from self._group.send_down(self._table)
 
 

@@ -48,7 +48,8 @@ NAMES: list[tuple[Any, tuple[str, ...]]] = [
     (type(OPTIMIZER).step, ("hooked",)),
     (torch.amp.GradScaler, ("_found_inf_per_device",)),
     (worker, ("_worker_info", "WorkerInfo")),
-    (dist.distributed_c10d, ("_get_default_store",)),
+    (dist.distributed_c10d, ("_get_default_store", "default_pg_timeout")),
+    (dist.ProcessGroupGloo, ("options", "allgather", "broadcast", "gather")),
     (recorders, ("_dump_fr_trace", *(["_dump_nccl_trace"] if dist.is_nccl_available() else []))),
 ]
 

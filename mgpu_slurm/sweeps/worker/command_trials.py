@@ -167,9 +167,8 @@ class CommandTrainer:
             time.sleep(0.05)
 
     def _first_failure(self, child: subprocess.Popen[bytes]) -> _Exit:
-        codes = [0.0] * self._rank.facts.world_size
-        codes[self._rank.facts.rank] = float(child.returncode)
-        exits = [_Exit(rank, int(code)) for rank, code in enumerate(self._collectives.total(codes))]
+        _, (codes,) = self._collectives.with_values(Call.TRIAL, Agreed(), [float(child.returncode)])
+        exits = [_Exit(rank, int(code)) for rank, code in enumerate(codes)]
         # children that were killed because another one failed come last
         failed = sorted((each for each in exits if each.code), key=lambda each: each.code == -signal.SIGKILL)
         return failed[0] if failed else exits[0]
