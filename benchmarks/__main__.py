@@ -24,6 +24,7 @@ from benchmarks import (
     report,
     report_cost,
     sharded,
+    slow_disk,
     slurm,
     startup,
     step,
@@ -33,6 +34,7 @@ from benchmarks import (
 
 BENCHMARKS = {
     "startup": startup.run,
+    "slow-disk": slow_disk.run,
     "launch": launch.run,
     "control": control_plane.run,
     "step": step.run,
