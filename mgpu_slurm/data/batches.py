@@ -194,6 +194,8 @@ class ListedBatches(Sampler[Part]):
         return (_share(len(batch), self.data_rank, self._data_ranks) for batch in self._lists[self._first :])
 
     def __iter__(self) -> Iterator[Part]:
-        for number in range(self._first, len(self)):
-            seed = mixed(self.seed, self._epoch, number)
-            yield _part(self._lists[number], self.data_rank, self._data_ranks, seed)
+        # an evaluation within this pass lists anew
+        lists, epoch = self._lists, self._epoch
+        for number in range(self._first, len(lists)):
+            seed = mixed(self.seed, epoch, number)
+            yield _part(lists[number], self.data_rank, self._data_ranks, seed)

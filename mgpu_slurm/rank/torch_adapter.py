@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -110,6 +110,20 @@ def sequence_number(node: Any) -> int:
     return number
 
 
+def flop_counter() -> Any:
+    """Return a mode that counts the FLOPs of what it can: an operator with other arguments than its formula expects,
+    such as attention with grouped queries, must not end a training."""
+    module = importlib.import_module("torch.utils.flop_counter")
+
+    class Counter(module.FlopCounterMode):  # type: ignore[misc, name-defined]
+        def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            with suppress(Exception):
+                super()._count_flops(packet, out, args, kwargs)
+            return out
+
+    return Counter(display=False)
+
+
 def is_profiling() -> bool:
     """Return whether a profiler records this thread; another one would take its events."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
@@ -134,6 +148,11 @@ def is_compiled(module: Any) -> bool:
     # before torch has imported this (a slow import), no compiled modules exist
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Return whether a module, or any module of it, calls compiled code."""
+    return any(is_compiled(each) or getattr(each, "_compiled_call_impl", None) is not None for each in module.modules())
 
 
 def import_compiler() -> None:

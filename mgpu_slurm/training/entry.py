@@ -96,10 +96,17 @@ def run_target(rank: Rank) -> int:
     """Run the command or the job function of the run."""
     if rank.spec.target.command is not None:
         os.chdir(rank.folder.code / rank.spec.workdir)
-        with staged(rank.spec):
-            return run_command(rank, rank.spec.target.command)
+        return _run_command(rank, rank.spec.target.command)
     stop = StopFlag()
     return guarded(rank, stop, lambda: _train(rank, stop))
+
+
+def _run_command(rank: Rank, command: tuple[str, ...]) -> int:
+    try:
+        with reporting_errors(rank), staged(rank.spec):
+            return run_command(rank, command)
+    except MgpuError as error:
+        return crash.exit_code(error)
 
 
 def _check_world(spec: Spec, facts: RankInfo) -> None:
@@ -122,7 +129,10 @@ def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
     os.environ[LEAD_SECONDS_VARIABLE] = str(spec.lead or "")
     os.environ[STUCK_AFTER_VARIABLE] = str(spec.stuck_after)
     os.environ[parallelism.VARIABLE] = json.dumps(spec.parallelism.given)
+    # this run may have been submitted from inside another one
     os.environ.pop(profile_window.VARIABLE, None)
+    os.environ.pop(staging.VARIABLE, None)
+    os.environ[staging.START_VARIABLE] = str(spec.original)
     if spec.profile is not None:
         os.environ[profile_window.VARIABLE] = spec.profile
     # torch's flight recorder, which is on by default for NCCL: shows what a stuck rank waits for
@@ -223,7 +233,7 @@ def joined(rank: Rank, device: torch.device | None = None) -> Iterator[torch.dev
 
 def staged(spec: Spec) -> AbstractContextManager[None]:
     """Return a context in which the run's data sets are on the disk of this node."""
-    return staging.copies_of(spec.stage, spec.stage_to, spec.original)
+    return staging.copies_of(spec.stage, spec.stage_to)
 
 
 def _write_result(rank: Rank, run: Run, returned: Any) -> None:

@@ -66,9 +66,11 @@ class Parts:
         self.models = Models(rank, facts.world_size, layout, device, devices, self.batch_weights.note_inputs)
         self._mistakes = Mistakes(device, self.models, watches=rank == 0)
         self.size = MicroBatchSize()
-        self.instruments = Instruments(facts, files, attempt, layout, device, devices, self.models)
+        self.instruments = Instruments(
+            facts, files, attempt, layout, device, devices, self.models, lambda: self.position.step
+        )
         self.measure_step = self.instruments.step_done
-        """Called at the end of each optimizer step, with its number."""
+        """Called at the end of each optimizer step."""
         self.found_size = FoundSize(self.size, layout, device, files, attempt, rank)
         self.keeper = Keeper(files, facts, attempt, self.models.wrapped, self.collectives, layout.first_ranks)
         self.loop_control = LoopControl(
@@ -174,7 +176,7 @@ class Parts:
         self.alive()
         if self.reporter is not None:
             self.reporter.step_done(self.position.step)
-        self.measure_step(self.position.step)
+        self.measure_step()
 
     def close(self, waits: bool) -> None:
         """See `Run.close`."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker
+from torch.utils.flop_counter import FlopCounterMode
 
 from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.training.memory import fake_torch_adapter
@@ -37,6 +38,8 @@ NAMES: list[tuple[Any, tuple[str, ...]]] = [
     (torch.Tensor, ("_fix_weakref",)),
     (torch.autograd.graph.Node, ("_sequence_nr",)),
     (torch.autograd, ("_profiler_enabled",)),
+    (FlopCounterMode, ("_count_flops",)),
+    (nn.Module, ("_compiled_call_impl",)),
     (DTensor, ("__create_chunk_list__",)),
     (MODEL, ("_modules", "_parameters", "_buffers", "_apply")),
     (torch.UntypedStorage, ("_cdata",)),

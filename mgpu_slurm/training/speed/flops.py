@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.training.wrap import Models
 
@@ -65,7 +65,7 @@ class FlopCount:
             self._peak = peak_flops(torch.cuda.get_device_name(device), layout.precision)
         self._steps = 0
         self._hooks = ExitStack()
-        self._counter: Any = None
+        self._counter: _ForwardPasses | None = None
         self._of_sample = 0.0
 
     def step_done(self, samples: int) -> None:
@@ -81,7 +81,7 @@ class FlopCount:
             self._begin()
         elif self._counter is not None:
             self._hooks.close()
-            self._of_sample = PASSES * self._counter.get_total_flops() / samples if samples else 0.0
+            self._of_sample = PASSES * self._counter.flops / samples if samples else 0.0
             self._counter = None
 
     def utilization(self, samples_per_second: float) -> float | None:
@@ -95,15 +95,33 @@ class FlopCount:
         self._hooks.close()
 
     def _begin(self) -> None:
-        self._counter = counter = FlopCounterMode(display=False)
-
-        def enter(*_: Any) -> None:
-            counter.__enter__()  # type: ignore[no-untyped-call]
-
-        def leave(*_: Any) -> None:
-            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-        for model in self._models.held():
+        models = self._models.held()
+        if any(map(torch_adapter.has_compiled, models)):
+            return
+        self._counter = _ForwardPasses()
+        for model in models:
             if not isinstance(model, torch.jit.ScriptModule):
-                self._hooks.callback(model.register_forward_pre_hook(enter).remove)
-                self._hooks.callback(model.register_forward_hook(leave, always_call=True).remove)
+                self._hooks.callback(model.register_forward_pre_hook(self._counter.enter).remove)
+                self._hooks.callback(model.register_forward_hook(self._counter.leave, always_call=True).remove)
+
+
+class _ForwardPasses:
+    """Counts the FLOPs of forward passes that are trained by; those of a model within another one count once."""
+
+    def __init__(self) -> None:
+        self.flops = 0
+        self._depth = 0
+        self._counter: Any = None
+
+    def enter(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled():
+            self._counter = torch_adapter.flop_counter()
+            self._counter.__enter__()
+
+    def leave(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._counter is not None:
+            counter, self._counter = self._counter, None
+            counter.__exit__(None, None, None)
+            self.flops += counter.get_total_flops()

@@ -36,6 +36,7 @@ class Gauges:
         """The end of the pass, or of the fetch, before."""
         self._forward = _Passes(device)
         self._backward = _Passes(device)
+        self._row = _Row(device)
 
     def fetched(self, begun: float, count: int, batch: Any) -> None:
         """Record that a loop over a loader got a batch.
@@ -47,6 +48,7 @@ class Gauges:
         if self._begun is None:
             # on a GPU, the time of a step passes where the job reads its loss
             self._begun = begun if self._ended is None else self._ended
+            self._row.begin()
         self._now.waited += time.perf_counter() - begun
         self._now.samples += count
         self.samples_of_step += count
@@ -73,17 +75,18 @@ class Gauges:
         if begun is not None:
             self._now.seconds += now - begun
             self._now.steps += 1
+            self._row.step_done(now - begun)
         self._begun, self._last, self._ended, self.samples_of_step = None, None, now, 0
 
     def evaluates(self) -> None:
-        """Record that the time since the last step belongs to an evaluation."""
+        """Record that the time since the last step belongs to an evaluation, or a report."""
+        self._now.seconds += self._row.end()
         self._ended = None
 
     def take(self) -> Interval:
         """Return what was measured since the last call."""
+        self.evaluates()
         taken, self._now = self._now, Interval()
-        # a report follows
-        self._ended = None
         taken.forward, taken.backward = self._forward.take(), self._backward.take()
         if self._device.type == "cuda":
             taken.allocated = torch.cuda.max_memory_allocated(self._device)
@@ -92,6 +95,49 @@ class Gauges:
             gpus = self._sampler.take()
             taken.gpu_utilization, taken.gpu_power, taken.gpu_memory = gpus.utilization, gpus.power, gpus.memory
         return taken
+
+
+class _Row:
+    """Steps that follow each other. At their end, a GPU may still compute what it was told to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._begun: Any = None
+        self._ended: Any = None
+        self._seconds = 0.0
+        """Seconds of these steps until this rank had told the GPU what to compute."""
+
+    def begin(self) -> None:
+        """Record the beginning of a step."""
+        if self._is_gpu and self._begun is None:
+            self._begun = _event()
+
+    def step_done(self, seconds: float) -> None:
+        """Record the end of a step, and how long it took."""
+        if self._is_gpu:
+            self.begin()
+            self._ended = _event()
+            self._seconds += seconds
+
+    def end(self) -> float:
+        """Return how many seconds the GPU took longer than was recorded; waits for the GPU."""
+        begun, ended, seconds = self._begun, self._ended, self._seconds
+        self._begun, self._ended, self._seconds = None, None, 0.0
+        if ended is None:
+            return 0.0
+        ended.synchronize()
+        return max(0.0, float(begun.elapsed_time(ended)) / 1e3 - seconds)
+
+
+def _event() -> Any:
+    """Return an event of this moment on the GPU."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+_UNTIMED = object()
+"""Mark of a pass that is counted, but not timed."""
 
 
 class _Passes:
@@ -107,18 +153,14 @@ class _Passes:
         """Return a mark of this moment."""
         if not self._is_gpu:
             return time.perf_counter()
-        if len(self._events) >= MOST_EVENTS:
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return _UNTIMED if len(self._events) >= MOST_EVENTS else _event()
 
     def add(self, begun: Any, ended: Any) -> None:
         """Add the time between two marks."""
         self._count += 1
         if not self._is_gpu:
             self._seconds += ended - begun
-        elif begun is not None and ended is not None:
+        elif _UNTIMED not in (begun, ended):
             self._events.append((begun, ended))
 
     def take(self) -> float:

@@ -19,6 +19,9 @@ SECONDS = 10.0
 FIRST_SECONDS = 1.0
 """Before the first one."""
 
+CLOSE_SECONDS = 5.0
+"""To wait for the last sample at the end."""
+
 
 @dataclass(frozen=True)
 class GpuSample:
@@ -64,7 +67,8 @@ class GpuSampler:
         """Stop the thread."""
         self._is_closed.set()
         if self._thread is not None:
-            self._thread.join()
+            # a GPU that is lost may never answer
+            self._thread.join(CLOSE_SECONDS)
 
     def _serve(self, identities: set[str]) -> None:
         # NVML may be missing, or lose a GPU at any time
@@ -73,7 +77,8 @@ class GpuSampler:
             found = list(nvml.handles(library, identities))
             wait = FIRST_SECONDS
             while found and not self._is_closed.wait(wait):
-                self._samples.append(_sample(library, found))
+                sample = _sample(library, found)
+                self._samples.append(sample)
                 wait = SECONDS
 
 

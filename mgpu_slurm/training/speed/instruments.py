@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,11 +33,14 @@ class Instruments:
         device: torch.device,
         devices: Sequence[torch.device],
         models: Models,
+        step: Callable[[], int],
     ) -> None:
         """
         Args:
             devices: all devices of this rank.
+            step: returns the number of steps that the run has done.
         """
+        self._step = step
         self._layout = layout
         self._sampler = GpuSampler(devices)
         self.gauges = Gauges(device, self._sampler)
@@ -54,12 +57,14 @@ class Instruments:
         self.gauges.fetched(begun, count, batch)
         if self._input_advice is not None:
             self._input_advice.fetched(begun, workers)
+        if self._profiling is not None:
+            self._profiling.fetched(self._step())
 
-    def step_done(self, step: int) -> None:
-        """Record the end of a step, by its number in the run."""
+    def step_done(self) -> None:
+        """Record the end of a step, which the run has counted."""
         self._flops.step_done(self.gauges.samples_of_step)
         if self._profiling is not None:
-            self._profiling.step_done(step)
+            self._profiling.step_done(self._step())
         if self._input_advice is not None and (sentence := self._input_advice.step_done()) is not None:
             log_lines.say(sentence)
         self.gauges.step_done()

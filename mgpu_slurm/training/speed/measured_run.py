@@ -51,13 +51,13 @@ class MeasuredRun(Run):
         if not self._is_over:
             self._write()
 
-    def _step_done(self, step: int) -> None:
+    def _step_done(self) -> None:
         self._taken += 1
         warm_up, last = self._measurement.warm_up, self._measurement.last_step
         if self._taken in (warm_up, last):
             # a GPU may be many steps behind
             self._synchronize()
-        self._parts.instruments.step_done(step)
+        self._parts.instruments.step_done()
         if self._taken == warm_up:
             self._parts.instruments.gauges.take()
             self._measured = Interval()

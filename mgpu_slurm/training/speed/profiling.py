@@ -36,7 +36,14 @@ class Profiling:
         self._is_over = False
         self._starts = max(0, window.first - 2)
         """The step after which the profiler starts: its first step is a warm-up, if there is one."""
-        self.step_done(0)
+        self._first = window.first
+        """The first step that is recorded."""
+
+    def fetched(self, step: int) -> None:
+        """Record that a training loop got a batch, after this step of the run."""
+        if self._profiler is None and not self._is_over:
+            with self._guard():
+                self._start_if_due(step)
 
     def step_done(self, step: int) -> None:
         """Record the end of a step, by its number in the run."""
@@ -44,14 +51,16 @@ class Profiling:
             return
         with self._guard():
             if self._profiler is not None:
-                # a run that was resumed after the window repeats none of it
-                if step > self._window.last:
-                    self.close()
-                    return
                 self._profiler.step()
-            elif self._starts <= step < self._window.last:
-                self._start(step)
-            self._is_over = step >= self._window.last
+            else:
+                # the loop does not use a run.loader
+                self._start_if_due(step)
+            if step >= self._window.last:
+                self.close()
+
+    def _start_if_due(self, step: int) -> None:
+        if self._starts <= step < self._window.last:
+            self._start(step)
 
     def close(self) -> None:
         """Stop a recording that is not over, and forget it."""
@@ -68,8 +77,8 @@ class Profiling:
             raise RuntimeError("another profiler is recording")
         # torch's profiler writes the stages of each recording to the log
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        first = max(self._window.first, step + 1)
-        schedule = _schedule(self._window.last - first + 1, is_warm=first == step + 1)
+        self._first = max(self._window.first, step + 1)
+        schedule = _schedule(self._window.last - self._first + 1, is_warm=self._first == step + 1)
         self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
         self._profiler.start()
 
@@ -83,7 +92,7 @@ class Profiling:
         finally:
             hidden.unlink(missing_ok=True)
         self._profiler = None
-        log_lines.say(f"steps {self._window.first} to {self._window.last} were recorded: {self._trace}")
+        log_lines.say(f"steps {self._first} to {self._window.last} were recorded: {self._trace}")
 
     @contextmanager
     def _guard(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ VARIABLE = "MGPU_STAGED"
 """The copies on this node, as JSON: the path of each original, and that of its copy."""
 
 START_VARIABLE = "MGPU_STAGED_FROM"
-"""The folder that relative paths start from; set with the copies."""
+"""The folder that relative paths start from, in the environment of every rank."""
 
 COPIERS = 16
 """Threads that copy files: a parallel file system answers many requests at once."""
@@ -45,17 +45,16 @@ def staged(path: str | Path) -> Path:
     for original, copy in copies.items():
         if asked.is_relative_to(original):
             return Path(copy) / asked.relative_to(original)
-    return Path(path)
+    return asked
 
 
 @contextmanager
-def copies_of(originals: Sequence[str], base: str | None, start: Path) -> Iterator[None]:
+def copies_of(originals: Sequence[str], base: str | None) -> Iterator[None]:
     """Keep copies of data sets on this node during the block, for `staged`.
 
     Args:
         originals: absolute paths of files or folders.
         base: a folder on this node's own disk, in which variables are replaced; None for that of temporary files.
-        start: the folder that relative paths start from.
 
     Raises:
         UserError: they do not fit on the disk, cannot be read, or the folder belongs to another user.
@@ -63,7 +62,7 @@ def copies_of(originals: Sequence[str], base: str | None, start: Path) -> Iterat
     if not originals:
         yield
         return
-    folder = _own_folder(Path(os.path.expandvars(base)) if base else Path(tempfile.gettempdir()))
+    folder = _own_folder(_replaced(base) if base else Path(tempfile.gettempdir()))
     with ExitStack() as held:
         copies = {}
         for original in map(Path, originals):
@@ -72,7 +71,7 @@ def copies_of(originals: Sequence[str], base: str | None, start: Path) -> Iterat
             else:
                 copies[str(original)] = str(held.enter_context(closing(_Copy(original, folder))).path)
         _delete_remains(folder)
-        os.environ[VARIABLE], os.environ[START_VARIABLE] = json.dumps(copies), str(start)
+        os.environ[VARIABLE] = json.dumps(copies)
         yield
 
 
@@ -94,13 +93,14 @@ class _Copy:
         mark = self._place / "complete"
         while True:
             if _try_lock(self._lock):
-                mark.unlink(missing_ok=True)
-                self._place.mkdir(exist_ok=True)
                 try:
+                    mark.unlink(missing_ok=True)
+                    self._place.mkdir(exist_ok=True)
                     _synchronize(self._original, self.path)
+                    mark.touch()
                 except OSError as error:
+                    _delete(self._place)
                     raise UserError(f"--stage {self._original}: {error}") from None
-                mark.touch()
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             if mark.exists():
                 return
@@ -110,10 +110,22 @@ class _Copy:
     def close(self) -> None:
         """Let go of the copy; the last process deletes it."""
         if _try_lock(self._lock):
-            shutil.rmtree(self._place, ignore_errors=True)
+            _delete(self._place)
         # workers of a loader that still end have the same lock
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
+
+
+def _replaced(base: str) -> Path:
+    """Return a path with the variables of this node.
+
+    Raises:
+        UserError: a variable is not set, or the path is relative.
+    """
+    found = os.path.expandvars(base)
+    if "$" in found or not os.path.isabs(found):
+        raise UserError(f"--stage: stage-to {base!r} is {found!r} on {os.uname().nodename}: name a folder of the nodes")
+    return Path(found)
 
 
 def _own_folder(base: Path) -> Path:
@@ -161,8 +173,14 @@ def _delete_remains(folder: Path) -> None:
     for path in folder.glob("*.lock"):
         lock = _opened_lock(path.with_suffix(""))
         if _try_lock(lock):
-            shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+            _delete(path.with_suffix(""))
         os.close(lock)
+
+
+def _delete(place: Path) -> None:
+    # first the mark: this process may be killed before it has deleted the rest
+    (place / "complete").unlink(missing_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def _synchronize(original: Path, copy: Path) -> None:
@@ -179,6 +197,8 @@ def _synchronize(original: Path, copy: Path) -> None:
             path.unlink()
     missing = {target: path for target, path in targets.items() if not _is_copy(target, wanted[path])}
     size = sum(wanted[path].st_size for path in missing.values())
+    if original.is_dir():
+        copy.mkdir(exist_ok=True)
     if not missing:
         return
     node, free = os.uname().nodename, shutil.disk_usage(copy.parent).free
@@ -188,6 +208,8 @@ def _synchronize(original: Path, copy: Path) -> None:
             f" {human_size(free)} left: set stage-to in mgpu.yaml to a larger disk of the nodes"
         )
     began = time.monotonic()
+    for target in missing:
+        _make_room(target)
     for folder in {target.parent for target in missing}:
         folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(COPIERS) as pool:
@@ -196,6 +218,14 @@ def _synchronize(original: Path, copy: Path) -> None:
     took = f"{time.monotonic() - began:.1f} s"
     amount = f"{human_size(size)} in {counted(len(missing), 'file')}"
     log_lines.say(f"staged {original}: {amount} to {copy} on {node} in {took}")
+
+
+def _make_room(target: Path) -> None:
+    """Delete an older version, which may be read-only, or a folder of that name."""
+    if target.is_dir():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
 
 
 def _files_of(path: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:

@@ -170,6 +170,62 @@ class TestGauges:
         assert (found.steps, found.samples, found.forward, found.backward) == (1, 8, 303.0, 3.0)
 
 
+class Event:
+    """An event of a GPU that takes a second for each of what it is told, after all that came before."""
+
+    told = 0
+
+    def __init__(self, **_: object) -> None:
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = Event.told
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+class TestGaugesOfGpu:
+    @pytest.fixture
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> Gauges:
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        for name in ("max_memory_allocated", "max_memory_reserved"):
+            monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+        # the rank itself needs no time
+        monkeypatch.setattr(gauges.time, "perf_counter", lambda: 0.0)
+        monkeypatch.setattr(Event, "told", 0)
+        return Gauges(torch.device("cuda", 0))
+
+    @staticmethod
+    def step(measured: Gauges) -> None:
+        measured.fetched(0.0, 8, {})
+        Event.told += 1
+        measured.backward_begins()
+        Event.told += 2
+        measured.backward_ends()
+        Event.told += 1
+        measured.step_done()
+
+    def test_time_that_a_gpu_needs_after_the_last_step_counts(self, measured: Gauges) -> None:
+        for _ in range(3):
+            self.step(measured)
+        # an evaluation
+        measured.evaluates()
+        Event.told += 100
+        self.step(measured)
+        found = measured.take()
+        assert (found.seconds, found.steps, found.forward, found.backward) == (16.0, 4, 4.0, 8.0)
+
+    def test_passes_beyond_the_largest_number_of_events_take_as_long_as_the_others(self, measured: Gauges) -> None:
+        steps = gauges.MOST_EVENTS + 50
+        for _ in range(steps):
+            self.step(measured)
+        found = measured.take()
+        assert (found.forward, found.backward) == (pytest.approx(steps), pytest.approx(2 * steps))
+
+
 class Slow(Dataset[torch.Tensor]):
     """Takes a while for each sample on the last rank."""
 

@@ -55,6 +55,13 @@ def backward(run: Run, model: nn.Module, inputs: torch.Tensor) -> None:
     run.backward(model(inputs).mean())
 
 
+def accumulated(run: Run, model: nn.Module, inputs: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(inputs)
+    for part in run.accumulate(inputs, 2):
+        run.backward(model(part).mean())
+
+
 def gradients(run: Run, model: nn.Module, inputs: torch.Tensor) -> None:
     run.gradients(lambda part: model(part).mean(), inputs)
 
@@ -71,7 +78,7 @@ def train(run: Run, folder: Path, step: Callable[[Run, nn.Module, torch.Tensor],
     run.report(1, loss=0.0)
 
 
-@pytest.mark.parametrize("step", [backward, gradients])
+@pytest.mark.parametrize("step", [backward, accumulated, gradients])
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -90,3 +97,58 @@ def test_utilization_follows_from_the_model_and_its_speed(
     (line,) = read_jsonl(tmp_path / "metrics.jsonl")
     curves = line["curves"]
     assert curves["speed/mfu"] == pytest.approx(curves["speed/samples_per_second"] / (4 * ranks), rel=1e-6)
+
+
+class Student(nn.Module):
+    """Calls another model of the run."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.own, self.teachers = Net(), [teacher]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.own(inputs) - self.teachers[0](inputs)
+
+
+def distill(run: Run) -> float:
+    count: FlopCount = run._parts.instruments._flops
+    count._peak = 1.0
+    teacher = run.wrap(Net())
+    student = run.wrap(Student(teacher))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+    for inputs in run.loader(torch.randn(16, 16), batch_size=8):
+        run.backward(student(inputs).square().mean())
+        run.update(optimizer)
+    return count.utilization(1.0) or 0.0
+
+
+def test_model_within_another_one_counts_once() -> None:
+    assert run_ranks(distill, 1) == [3.0 * 2 * FORWARD]
+
+
+def of_grouped_queries(run: Run) -> float:
+    """Train attention with fewer keys than queries, for which torch's formula raises an error."""
+    count: FlopCount = run._parts.instruments._flops
+    count._peak = 1.0
+    project = run.wrap(Grouped())
+    optimizer = torch.optim.SGD(project.parameters(), lr=0.01)
+    for inputs in run.loader(torch.randn(16, 16), batch_size=8):
+        run.backward(project(inputs).mean())
+        run.update(optimizer)
+    return count.utilization(1.0) or 0.0
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        queries = self.project(inputs).view(len(inputs), 4, 1, 4)
+        keys = queries[:, :2]
+        return nn.functional.scaled_dot_product_attention(queries, keys, keys, enable_gqa=True)
+
+
+def test_operator_that_torch_cannot_count_is_left_out() -> None:
+    (found,) = run_ranks(of_grouped_queries, 1)
+    assert found >= 3.0 * 2 * 16 * 16

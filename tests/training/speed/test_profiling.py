@@ -41,6 +41,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def train(recorded: Profiling, steps: range) -> None:
     model = nn.Linear(4, 1)
     for step in steps:
+        recorded.fetched(step - 1)
         # a batch of as many samples as the number of the step
         model(torch.ones(step, 4)).sum().backward()
         with torch.profiler.record_function(f"step {step}"):
@@ -64,14 +65,14 @@ def recorded_steps(tmp_path: Path) -> tuple[int, int, list[str]]:
         # resumed within the window
         ("4-6", range(6, 9), 1),
         ("4-6", range(4, 9), 3),
+        ("1-3", range(2, 9), 2),
+        ("6", range(6, 9), 1),
     ],
 )
 def test_steps_of_the_window_are_recorded(
     made: Made, window: str, steps: range, recorded: int, tmp_path: Path, said: list[str]
 ) -> None:
     own = made(window)
-    if steps.start > 1:
-        own.step_done(steps.start - 1)
     train(own, steps)
     own.close()
     assert said == []
@@ -110,6 +111,14 @@ def test_trace_that_cannot_be_written_is_a_warning(made: Made, tmp_path: Path, s
     train(made("2-3"), range(1, 6))
     assert len(said) == 1
     assert said[0].startswith("--profile: FileExistsError")
+
+
+def test_job_without_a_loader_is_recorded_after_its_first_step(made: Made, tmp_path: Path, said: list[str]) -> None:
+    own = made("1-3")
+    for step in range(1, 5):
+        own.step_done(step)
+    assert said == []
+    assert recorded_steps(tmp_path)[0] == 2
 
 
 def test_other_ranks_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

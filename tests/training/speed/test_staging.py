@@ -24,11 +24,12 @@ FORKS = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The disk of a node, which is another one than that of the data."""
     folder = Path(tempfile.mkdtemp(dir=OTHER_DISK))
     monkeypatch.setenv("NODE_DISK", str(folder))
     monkeypatch.delenv(staging.VARIABLE, raising=False)
+    monkeypatch.setenv(staging.START_VARIABLE, str(tmp_path / "project"))
     yield folder
     shutil.rmtree(folder)
 
@@ -48,7 +49,7 @@ def data(tmp_path: Path) -> Path:
 @contextmanager
 def held(data: Path) -> Iterator[Path]:
     """Return the path of the copy."""
-    with copies_of([str(data)], "$NODE_DISK", data.parent):
+    with copies_of([str(data)], "$NODE_DISK"):
         yield staged(data)
 
 
@@ -68,7 +69,7 @@ def test_copy_is_used_in_the_block_and_deleted_after_it(data: Path, disk: Path) 
         # as the job names them, from where it was submitted
         assert staged("data/train") == copy / "train"
         assert staged("data/../data/labels.csv").read_text() == "cats\n"
-        assert staged("other") == Path("other")
+        assert staged("other") == data.parent / "other"
         assert staged(data.parent / "data2") == data.parent / "data2"
     assert left(disk) == []
     assert (disk / f"mgpu-stage-{os.getuid()}").stat().st_mode & 0o777 == 0o700
@@ -87,8 +88,7 @@ def test_single_file_and_links_are_copied(data: Path, disk: Path) -> None:
 def test_data_on_the_disk_of_the_node_is_not_copied(data: Path, disk: Path) -> None:
     own = disk / "data"
     own.mkdir()
-    with copies_of([str(own)], str(disk), disk):
-        assert staged("data") == Path("data")
+    with copies_of([str(own)], str(disk)):
         assert staged(own) == own
     assert left(disk) == []
 
@@ -117,6 +117,13 @@ def holders(data: Path, number: int) -> Iterator[list[tuple[Connection, int]]]:
         process.join()
 
 
+def leave(data: Path) -> None:
+    """Leave a copy, as a job does that is killed."""
+    with holders(data, 1) as ((_, pid),):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 def test_ranks_of_a_node_share_one_copy_and_the_last_one_deletes_it(
     data: Path, disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,18 +138,14 @@ def test_ranks_of_a_node_share_one_copy_and_the_last_one_deletes_it(
 
 
 def test_copy_of_a_killed_job_is_brought_up_to_date_or_deleted(data: Path, disk: Path) -> None:
-    with holders(data, 1) as ((_, pid),):
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    leave(data)
     assert len(left(disk)) == 1
     (data / "labels.csv").write_text("dogs\n")
     (data / "train" / "cats" / "3.bin").unlink()
     with held(data) as copy:
         assert contents(copy) == contents(data)
 
-    with holders(data, 1) as ((_, pid),):
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    leave(data)
     (remains,) = left(disk)
     with held(data / "labels.csv"):
         assert remains not in left(disk)
@@ -159,6 +162,38 @@ def test_copy_that_failed_is_made_by_the_next_rank(data: Path, disk: Path, monke
         patched.setattr(staging.shutil, "copy2", fail)
         with pytest.raises(UserError, match=r"--stage .*data: .*Input/output error"), held(data):
             pass
+    with held(data) as copy:
+        assert contents(copy) == contents(data)
+
+
+def test_changed_files_replace_older_versions(data: Path, disk: Path) -> None:
+    """Read-only ones, and what was a folder, too."""
+    (data / "empty").mkdir()
+    (data / "labels.csv").chmod(0o444)
+    leave(data)
+    (data / "labels.csv").unlink()
+    (data / "labels.csv").write_text("dogs\n")
+    shutil.rmtree(data / "train" / "cats")
+    (data / "train" / "cats").write_text("none")
+    with held(data) as copy:
+        assert contents(copy) == contents(data)
+    with held(data / "empty") as copy:
+        assert copy.is_dir()
+
+
+@pytest.mark.parametrize("base", ["$NOT_SET/data", "relative"])
+def test_folder_that_is_no_absolute_path_on_the_node_is_refused(data: Path, disk: Path, base: str) -> None:
+    with pytest.raises(UserError, match=r"stage-to .*: name a folder of the nodes"), copies_of([str(data)], base):
+        pass
+
+
+def test_copy_that_was_being_deleted_is_not_complete(data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        # as if it had been killed
+        patched.setattr(staging.shutil, "rmtree", lambda *_, **__: None)
+        with held(data) as copy:
+            pass
+    next(copy.rglob("*.bin")).unlink()
     with held(data) as copy:
         assert contents(copy) == contents(data)
 
