@@ -242,7 +242,7 @@ def resume(
 @_cluster_option
 @click.option("--name", metavar="NAME", help="First part of the runs' names.  [default: the target's]")
 @parallelism_flags
-@click.option("--scale", metavar="KEY", help="Multiply this config value, such as batch_size, by the number of nodes.")
+@click.option("--scale", metavar="KEY", help="Let this config value, such as batch_size, grow with the nodes.")
 @click.option("--steps", default=20, metavar="N", show_default=True, help="Optimizer steps to measure.")
 @click.option("--warm-up", default=5, metavar="N", show_default=True, help="Optimizer steps before them.")
 @json_flag
@@ -273,7 +273,7 @@ def scaling(
       mgpu-slurm scaling train.py:train --nodes 1,2,4 --scale batch_size batch_size=256
     """
     from mgpu_slurm.request.parallelism import Parallelism
-    from mgpu_slurm.request.spec import RESOURCE_FLAGS, Measurement
+    from mgpu_slurm.request.spec import RESOURCE_FLAGS, Measurement, RestartPolicy
     from mgpu_slurm.submission import scaling_runs
     from mgpu_slurm.submission.plan import Request
 
@@ -282,7 +282,11 @@ def scaling(
     target, values = _target_and_values(words, config_file)
     flags = resource_values({name: options.pop(name) for name in RESOURCE_FLAGS if name in options}, extra)
     parallelism, measurement = Parallelism.taken_from(options), Measurement(steps, warm_up)
-    request = Request(target, (), values, flags, parallelism=parallelism, measurement=measurement, **options)
+    # a run that was requeued would measure anew
+    restart = RestartPolicy(max_requeues=0)
+    request = Request(
+        target, (), values, flags, restart=restart, parallelism=parallelism, measurement=measurement, **options
+    )
     runs = scaling_runs.planned(request, scaling_runs.sizes_from(sizes), scale, print_note)
     is_interrupted = False
     try:

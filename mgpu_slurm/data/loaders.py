@@ -221,9 +221,9 @@ class RunOfLoader:
     """Called with each batch of a stream."""
     places: LoaderPlaces
     batch_weights: BatchWeights
-    fetched: Callable[[float, int, int, Any], None]
-    """Called with each batch of a training loop: when it was asked for, the loader's number of workers, this rank's
-    number of samples, the batch."""
+    fetched: Callable[[float, int, bool, int, Any], None]
+    """Called with each batch of a training loop: when it was asked for, the loader's number of workers, whether it
+    reads a stream, this rank's number of samples, the batch."""
 
 
 def make_loader(
@@ -349,7 +349,8 @@ class Loader:
         if place.batches == 1 and not place.continue_in(self._source.order):
             raise _in_other_order(self._source.name)
         if torch.is_grad_enabled():
-            self._run.fetched(begun, self._source.workers, share.count, batch)
+            is_stream = isinstance(self._source, Streamed)
+            self._run.fetched(begun, self._source.workers, is_stream, share.count, batch)
         return self._run.batch_weights.hand_out(passing, share, batch)
 
     def _warn_of_evaluation(self) -> None:

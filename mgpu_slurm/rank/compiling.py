@@ -1,7 +1,7 @@
 """Tell a compilation by torch's compiler from a hang, in this rank and in those that it waits for.
 
-A compilation may take longer than any step, and shows no sign of life of its own. It comes on as long as this process
-or those below it, such as a C++ compiler, compute. The other ranks hear of that by a file.
+A compilation may take longer than any step, and shows no sign of life of its own. It makes progress as long as this
+process or those below it, such as a C++ compiler, compute. The other ranks hear of that by a file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from types import FrameType
 from mgpu_slurm.core import processes
 from mgpu_slurm.core.log_lines import PREFIX
 from mgpu_slurm.rank import torch_adapter
-
-LONGEST = 4.0
-"""A rank that compiles, or waits for ranks that do, may take this many times the limit of a stuck one longer."""
 
 SAID_AFTER = 30.0
 """Seconds of a compilation after which the log says so."""
@@ -45,11 +42,11 @@ class Compilation:
         self._has_said = False
         self._computed = self._looked = 0.0
 
-    def comes_on(self) -> bool:
+    def makes_progress(self) -> bool:
         """Return whether torch compiles, and has computed since the last call. Always called by the same thread."""
         at = time.monotonic()
         if not torch_adapter.is_compiling():
-            self._end()
+            self.close()
             return False
         if self._since is None:
             self._since = self._marked = at
@@ -58,12 +55,12 @@ class Compilation:
             # not print, in which another thread may be blocked
             os.write(1, f"{PREFIX}compiling the model: {at - self._since:.0f} s so far\n".encode())
         computed = processes.seconds_computed() - time.thread_time()
-        comes_on = computed - self._computed >= LEAST_LOAD * (at - self._looked)
+        is_alive = computed - self._computed >= LEAST_LOAD * (at - self._looked)
         self._computed, self._looked = computed, at
-        if comes_on and at - self._marked >= self._mark_every:
+        if is_alive and at - self._marked >= self._mark_every:
             self._marked = at
             self._write(str(at))
-        return comes_on
+        return is_alive
 
     def _write(self, text: str) -> None:
         if self._mark is not None:
@@ -71,7 +68,8 @@ class Compilation:
             with suppress(OSError):
                 self._mark.write_text(text)
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Remove the file."""
         if self._since is not None and self._mark is not None:
             with suppress(OSError):
                 self._mark.unlink(missing_ok=True)
@@ -90,8 +88,8 @@ class OtherCompilations:
         self._pattern = "" if mark is None else mark.name.replace(f"-{rank}.", "-*.")
         self._seen: dict[Path, str] | None = None
 
-    def come_on(self) -> bool:
-        """Return whether any rank has come on in a compilation since the last call."""
+    def make_progress(self) -> bool:
+        """Return whether any rank has made progress in a compilation since the last call."""
         if self._mark is None:
             return False
         found: dict[Path, str] = {}
@@ -116,7 +114,9 @@ def compiling_frame(watched: int) -> FrameType | None:
 
 
 def _is_compiler(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(torch_adapter.COMPILER_CODE)
+    path = frame.f_code.co_filename
+    # a thread that reads from its workers is always there
+    return path.startswith(torch_adapter.COMPILER_CODE) and "compile_worker" not in path
 
 
 def _callers(innermost: FrameType) -> Iterator[FrameType]:

@@ -84,14 +84,15 @@ class ControlGroup:
         """
         torch_adapter.connect_lazily()
         self.world_size = facts.world_size
-        tree = tree_of(_nodes(facts, store) if facts.world_size > LARGEST else [0] * facts.world_size)
+        limit = torch_adapter.default_timeout() if timeout is None else timeout
+        tree = tree_of(_nodes(facts, store, limit) if facts.world_size > LARGEST else [0] * facts.world_size)
         rows, self.places = _places(tree)
         self.levels = []
         for level, groups in enumerate(tree):
             (ranks,) = [each for each in groups if facts.rank in each] or [[]]
             if len(ranks) > 1:
                 name = f"control {level}/{ranks[0]}"
-                group = torch_adapter.gloo_group(store, name, ranks, facts.rank, timeout)
+                group = torch_adapter.gloo_group(store, name, ranks, facts.rank, limit)
                 self.levels.append(_Level(group, len(ranks), facts.rank == ranks[0], rows[level][ranks[0]]))
         # a rank that ends before its connections exist would be waited for
         self.gather(b"\0")
@@ -106,7 +107,7 @@ class ControlGroup:
 
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's data; that of other ranks is ignored."""
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], device="cpu")
         for work in self.send_down(size):
             work.wait()
         # torch requires writable memory
@@ -127,8 +128,7 @@ class ControlGroup:
 
 
 class Exchange:
-    """A message from each rank to all. The same one can be exchanged again and again: creating its tensors takes longer
-    than using them."""
+    """A message from each rank to all. Use it for many: creating its tensors takes longer than an exchange."""
 
     def __init__(self, group: ControlGroup, size: int) -> None:
         """
@@ -142,9 +142,11 @@ class Exchange:
         """The newest messages of all ranks, in the order of the ranks."""
         self._own = torch.frombuffer(self.own, dtype=torch.uint8)
         self._table = torch.frombuffer(self.table, dtype=torch.uint8).view(group.world_size, size)
-        self._places = torch.tensor(group.places)
+        self._places = torch.tensor(group.places, device="cpu")
         firsts = [level for level in group.levels if level.is_first]
-        self._gathered = [torch.zeros(level.size, level.rows * size, dtype=torch.uint8) for level in firsts]
+        self._gathered = [
+            torch.zeros(level.size, level.rows * size, dtype=torch.uint8, device="cpu") for level in firsts
+        ]
         """What this rank has gathered in each level: a row from each rank of the group."""
         self._rows = [[*each.unbind()] for each in self._gathered]
         self._is_root = len(firsts) == len(group.levels)
@@ -170,13 +172,20 @@ def _padded(block: torch.Tensor, size: int) -> torch.Tensor:
     return block if len(block) == size else torch.nn.functional.pad(block, (0, size - len(block)))
 
 
-def _nodes(facts: RankInfo, store: Store) -> list[Any]:
-    """Return the node of each rank, as a number."""
+def _nodes(facts: RankInfo, store: Store, limit: timedelta) -> list[Any]:
+    """Return the node of each rank, as a number.
+
+    Args:
+        limit: how long to wait for other ranks, which may still copy data for `--stage`.
+    """
     store.set(f"node/{facts.rank}", f"{facts.node} {facts.node_name}")
     if facts.rank == 0:
-        names = [store.get(f"node/{rank}") for rank in range(facts.world_size)]
+        keys = [f"node/{rank}" for rank in range(facts.world_size)]
+        store.wait(keys, limit)
+        names = [store.get(key) for key in keys]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         store.set("nodes", json.dumps([numbers[name] for name in names]))
+    store.wait(["nodes"], limit)
     return list(json.loads(store.get("nodes")))
 
 

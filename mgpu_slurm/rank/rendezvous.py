@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import RendezvousError, UserError
 from mgpu_slurm.rank import rank_info
-from mgpu_slurm.rank.compiling import LONGEST
 from mgpu_slurm.rank.preflight import shared_gpu_warnings
 from mgpu_slurm.rank.rank_info import RankInfo
+from mgpu_slurm.request import parallelism
+from mgpu_slurm.request.parallelism import LONGEST_COMPILATION
 from mgpu_slurm.request.spec import STUCK_AFTER_VARIABLE
 
 if TYPE_CHECKING:
@@ -73,10 +74,13 @@ def join(
 def collective_timeout() -> timedelta | None:
     """Return the time-out of collectives, or None for torch's default.
 
-    It is longer than a rank may be stuck, or compile, so that the watchdog reports that rank first.
+    It is longer than a rank may be stuck, or compile with `--compile`, so that the watchdog reports that rank first.
     """
     minutes = float(os.environ.get(STUCK_AFTER_VARIABLE, "0"))
-    return timedelta(minutes=(LONGEST + 1) * minutes + LONGER_THAN_STUCK_MINUTES) if minutes else None
+    if not minutes:
+        return None
+    compiles = json.loads(os.environ.get(parallelism.VARIABLE, "{}")).get("compile")
+    return timedelta(minutes=minutes * (1 + LONGEST_COMPILATION * bool(compiles)) + LONGER_THAN_STUCK_MINUTES)
 
 
 def connect(facts: RankInfo, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:

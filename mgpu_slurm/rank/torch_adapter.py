@@ -167,19 +167,24 @@ def deterministic_options() -> dict[str, Any]:
     return {"deterministic": True} if "deterministic" in inductor.list_options() else {}
 
 
-def allow_compilations(number: int) -> None:
+def allow_compilations(number: int, for_each_size: bool) -> None:
     """Let torch compile a method for this many more kinds of modules than before.
+
+    Args:
+        for_each_size: also for each size of their inputs, as often as there are new ones: which ones would not be
+            compiled depends on the order in which they come.
 
     Torch compiles a method `recompile_limit` times; after that, it calls it as it is. That is meant for one kind of
     module, with other shapes of inputs, and with and without gradients.
     """
     config = importlib.import_module("torch._dynamo").config
-    config.recompile_limit += number * _COMPILATIONS
+    config.recompile_limit = _UNLIMITED if for_each_size else config.recompile_limit + number * _COMPILATIONS
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 
 
 _COMPILATIONS = 8
 """Torch's own limit for one method."""
+_UNLIMITED = 1 << 30
 
 
 def keep_headers_in(folder: Path) -> None:
@@ -307,17 +312,21 @@ def connect_lazily() -> None:
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-def gloo_group(store: Store, name: str, ranks: list[int], rank: int, timeout: timedelta | None) -> Any:
+def default_timeout() -> timedelta:
+    """Return torch's own time-out of collectives."""
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def gloo_group(store: Store, name: str, ranks: list[int], rank: int, timeout: timedelta) -> Any:
     """Return a gloo group that torch does not count among the groups of the job: each rank may have different ones.
 
     Args:
         store: a store in which the name is unique.
         ranks: the ranks of the group, this one among them.
-        timeout: time-out of its collectives; None for torch's default.
+        timeout: time-out of its collectives.
     """
     prefixed = PrefixStore(name, store)
-    waits = dist.distributed_c10d.default_pg_timeout if timeout is None else timeout
-    group: Any = dist.ProcessGroupGloo(prefixed, ranks.index(rank), len(ranks), waits)
+    group: Any = dist.ProcessGroupGloo(prefixed, ranks.index(rank), len(ranks), timeout)
     # what flight recorders note of it
     group.options.group_name = name
     group.options.global_ranks_in_group = ranks

@@ -35,7 +35,8 @@ from mgpu_slurm.core.formatting import in_words
 from mgpu_slurm.core.log_lines import PREFIX
 from mgpu_slurm.job.stacks import place, stack
 from mgpu_slurm.rank import crash, torch_adapter
-from mgpu_slurm.rank.compiling import LONGEST, Compilation, OtherCompilations, compiling_frame
+from mgpu_slurm.rank.compiling import Compilation, OtherCompilations, compiling_frame
+from mgpu_slurm.request.parallelism import LONGEST_COMPILATION
 from mgpu_slurm.request.spec import FLIGHT_VARIABLE
 from mgpu_slurm.run_folder.failures import STUCK
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -129,6 +130,7 @@ class Watchdog:
         if self._thread is not None:
             # the thread may be about to kill the process
             self._thread.join(timeout=1.0)
+        self._compilation.close()
         self._alarm.clear()
 
     def _look(self, watched: int, rests: threading.Event) -> None:
@@ -145,7 +147,7 @@ class Watchdog:
                     self._alarm.set(self._limit(longest) + self._pause)
             # this thread runs, so the GIL is not blocked
             self._alarm.forget()
-            compiles = self._compiles(at - since) and at - signed < LONGEST * self._limit(longest)
+            compiles = self._compiles(at - since) and at - signed < LONGEST_COMPILATION * self._limit(longest)
             if signs != self._signs:
                 longest = max(longest, at - since)
                 signs, signed, since = self._signs, at, at
@@ -159,8 +161,8 @@ class Watchdog:
             looked, computed = at, time.process_time()
 
     def _compiles(self, silent: float) -> bool:
-        """Return whether a compilation comes on, here or in a rank that this one may be waiting for."""
-        return self._compilation.comes_on() or (silent >= self._seconds / 2 and self._others.come_on())
+        """Return whether a compilation makes progress, here or in a rank that this one may be waiting for."""
+        return self._compilation.makes_progress() or (silent >= self._seconds / 2 and self._others.make_progress())
 
     def is_stuck(self, silent: float, longest: float) -> bool:
         """Return whether the rank is stuck.

@@ -178,6 +178,9 @@ _COMBINED: dict[str, tuple[Strategy, ...]] = {"tensor": ("fsdp", "hsdp", "ddp"),
 
 DEFAULT_PARALLELISM = Parallelism()
 
+LONGEST_COMPILATION = 4.0
+"""A rank that compiles, or waits for ranks that do, may take this many times the limit of a stuck one longer."""
+
 VARIABLE = "MGPU_LAYOUT"
 """The given options as JSON, in the environment of a command, for `attach()`."""
 

@@ -29,6 +29,7 @@ from mgpu_slurm.request.spec import (
 from mgpu_slurm.request.time_limit import announcement
 from mgpu_slurm.run_folder import layout, records
 from mgpu_slurm.run_folder.layout import RunFolder
+from mgpu_slurm.run_folder.states import COMPLETED
 from mgpu_slurm.submission import cluster_file as clusters
 from mgpu_slurm.submission import environment, job_config, snapshot
 
@@ -137,7 +138,7 @@ def _check_is_ahead(folder: RunFolder, profile: str) -> None:
     Raises:
         UserError: they are not.
     """
-    step = records.read_state(folder).step
+    step = min(state.step for _, state in records.read_states(folder) if state.state != COMPLETED)
     if ProfileWindow.parse(profile).last <= step:
         later = f"{step + 10}-{step + 13}"
         raise UserError(f"--profile {profile}: the run has done {step} steps: name later ones, such as {later}")

@@ -32,7 +32,7 @@ class SizeRun:
     plan: Plan | None = None
     """That of the submission; None until it has a folder."""
     error: MgpuError | None = None
-    """Why it could not be submitted."""
+    """Why it could not be submitted, or waited for."""
 
     @property
     def folder(self) -> RunFolder | None:
@@ -61,12 +61,15 @@ class SizeRun:
         return self.plan is not None and self.plan.spec.is_queued
 
     def wait(self, note: Note) -> None:
-        """Wait until the run has ended."""
+        """Wait until the run has ended, or record why that cannot be known."""
         if self.folder is None:
             return
-        watch = Watch(self.folder, note)
-        while states.is_alive(watch.state().state):
-            time.sleep(LOOK_PAUSE)
+        try:
+            watch = Watch(self.folder, note)
+            while states.is_alive(watch.state().state):
+                time.sleep(LOOK_PAUSE)
+        except MgpuError as error:
+            self.error = error
 
 
 def sizes_from(text: str) -> list[int]:

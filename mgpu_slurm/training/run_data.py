@@ -106,6 +106,8 @@ class RunData:
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard | StreamShard:
         """See `Run.shard`."""
+        # persistent workers would serve one loop at a time
+        options = {"persistent_workers": False} | options
         options = with_workers("run.shard", options, self._cores, isinstance(dataset, IterableDataset))
         if isinstance(dataset, IterableDataset):
             return StreamShard(dataset, self._run_of_shard, batch_size, **options)

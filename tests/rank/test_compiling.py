@@ -58,37 +58,37 @@ def compilation() -> Iterator[Backend]:
 
 
 @pytest.mark.parametrize("how", ["computes", "starts_process"])
-def test_compilation_comes_on_while_something_computes(how: str, tmp_path: Path) -> None:
+def test_compilation_makes_progress_while_something_computes(how: str, tmp_path: Path) -> None:
     mark = tmp_path / "2-10.compiling"
     others = OtherCompilations(tmp_path / "2-1.compiling", rank=1)
     (tmp_path / "1-3.compiling").write_text("of an earlier attempt")
     seen = Compilation(mark, mark_every=0.0)
-    assert not seen.comes_on()
-    assert not others.come_on()
+    assert not seen.makes_progress()
+    assert not others.make_progress()
     with compilation() as backend:
-        assert not others.come_on()
-        seen.comes_on()
+        assert not others.make_progress()
+        seen.makes_progress()
         setattr(backend, how, True)
-        wait_until(seen.comes_on, pause=0.3)
-        assert others.come_on()
+        wait_until(seen.makes_progress, pause=0.3)
+        assert others.make_progress()
         # nothing new
-        assert not others.come_on()
-        wait_until(lambda: seen.comes_on() and others.come_on(), pause=0.3)
-    assert not seen.comes_on()
+        assert not others.make_progress()
+        wait_until(lambda: seen.makes_progress() and others.make_progress(), pause=0.3)
+    assert not seen.makes_progress()
     assert not mark.exists()
-    assert not others.come_on()
+    assert not others.make_progress()
 
 
-def test_compilation_that_waits_does_not_come_on_and_its_place_is_known(
+def test_compilation_that_waits_makes_no_progress_and_its_place_is_known(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compiling, "SAID_AFTER", 0.0)
     seen = Compilation(None, mark_every=0.0)
     with compilation():
-        seen.comes_on()
+        seen.makes_progress()
         # the thread may just have come there
-        wait_until(lambda: not seen.comes_on(), pause=0.3)
-        seen.comes_on()
+        wait_until(lambda: not seen.makes_progress(), pause=0.3)
+        seen.makes_progress()
         frame = compiling_frame(threading.get_ident())
         assert frame is not None
         assert any(each.name == "__call__" for each in traceback.StackSummary.extract(traceback.walk_stack(frame)))

@@ -27,7 +27,7 @@ from mgpu_slurm.training.speed.compiler_cache import CACHE_VARIABLE
 def compile_model(model: nn.Module, blocks: Sequence[type[nn.Module]], device: torch.device, in_order: bool) -> None:
     """Compile the blocks of a model, or all of it if there are none, in place. Names of parameters stay.
 
-    Torch does so when a block is called first, and once more for another batch size, which it then takes as variable.
+    Torch does so when a block is first called, and once more for another batch size, which it then treats as dynamic.
 
     Args:
         blocks: classes of the repeated layers.
@@ -45,10 +45,15 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device, in_order: 
     _check_compiler(device)
     fresh = [layer for layer in layers if not isinstance(layer, _Compiled) and not torch_adapter.is_compiled(layer)]
     kinds: set[Any] = {(type(layer), *(tensor.shape for tensor in layer.parameters())) for layer in fresh}
-    torch_adapter.allow_compilations(len(kinds))
-    if device.type == "cpu" and CACHE_VARIABLE in os.environ:
+    torch_adapter.allow_compilations(len(kinds), for_each_size=in_order)
+    # also on a GPU, where a model may compute something on the CPU
+    if CACHE_VARIABLE in os.environ:
         torch_adapter.keep_headers_in(Path(os.environ[CACHE_VARIABLE], "headers"))
     for layer in fresh:
+        if "forward" in vars(layer):
+            raise UserError(
+                f"--compile: {type(layer).__name__}.forward was replaced on the module itself: replace it in a subclass"
+            )
         layer.__class__ = _compiled(type(layer), in_order)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ ROOM = 64 << 20
 def use() -> str | None:
     """Set the folder in the environment of this process, unless it is set; return a warning if it will not be kept."""
     # else one process for each core of the node, in each rank
-    os.environ.setdefault(THREADS_VARIABLE, os.environ["OMP_NUM_THREADS"])
+    os.environ.setdefault(THREADS_VARIABLE, os.environ["OMP_NUM_THREADS"].split(",")[0])
     if CACHE_VARIABLE in os.environ:
         return None
     folder, warning = PLACE / f"mgpu_slurm-{os.geteuid()}", None

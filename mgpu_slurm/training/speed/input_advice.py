@@ -20,7 +20,7 @@ LEAST_SECONDS = 2e-3
 """Seconds of a step for which it has to wait: to fetch a batch from a worker takes that long on a busy machine."""
 
 
-def advice(share: float, workers: int, cores: int, most_cores: int, has_gpu: bool) -> str:
+def advice(share: float, workers: int, cores: int, most_cores: int, has_gpu: bool, is_stream: bool = False) -> str:
     """Return a sentence that states how long each step waits for data, and what would help.
 
     Args:
@@ -28,10 +28,11 @@ def advice(share: float, workers: int, cores: int, most_cores: int, has_gpu: boo
         workers: number of workers of its loader.
         cores: number of cores of this rank.
         most_cores: number that it may request.
+        is_stream: whether each worker reads the whole dataset.
     """
     # a batch takes n workers the whole step, or the rank itself the wait; it should take the rest of the step
     needed = math.ceil(round((workers or share) / max(1 - share, 0.01), 6))
-    within = min(needed + 1, MOST_WORKERS + 1, max(most_cores, cores))
+    within = min(needed + 1, 2 if is_stream else MOST_WORKERS + 1, max(most_cores, cores))
     fixes = []
     if within - 1 > workers:
         with_cores = f" with --cpus-per-task {within}" if within > cores else ""
@@ -62,27 +63,29 @@ class InputAdvice:
         self._waited = 0.0
         self._ended: Any = None
         self._came: Any = None
-        self._longest, self._workers = 0.0, 0
-        """The longest wait for a batch, and the number of workers of that loader."""
+        self._longest, self._workers, self._is_stream = 0.0, 0, False
+        """The longest wait for a batch, and the number of workers of that loader, and whether it reads a stream."""
 
     @property
     def _is_measuring(self) -> bool:
         return FIRST_STEPS <= self._steps < FIRST_STEPS + STEPS
 
-    def fetched(self, begun: float, workers: int) -> None:
+    def fetched(self, begun: float, workers: int, is_stream: bool) -> None:
         """Record that a training loop got a batch.
 
         Args:
             begun: when it asked for it, by `time.perf_counter`.
             workers: number of workers of the loader.
+            is_stream: whether each of them reads the whole dataset.
         """
-        if not self._is_measuring:
+        # between two batches of a step, a GPU computes
+        if not self._is_measuring or self._came is not None:
             return
         waited = time.perf_counter() - begun
         self._waited += waited
         self._came = self._mark()
         if waited > self._longest:
-            self._longest, self._workers = waited, workers
+            self._longest, self._workers, self._is_stream = waited, workers, is_stream
 
     def step_done(self) -> str | None:
         """Record the end of a step; return the advice after the last one that is measured, if it waits for long."""
@@ -102,7 +105,7 @@ class InputAdvice:
         if waited < max(LEAST_SHARE * seconds, LEAST_SECONDS * STEPS):
             return None
         has_gpu = self._device.type == "cuda"
-        return advice(waited / seconds, self._workers, self._cores, self._most_cores, has_gpu)
+        return advice(waited / seconds, self._workers, self._cores, self._most_cores, has_gpu, self._is_stream)
 
     def _seconds_waited(self) -> float:
         """Return how long the device waited for batches; a GPU may have been computing meanwhile."""

@@ -52,11 +52,11 @@ class Instruments:
         cores, most = rank_info.own_cores(facts), rank_info.most_cores(facts)
         self._input_advice = InputAdvice(device, cores, most) if is_first else None
 
-    def fetched(self, begun: float, workers: int, count: int, batch: object) -> None:
+    def fetched(self, begun: float, workers: int, is_stream: bool, count: int, batch: object) -> None:
         """Record that a training loop got a batch; see `Gauges.fetched` and `InputAdvice.fetched`."""
         self.gauges.fetched(begun, count, batch)
         if self._input_advice is not None:
-            self._input_advice.fetched(begun, workers)
+            self._input_advice.fetched(begun, workers, is_stream)
         if self._profiling is not None:
             self._profiling.fetched(self._step())
 

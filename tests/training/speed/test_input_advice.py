@@ -47,6 +47,12 @@ def test_advice_fits_the_loader_and_the_cores(
     assert advice(share, workers, cores, most_cores, has_gpu=False) == f"each rank {who}"
 
 
+def test_more_workers_are_no_advice_for_a_stream() -> None:
+    """Each reads all of it."""
+    assert advice(0.8, 0, 2, 16, has_gpu=False, is_stream=True).endswith(f': use num_workers="auto", and {LESS}')
+    assert advice(0.8, 1, 8, 16, has_gpu=False, is_stream=True).endswith(f": {LESS}")
+
+
 class Clock:
     """The time, which steps and waits advance."""
 
@@ -57,7 +63,7 @@ class Clock:
     def step(self, measured: InputAdvice, wait: float, compute: float) -> str | None:
         begun = self.now
         self.now += wait
-        measured.fetched(begun, 0)
+        measured.fetched(begun, 0, False)
         self.now += compute
         return measured.step_done()
 
