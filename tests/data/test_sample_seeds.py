@@ -174,6 +174,24 @@ def test_generators_of_the_job_are_left_alone(run: Run, make: Any) -> None:
     assert not has_same_state(before)
 
 
+class Failing(Augmented):
+    def __getitem__(self, index: int) -> Row:
+        row = super().__getitem__(index)
+        if index == 3:
+            raise ValueError("a damaged file")
+        return row
+
+
+@pytest.mark.parametrize("make", [lambda run: run.loader(Failing(), BATCH), lambda run: run.shard(Failing(), BATCH)])
+def test_generators_of_the_job_are_left_alone_by_a_sample_that_fails(run: Run, make: Any) -> None:
+    data = make(run)
+    before = random_state(torch.device("cpu"))
+    with pytest.raises(ValueError, match="a damaged file"):
+        for _ in data:
+            pass
+    assert has_same_state(before)
+
+
 def evaluated(run: Run, workers: int) -> list[list[Row]]:
     """Return what two passes at one step drew, and one at the next step."""
     run.seed(3)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
-from mgpu_slurm.submission.plan import Plan
+from mgpu_slurm.submission.plan import Plan, Request, make
 
 ONE: dict[str, Any] = {"config": {"lr": 0.1, "seed": 3}}
 GROUP = ONE | {"tasks": 3}
@@ -35,3 +37,14 @@ def test_plan_lists_seeds_only_for_a_group(tmp_path: Path, values: dict[str, Any
     spec = Spec("digits", Target(function="train:train"), "slurm", Resources(), **values)
     lines = Plan(spec, RunFolder(tmp_path / "digits"), notes=(), snapshot_limit=1).lines()
     assert [line for line in lines if line.partition(" ")[0] in ("run", "study", "config", "seeds")] == expected
+
+
+def test_data_to_stage_is_found_from_where_the_run_is_submitted(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "job.py").write_text("def train(run): ...\n")
+    request = Request(target="job.py", executor="local", stage=("data", str(tmp_path / "job.py")))
+    planned = make(request, tmp_path, tmp_path / "runs")
+    assert planned.spec.stage == (str(tmp_path / "data"), str(tmp_path / "job.py"))
+    assert f"stage     {tmp_path / 'data'}" in planned.lines()
+    with pytest.raises(UserError, match="--stage dta: no such file or folder"):
+        make(replace(request, stage=("dta",)), tmp_path, tmp_path / "runs")

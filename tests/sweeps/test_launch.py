@@ -19,7 +19,7 @@ from mgpu_slurm.submission import submit as submitting
 from mgpu_slurm.submission.resume_overrides import NO_CHANGE, Change
 from mgpu_slurm.sweeps import launch, worker_starts
 from mgpu_slurm.sweeps.study import trial_queue as studies
-from tests.sweeps.sweeps import VALUES, begin, finish, leave, make, states, study_of, worker
+from tests.sweeps.sweeps import VALUES, begin, finish, leave, make, states, study_of, sweep_of, worker
 
 POINTS = [{"x": 0.25}, {"x": 0.5}]
 
@@ -166,3 +166,8 @@ def test_extension_does_not_import_a_custom_sampler(tmp_path: Path, restarts: Re
     extend(sampler="only_there.Mine", trials=9)
     launch.forget(folder)
     assert restarts.asked == [([0], NO_CHANGE)]
+
+
+def test_workers_stage_the_data_that_the_file_names(tmp_path: Path) -> None:
+    sweep = sweep_of(make(tmp_path, stage=["data", "more"]))
+    assert launch._request(sweep, launch.Options()).stage == ("data", "more")
