@@ -13,8 +13,7 @@ from mgpu_slurm.core.errors import RendezvousError, UserError
 from mgpu_slurm.rank import rank_info
 from mgpu_slurm.rank.preflight import shared_gpu_warnings
 from mgpu_slurm.rank.rank_info import RankInfo
-from mgpu_slurm.request import parallelism
-from mgpu_slurm.request.parallelism import LONGEST_COMPILATION
+from mgpu_slurm.request.parallelism import LONGEST_COMPILATION, compiles
 from mgpu_slurm.request.spec import STUCK_AFTER_VARIABLE
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ def collective_timeout() -> timedelta | None:
     minutes = float(os.environ.get(STUCK_AFTER_VARIABLE, "0"))
     if not minutes:
         return None
-    compiles = json.loads(os.environ.get(parallelism.VARIABLE, "{}")).get("compile")
-    return timedelta(minutes=minutes * (1 + LONGEST_COMPILATION * bool(compiles)) + LONGER_THAN_STUCK_MINUTES)
+    return timedelta(minutes=minutes * (1 + LONGEST_COMPILATION * compiles()) + LONGER_THAN_STUCK_MINUTES)
 
 
 def connect(facts: RankInfo, environ: Mapping[str, str], timeout: timedelta, listener: int | None = None) -> Store:

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.rank import crash
+from mgpu_slurm.request.parallelism import compiles
 from mgpu_slurm.run_folder.layout import RunFolder
 
 LEAD_SIGNAL_VARIABLE = "MGPU_LEAD_SIGNAL"
@@ -71,6 +72,8 @@ class StopFlag:
     def listen(self) -> None:
         """Install handlers for the lead signal, SIGTERM and Ctrl-C."""
         reset_sigterm_in_children()
+        # a script that a rank has started inherits what that had blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {lead_signal()})
         signal.signal(lead_signal(), self._on_lead)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, self._on_interrupt)
@@ -101,6 +104,10 @@ class StopFlag:
                         _say_where(b"asked to end, but has reached no place where it could save")
 
         crash.guarded_thread(wait, "signals")
+        if compiles():
+            # it would end the compilers that torch starts: they inherit blocked signals, but no handlers. That thread
+            # still receives it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {lead_signal()})
 
     def _on_lead(self, signum: int, frame: FrameType | None) -> None:
         if self.asked is Stop.NO:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -177,6 +179,12 @@ _COMBINED: dict[str, tuple[Strategy, ...]] = {"tensor": ("fsdp", "hsdp", "ddp"),
 """Strategies that work with models divided by layers, or within layers; with `ddp`, the latter has no copies."""
 
 DEFAULT_PARALLELISM = Parallelism()
+
+
+def compiles() -> bool:
+    """Return whether the run of this process has the option `--compile`."""
+    return bool(json.loads(os.environ.get(VARIABLE, "{}")).get("compile"))
+
 
 LONGEST_COMPILATION = 4.0
 """A rank that compiles, or waits for ranks that do, may take this many times the limit of a stuck one longer."""

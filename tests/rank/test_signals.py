@@ -1,14 +1,19 @@
-"""Ctrl-C asks once to save and leave, and the second time ends at once."""
+"""Ctrl-C asks once to save and leave, and the second time ends at once; the lead signal spares compilers."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from mgpu_slurm.rank.signals import Stop, StopFlag
+from mgpu_slurm.request import parallelism
 from mgpu_slurm.request.spec import TERMINATED_EXIT_CODE
+from tests.forks import in_fork
+from tests.support import wait_until
 
 SCRIPT = """
 import time
@@ -60,3 +65,24 @@ def test_second_ctrl_c_exits_without_saving(tmp_path: Path) -> None:
     assert process.returncode not in (0, TERMINATED_EXIT_CODE)
     assert err.endswith("KeyboardInterrupt\n")
     assert list(tmp_path.glob("*/checkpoints/*")) == []
+
+
+def survives_lead_signal(compiles: bool) -> tuple[bool, int]:
+    """Return whether this rank has heard a lead signal that it and its child got, and how the child ended."""
+    os.environ[parallelism.VARIABLE] = json.dumps({"compile": compiles})
+    stop = StopFlag()
+    stop.listen()
+    stop.watch_signals(None, lambda: None)
+    # as a compiler, it has no handler
+    child = subprocess.Popen(["sleep", "100"])
+    os.kill(child.pid, signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    wait_until(lambda: stop.asked is Stop.REQUEUE)
+    if compiles:
+        child.terminate()
+    return True, child.wait()
+
+
+def test_compilers_of_a_run_survive_the_lead_signal_and_end_when_terminated() -> None:
+    assert in_fork(survives_lead_signal, True) == (True, -signal.SIGTERM)
+    assert in_fork(survives_lead_signal, False) == (True, -signal.SIGUSR2)

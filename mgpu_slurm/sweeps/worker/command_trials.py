@@ -121,7 +121,9 @@ class CommandTrainer:
         def enter() -> None:
             processes.die_with_parent(signal.SIGKILL, parent)
             # by default the signal would kill a script that does not handle it
-            signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
+            lead = signal.Signals[f"SIG{spec.signal}"]
+            signal.signal(lead, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {lead})
 
         return subprocess.Popen(words, executable=program, env=os.environ | variables, preexec_fn=enter)
 
