@@ -34,7 +34,7 @@ def forge(port: Path, *names: str) -> str:
         What names there begin with.
     """
     stranger = TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-    prefix = "mgpu/default/0//mgpu_slurm 1/"
+    prefix = "mgpu/default/0//mgpu_slurm 0/"
     for name in names:
         stranger.set(prefix + name, "ring")
     return prefix
