@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from mgpu_slurm.rank import compiling
 from mgpu_slurm.rank.compiling import Compilation, OtherCompilations, compiling_frame
@@ -43,10 +42,15 @@ class Backend:
             process.kill()
 
 
+def increment(inputs: torch.Tensor) -> torch.Tensor:
+    """Compiled here only: torch compiles a function a limited number of times in a process."""
+    return inputs + 1
+
+
 @contextmanager
 def compilation() -> Iterator[Backend]:
     backend = Backend()
-    compiled = torch.compile(nn.Linear(2, 1), backend=backend)
+    compiled = torch.compile(increment, backend=backend)
     thread = threading.Thread(target=lambda: compiled(torch.zeros(1, 2)))
     thread.start()
     try:
