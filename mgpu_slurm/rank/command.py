@@ -43,8 +43,8 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     adopt_orphans()
     child = subprocess.Popen(words, executable=program)
     if heard:
-        # the signal came before the command could receive it
-        child.send_signal(signal.SIGTERM)
+        # the signal came before the command could receive it; Popen.send_signal would reap a child that ended already
+        os.kill(child.pid, signal.SIGTERM)
     code = _wait_for(child)
     if code == -signal.SIGTERM and _comes(heard):
         # the SIGTERM ended a shell or launcher, whose children may still save

@@ -324,7 +324,7 @@ def test_rank_out_of_memory_gives_the_out_of_memory_state(
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_state_of_a_job_ended_by_slurm_is_left_to_slurm(folder: RunFolder, start_batch: StartBatch, code: int) -> None:
-    batch = start_batch(shell(f"trap 'exit {code}' TERM; echo ready; sleep 600 & wait"))
+    batch = start_batch(shell(f"trap 'exit {code}' TERM; echo ready; while true; do sleep 1 & wait; done"))
     logs = [folder.rank_log(1, rank) for rank in (0, 1)]
     wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
     # SLURM signals the batch step and every process of the ranks

@@ -25,8 +25,11 @@ from tests.on_slurm.cluster import Cluster
 from tests.support import REPOSITORY, Project, log, processes_of, wait_until
 
 SUBMIT = ("submit", "--executor", "allocation")
-SAVES = "trap 'trap \"\" TERM; sleep 0.5; echo saved; exit 143' TERM; echo ready; sleep 100 & wait"
-"""A command that needs a moment to leave when it is told to end; SLURM tells it again once another rank has left."""
+SAVES = "trap 'trap \"\" TERM; sleep 0.5; echo saved; exit 143' TERM; echo ready; while true; do sleep 1 & wait; done"
+"""A command that needs a moment to leave when it is told to end; SLURM tells it again once another rank has left.
+
+SLURM signals the processes of a step in turn, so the sleep may be terminated first; the loop waits for its own signal.
+"""
 
 
 class Shell:
