@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import traceback
 from abc import abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ from mgpu_slurm.executors import held_allocation, supervisors
 from mgpu_slurm.executors.base import HELD_JOB_VARIABLE
 from mgpu_slurm.executors.held_allocation import Allocation
 from mgpu_slurm.executors.local import visible_gpus
-from mgpu_slurm.job import PARTS, attempt
+from mgpu_slurm.job import PARTS, attempt, rank_process
 from mgpu_slurm.job.srun_watch import LaunchLog
 from mgpu_slurm.local_cluster import simulated
 from mgpu_slurm.request.spec import Spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.slurm import commands, script, site, steps
 from mgpu_slurm.slurm.commands import wait_out
-from mgpu_slurm.training import entry
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,8 @@ class SimulatedNodes(Nodes):
         self._supervisor = os.getpid()
         self.job_id = str(self._supervisor)
         self.names = simulated.node_names(spec)
-        # a lock held by another thread stays locked forever in a fork; then ranks are new processes
-        self._ranks_can_be_forked = processes.thread_count() == 1
+        # else they are new processes
+        self._ranks_can_be_forked = rank_process.can_be_forked()
         self._gpus = visible_gpus() if spec.resources.gpus_per_node else []
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -162,20 +160,14 @@ class SimulatedNodes(Nodes):
             # kept: the next Popen reaps a dropped one, and its exit code is lost
             self._processes.append(process)
             return process.pid
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                processes.die_with_parent(signal.SIGKILL, parent)
-                attempt.own_group()
-                os.environ.update(variables)
-                code = importlib.import_module(PARTS[self._spec.rank_part]).run_rank(self._folder)
-            except BaseException:
-                # `exit_process` below would swallow it
-                traceback.print_exc()
-            finally:
-                entry.exit_process(code)
-        return pid
+
+        def become() -> None:
+            processes.die_with_parent(signal.SIGKILL, parent)
+            attempt.own_group()
+            os.environ.update(variables)
+
+        part = importlib.import_module(PARTS[self._spec.rank_part])
+        return rank_process.fork(become, lambda: int(part.run_rank(self._folder)))
 
     def tell(self, signum: signal.Signals, batch_step: int) -> bool:
         """Send the signal to the job's processes, as SLURM does, except those to which another one forwards it."""

@@ -33,6 +33,7 @@ from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE, TERMINATED_EXIT_CODE, Spe
 from mgpu_slurm.run_folder import records, states
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import Event
+from mgpu_slurm.training import entry
 
 TRY_AGAIN_AFTER = 1.0
 """Seconds until a signal is resent that could not reach the ranks, for example while srun is still starting them."""
@@ -61,11 +62,7 @@ def main(executor: str, ranks_of_function: int) -> None:
     if word != "go":
         return
     if forked_ranks > 1:
-        # imports torch
-        from mgpu_slurm.rank import torch_adapter
-
-        # otherwise DistributedDataParallel imports it on every rank when the first model is wrapped
-        torch_adapter.import_compiler()
+        entry.import_for_ranks()
     folder = RunFolder(Path(rest))
     spec = read_spec(folder)
     set_umask_for(spec.readable_by)

@@ -72,11 +72,15 @@ class StopFlag:
     def listen(self) -> None:
         """Install handlers for the lead signal, SIGTERM and Ctrl-C."""
         reset_sigterm_in_children()
-        # a script that a rank has started inherits what that had blocked
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {lead_signal()})
-        signal.signal(lead_signal(), self._on_lead)
-        signal.signal(signal.SIGTERM, self._on_term)
-        signal.signal(signal.SIGINT, self._on_interrupt)
+        handlers = {
+            lead_signal(): self._on_lead,
+            signal.SIGTERM: self._on_term,
+            signal.SIGINT: self._on_interrupt,
+        }
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        # a forked rank has blocked them until now, and a script that a rank has started inherits what that had blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
 
     def watch_signals(self, leave_after: float | None, leave: Callable[[], None]) -> None:
         """Start a thread that receives the signals too.

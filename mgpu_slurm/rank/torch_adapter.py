@@ -167,6 +167,12 @@ def deterministic_options() -> dict[str, Any]:
     return {"deterministic": True} if "deterministic" in inductor.list_options() else {}
 
 
+def limit_compilers(processes: int) -> None:
+    """Compile in this many processes, whatever the environment said when torch's compiler was imported."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    config.compile_threads = processes
+
+
 def allow_compilations(number: int, for_each_size: bool) -> None:
     """Let torch compile a method for this many more kinds of modules than before.
 

@@ -6,8 +6,8 @@ function. Under the local executor, it is called in a forked process that has al
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mgpu_slurm.core import log_lines, retry
 from mgpu_slurm.core.errors import MgpuError, RunMeasured, RunStopped, UserError
 from mgpu_slurm.core.files import read_json, set_umask_for, write_json, write_whole
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
-from mgpu_slurm.job import output, socket_handoff
+from mgpu_slurm.job import node_process, output, socket_handoff
+from mgpu_slurm.job.rank_process import exit_process
 from mgpu_slurm.job.stacks import place_of
 from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.command import run_command
@@ -246,17 +247,38 @@ def _write_result(rank: Rank, run: Run, returned: Any) -> None:
     retry.for_the_disk(lambda: write_json(folder.result, record), folder.result)
 
 
-def exit_process(code: int) -> NoReturn:
-    """End a rank as the interpreter would, but stop after the exit handlers.
+def start(folder: RunFolder, work: Work | None = None) -> int:
+    """Run the rank of this process, which srun has started; return its exit code."""
 
-    A forked rank must not return to the code of the process it was forked from. Also, if reverse DNS does not answer,
-    C++ threads of torch that still look up a host name abort a process that destroys its static objects.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    def run() -> int:
+        return run_rank(folder, work or run_target)
+
+    try:
+        spec, facts = read_spec(folder), from_slurm()
+    except (MgpuError, OSError):
+        # `run_rank` reports it
+        return run()
+    if spec.nodes_are_simulated or not node_process.is_possible(spec, facts.local_world_size):
+        return run()
+    stop_signals = frozenset({signal.SIGTERM, signal.SIGINT, signal.Signals[f"SIG{spec.signal}"]})
+    prepare = partial(_import_torch, spec, facts)
+    return node_process.run(node_process.Task(facts.local_rank, facts.local_world_size, prepare, run, stop_signals))
+
+
+def _import_torch(spec: Spec, facts: RankInfo) -> None:
+    """Import what all ranks of a node need, with the variables that it reads then."""
+    os.environ.update(spec.environment)
+    limit_threads(facts.local_world_size)
+    import_for_ranks()
+
+
+def import_for_ranks() -> None:
+    """Import torch in the process from which ranks are forked."""
+    importlib.import_module("torch.distributed")
+    from mgpu_slurm.rank import torch_adapter
+
+    # otherwise DistributedDataParallel imports it on every rank when the first model is wrapped
+    torch_adapter.import_compiler()
 
 
 def run_rank(folder: RunFolder, work: Work = run_target) -> int:
@@ -386,4 +408,4 @@ def _leave_at_last(rank: Rank) -> None:
 
 
 if __name__ == "__main__":
-    exit_process(run_rank(RunFolder(Path(sys.argv[1]))))
+    exit_process(start(RunFolder(Path(sys.argv[1]))))

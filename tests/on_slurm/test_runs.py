@@ -111,6 +111,46 @@ def test_plain_script_trains_on_two_nodes(slurm_project: Project) -> None:
     assert torch.equal(first, second)
 
 
+FORKED = """
+    import os
+    import signal
+
+    import torch.distributed as dist
+
+
+    def train(run, kills_rank=None):
+        print("child of", os.getppid(), open(f"/proc/{os.getppid()}/comm").read())
+        dist.barrier()
+        if run.rank == kills_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(("forks", "parent"), [("1", "python"), ("0", "slurmstepd")])
+def test_ranks_of_a_node_are_forks_of_one_process(slurm_project: Project, forks: str, parent: str) -> None:
+    slurm_project.write("forked.py", FORKED)
+    slurm_project.write("mgpu.yaml", f"clusters: {{here: {{environment: {{MGPU_FORK_RANKS: '{forks}'}}}}}}\n")
+    run = slurm_project.submit("forked:train", *TWO_NODES, "--ntasks-per-node", "2")
+    assert slurm_project.finish(run)["state"] == "COMPLETED"
+    first, second, third, fourth = (re.findall(r"^child of (\d+) (\w+)", log(run, rank), re.M) for rank in range(4))
+    assert first == second != third == fourth
+    assert first[0][1] == third[0][1] == parent
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_forked_rank_that_is_killed_ends_the_others_and_is_named(
+    slurm_project: Project, cluster: Cluster, rank: int
+) -> None:
+    slurm_project.write("forked.py", FORKED)
+    words = ("--ntasks-per-node", "2", "--retries", "0", f"kills_rank={rank}")
+    run = slurm_project.submit("forked:train", *TWO_NODES, *words)
+    facts = slurm_project.finish(run)
+    assert (facts["state"], facts["reason"]) == ("FAILED", f"rank {rank} on n{rank // 2 + 1}: Killed")
+    cluster.until_job(facts["job_id"], "FAILED")
+    wait_until(lambda: processes_of(run) == [])
+
+
 def test_run_can_be_followed_from_another_shell_until_its_end(
     slurm_project: Project, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from mgpu_slurm.job.rank_process import exit_process
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import StopFlag
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -32,4 +33,4 @@ def _serve(rank: Rank, stop: StopFlag) -> None:
 
 
 if __name__ == "__main__":
-    entry.exit_process(run_rank(RunFolder(Path(sys.argv[1]))))
+    exit_process(entry.start(RunFolder(Path(sys.argv[1])), work))

@@ -24,6 +24,7 @@ from mgpu_slurm.training.parallel import compilation
 from mgpu_slurm.training.parallel.pipeline import Pipeline
 from mgpu_slurm.training.run import Run
 from tests import ranks
+from tests.forks import in_fork
 from tests.ranks import run_ranks
 from tests.support import require
 
@@ -284,6 +285,19 @@ def test_missing_compiler_is_named(device: str, lacks: str, monkeypatch: pytest.
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(UserError, match=f"--compile needs a {lacks}"):
         compilation.compile_model(make_model(), (), torch.device(device), in_order=False)
+
+
+def processes_that_compile(told: str) -> int | None:
+    from torch._inductor import config
+
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = told
+    compilation.compile_layers([nn.Linear(2, 2)], CPU, in_order=False)
+    return config.compile_threads
+
+
+def test_rank_compiles_in_as_many_processes_as_it_is_told_even_if_forked() -> None:
+    """The process from which it was forked has imported the compiler, which reads the variable then."""
+    assert in_fork(processes_that_compile, "3") == 3
 
 
 def test_blocks_that_do_not_exist_are_named() -> None:

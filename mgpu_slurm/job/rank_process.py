@@ -1,0 +1,71 @@
+"""The process of a rank: forked from one that has imported torch, and ended as an interpreter ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from mgpu_slurm.core import processes
+
+
+def can_be_forked() -> bool:
+    """Return whether ranks can be forked from this process: a lock that another thread holds would stay locked forever.
+
+    Some libraries end their threads before each fork, and start them again when they need them: NumPy's OpenBLAS, for
+    example, which has a thread for each core once it is imported. So this forks once before it counts.
+    """
+    if processes.thread_count() > 1:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return processes.thread_count() == 1
+
+
+def fork(enter: Callable[[], None], run: Callable[[], int]) -> int:
+    """Fork a process that runs a rank; return its pid.
+
+    Args:
+        enter: called first in the new process.
+        run: returns the exit code.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            enter()
+            _forget_random_state()
+            code = run()
+        except BaseException:
+            # `exit_process` below would swallow it
+            traceback.print_exc()
+        finally:
+            exit_process(code)
+    return pid
+
+
+def _forget_random_state() -> None:
+    """Seed NumPy's global generator anew, as in a new process: all forks would draw the same numbers.
+
+    Python seeds its own generator after a fork, and torch's has the same seed in all processes anyway.
+    """
+    if (generator := sys.modules.get("numpy.random")) is not None:
+        generator.seed()
+
+
+def exit_process(code: int) -> NoReturn:
+    """End a rank as the interpreter would, but stop after the exit handlers.
+
+    A forked rank must not return to the code of the process it was forked from. Also, if reverse DNS does not answer,
+    C++ threads of torch that still look up a host name abort a process that destroys its static objects.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
