@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from benchmarks.blocks import blocks_of, cpu_and_wall, in_ms
 from benchmarks.measure import ratio
 from benchmarks.project import JOBS, project
 from benchmarks.report import Row, Section
-from benchmarks.sharded import CONFIG, blocks_of, cpu_and_wall, in_ms
+from benchmarks.sharded import CONFIG
 
 ROUNDS = 24
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measure import Estimate, difference, interleave, median, ratio
+from benchmarks.blocks import blocks_of, cpu_and_wall, in_ms
+from benchmarks.measure import difference, interleave, median, ratio
 from benchmarks.project import JOBS, Project, project
 from benchmarks.report import Row, Section
 
@@ -17,9 +17,6 @@ RATIO_TARGET = 1.02
 START_TARGET_S = 1.0
 STARTS = 15
 RANKS = 2
-
-Blocks = dict[str, list[list[float]]]
-"""CPU seconds and seconds per step, by loop; item i of every list is of the same round."""
 
 CONFIG = {"width": 384, "depth": 6, "batch_size": 256, "steps": 20, "rounds": 120}
 
@@ -40,32 +37,6 @@ def run() -> Section:
         *(Row(f"CPU time to start: `{name}`", median(started[name]), "s", 2) for name in started),
     ]
     return Section("sharded", _ABOUT, rows, [])
-
-
-def cpu_and_wall(blocks: Blocks) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """CPU seconds and seconds per step of each block, by loop."""
-    cpu, wall = ({name: [pair[at] for pair in pairs] for name, pairs in blocks.items()} for at in (0, 1))
-    return cpu, wall
-
-
-def in_ms(seconds: list[float]) -> Estimate:
-    return median(seconds).scaled(1e3)
-
-
-def blocks_of(made: Project, job: str, ranks: int, options: Sequence[str], config: Mapping[str, object]) -> Blocks:
-    """Run a job whose ranks write what their blocks took."""
-    words = [f"{key}={value}" for key, value in config.items()]
-    _, folder = made.submit("--ntasks-per-node", str(ranks), *options, job, *words)
-    made.wait(folder)
-    found: list[Blocks] = [json.loads((folder / f"blocks-{rank}.json").read_text()) for rank in range(ranks)]
-    # of all ranks together: the CPU time of their sum, the wall time of the slower one
-    return {
-        name: [
-            [sum(cpu for cpu, _ in round_), max(wall for _, wall in round_)]
-            for round_ in zip(*(rank[name] for rank in found), strict=True)
-        ]
-        for name in found[0]
-    }
 
 
 def _start(made: Project, strategy: str) -> float:

@@ -2,62 +2,53 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
+from benchmarks.blocks import blocks_of, cpu_and_wall, in_ms
 from benchmarks.measure import difference, median, ratio
-from benchmarks.project import JOBS, Project, project
+from benchmarks.project import JOBS, project
 from benchmarks.report import Row, Section
 
 RATIO_TARGET = 1.01
 RANKS = 2
 
-Blocks = dict[str, list[float]]
-"""Seconds per step, by loop; item i of every list is of the same round."""
-
-LARGE = {"width": 1024, "batch_size": 256, "steps": 40, "rounds": 40}
-TINY = {"width": 16, "batch_size": 16, "steps": 200, "rounds": 60}
+MODELS: dict[str, dict[str, Any]] = {
+    "ResNet-18": {"model": "resnet18", "batch_size": 16, "steps": 5, "rounds": 40},
+    "transformer": {"model": "transformer", "batch_size": 32, "steps": 10, "rounds": 40},
+}
+TINY = {"model": "tiny", "batch_size": 16, "steps": 200, "rounds": 60}
 
 
 def run() -> Section:
+    rows = []
     with project() as made:
-        large, tiny = _blocks(made, LARGE), _blocks(made, TINY)
-    return Section("step", _ABOUT, [*_large_rows(large), *_tiny_rows(tiny)], _NOTES)
+        for name, config in MODELS.items():
+            rows += _rows(name, *cpu_and_wall(blocks_of(made, f"{JOBS}.step_blocks", RANKS, (), config)))
+        rows += _tiny_rows(*cpu_and_wall(blocks_of(made, f"{JOBS}.step_blocks", RANKS, (), TINY)))
+    return Section("step", _ABOUT, rows, _NOTES)
 
 
-def _blocks(made: Project, config: dict[str, int]) -> Blocks:
-    words = [f"{key}={value}" for key, value in config.items()]
-    _, folder = made.submit("--ntasks-per-node", str(RANKS), f"{JOBS}.step_blocks", *words)
-    made.wait(folder)
-    ranks: list[Blocks] = [json.loads((folder / f"blocks-{rank}.json").read_text()) for rank in range(RANKS)]
-    # a block has ended when its last rank has
-    return {name: [max(seconds) for seconds in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+def _rows(model: str, cpu: dict[str, list[float]], wall: dict[str, list[float]]) -> list[Row]:
+    rows = []
+    for kind, seconds in (("wall time", wall), ("CPU time", cpu)):
+        for case in ("plain", "same"):
+            compared = ratio(seconds["run"], seconds[case])
+            rows.append(Row(f"{model}, {kind}: `run` / {_NAMES[case]}", compared, "", 4, RATIO_TARGET))
+        in_order = ratio(seconds["ordered"], seconds["same"])
+        rows.append(Row(f"{model}, {kind}: DDP with its gradients in one order / without", in_order, "", 4))
+    return rows + [Row(f"{model}: {name}, a step", in_ms(wall[case]), "ms", 2) for case, name in _NAMES.items()]
 
 
-def _large_rows(seconds: Blocks) -> list[Row]:
-    return [
-        Row("`run` / hand-written DDP", ratio(seconds["run"], seconds["plain"]), "", 4, RATIO_TARGET),
-        Row("`run` / DDP with `run.wrap`'s options", ratio(seconds["run"], seconds["same"]), "", 4, RATIO_TARGET),
-        Row("DDP with its gradients in one order / without", ratio(seconds["ordered"], seconds["same"]), "", 4),
-        *(Row(f"{name}, a step", median(seconds[case]).scaled(1e3), "ms", 2) for case, name in _NAMES.items()),
-    ]
-
-
-def _tiny_rows(seconds: Blocks) -> list[Row]:
-    cost = difference(seconds["run"], seconds["plain"]).scaled(1e6)
-    cost_of_same = difference(seconds["run"], seconds["same"]).scaled(1e6)
-    return [
-        Row("tiny model: `run` - hand-written DDP, a step", cost, "us", 0),
-        Row("tiny model: `run` - DDP with `run.wrap`'s options", cost_of_same, "us", 0),
-        Row(
-            "tiny model: DDP with its gradients in one order - without",
-            difference(seconds["ordered"], seconds["same"]).scaled(1e6),
-            "us",
-            0,
-        ),
-        *(
-            Row(f"tiny model: {name}, a step", median(seconds[case]).scaled(1e6), "us", 0)
-            for case, name in _NAMES.items()
-        ),
+def _tiny_rows(cpu: dict[str, list[float]], wall: dict[str, list[float]]) -> list[Row]:
+    rows = []
+    for kind, seconds in (("wall time", wall), ("CPU time", cpu)):
+        for case in ("plain", "same"):
+            cost = difference(seconds["run"], seconds[case]).scaled(1e6)
+            rows.append(Row(f"tiny model, {kind}: `run` - {_NAMES[case]}, a step", cost, "us", 0))
+        in_order = difference(seconds["ordered"], seconds["same"]).scaled(1e6)
+        rows.append(Row(f"tiny model, {kind}: DDP with its gradients in one order - without", in_order, "us", 0))
+    return rows + [
+        Row(f"tiny model: {name}, a step", median(wall[case]).scaled(1e6), "us", 0) for case, name in _NAMES.items()
     ]
 
 
@@ -74,12 +65,13 @@ _ABOUT = (
     " hand-written loop (DDP as it comes, DataLoader with DistributedSampler, `zero_grad`, `backward`,"
     " `clip_grad_norm_`, `step`); that loop with the DDP options which `run.wrap` chooses; and those with what"
     " `run.seed(deterministic=True)` adds on more than two ranks, so that the cost is seen alone. A pair is two blocks"
-    " of one round, timed to the end of the slower rank. One thread per rank."
-    f" Blocks have {LARGE['steps']} steps, {TINY['steps']} with the tiny model."
+    " of one round: wall time to the end of the slower rank, CPU time of both ranks. One thread per rank. ResNet-18 has"
+    " images of 64 x 64 pixels, the transformer four layers of width 128 over 32 tokens, the tiny model three layers of"
+    " width 16; batches are of 8, 16 and 8 samples per rank."
+    f" Blocks have {MODELS['ResNet-18']['steps']}, {MODELS['transformer']['steps']} and {TINY['steps']} steps."
 )
 _NOTES = [
     "`run.wrap` sets `gradient_as_bucket_view=True`, which spares a copy of the gradients, and"
-    " `forward_sync_buffers=False`, which changes nothing here: the model has no buffers.",
-    "Rank 0 of `run` writes its live state at most once a second, 1 to 2.4 ms each time on two cores. Blocks last about"
-    " that long, so that it does so as often per step as in a run of its own.",
+    " `forward_sync_buffers=False`, so that buffers, such as ResNet's running averages, are not sent in each step.",
+    "Rank 0 of `run` writes its live state at most once a second, 1 to 2.4 ms each time on two cores.",
 ]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.jobs.sharded_blocks import WARM_UPS, Block, make_model, seconds_per_step
+from benchmarks.jobs.loops import (
+    BATCHES,
+    CLIP,
+    WARM_UPS,
+    make_data,
+    make_optimizer,
+    seconds_per_step,
+    write_blocks,
+)
+from benchmarks.jobs.sharded_blocks import FEATURES, Block, make_model
 from benchmarks.jobs.sharded_blocks import Config as BlocksConfig
-from benchmarks.jobs.step_blocks import BATCHES, CLIP, make_data, make_optimizer
 from benchmarks.measure import interleave
 from mgpu_slurm import Run
 from mgpu_slurm.training.memory import agreement
@@ -38,7 +45,7 @@ class Steps:
     def endless(self, batch_size: int) -> Iterator[None]:
         run = self._run
         optimizer = make_optimizer(self._model)
-        data = run.loader(make_data(BATCHES * batch_size), batch_size=batch_size, shuffle=True)
+        data = run.loader(make_data(BATCHES * batch_size, FEATURES), batch_size=batch_size, shuffle=True)
         run.restore(model=self._model, optimizer=optimizer, data=data)
         while True:
             for batch in data:
@@ -62,6 +69,5 @@ def train(run: Run, config: Config) -> dict[str, float]:
         return seconds_per_step(endless, config.steps)
 
     cases = {name: functools.partial(block, name == "gradients") for name in ("gradients", "backward")}
-    seconds = interleave(cases, config.rounds, WARM_UPS)
-    (run.folder / f"blocks-{run.rank}.json").write_text(json.dumps(seconds))
+    write_blocks(run, interleave(cases, config.rounds, WARM_UPS))
     return {"rounds": config.rounds}
