@@ -139,7 +139,7 @@ code_flag = click.option(
     type=click.Choice(["same", "new"]),
     default="same",
     show_default=True,
-    help="For an existing run: use its own code, or the project's current code.",
+    help="Use the run's own code, or the project's current code.",
 )
 
 

@@ -147,12 +147,15 @@ def _request(
     )
 
 
-def _target_and_values(words: tuple[str, ...], config_file: Path | None) -> tuple[str | None, dict[str, object]]:
+def _target_and_values(
+    words: tuple[str, ...], config_file: Path | None, or_else: str = "; put a command after `--`"
+) -> tuple[str | None, dict[str, object]]:
     from mgpu_slurm.request import config as configs
 
     targets = [word for word in words if "=" not in word]
     if len(targets) > 1:
-        raise UserError(f"got two targets, {targets[0]!r} and {targets[1]!r}; to run a command put it after `--`")
+        first, second = targets[:2]
+        raise UserError(f"got two targets, {first!r} and {second!r}: set a config value as {second}=VALUE{or_else}")
     values = configs.read_yaml(config_file) if config_file is not None else {}
     values = configs.merge(values, configs.parse_overrides([word for word in words if "=" in word]))
     return targets[0] if targets else None, values
@@ -178,7 +181,7 @@ def _show_rehearsal(plan: Any, fit: Any, check: bool, as_json: bool) -> None:
         print(f"\n{script}", end="", flush=True)
     if check:
         start = slurm_queue.check(plan.spec, plan.folder)
-        found = f"nothing to check: {plan.spec.executor} starts jobs immediately" if start is None else start.sentence
+        found = f"the {plan.spec.executor} executor starts jobs immediately" if start is None else start.sentence
         print(f"\n{found}")
 
 
@@ -213,19 +216,21 @@ def resume(
     from mgpu_slurm.submission.resume_overrides import Change
 
     if words:
-        raise UserError(f"{words[0]}: a run keeps its config; submit a new run to change it")
+        raise UserError(f"{words[0]}: a run keeps its config; submit a new run, which can load its weights (`export`)")
     found = api.find(name)
     attempts = max(facts["attempts"] for facts in found.all_facts)
     restart, parallelism = RestartPolicy.taken_from(flags), Parallelism.taken_from(flags)
     change = Change(resource_values(flags, extra), restart, parallelism, profile, new_code=code == "new")
-    before = read_spec(found.files).parallelism
+    before = read_spec(found.files)
     job_id = found.resume(change, print_note)
     spec = read_spec(found.files)
     if as_json:
         print_json({"run": found.name, "folder": str(found.folder), "job_id": job_id, "executor": spec.executor})
         return
-    if spec.parallelism != before:
-        print(f"strategy  {spec.parallelism.words} (was {before.words})")
+    if spec.resources.ranks != before.resources.ranks:
+        print(f"ranks     {spec.resources.ranks} (was {before.resources.ranks})")
+    if spec.parallelism != before.parallelism:
+        print(f"strategy  {spec.parallelism.words} (was {before.parallelism.words})")
     print(f"resumed run {found.name} as job {job_id}", flush=True)
     if not spec.is_queued if follow is None else follow:
         follow_to_the_end(found.name, after_attempt=attempts)
@@ -279,7 +284,7 @@ def scaling(
 
     if command:
         raise UserError(f"scaling measures a job function, not the command {command[0]!r}: name a function")
-    target, values = _target_and_values(words, config_file)
+    target, values = _target_and_values(words, config_file, or_else="")
     flags = resource_values({name: options.pop(name) for name in RESOURCE_FLAGS if name in options}, extra)
     parallelism, measurement = Parallelism.taken_from(options), Measurement(steps, warm_up)
     # a run that was requeued would measure anew

@@ -167,6 +167,11 @@ def deterministic_options() -> dict[str, Any]:
     return {"deterministic": True} if "deterministic" in inductor.list_options() else {}
 
 
+def begin_sharded(model: Any) -> None:
+    """Initialize what a model sharded by `fully_shard` otherwise initializes in its first forward pass."""
+    model._get_fsdp_state()._lazy_init()
+
+
 def limit_compilers(processes: int) -> None:
     """Compile in this many processes, whatever the environment said when torch's compiler was imported."""
     config: Any = importlib.import_module("torch._inductor.config")

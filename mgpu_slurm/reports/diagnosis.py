@@ -40,7 +40,6 @@ _STACK_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<fu
 
 _COMMAND = re.compile(r"`(?:mgpu-slurm )?(resume|clean|doctor|submit|sweep)(?P<run> RUN)?(?P<new> --code new)?\b")
 """A command in the fix of a cause."""
-
 _CONTINUES = re.compile(r"`resume` continues(?: from the newest checkpoint)?")
 
 _RANK = re.compile(r"-flight-(\d+)(.*)")
@@ -273,13 +272,14 @@ def lines(folder: RunFolder, state: RunState) -> Iterator[str]:
     yield from _history(folder, _waits(state, found))
     if found is None:
         at = time_of(state.submitted)
+        warned = [*_warned(folder, state)]
         if state.state == states.COMPLETED:
-            yield _of_the_result(folder) or "no problems: the run completed"
+            yield _of_the_result(folder) or ("it completed, with warnings" if warned else "no problems: it completed")
         elif state.attempts:
             yield f"no failure so far ({counted(state.attempts - 1, 'restart')})"
         else:
             yield "it has not started yet" + (f" (queued since {at:%Y-%m-%d %H:%M:%S})" if at is not None else "")
-        yield from _warned(folder, state)
+        yield from warned
         return
     if found.line is not None:
         yield f"line      {found.line}"

@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ WAITS_MORE = 0.1
 
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _COMMUNICATES = re.compile(r"^(nccl|gloo:|c10d::|record_param_comms)", re.IGNORECASE)
+_GRAPH = re.compile(r"## Call CompiledFxGraph (\w{1,8})\w* ##")
 _FILE = re.compile(r"(\d+)-(\d+)\.json\.gz")
 
 
@@ -34,7 +35,7 @@ class Operator:
 
     name: str
     seconds: float
-    """Per step and rank: of its kernels, or on a CPU without those that it calls."""
+    """Per step and rank: of its kernels, or on a CPU without the operators that it calls."""
     calls: float
     """Per step and rank."""
 
@@ -111,7 +112,7 @@ class Profile:
         lines.append(f"{'TIME':>10}  {'SHARE':>5}  {'CALLS':>7}  OPERATOR")
         for each in self.operators[:SHOWN]:
             share = each.seconds / step
-            lines.append(f"{_time(each.seconds):>10}  {share:>5.0%}  {each.calls:>7,.6g}  {each.name}")
+            lines.append(f"{_time(each.seconds):>10}  {share:>5.0%}  {_count(each.calls):>7}  {each.name}")
         return lines
 
 
@@ -128,7 +129,8 @@ def profile_of(folder: RunFolder, attempt: int | None = None) -> Profile:
         attempt = attempts[-1]
     if attempt not in attempts:
         which = "" if attempt is None or not attempts else f" in attempt {attempt}, but in {_joined(attempts)}"
-        raise UserError(f"run {folder.run} has recorded no steps{which}: submit or resume it with --profile 10-13")
+        fix = "submit it with --profile 10-13, or resume it before it completes"
+        raise UserError(f"run {folder.run} has recorded no steps{which}: {fix}")
     assert attempt is not None
     read = [_read(rank, path) for (recorded, rank), path in sorted(by_rank.items()) if recorded == attempt]
     return Profile(folder.run, attempt, tuple(trace for trace, _ in read), _together([ops for _, ops in read]))
@@ -159,11 +161,13 @@ def summarize(rank: int, file: str, events: Sequence[dict[str, Any]]) -> tuple[R
     window = min(each["ts"] for each in steps), max(each["ts"] + each["dur"] for each in steps)
     inside = [each for each in events if window[0] <= each["ts"] < window[1]]
     kernels = [each for each in inside if each.get("cat") in _ON_GPU]
-    own_times = _own_times(inside)
-    computing = kernels or [each for each, time in own_times if time == each["dur"]]
+    own = _own_spans(inside)
     # on a CPU, a thread of gloo marks how long a collective takes
     exchanges = kernels or inside
-    computed = _union(_spans(each for each in computing if not _COMMUNICATES.match(each["name"])), window)
+    timed = [(each, _spans([each])) for each in kernels] or own
+    computed = _union(
+        (span for each, spans in timed if not _COMMUNICATES.match(each["name"]) for span in spans), window
+    )
     exchanged = _union(_spans(each for each in exchanges if _COMMUNICATES.match(each["name"])), window)
     whole = window[1] - window[0]
     computes = _length(computed)
@@ -178,8 +182,7 @@ def summarize(rank: int, file: str, events: Sequence[dict[str, Any]]) -> tuple[R
         communicates=communicates / whole,
         idle=(whole - computes - communicates) / whole,
     )
-    timed = [(each, each["dur"]) for each in kernels] if kernels else own_times
-    return trace, _operators(timed, inside, len(steps))
+    return trace, _operators(((each, _length(spans)) for each, spans in timed), inside, len(steps))
 
 
 def _operators(
@@ -193,7 +196,7 @@ def _operators(
         own = each["name"]
         name = launched.get(_external(each), own) if each.get("cat") in _ON_GPU else own
         # the name says more than that of the operator that every collective goes through
-        name = own if _COMMUNICATES.match(own) else name
+        name = own if _COMMUNICATES.match(own) else _GRAPH.sub(r"compiled graph \1", name)
         seconds[name] += time
         calls[name] += 1
     return [Operator(name, seconds[name] / steps / 1e6, calls[name] / steps) for name in seconds]
@@ -216,23 +219,40 @@ def _together(ranks: Sequence[Sequence[Operator]]) -> tuple[Operator, ...]:
     return tuple(sorted(means, key=lambda each: -each.seconds))
 
 
-def _own_times(events: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
-    """Return each operator on a CPU with its time without those that it calls, which are inside of it in its thread."""
+def _own_spans(events: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Span]]]:
+    """Return each operator on a CPU with its time outside of those that it calls, which are inside of it in its
+    thread."""
     by_thread: dict[object, list[dict[str, Any]]] = defaultdict(list)
     for each in events:
         if each.get("cat") == "cpu_op":
             by_thread[each["tid"]].append(each)
-    found = []
-    for called in by_thread.values():
-        open_calls: list[list[Any]] = []
-        for each in sorted(called, key=lambda each: (each["ts"], -each["dur"])):
-            while open_calls and each["ts"] >= open_calls[-1][0]["ts"] + open_calls[-1][0]["dur"]:
-                found.append(open_calls.pop())
-            if open_calls:
-                open_calls[-1][1] -= each["dur"]
-            open_calls.append([each, each["dur"]])
-        found += open_calls
-    return [(each, max(0.0, time)) for each, time in found]
+    return [found for called in by_thread.values() for found in _own_spans_of_thread(called)]
+
+
+def _own_spans_of_thread(called: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Span]]]:
+    open_calls: list[tuple[dict[str, Any], list[Span]]] = []
+    at = 0.0
+    """Until when the time of this thread is assigned."""
+
+    def run_until(time: float) -> None:
+        nonlocal at
+        if open_calls and time > at:
+            open_calls[-1][1].append((at, time))
+        at = max(at, time)
+
+    for each in sorted(called, key=lambda each: (each["ts"], -each["dur"])):
+        while open_calls and each["ts"] >= _end(open_calls[-1][0]):
+            run_until(_end(open_calls[-1][0]))
+            yield open_calls.pop()
+        run_until(each["ts"])
+        open_calls.append((each, []))
+    while open_calls:
+        run_until(_end(open_calls[-1][0]))
+        yield open_calls.pop()
+
+
+def _end(event: dict[str, Any]) -> float:
+    return float(event["ts"] + event["dur"])
 
 
 def _spans(events: Iterable[dict[str, Any]]) -> list[Span]:
@@ -256,6 +276,10 @@ def _length(spans: Iterable[Span]) -> float:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
+
+
+def _count(calls: float) -> str:
+    return f"{calls:,.0f}" if calls >= 10 else f"{calls:.3g}"
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -89,7 +89,8 @@ def warning_lines(found: Iterable[RankWarning]) -> list[str]:
 def _resume_line(folder: RunFolder, failure: Failure | None) -> str:
     spec = read_spec(folder)
     # an error of the program would occur again
-    is_new_code = failure is not None and failures.cause_of(failure) in (failures.PROGRAM, failures.IMPORT)
+    own = (failures.PROGRAM, failures.IMPORT, failures.GPU_MEMORY)
+    is_new_code = failure is not None and failures.cause_of(failure) in own
     # a function that was given as an object has no other code
     is_new_code = is_new_code and spec.target.pickled is None
     words = " --code new   (after fixing the code; continues" if is_new_code else "   (same code,"

@@ -114,17 +114,19 @@ def _model_lines(folder: RunFolder, is_named: bool) -> list[str]:
     if curves := read_state(folder).curves:
         told.append(f"speed     {_speed(curves)}")
     if (memory := read_memory(folder)) is not None:
-        told.append(f"memory    {counted(memory.samples, 'sample')} at once fit: {memory.of}")
+        # the whole layout, of which most runs use little
+        place = ", ".join(each for each in memory.of.split(", ") if not each.endswith(" 1"))
+        told.append(f"memory    {counted(memory.samples, 'sample')} at once fit ({place})")
     return [f"{line}  ({folder.run})" for line in told] if is_named else told
 
 
 def _speed(curves: Mapping[str, float]) -> str:
     """Return how fast steps were at the last report, and what they waited for."""
-    parts = [f"{curves['speed/step_seconds']:.3g} s a step"]
+    parts = [f"{_step(curves['speed/step_seconds'])} a step"]
     if samples := curves.get("speed/samples_per_second"):
-        parts.append(f"{samples:,.4g} samples/s")
+        parts.append(f"{_rate(samples)} samples/s")
     if tokens := curves.get("speed/tokens_per_second"):
-        parts.append(f"{tokens:,.4g} tokens/s")
+        parts.append(f"{_rate(tokens)} tokens/s")
     if (wait := curves.get("speed/data_wait")) is not None:
         parts.append(f"waits for data {wait:.0%}")
     if (wait := curves.get("speed/communication_wait")) is not None:
@@ -132,6 +134,14 @@ def _speed(curves: Mapping[str, float]) -> str:
     if reserved := curves.get("memory/peak_reserved_gib"):
         parts.append(f"peak {curves['memory/peak_allocated_gib']:.1f} GiB, {reserved:.1f} reserved")
     return "  ".join(parts)
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _rate(count: float) -> str:
+    return f"{count:,.0f}" if count >= 1000 else f"{count:.4g}"
 
 
 def fitting(told: list[str], room: os.terminal_size) -> list[str]:

@@ -38,8 +38,8 @@ class Cause:
 GPU_MEMORY = Cause(
     "gpu-memory",
     "a GPU ran out of memory",
-    "compute the batch by `run.gradients`, in as few parts as fit, lower the batch size, or use `--precision bf16` or"
-    " `run.wrap(recompute=True)`",
+    "compute the batch by `run.gradients`, in as few parts as fit, use `run.wrap(recompute=True)`, or lower the batch"
+    " size, then `resume --code new`; or try `resume --precision bf16`",
 )
 GPU_LIBRARY = Cause(
     "gpu-library",
@@ -181,7 +181,8 @@ AFTER_THE_END = Cause(
 PROGRAM = Cause(
     "program",
     "the program failed",
-    "fix the error, then `resume --code new` to continue from the newest checkpoint, or submit again to start over",
+    "fix the error, then `resume --code new` to continue from the newest checkpoint, if there is one, or submit again"
+    " to start over",
 )
 TRIALS = Cause(
     "trials",

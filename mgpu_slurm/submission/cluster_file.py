@@ -190,6 +190,8 @@ def _cluster(name: str, values: Config, what: str) -> Cluster:
     for size in ("snapshot_limit", "gpu_memory"):
         if size in given:
             try:
+                if size == "gpu_memory" and str(given[size]).isdecimal():
+                    raise UserError(f"{str(given[size])!r} has no unit: write {given[size]}GiB")
                 given[size] = parse_size(str(given[size]))
             except UserError as error:
                 raise UserError(f"{what}: {size.replace('_', '-')}: {error}") from None

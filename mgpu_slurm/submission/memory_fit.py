@@ -78,6 +78,8 @@ class Fit:
     """That of each pipeline stage."""
     gpu: Gpu | None
     """None if nothing says how much memory they have."""
+    cluster: str
+    """The name of the cluster in `mgpu.yaml`."""
     compiles: bool = False
     """Whether models will be compiled."""
     tried: Sequence[tuple[Change, int | str]] = ()
@@ -110,7 +112,8 @@ class Fit:
 
     def _verdict(self) -> str:
         if self.gpu is None:
-            return "gpu       memory unknown: set gpu-memory for the cluster in mgpu.yaml, such as 80GiB"
+            entry = f"clusters: {{{self.cluster}: {{gpu-memory: 80GiB}}}}"
+            return f"gpu       memory unknown: set it in mgpu.yaml, such as `{entry}`"
         left = self.gpu.memory - self.largest.peak
         has = f"gpu       {binary_size(self.gpu.memory)} ({self.gpu.source})"
         if self.fits:
@@ -148,19 +151,22 @@ def rehearse(request: Request, note: Note = quiet) -> tuple[Plan, Fit]:
         UserError: the job cannot be run in this way, or fails.
     """
     found: list[Fit] = []
-    plan = submit.rehearse(request, note, lambda made, folder: found.append(_fit(made, folder)))
+    plan = submit.rehearse(request, note, lambda made, folder: found.append(_fit(made, folder, note)))
     return plan, found[0]
 
 
-def _fit(made: Plan, folder: RunFolder) -> Fit:
+def _fit(made: Plan, folder: RunFolder, note: Note) -> Fit:
     """Plan the memory of a run whose folder is complete, and of changes if there is no room for it."""
     spec = made.spec
     _refuse(spec)
-    fit = Fit(_plans(folder, Change("", spec)), _gpu_of(made), bool(spec.parallelism.compile))
+    note("--fit: running the job on tensors without values")
+    cluster = spec.cluster or ("local" if spec.nodes_are_simulated else "NAME")
+    fit = Fit(_plans(folder, Change("", spec)), _gpu_of(made), cluster, bool(spec.parallelism.compile))
     tried: list[tuple[Change, int | str]] = []
     if fit.gpu is None or fit.fits:
         return fit
     for change in _changes(spec, fit.largest, fit.gpu):
+        note(f"--fit: the job does not fit; trying {change.words}")
         try:
             outcome: int | str = max(plan.peak for plan in _plans(folder, change))
         except UserError as error:

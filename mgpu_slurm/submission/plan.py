@@ -132,15 +132,16 @@ class Plan:
         config = "  ".join(f"{key}={value}" for key, value in shown.items())
         nodes = counted(resources.nodes, "simulated node" if spec.nodes_are_simulated else "node")
         ranks = f"{resources.ranks} = {nodes} x {resources.ranks_per_node}"
+        only = ", if the command calls mgpu_slurm.attach()" if spec.target.is_command else ""
         return [
             f"{'study' if spec.kind == 'sweep' else 'run':<9} {spec.run}",
             f"target    {spec.target.label}",
             *([f"config    {config}"] if config else []),
             *([f"seeds     {self._seeds(spec.tasks)}"] if spec.tasks is not None and is_seeded else []),
             f"ranks     {ranks}",
-            *([f"strategy  {spec.parallelism.words}"] if spec.parallelism.given else []),
+            *([f"strategy  {spec.parallelism.words}{only}"] if spec.parallelism.given else []),
             *[f"stage     {path}" for path in spec.stage],
-            *([f"profile   steps {spec.profile}"] if spec.profile is not None else []),
+            *([f"profile   steps {spec.profile}{only}"] if spec.profile is not None else []),
             *([f"after     {'  '.join(spec.after)}"] if spec.after else []),
             *self.notes,
             f"folder    {self.folder.path}",

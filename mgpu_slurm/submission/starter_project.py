@@ -19,7 +19,9 @@ def write(folder: Path) -> list[Path]:
     paths = [folder / name for name in STARTER_FILES]
     present = [path.name for path in paths if path.exists() or path.is_symlink()]
     if present:
-        raise UserError(f"{', '.join(present)} in {str(folder)!r} already exists: choose another folder, or move it")
+        verb, them = ("exist", "them") if len(present) > 1 else ("exists", "it")
+        where = f"already {verb} in {str(folder)!r}"
+        raise UserError(f"{', '.join(present)} {where}: choose another folder, or move {them}")
     starter = resources.files("mgpu_slurm.submission") / "starter"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
+from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.data.batch_cutting import Accumulation, MicroBatchSize
 from mgpu_slurm.data.batch_weights import BatchWeights
 from mgpu_slurm.data.evaluation import RunOfShard, Shard, StreamShard
@@ -18,7 +20,7 @@ from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.training.loop_control import LoopControl
 from mgpu_slurm.training.progress import Position
 from mgpu_slurm.training.speed.instruments import Instruments
-from mgpu_slurm.training.speed.worker_choice import with_workers
+from mgpu_slurm.training.speed.worker_choice import AUTO, with_workers
 from mgpu_slurm.training.wrap import Models
 
 Batch = TypeVar("Batch")
@@ -49,6 +51,7 @@ class RunData:
             cores: number of cores of this rank.
             alive: called with each batch of an evaluation.
         """
+        self._data_rank = data_rank
         self._position = position
         self._loop_control = loop_control
         self._models = models
@@ -101,14 +104,21 @@ class RunData:
     ) -> Loader:
         """See `Run.loader`."""
         seed = self._loop_control.seed
-        options = with_workers("run.loader", options, self._cores, isinstance(dataset, IterableDataset))
+        options = self._with_workers("run.loader", options, isinstance(dataset, IterableDataset))
         return make_loader(dataset, batch_size, shuffle, drop_last, seed, self._run_of_loader, **options)
+
+    def _with_workers(self, call: str, options: dict[str, Any], is_stream: bool) -> dict[str, Any]:
+        chosen = with_workers(call, options, self._cores, is_stream)
+        if options.get("num_workers") == AUTO and self._data_rank == 0:
+            of = counted(self._cores, "core")
+            log_lines.say(f'{call}(num_workers="{AUTO}"): {counted(chosen["num_workers"], "worker")} on {of}')
+        return chosen
 
     def shard(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> Shard | StreamShard:
         """See `Run.shard`."""
         # persistent workers would serve one loop at a time
         options = {"persistent_workers": False} | options
-        options = with_workers("run.shard", options, self._cores, isinstance(dataset, IterableDataset))
+        options = self._with_workers("run.shard", options, isinstance(dataset, IterableDataset))
         if isinstance(dataset, IterableDataset):
             return StreamShard(dataset, self._run_of_shard, batch_size, **options)
         return Shard(dataset, self._run_of_shard, batch_size=batch_size, **options)

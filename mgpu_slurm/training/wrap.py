@@ -16,7 +16,7 @@ from mgpu_slurm.core import log_lines
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.data.randomness import share_random_state
 from mgpu_slurm.rank.torch_adapter import is_dtensor
-from mgpu_slurm.request.parallelism import Layout
+from mgpu_slurm.request.parallelism import SHARDED, Layout
 from mgpu_slurm.training.parallel.compilation import compile_layers, compile_model
 from mgpu_slurm.training.parallel.data_parallel import (
     Copied,
@@ -223,8 +223,11 @@ class Models:
             recompute_blocks(blocks_of(model, blocks, "recompute=True"))
         if is_trained and self._layout.pipeline > 1:
             raise UserError(f"--pipeline {self._layout.pipeline} needs run.pipeline(layers, ...) in place of run.wrap")
+        # checked on one rank too, where nothing is sharded: the job should not fail only on the cluster
+        is_asked = is_trained and self._layout.strategy in SHARDED
+        parts = blocks_of(model, blocks, f"--strategy {self._layout.strategy}") if is_asked else []
         if is_trained and (self._layout.is_sharded or self._layout.tensor > 1):
-            return self._divide(model, blocks, plan, offload)
+            return self._divide(model, parts, plan, offload)
         if not is_spread(model):
             model = model.to(self._device)
         if self._layout.precision in HALF:
@@ -307,15 +310,18 @@ class Models:
             )
 
     def _divide(
-        self, model: nn.Module, blocks: Sequence[type[nn.Module]], plan: Mapping[str, str] | None, offload: bool
+        self, model: nn.Module, parts: Sequence[nn.Module], plan: Mapping[str, str] | None, offload: bool
     ) -> nn.Module:
-        """Divide the model over the ranks, from rank 0's values."""
+        """Divide the model over the ranks, from rank 0's values.
+
+        Args:
+            parts: modules within the model that are sharded, outer ones first.
+        """
         layout = self._layout
         if layout.tensor > 1 and not plan:
             raise UserError(
                 f"run.wrap: --tensor {layout.tensor} needs plan={{...}}, how the ranks divide the model's layers"
             )
-        parts = blocks_of(model, blocks, f"--strategy {layout.strategy}") if layout.is_sharded else []
         self._copy_from_rank_0(model)
         before = list(model.parameters())
         if layout.tensor > 1:

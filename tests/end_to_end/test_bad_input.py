@@ -117,7 +117,7 @@ BAD = {
     ),
     "missing script": local("-- python trian.py", "python trian.py", "has no trian.py", "git-ignored"),
     "command as one word": Bad((*ASK_ONLY, "--", "python -V"), ("'python -V'", "quotes")),
-    "two targets": local("train other", "'train'", "'other'", "put it after"),
+    "two targets": local("train other", "'train'", "'other'", "other=VALUE", "put a command after"),
     "target and command": local("train -- echo", "(train)", "give only one"),
     "no target": local("", "no target", "mgpu_slurm init"),
     "no command after --": local("--", "no target", "mgpu_slurm init"),
@@ -219,7 +219,7 @@ BAD = {
     "wait with an invalid timeout": call("wait nope-1 --timeout soon", "'soon'", "wait --help"),
     "resume of an unknown run": call("resume nope-1", "'nope-1'", "-m mgpu_slurm status"),
     "clean of an unknown run": call("clean nope-1", "'nope-1'", "-m mgpu_slurm status"),
-    "init over existing files": call("init .", "train.py", "already exists", "choose another folder"),
+    "init over existing files": call("init .", "train.py", "already exist", "choose another folder"),
     "unknown command": call("submitt", "'submitt'", "'submit'"),
 }
 

@@ -33,4 +33,4 @@ def test_init_in_a_new_folder_prints_cd_and_refuses_to_overwrite(project: Projec
     assert "cd first/project && " in written.stdout
     again = project.call("init", "first/project")
     assert (again.returncode, again.stdout) == (2, "")
-    assert "train.py, sweep.yaml, mgpu.yaml in 'first/project' already exists" in again.stderr
+    assert "train.py, sweep.yaml, mgpu.yaml already exist in 'first/project': " in again.stderr

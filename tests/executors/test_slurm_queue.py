@@ -307,10 +307,10 @@ def test_cancel_of_a_group_cancels_the_jobs_slurm_knows(
 # -- when and where it would start
 
 
-def test_local_dry_run_has_nothing_to_check(project: Project) -> None:
+def test_local_dry_run_says_that_jobs_start_immediately(project: Project) -> None:
     words = ("submit", "--executor", "local", "--dry-run", "--check")
     done = project.call(*words, "--", "true")
-    assert done.stdout.endswith("\nnothing to check: local starts jobs immediately\n")
+    assert done.stdout.endswith("\nthe local executor starts jobs immediately\n")
     assert project.json(*words, "--", "true")["check"] is None
 
 

@@ -16,6 +16,8 @@ from torch import nn
 from torch._C import _distributed_c10d as recorders
 from torch._dynamo import eval_frame
 from torch._inductor import codecache
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
@@ -45,6 +47,8 @@ NAMES: list[tuple[Any, tuple[str, ...]]] = [
     (torch.UntypedStorage, ("_cdata",)),
     (torch.ops.aten, ("_local_scalar_dense",)),
     (torch._C, ("_get_dispatch_mode",)),
+    (FSDPModule, ("_get_fsdp_state",)),
+    (_fsdp_state.FSDPState, ("_lazy_init",)),
     (DataLoader, ("_get_iterator",)),
     (inspect.getsource(DistributedDataParallel), ("_check_reducer_finalized", "_comm_hooks", "_join_config")),
     (eval_frame, ("OptimizedModule",)),

@@ -194,7 +194,7 @@ def test_failed_attempt_of_a_completed_run_is_reported(project: Project) -> None
     assert project.call("why", folder.name).stdout.splitlines() == [
         f"COMPLETED  {folder.name}",
         "attempt 1: rank 0 was killed by SIGKILL; restarted",
-        "no problems: the run completed",
+        "no problems: it completed",
     ]
 
 
@@ -378,7 +378,7 @@ def test_warning_of_a_completed_run_is_reported(project: Project) -> None:
     project.write("train.py", OUTLIVES_A_WARNING)
     folder, _ = project.run("train.py")
     assert project.call("why", folder.name).stdout.splitlines()[1:] == [
-        "no problems: the run completed",
+        "it completed, with warnings",
         "warning   rank 0 could not write the checkpoint of step 4: no space",
     ]
 

@@ -30,7 +30,7 @@ STEPS = [
 
 
 class TestSummary:
-    def test_cpu_time_is_that_of_operators_that_call_no_other(self) -> None:
+    def test_cpu_time_is_that_of_operators_but_collectives(self) -> None:
         events = [
             *STEPS,
             # before the steps
@@ -38,17 +38,20 @@ class TestSummary:
             event("cpu_op", "aten::linear", 1000, 1500),
             event("cpu_op", "aten::addmm", 1100, 1400),
             event("cpu_op", "aten::addmm", 2000, 2200),
+            # computes itself, although it calls another one
+            event("cpu_op", "aten::resolve_conj", 2000, 2010),
             # waits for another rank in the thread of the group, half of it while something is computed
             event("user_annotation", "gloo:all_reduce", 1200, 1600, tid=2),
             event("cpu_op", "c10d::allreduce_", 1600, 1700),
         ]
         trace, operators = summarize(3, "3.json.gz", events)
-        shares = {"computes": 0.25, "communicates": 0.15, "idle": 0.6}
+        shares = {"computes": 0.35, "communicates": 0.1, "idle": 0.55}
         assert trace == RankTrace(3, "3.json.gz", 2, pytest.approx(1e-3), False, **shares)
         times = {each.name: (each.seconds * 1e6, each.calls) for each in operators}
         assert times == {
             "aten::linear": (pytest.approx(100), 0.5),
-            "aten::addmm": (pytest.approx(250), 1),
+            "aten::addmm": (pytest.approx(245), 1),
+            "aten::resolve_conj": (pytest.approx(5), 0.5),
             "c10d::allreduce_": (pytest.approx(50), 0.5),
         }
 
@@ -135,9 +138,9 @@ class TestFiles:
         assert profile_summary.profile_of(folder, 1).ranks[0].computes == 0.05
 
     def test_missing_traces_are_an_error(self, folder: RunFolder, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="has recorded no steps in attempt 3, but in 1, 2: submit or resume"):
+        with pytest.raises(UserError, match="has recorded no steps in attempt 3, but in 1, 2: submit it with"):
             profile_summary.profile_of(folder, 3)
-        with pytest.raises(UserError, match="run other has recorded no steps: submit or resume it with --profile 10-1"):
+        with pytest.raises(UserError, match="run other has recorded no steps: submit it with --profile 10-13"):
             profile_summary.profile_of(RunFolder(tmp_path / "other"))
 
     def test_damaged_trace_is_an_error(self, folder: RunFolder) -> None:

@@ -149,6 +149,7 @@ def test_unknown_cluster_is_rejected_with_suggestion(project: Path) -> None:
         ("clusters: {hpc: {signal: USR2@soon}}", "expected NAME@SECONDS"),
         ("clusters: {hpc: {kill-wait: -1}}", "kill-wait -1: expected 0 or more"),
         ("clusters: {hpc: {snapshot-limit: big}}", "snapshot-limit: size 'big'"),
+        ("clusters: {hpc: {gpu-memory: 80}}", "gpu-memory: '80' has no unit: write 80GiB"),
         ("clusters: {hpc: {rename: {gpus-per-node: --gres=gpu:4}}}", "rename gpus-per-node: '--gres=gpu:4'"),
         ("clusters: {hpc: {rename: {Mem: x}}}", "rename Mem"),
         ("- job", "expected `key: value` lines"),

@@ -47,7 +47,7 @@ def test_example_cluster_loads_when_uncommented(tmp_path: Path) -> None:
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mgpu.yaml").write_text("job: mine\n")
-    with pytest.raises(UserError, match=r"^mgpu.yaml in .* already exists"):
+    with pytest.raises(UserError, match=r"^mgpu.yaml already exists in .*, or move it$"):
         starter_project.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mgpu.yaml"]
     assert (tmp_path / "mgpu.yaml").read_text() == "job: mine\n"

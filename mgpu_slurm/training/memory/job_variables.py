@@ -217,10 +217,10 @@ def _sets(node: ast.AST, name: str, is_attribute: bool, adding: bool) -> bool:
         return adding and node.func.attr in _ADDING and is_it(node.func.value)
     if isinstance(node, ast.AugAssign):
         return adding and is_it(node.target)
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-        if any(isinstance(target, ast.Subscript) and is_it(target.value) for target in targets):
-            return adding
+    if isinstance(node, ast.Assign) and adding:
+        sets_item = any(isinstance(target, ast.Subscript) and is_it(target.value) for target in node.targets)
         names_itself = any(is_it(each) for each in ast.walk(node.value))
-        return any(map(is_it, targets)) and (names_itself or not adding)
-    return False
+        return sets_item or (names_itself and any(map(is_it, node.targets)))
+    # the target of an assignment, a loop or a `with`
+    is_target = isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store)
+    return is_target and not adding and is_it(node)

@@ -166,7 +166,8 @@ def _plan_or_error(folder: RunFolder, rank: int, limit: int | None, recomputes: 
         words = target.described_error(error, spec.target.label, folder.code / spec.workdir)
         if fake_torch_adapter.needs_values(error):
             place = words.split(": ")[0]
-            words = f"{place}: an operation depends on the values of a tensor, which --fit does not compute"
+            problem = "an operation depends on the values of a tensor, which --fit does not compute"
+            words = f"{place}: {problem}: use one whose shape does not, such as torch.where in place of x[x > 0]"
         return MemoryPlan(error=words)
 
 

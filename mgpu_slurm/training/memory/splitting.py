@@ -17,7 +17,7 @@ from mgpu_slurm.core import log_lines
 from mgpu_slurm.data import randomness
 from mgpu_slurm.data.batch_cutting import Accumulation
 from mgpu_slurm.data.randomness import RandomState
-from mgpu_slurm.rank.torch_adapter import copy_all
+from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.training.memory.agreement import Agreement, RanOutElsewhere, parts_of
 from mgpu_slurm.training.memory.found_size import FoundSize, is_memory_error
@@ -153,11 +153,13 @@ class Splitter:
             torch.cuda.empty_cache()
         randomness.set_random_state(before.random, self._device)
         if before.buffers:
-            copy_all(self._buffers(), before.buffers)
+            torch_adapter.copy_all(self._buffers(), before.buffers)
 
 
 def _reset(model: Any) -> None:
-    """End the failed pass of a sharded model."""
+    """End the failed pass of a sharded model; all ranks do so together."""
+    # memory may have run out before the first forward pass, but on another rank in it
+    torch_adapter.begin_sharded(model)
     model.reset_iter_state()
     # it leaves gradients that were not exchanged yet on the whole parameters
     for part in parts_of(model):

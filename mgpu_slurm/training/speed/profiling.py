@@ -34,6 +34,8 @@ class Profiling:
         self._trace = folder.trace(attempt, rank)
         self._profiler: Any = None
         self._is_over = False
+        self._step = 0
+        """The newest step of the run."""
         self._starts = max(0, window.first - 2)
         """The step after which the profiler starts: its first step is a warm-up, if there is one."""
         self._first = window.first
@@ -41,12 +43,14 @@ class Profiling:
 
     def fetched(self, step: int) -> None:
         """Record that a training loop got a batch, after this step of the run."""
+        self._step = step
         if self._profiler is None and not self._is_over:
             with self._guard():
                 self._start_if_due(step)
 
     def step_done(self, step: int) -> None:
         """Record the end of a step, by its number in the run."""
+        self._step = step
         if self._is_over:
             return
         with self._guard():
@@ -56,14 +60,20 @@ class Profiling:
                 # the loop does not use a run.loader
                 self._start_if_due(step)
             if step >= self._window.last:
-                self.close()
+                self._stop()
 
     def _start_if_due(self, step: int) -> None:
         if self._starts <= step < self._window.last:
             self._start(step)
 
     def close(self) -> None:
-        """Stop a recording that is not over, and forget it."""
+        """Stop a recording that is not over, and forget it; say that nothing was recorded."""
+        if not self._is_over:
+            steps = f"{self._window.first}-{self._window.last}"
+            log_lines.warn(f"--profile {steps}: nothing was recorded: the attempt ended after step {self._step}")
+        self._stop()
+
+    def _stop(self) -> None:
         self._is_over = True
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None

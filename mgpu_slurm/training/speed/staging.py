@@ -134,6 +134,9 @@ def _own_folder(base: Path) -> Path:
     Raises:
         UserError: it cannot be made, or another user has made it.
     """
+    if not base.parent.is_dir():
+        where = f"{base.parent} does not exist on {os.uname().nodename}"
+        raise UserError(f"--stage: {where}: set stage-to in mgpu.yaml to a folder of the nodes")
     folder = base / f"mgpu-stage-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

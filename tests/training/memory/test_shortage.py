@@ -30,6 +30,8 @@ def run_out(recorder: Recorder) -> BaseException:
         little = torch.zeros(16)
         for _ in range(4):
             recorder.outputs.append(scores + little[0])
+        for batch, _ in [(torch.zeros(1 << 17), 0)]:
+            scores += batch[0]
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     try:
@@ -49,7 +51,8 @@ def test_report_names_kinds_and_the_largest_variables() -> None:
     assert report(error, [model], [optimizer], CPU).splitlines() == [
         "out of memory: parameters 1.0 MiB, gradients 1.0 MiB, optimizer 2.0 MiB",
         f"  {__file__}:{line}: recorder.outputs holds 4.0 MiB in 4 tensors",
-        f"  {__file__}:{line - 3}: scores holds 1.0 MiB in 1 tensor",
+        f"  {__file__}:{line + 2}: scores holds 1.0 MiB in 1 tensor",
+        f"  {__file__}:{line + 1}: batch holds 512.0 KiB in 1 tensor",
     ]
 
 

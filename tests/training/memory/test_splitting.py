@@ -176,6 +176,17 @@ def test_step_is_repeated_in_smaller_parts_on_all_ranks(layout: str, place: str)
     assert found == run_ranks(train, ranks, place, PLACES[place], samples, layout=parallelism.layout(ranks, ranks))
 
 
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", "hsdp"])
+def test_first_step_is_repeated_if_memory_runs_out_before_the_model_is_called(layout: str) -> None:
+    count, parallelism = LAYOUTS[layout]
+    layout_of_all = parallelism.layout(count, count)
+    for ranks in (frozenset({0}), frozenset(range(count))):
+        found = run_ranks(train, count, "start", 1, None, 0, ranks, layout=layout_of_all)
+        samples = found[0]["samples"]
+        assert samples is not None
+        assert found == run_ranks(train, count, "start", 1, samples, 0, ranks, layout=layout_of_all)
+
+
 @pytest.mark.parametrize(("layout", "stride"), [("fsdp", 1), ("zero2", 3), ("hsdp", 3)])
 def test_step_is_repeated_after_any_allocation_of_an_exchange(layout: str, stride: int) -> None:
     ranks, parallelism = LAYOUTS[layout]

@@ -429,3 +429,12 @@ EARLY = "UserError: the SGD was created before run.wrap, which replaced the mode
 def test_wrong_use_is_an_error(what: str, error: str) -> None:
     for answer in run_ranks(wrap_wrongly, 2, what, may_fail=True, layout=Parallelism("fsdp").layout(2, 2)):
         assert answer.startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [("no blocks", "UserError: run.wrap: --strategy fsdp needs blocks"), ("other blocks", "UserError: run.wrap(block")],
+)
+def test_missing_blocks_are_an_error_on_one_rank_too(what: str, error: str) -> None:
+    (answer,) = run_ranks(wrap_wrongly, 1, what, may_fail=True, layout=Parallelism("fsdp").layout(1, 1))
+    assert answer.startswith(error)

@@ -273,5 +273,5 @@ def test_real_training_shows_its_curves_and_names_the_slow_rank(tmp_path: Path) 
     assert all(tag.encode() in events.read_bytes() for tag in shown)
     (line,) = status._model_lines(RunFolder(tmp_path), is_named=False)
     assert re.fullmatch(
-        r"speed     [\d.]+ s a step  [\d,.]+ samples/s  waits for data \d+%  for other ranks \d+%", line
+        r"speed     [\d.]+ m?s a step  [\d,.]+ samples/s  waits for data \d+%  for other ranks \d+%", line
     )

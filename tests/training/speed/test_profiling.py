@@ -88,11 +88,15 @@ def test_run_that_is_past_the_window_records_nothing(made: Made, window: str, tm
     assert (said, (tmp_path / "profile").exists()) == ([], False)
 
 
-def test_run_that_ends_within_the_window_leaves_no_trace(made: Made, tmp_path: Path, said: list[str]) -> None:
-    own = made("4-6")
+@pytest.mark.parametrize("window", ["4-6", "9-10"])
+def test_run_that_ends_before_the_end_of_the_window_leaves_no_trace_and_says_so(
+    made: Made, tmp_path: Path, said: list[str], window: str
+) -> None:
+    own = made(window)
     train(own, range(1, 6))
     own.close()
-    assert (said, (tmp_path / "profile").exists()) == ([], False)
+    assert said == [f"--profile {window}: nothing was recorded: the attempt ended after step 5"]
+    assert not (tmp_path / "profile").exists()
     # the profiler is free for the next run of this process
     train(made("1"), range(1, 2))
     assert recorded_steps(tmp_path)[0] == 1

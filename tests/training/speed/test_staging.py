@@ -187,6 +187,14 @@ def test_folder_that_is_no_absolute_path_on_the_node_is_refused(data: Path, disk
         pass
 
 
+def test_folder_without_a_parent_on_the_node_is_refused(data: Path, disk: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    words = rf"{missing} does not exist on .*: set stage-to in mgpu\.yaml"
+    with pytest.raises(UserError, match=words), copies_of([str(data)], str(missing / "disk")):
+        pass
+    assert not missing.exists()
+
+
 def test_copy_that_was_being_deleted_is_not_complete(data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         # as if it had been killed
