@@ -2,10 +2,12 @@
 
 srun starts a task for each rank. The first task of a node forks the node's process, and every task asks that for a fork
 that runs its rank. On a shared disk the import is most of a rank's start: about 37,000 file operations and seconds of
-CPU time, for each rank of a node alike. The task stays, waits, and ends as its rank ended, so that SLURM sees what it
-would see without this: exit codes, output, and signals, which it sends to all processes of a step.
+CPU time, for each rank of a node alike. The task stays, passes signals on, and ends as its rank ended, so that SLURM
+sees what it would see without this. A task that gets no fork runs the rank itself.
 
-A task that gets no fork runs the rank itself.
+SLURM sends a signal to all processes of a step or, with proctrack/cgroup and without SignalChildrenProcesses, only to
+its tasks (`proctrack_p_signal` in its source; it kills all of them). The node's process blocks every signal, so that
+one which it was sent too stays pending there: then ranks have it as well, and tasks need not pass it on.
 """
 
 from __future__ import annotations
@@ -13,20 +15,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
+import re
 import select
 import signal
 import socket
 import struct
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from mgpu_slurm.core import processes
 from mgpu_slurm.job import rank_process
-from mgpu_slurm.job.socket_handoff import user_of
+from mgpu_slurm.job.socket_handoff import credentials_of, user_of
 from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, Spec
 
 VARIABLE = "MGPU_FORK_RANKS"
@@ -38,14 +43,25 @@ ASK_SECONDS = 20.0
 ANSWER_SECONDS = 60.0
 """Seconds that the node's process waits for the rest of a request."""
 
-_BOUND = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND", "PMI_FD")
-"""Variables of steps whose tasks have something that a process of another task cannot have: a GPU in a control group of
+SPREAD_SECONDS = 0.2
+"""Seconds within which SLURM signals all processes of a step that it signals."""
+
+NEW_SECONDS = 2.0
+"""Seconds after its fork for which SLURM may have missed a rank that it would have signalled: it lists them first."""
+
+_BOUND = re.compile(
+    "SLURM_GPUS_PER_TASK|SLURM_TRES_PER_TASK|SLURM_NTASKS_PER_GPU|SLURM_GPU_BIND|SLURMD?_TRES_BIND|PMIX?_.*"
+)
+"""Variables of steps whose tasks have something that a process of another task cannot have: GPUs in a control group of
 their own, or an open connection to SLURM's PMI."""
 
 _NUMBER = struct.Struct("!i")
 
 _UNBLOCKABLE = {signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 """Signals that have to arrive at once."""
+
+_OWN = {*_UNBLOCKABLE, signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCONT}
+"""Signals that a task does not pass on: they concern itself, or cannot be handled."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ def is_possible(spec: Spec, local_ranks: int, environ: Mapping[str, str] = os.en
     has_bound_memory = "none" not in environ.get("SLURM_MEM_BIND_TYPE", "none")
     # libgomp reads these once, together with the cores that a process may use
     has_bound_threads = any(name in environ for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"))
-    is_bound = has_bound_memory or has_bound_threads or any(name in environ for name in _BOUND)
+    is_bound = has_bound_memory or has_bound_threads or any(map(_BOUND.fullmatch, environ))
     return is_wanted and not is_bound and local_ranks > 1 and not spec.target.is_command
 
 
@@ -86,9 +102,15 @@ def run(task: Task) -> int:
     mask = before | task.stop_signals
     node = _start_node(task, mask) if task.local_rank == 0 else None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        pid = _ask_for_rank(link)
-        if pid is not None:
-            return _wait_for(pid, link, node)
+        if _gets_rank(link):
+            code = _wait_for_rank(link)
+            if code == 0 and node is not None:
+                # what finds the processes of a step by their parents finds the other ranks below this one
+                os.waitpid(node, 0)
+            return code if code >= 0 else rank_process.end_by(-code)
+    if node is not None:
+        # the job should not find a child that it has not started; it only has to refuse the other tasks as well
+        os.waitpid(node, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return task.run()
 
@@ -104,47 +126,77 @@ def _address(environ: Mapping[str, str] = os.environ) -> str:
 # -- the task's side
 
 
-def _ask_for_rank(link: socket.socket) -> int | None:
-    """Ask the node's process for a fork that replaces this process; return its pid, None if there will be none."""
+def _gets_rank(link: socket.socket) -> bool:
+    """Ask the node's process for a fork that runs the rank in place of this process; return whether it exists now."""
+    with suppress(OSError):
+        if not _is_connected(link) or _has_own_variables(credentials_of(link)[0]):
+            return False
+        about = {"environ": dict(os.environ), "folder": os.getcwd(), "cores": sorted(os.sched_getaffinity(0))}
+        text = json.dumps(about).encode()
+        socket.send_fds(link, [_NUMBER.pack(len(text))], [0, 1, 2])
+        link.sendall(text)
+        # without a limit: on a slow disk torch's import takes minutes
+        return _received(link) is not None
+    return False
+
+
+def _is_connected(link: socket.socket) -> bool:
+    """Connect to the process of this node and user; return False if there is none."""
     give_up = time.monotonic() + ASK_SECONDS
+    # else it blocks where a stranger has filled the queue of the socket
+    link.settimeout(1.0)
     while True:
         try:
             link.connect(_address())
             break
         except OSError:
             if time.monotonic() > give_up:
-                return None
+                return False
             time.sleep(0.02)
-    if user_of(link) != os.getuid():
-        return None
-    about = {"environ": dict(os.environ), "folder": os.getcwd(), "cores": sorted(os.sched_getaffinity(0))}
-    text = json.dumps(about).encode()
-    with suppress(OSError):
-        socket.send_fds(link, [_NUMBER.pack(len(text))], [0, 1, 2])
-        link.sendall(text)
-        # without a limit: on a slow disk torch's import takes minutes
-        return _received(link)
-    return None
+    link.settimeout(None)
+    return user_of(link) == os.getuid()
 
 
-def _wait_for(pid: int, link: socket.socket, node: int | None) -> int:
-    """Wait until the rank has ended; return its exit code, or end by the same signal.
+def _has_own_variables(first: int) -> bool:
+    """Return whether srun or a site's prolog gave this task variables that the first one has not.
+
+    It would be refused, but only when torch is imported.
 
     Args:
-        pid: the rank's process.
-        node: the node's process if this task is its parent.
+        first: pid of the first task.
     """
-    # they came before there was a rank
-    for signum in signal.sigpending():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signum)
-    # without a status, the node's process was killed, and the rank with it
-    status = _received(link)
-    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
-    if code == 0 and node is not None:
-        # it is found below this task, together with the other ranks
-        os.waitpid(node, 0)
-    return code if code >= 0 else _end_by(-code)
+    # what both had when they started; Python may have added to it
+    found = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in (first, "self")]
+    ours, theirs = ({pair for pair in pairs if not pair.startswith(b"SLURM")} for pairs in found)
+    return ours != theirs
+
+
+def _wait_for_rank(link: socket.socket) -> int:
+    """Pass signals on until the rank has ended; return its exit code, negative for a signal."""
+    heard, _ = _wakeup_pipe()
+    passed = signal.valid_signals() - _OWN
+    for signum in passed:
+        signal.signal(signum, lambda signum, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
+    while True:
+        ready, _, _ = select.select([link.fileno(), heard], [], [])
+        if heard in ready:
+            # by CPython's C signal handler, each a byte
+            with suppress(OSError):
+                link.sendall(os.read(heard, 1024))
+        if link.fileno() in ready:
+            # without a status, the node's process was killed, and the rank with it
+            status = _received(link)
+            return -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+
+
+def _wakeup_pipe() -> tuple[int, int]:
+    """Return both ends of a pipe to which each signal with a handler is written from now on."""
+    heard, tell = os.pipe()
+    for end in (heard, tell):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    return heard, tell
 
 
 def _received(link: socket.socket) -> int | None:
@@ -158,16 +210,6 @@ def _received(link: socket.socket) -> int | None:
         return None
     number: int = _NUMBER.unpack(received)[0]
     return number
-
-
-def _end_by(signum: int) -> NoReturn:
-    # the rank has left its own core file, if it was to leave one
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):
-        signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
-    os._exit(128 + signum)
 
 
 # -- the node's side
@@ -187,6 +229,8 @@ def _start_node(task: Task, mask: set[int]) -> int | None:
             # without the exit handlers and buffers of the task
             try:
                 _Node(task, mask, listener).serve()
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         return pid
@@ -204,25 +248,24 @@ class _Asked:
     """Descriptors of its standard input, output and error."""
     pid: int = 0
     """Process of its rank."""
+    forked: float = 0.0
+    """When that was forked, on the monotonic clock."""
     is_gone: bool = False
     """Whether the task was killed."""
 
-    @property
-    def is_first(self) -> bool:
-        return self.environ.get("SLURM_LOCALID") == "0"
-
 
 def _request_on(link: socket.socket) -> _Asked | None:
-    """Return what a task asks for; None if it is of another user or has ended."""
-    if user_of(link) != os.getuid():
-        return None
+    """Return what a task asks for; None if it has ended."""
     link.settimeout(ANSWER_SECONDS)
+    streams: list[int] = []
     try:
         header, streams, _, _ = socket.recv_fds(link, _NUMBER.size, 3)
         size = _NUMBER.unpack(header)[0]
         with link.makefile("rb") as stream:
             about: dict[str, Any] = json.loads(stream.read(size))
     except (OSError, ValueError, struct.error):
+        for descriptor in streams:
+            os.close(descriptor)
         return None
     return _Asked(link, streams=streams, **about)
 
@@ -237,68 +280,73 @@ class _Node:
         self._environ = _unlike_slurms(os.environ)
         self._running: list[_Asked] = []
         self._number_asked = 0
-        self._forks = True
-        """Whether the next task gets a fork."""
+        self._forks = False
+        """Whether tasks get forks."""
+        self._passed: deque[tuple[float, _Asked, int]] = deque()
+        """Signals from tasks, with the times at which SLURM has sent them to everybody, if it does."""
 
     def serve(self) -> None:
-        with suppress(Exception):
-            # an error comes again in the ranks, which report it
+        try:
             self._task.prepare()
-        self._forks = rank_process.can_be_forked()
+            self._forks = rank_process.can_be_forked()
+        except Exception:
+            # torch cannot be imported anew in a fork of this process
+            traceback.print_exc()
         # a task that has not asked by then has not found the socket
         self._serve_until(time.monotonic() + ASK_SECONDS)
 
     def _serve_until(self, late: float) -> None:
         """Serve until all tasks have asked, or will not ask any more, and all ranks have ended."""
-        heard, tell = os.pipe()
-        for end in (heard, tell):
-            os.set_blocking(end, False)
+        wakeup = _wakeup_pipe()
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-        signal.set_wakeup_fd(tell)
         while self._running or (self._number_asked < self._task.local_ranks and time.monotonic() < late):
             links = {asked.link: asked for asked in self._running if not asked.is_gone}
-            sources: list[Any] = [self._listener, heard, *links]
-            ready, _, _ = select.select(sources, [], [], 1.0)
+            sources: list[Any] = [self._listener, wakeup[0], *links]
+            ready, _, _ = select.select(sources, [], [], SPREAD_SECONDS / 2 if self._passed else 1.0)
             with suppress(BlockingIOError):
-                os.read(heard, 1024)
+                os.read(wakeup[0], 1024)
             if self._listener in ready:
-                self._accept([heard, tell])
+                self._accept(wakeup)
             for link in links.keys() & set(ready):
-                links[link].is_gone = True
-                os.kill(links[link].pid, signal.SIGKILL)
+                self._hear(links[link])
+            self._pass_signals_on()
             self._report_ended()
 
-    def _accept(self, wakeup: list[int]) -> None:
+    def _accept(self, wakeup: tuple[int, int]) -> None:
         """Fork the rank of the next task; a closed connection tells the task to run it itself."""
         link, _ = self._listener.accept()
-        self._number_asked += 1
-        asked = _request_on(link)
+        is_own = user_of(link) == os.getuid()
+        self._number_asked += is_own
+        # a task that wants no fork closes its connection
+        asked = _request_on(link) if is_own else None
         pid = None if asked is None else self._fork(asked, wakeup)
         if asked is None or pid is None:
             link.close()
             return
-        asked.pid = pid
+        asked.pid, asked.forked = pid, time.monotonic()
         self._running.append(asked)
         # a task that has ended is seen by its connection
         with suppress(OSError):
             link.sendall(_NUMBER.pack(pid))
 
-    def _fork(self, asked: _Asked, wakeup: list[int]) -> int | None:
+    def _fork(self, asked: _Asked, wakeup: tuple[int, int]) -> int | None:
         """Fork the process of a rank; return its pid, None if the task has to run the rank itself."""
         node = os.getpid()
         try:
-            # a site's prolog may give each task variables of its own, for example to choose its GPU
             if self._forks and _unlike_slurms(asked.environ) == self._environ:
+                # here, so that a failure is none of the rank
+                os.chdir(asked.folder)
+                os.sched_setaffinity(0, asked.cores)
                 return rank_process.fork(lambda: self._become(asked, node, wakeup), self._task.run)
         except OSError:
-            # too many processes
+            # also too many processes
             pass
         finally:
             for descriptor in asked.streams:
                 os.close(descriptor)
         return None
 
-    def _become(self, asked: _Asked, node: int, wakeup: list[int]) -> None:
+    def _become(self, asked: _Asked, node: int, wakeup: tuple[int, int]) -> None:
         """Make this new process what the task would be."""
         processes.die_with_parent(signal.SIGKILL, node)
         signal.set_wakeup_fd(-1)
@@ -312,9 +360,27 @@ class _Node:
             each.close()
         os.environ.clear()
         os.environ.update(asked.environ)
-        os.chdir(asked.folder)
-        os.sched_setaffinity(0, asked.cores)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _hear(self, asked: _Asked) -> None:
+        """Take the signals that a task passes on; kill the rank of one that has ended."""
+        try:
+            heard = asked.link.recv(1024)
+        except OSError:
+            heard = b""
+        if not heard:
+            asked.is_gone = True
+            os.kill(asked.pid, signal.SIGKILL)
+        now = time.monotonic()
+        self._passed += [(now + SPREAD_SECONDS, asked, signum) for signum in heard]
+
+    def _pass_signals_on(self) -> None:
+        """Send ranks the signals of their tasks that are due, unless SLURM has sent them to all processes."""
+        while self._passed and self._passed[0][0] <= time.monotonic():
+            at, asked, signum = self._passed.popleft()
+            is_new = at - SPREAD_SECONDS < asked.forked + NEW_SECONDS
+            if asked in self._running and (is_new or signum not in signal.sigpending()):
+                os.kill(asked.pid, signum)
 
     def _report_ended(self) -> None:
         for asked in list(self._running):
@@ -325,18 +391,6 @@ class _Node:
             with suppress(OSError):
                 asked.link.sendall(_NUMBER.pack(status))
             asked.link.close()
-            if status and asked.is_first:
-                self._forks = False
-                self._end_others()
-
-    def _end_others(self) -> None:
-        """Send the other ranks the SIGTERM that srun sends them now, and that may not reach them.
-
-        The first task ends with its rank. A SLURM that finds the processes of a step by their parents does not find
-        those below this one after that. When it kills the other tasks, their connections end.
-        """
-        for asked in self._running:
-            os.kill(asked.pid, signal.SIGTERM)
 
 
 def _unlike_slurms(environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from mgpu_slurm.core import processes
@@ -56,6 +59,17 @@ def _forget_random_state() -> None:
     """
     if (generator := sys.modules.get("numpy.random")) is not None:
         generator.seed()
+
+
+def end_by(signum: int) -> NoReturn:
+    """End this process by a signal, as another one that it waited for was ended."""
+    # that one has left its own core file, if it was to leave one
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
+    os._exit(128 + signum)
 
 
 def exit_process(code: int) -> NoReturn:

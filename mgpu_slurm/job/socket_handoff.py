@@ -62,9 +62,14 @@ class SocketOffer:
 
 def user_of(connection: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket."""
+    return credentials_of(connection)[1]
+
+
+def credentials_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid and user id of the process that connected or, at the other end, has bound the socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return int(user)
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(pid), int(user)
 
 
 def take(rank: int) -> int | None:

@@ -173,9 +173,10 @@ def begin_sharded(model: Any) -> None:
 
 
 def limit_compilers(processes: int) -> None:
-    """Compile in this many processes, whatever the environment said when torch's compiler was imported."""
-    config: Any = importlib.import_module("torch._inductor.config")
-    config.compile_threads = processes
+    """Compile in this many processes, if torch's compiler was imported before the environment said so."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None:
+        config.compile_threads = processes
 
 
 def allow_compilations(number: int, for_each_size: bool) -> None:

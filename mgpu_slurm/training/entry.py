@@ -80,7 +80,7 @@ def main(folder: RunFolder, work: Work) -> int:
     faulthandler.enable(2)
     _check_world(spec, facts)
     _export(spec, folder, facts)
-    cache = compiler_cache.use() if spec.parallelism.compile else None
+    cache = use_compiler_cache() if spec.parallelism.compile else None
     found = [*preflight.warnings_at_start(spec, folder, facts), *([] if cache is None else [cache])]
     preflight.warn(found, folder, attempt, facts)
     code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank)))
@@ -91,6 +91,16 @@ def main(folder: RunFolder, work: Work) -> int:
         request_requeue(folder, attempt)
         return 0
     return code
+
+
+def use_compiler_cache() -> str | None:
+    """See `compiler_cache.use`; a forked rank has the compiler's settings of the process from which it was forked."""
+    warning = compiler_cache.use()
+    if "torch" in sys.modules:
+        from mgpu_slurm.rank import torch_adapter
+
+        torch_adapter.limit_compilers(int(os.environ[compiler_cache.THREADS_VARIABLE]))
+    return warning
 
 
 def run_target(rank: Rank) -> int:

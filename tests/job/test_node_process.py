@@ -25,6 +25,7 @@ from mgpu_slurm.core import processes
 from mgpu_slurm.job import node_process, rank_process
 
 node_process.ASK_SECONDS = float(os.environ["ASK_SECONDS"])
+node_process.NEW_SECONDS = float(os.environ["NEW_SECONDS"])
 local_rank = int(os.environ["SLURM_LOCALID"])
 
 def prepare():
@@ -50,6 +51,8 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._work = folder / "work"
+        self._work.mkdir()
         self.tasks: list[subprocess.Popen[str]] = []
 
     def start(self, run: str, prepare: str = "pass", of_task_1: Mapping[str, str] | None = None) -> None:
@@ -59,12 +62,12 @@ class Node:
     def start_task(
         self, local_rank: int, run: str, prepare: str = "pass", variables: Mapping[str, str] | None = None
     ) -> None:
-        step = {"SLURM_JOB_ID": self._folder.name, "SLURM_STEP_ID": "0", "SLURM_LOCALID": str(local_rank)}
+        step = {"SLURM_JOB_ID": str(self._folder), "SLURM_STEP_ID": "0", "SLURM_LOCALID": str(local_rank)}
         with open(self._folder / f"said-{local_rank}", "w") as said:
             task = subprocess.Popen(
                 [sys.executable, "-c", TASK.format(run=textwrap.indent(run, "    ").lstrip(), prepare=prepare)],
-                env={**os.environ, "ASK_SECONDS": "60", **step, **(variables or {})},
-                cwd=self._folder,
+                env={**os.environ, "ASK_SECONDS": "60", "NEW_SECONDS": "0", **step, **(variables or {})},
+                cwd=self._work,
                 stdout=said,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -79,7 +82,7 @@ class Node:
         return [task.wait(60) for task in self.tasks]
 
     def wait_for(self, mark: str) -> None:
-        wait_until(lambda: all((self._folder / f"{mark}-{local_rank}").exists() for local_rank in (0, 1)))
+        wait_until(lambda: all((self._work / f"{mark}-{local_rank}").exists() for local_rank in (0, 1)))
 
     def processes(self) -> tuple[int, list[int]]:
         """Return the pids of the node's process and of the ranks that are its children."""
@@ -141,27 +144,39 @@ def test_task_ends_as_its_rank_ended(node: Node, ends: str, code: int) -> None:
     assert node.codes() == [0, code]
 
 
-def test_first_task_ends_at_once_if_its_rank_has_failed_and_the_others_are_terminated(node: Node) -> None:
+def test_first_task_ends_at_once_if_its_rank_has_failed(node: Node) -> None:
     waits = "while not Path('ready-1').exists():\n        time.sleep(0.02)"
     node.start(f"if os.environ['SLURM_LOCALID'] == '0':\n    {waits}\n    return 3\n{UNTIL_TERMINATED}")
+    assert node.tasks[0].wait(60) == 3
+    # as srun does then; what finds processes by their parents does not find the rank any more
+    node.tasks[1].terminate()
     assert node.codes() == [3, -signal.SIGTERM]
 
 
-def test_task_that_asks_after_the_first_has_failed_runs_its_rank_itself(node: Node) -> None:
-    node.start_task(0, "return 3")
-    assert node.codes() == [3]
-    node.start_task(1, IDENTITY)
-    assert node.codes() == [3, 0]
-    assert node.said(1) == [1, node.tasks[1].pid, os.getpid()]
+@pytest.mark.parametrize("signum", [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("receivers", ["tasks", "all"])
+def test_ranks_get_each_signal_once(node: Node, signum: signal.Signals, receivers: str) -> None:
+    """SLURM sends it to all processes of a step, or only to its tasks."""
+    counts = f"heard = []\nsignal.signal({int(signum)}, lambda signum, frame: heard.append(signum))\n"
+    counts += f"signal.pthread_sigmask(signal.SIG_UNBLOCK, [{int(signum)}])\ntouch('ready')\n"
+    counts += "while not heard:\n    time.sleep(0.02)\ntime.sleep(1)\nprint(*heard, flush=True)"
+    node.start(counts)
+    node.wait_for("ready")
+    process, ranks = node.processes()
+    tasks = [task.pid for task in node.tasks]
+    for pid in tasks if receivers == "tasks" else [tasks[0], process, *ranks, tasks[1]]:
+        os.kill(pid, signum)
+    assert node.codes() == [0, 0]
+    assert (node.said(0), node.said(1)) == ([signum], [signum])
 
 
 def test_first_task_waits_for_the_others_if_its_rank_has_succeeded(node: Node, tmp_path: Path) -> None:
     waits = "until = Path('go')\nwhile os.environ['SLURM_LOCALID'] == '1' and not until.exists():\n    time.sleep(0.02)"
     node.start(f"{waits}\ntouch('done')")
-    wait_until(lambda: (tmp_path / "done-0").exists() and len(node.processes()[1]) == 1)
+    wait_until(lambda: (tmp_path / "work" / "done-0").exists() and len(node.processes()[1]) == 1)
     # a step manager may find processes by their parents
     assert [task.poll() for task in node.tasks] == [None, None]
-    (tmp_path / "go").touch()
+    (tmp_path / "work" / "go").touch()
     assert node.codes() == [0, 0]
 
 
@@ -186,10 +201,10 @@ def test_signal_that_comes_before_the_rank_exists_reaches_it(node: Node, tmp_pat
     prepare = "touch('importing'); [time.sleep(0.02) for _ in iter(lambda: Path('go').exists(), True)]"
     counts = "heard = signal.sigtimedwait(stop_signals, 60)\nprint(heard.si_signo, flush=True)"
     node.start(counts, prepare=prepare)
-    wait_until(lambda: (tmp_path / "importing-0").exists() and _blocks(node.tasks[1].pid, signal.SIGUSR2))
+    wait_until(lambda: (tmp_path / "work" / "importing-0").exists() and _blocks(node.tasks[1].pid, signal.SIGUSR2))
     for task in node.tasks:
         task.send_signal(signal.SIGUSR2)
-    (tmp_path / "go").touch()
+    (tmp_path / "work" / "go").touch()
     assert node.codes() == [0, 0]
     assert (node.said(0), node.said(1)) == ([signal.SIGUSR2], [signal.SIGUSR2])
 
@@ -203,10 +218,11 @@ def _blocks(pid: int, signum: int) -> bool:
     ("prepare", "of_task_1"),
     [
         ("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", {}),
-        ("raise ValueError", {"CUDA_VISIBLE_DEVICES": "1"}),
+        ("raise ValueError", {}),
+        ("os.rmdir(os.getcwd())", {}),
         ("pass", {"CUDA_VISIBLE_DEVICES": "1"}),
     ],
-    ids=["another thread", "import that fails", "GPU of its own"],
+    ids=["another thread", "import that fails", "folder that is gone", "GPU of its own"],
 )
 def test_task_that_gets_no_fork_runs_its_rank_itself(node: Node, prepare: str, of_task_1: dict[str, str]) -> None:
     node.start(IDENTITY, prepare=prepare, of_task_1=of_task_1)
@@ -214,11 +230,27 @@ def test_task_that_gets_no_fork_runs_its_rank_itself(node: Node, prepare: str, o
     assert node.said(1) == [1, node.tasks[1].pid, os.getpid()]
 
 
-def test_tasks_run_their_ranks_themselves_if_the_name_is_taken(node: Node, tmp_path: Path) -> None:
-    step = {"SLURM_JOB_ID": tmp_path.name, "SLURM_STEP_ID": "0"}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.bind(node_process._address({**os.environ, **step}))
-        # it does not listen, so that nobody can connect
+def test_task_with_variables_of_its_own_does_not_wait_for_the_import(node: Node, tmp_path: Path) -> None:
+    waits = "[time.sleep(0.02) for _ in iter(lambda: Path('go').exists(), True)]"
+    node.start("touch('done')", prepare=waits, of_task_1={"PMIX_LIKE": "1"})
+    assert node.tasks[1].wait(60) == 0
+    assert not (tmp_path / "work" / "done-0").exists()
+    (tmp_path / "work" / "go").touch()
+    assert node.codes() == [0, 0]
+
+
+@pytest.mark.parametrize("queue", [None, 0], ids=["deaf", "full"])
+def test_tasks_run_their_ranks_themselves_if_the_name_is_taken(node: Node, tmp_path: Path, queue: int | None) -> None:
+    step = {"SLURM_JOB_ID": str(tmp_path), "SLURM_STEP_ID": "0"}
+    address = node_process._address({**os.environ, **step})
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting,
+    ):
+        stranger.bind(address)
+        if queue is not None:
+            stranger.listen(queue)
+            waiting.connect(address)
         for local_rank in (0, 1):
             node.start_task(local_rank, IDENTITY, variables={"ASK_SECONDS": "0.5"})
         assert node.codes() == [0, 0]
@@ -238,6 +270,8 @@ FUNCTION, COMMAND = Target(function="jobs.digits:train"), Target(command=("true"
         (FUNCTION, 2, {"SLURM_GPUS_PER_TASK": "1"}, False),
         (FUNCTION, 2, {"SLURM_GPU_BIND": "single:1"}, False),
         (FUNCTION, 2, {"PMI_FD": "7"}, False),
+        (FUNCTION, 2, {"PMIX_RANK": "0"}, False),
+        (FUNCTION, 2, {"SLURMD_TRES_BIND": "gres/gpu:single:1"}, False),
         (FUNCTION, 2, {"OMP_PROC_BIND": "close"}, False),
         (FUNCTION, 2, {"SLURM_MEM_BIND_TYPE": "local"}, False),
         (FUNCTION, 2, {"SLURM_MEM_BIND_TYPE": "none"}, True),

@@ -21,7 +21,7 @@ from torch import nn
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.training.parallel.sharding import blocks_of
-from mgpu_slurm.training.speed.compiler_cache import CACHE_VARIABLE, THREADS_VARIABLE
+from mgpu_slurm.training.speed.compiler_cache import CACHE_VARIABLE
 
 
 def compile_model(model: nn.Module, blocks: Sequence[type[nn.Module]], device: torch.device, in_order: bool) -> None:
@@ -46,8 +46,6 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device, in_order: 
     fresh = [layer for layer in layers if not isinstance(layer, _Compiled) and not torch_adapter.is_compiled(layer)]
     kinds: set[Any] = {(type(layer), *(tensor.shape for tensor in layer.parameters())) for layer in fresh}
     torch_adapter.allow_compilations(len(kinds), for_each_size=in_order)
-    if THREADS_VARIABLE in os.environ:
-        torch_adapter.limit_compilers(int(os.environ[THREADS_VARIABLE]))
     # also on a GPU, where a model may compute something on the CPU
     if CACHE_VARIABLE in os.environ:
         torch_adapter.keep_headers_in(Path(os.environ[CACHE_VARIABLE], "headers"))
