@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -101,16 +102,56 @@ def tell(signum: int, roots: Iterable[int], below: Mapping[int, list[int]] | Non
 
 
 def _catches(pid: int, signum: int) -> bool:
+    return signum in _signals_of(pid, "SigCgt")
+
+
+def _signals_of(pid: int, name: str) -> set[int]:
+    """Return a set of signals from proc(5)'s status of a process; empty if that has ended."""
     with contextlib.suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
-    return False
+        found = re.search(rf"^{name}:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        if found is not None:
+            return {signum for signum in signal.valid_signals() if int(found[1], 16) >> (signum - 1) & 1}
+    return set()
 
 
 def _is_shell(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip() in _SHELLS
     return False
+
+
+SPREAD_SECONDS = 0.2
+"""Seconds within which SLURM signals all processes of a step that it signals."""
+
+
+class SignalWitness:
+    """Tells whether a signal to this process was sent to its children, too.
+
+    SLURM sends signals to all processes of a step or, with proctrack/cgroup and without SignalChildrenProcesses, only
+    to those that it has started itself (`proctrack_p_signal` in its source; it kills all of them). The witness is a
+    child that blocks all signals, so that those that it was sent stay pending.
+    """
+
+    def __init__(self) -> None:
+        parent = os.getpid()
+
+        def enter() -> None:
+            die_with_parent(signal.SIGKILL, parent)
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            ["sleep", str(1 << 30)], stdin=quiet, stdout=quiet, stderr=quiet, preexec_fn=enter
+        )
+
+    def has(self, signum: int) -> bool:
+        """Return whether children were sent a signal that this process has just received."""
+        time.sleep(SPREAD_SECONDS)
+        return signum in _signals_of(self._process.pid, "SigPnd") | _signals_of(self._process.pid, "ShdPnd")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def descendants(ancestor: int) -> list[int]:

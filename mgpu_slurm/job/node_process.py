@@ -43,9 +43,6 @@ ASK_SECONDS = 20.0
 ANSWER_SECONDS = 60.0
 """Seconds that the node's process waits for the rest of a request."""
 
-SPREAD_SECONDS = 0.2
-"""Seconds within which SLURM signals all processes of a step that it signals."""
-
 NEW_SECONDS = 2.0
 """Seconds after its fork for which SLURM may have missed a rank that it would have signalled: it lists them first."""
 
@@ -302,7 +299,7 @@ class _Node:
         while self._running or (self._number_asked < self._task.local_ranks and time.monotonic() < late):
             links = {asked.link: asked for asked in self._running if not asked.is_gone}
             sources: list[Any] = [self._listener, wakeup[0], *links]
-            ready, _, _ = select.select(sources, [], [], SPREAD_SECONDS / 2 if self._passed else 1.0)
+            ready, _, _ = select.select(sources, [], [], processes.SPREAD_SECONDS / 2 if self._passed else 1.0)
             with suppress(BlockingIOError):
                 os.read(wakeup[0], 1024)
             if self._listener in ready:
@@ -372,13 +369,13 @@ class _Node:
             asked.is_gone = True
             os.kill(asked.pid, signal.SIGKILL)
         now = time.monotonic()
-        self._passed += [(now + SPREAD_SECONDS, asked, signum) for signum in heard]
+        self._passed += [(now + processes.SPREAD_SECONDS, asked, signum) for signum in heard]
 
     def _pass_signals_on(self) -> None:
         """Send ranks the signals of their tasks that are due, unless SLURM has sent them to all processes."""
         while self._passed and self._passed[0][0] <= time.monotonic():
             at, asked, signum = self._passed.popleft()
-            is_new = at - SPREAD_SECONDS < asked.forked + NEW_SECONDS
+            is_new = at - processes.SPREAD_SECONDS < asked.forked + NEW_SECONDS
             if asked in self._running and (is_new or signum not in signal.sigpending()):
                 os.kill(asked.pid, signum)
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from mgpu_slurm.core import log_lines, retry
-from mgpu_slurm.core.processes import adopt_orphans
+from mgpu_slurm.core.processes import SignalWitness, adopt_orphans, tell
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.request.spec import (
     Spec,
@@ -22,15 +23,19 @@ from mgpu_slurm.request.spec import (
 PATIENCE_FOR_SIGTERM = 1.0
 """Seconds to wait until this process also receives the SIGTERM that ended its child."""
 
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a command gets, besides the lead signal."""
+
 
 def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     """Run a command with the lead signal ignored, because that would kill a script that does not handle it.
 
     Under the local executor, the command replaces this process. Under srun it is a child process, so that its exit code
-    can be handled here first; the child receives the signals of the step itself.
+    can be handled here first; a signal that SLURM sends only to this process is passed on to it.
     """
     spec = rank.spec
-    signal.signal(getattr(signal, f"SIG{spec.signal}"), signal.SIG_IGN)
+    lead = signal.Signals[f"SIG{spec.signal}"]
+    signal.signal(lead, signal.SIG_IGN)
     program, words = program_of(spec, command)
     if program is None:
         log_lines.say(f"command {words[0]!r} {why_not_found(words[0])}", file=sys.stderr)
@@ -41,13 +46,24 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     # a handler, because a child would inherit an ignored signal
     signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
     adopt_orphans()
+    witness = SignalWitness()
     child = subprocess.Popen(words, executable=program)
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGTERM:
+            heard.append(signum)
+        if not witness.has(signum):
+            tell(signum, [child.pid])
+
+    for signum in {lead, *PASSED_ON}:
+        signal.signal(signum, pass_on)
     if heard:
         # the signal came before the command could receive it; Popen.send_signal would reap a child that ended already
         os.kill(child.pid, signal.SIGTERM)
     code = _wait_for(child)
     if code == -signal.SIGTERM and _comes(heard):
         # the SIGTERM ended a shell or launcher, whose children may still save
+        witness.close()
         with suppress(ChildProcessError):
             while True:
                 os.wait()

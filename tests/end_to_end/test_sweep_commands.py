@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests import wrappers
-from tests.support import Project, wait_until
+from tests.support import Project, processes_of, wait_until
 
 SCRIPT = """
     import argparse
@@ -149,7 +152,9 @@ def test_best_gives_the_command_line_and_the_values(swept: Project) -> None:
     assert yaml == "x: 0.30000000000000004\nkind: reports\n"
 
 
-def test_trial_behind_a_shell_gets_sigterm_once_and_saves(project: Project) -> None:
+@pytest.fixture
+def heard(project: Project) -> Path:
+    """The file of a trial's command that listens to signals, once it does so."""
     project.write("hear.py", wrappers.SCRIPT)
     project.write("hear.sh", "python hear.py $1\ntrue\n")
     heard = project.folder / "heard"
@@ -165,6 +170,32 @@ def test_trial_behind_a_shell_gets_sigterm_once_and_saves(project: Project) -> N
     )
     assert project.call("sweep", "sweep.yaml", "--executor", "local", "--no-follow").returncode == 0
     wait_until(lambda: wrappers.heard(project, "heard") == ["ready"])
+    return heard
+
+
+def test_trial_behind_a_shell_gets_sigterm_once_and_saves(project: Project, heard: Path) -> None:
     assert project.call("cancel", "heard").returncode == 0
     assert project.call("wait", "heard", "--timeout", "90").returncode == 1
     assert wrappers.heard(project, "heard") == ["ready", "SIGTERM", "saved"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR2, signal.SIGTERM], ids=str)
+def test_signal_that_only_the_worker_gets_is_passed_on_to_its_trial(
+    project: Project, heard: Path, signum: signal.Signals
+) -> None:
+    """SLURM may send signals only to the processes that it has started."""
+    (study,) = project.runs.iterdir()
+    (script,) = [pid for pid in processes_of(study / "tasks" / "0") if "hear.sh" in cmdline(pid)]
+    os.kill(parent_of(script), signum)
+    # without a time limit, a worker leaves at once after the lead signal
+    wait_until(lambda: wrappers.heard(project, "heard")[:2] == ["ready", signum.name])
+    assert project.call("cancel", "heard").returncode == 0
+    assert project.call("wait", "heard", "--timeout", "90").returncode == 1
+
+
+def cmdline(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def parent_of(pid: int) -> int:
+    return int(re.findall(r"^PPid:\s*(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])

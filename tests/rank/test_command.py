@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mgpu_slurm.core.processes import descendants
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from mgpu_slurm.run_folder.layout import RunFolder
+from tests.support import wait_until
 
 TERMINATED_EARLY = """
 import os, signal, subprocess, sys
@@ -44,3 +48,59 @@ def test_sigterm_that_precedes_the_start_of_the_command_ends_it(tmp_path: Path, 
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("0\n", "")
     assert folder.terminated(1).exists()
+
+
+COUNTS = """
+import signal, sys, time
+from pathlib import Path
+heard = []
+for signum in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(signum, lambda signum, frame: heard.append(signum))
+Path(sys.argv[1]).touch()
+while not heard:
+    time.sleep(0.02)
+time.sleep(1)
+print(*heard)
+"""
+RUNS = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from mgpu_slurm.rank import command
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder.layout import RunFolder
+
+folder = RunFolder(Path(sys.argv[1]))
+spec = read_spec(folder)
+sys.exit(command.run_command(SimpleNamespace(spec=spec, folder=folder, attempt=1), spec.target.command))
+"""
+
+
+SHELL = ["sh", "-c", '"$@"; exit $?', "sh"]
+
+
+@pytest.mark.parametrize("receivers", ["rank", "all"])
+@pytest.mark.parametrize(
+    ("launcher", "signum"),
+    # SIGUSR1 ends a shell that has no trap for it
+    [
+        ([], signal.SIGUSR2),
+        ([], signal.SIGTERM),
+        ([], signal.SIGUSR1),
+        (SHELL, signal.SIGUSR2),
+        (SHELL, signal.SIGTERM),
+    ],
+)
+def test_command_gets_each_signal_once(
+    tmp_path: Path, launcher: list[str], signum: signal.Signals, receivers: str
+) -> None:
+    """SLURM sends it to all processes of a step, or only to its tasks."""
+    folder, ready = RunFolder(tmp_path / "runs" / "try"), tmp_path / "ready"
+    folder.create()
+    command = (*launcher, sys.executable, "-c", COUNTS, str(ready))
+    Spec("try", Target(command=command), "slurm", Resources(), python=sys.executable).write(folder)
+    rank = subprocess.Popen([sys.executable, "-c", RUNS, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    wait_until(ready.exists)
+    for pid in [rank.pid] if receivers == "rank" else [rank.pid, *descendants(rank.pid)]:
+        os.kill(pid, signum)
+    assert rank.communicate(timeout=60)[0] == f"{signum}\n"

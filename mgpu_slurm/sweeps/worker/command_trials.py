@@ -70,6 +70,7 @@ class CommandTrainer:
         is_here = rank.spec.nodes_are_simulated or rank.spec.resources.nodes == 1
         self._address: str = "127.0.0.1" if is_here else collectives.broadcast_from_rank0(lambda: rank.facts.node_name)
         """Address of rank 0's node."""
+        self._witness = processes.SignalWitness()
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
         heard = _Heard()
@@ -132,12 +133,14 @@ class CommandTrainer:
         descriptor = os.pidfd_open(child.pid)
         deadline: float | None = None
         ended_by_sigterm: float | None = None
+        passed = Stop.NO
         # the children receive the signal too, and end in their own time
         self._stop.is_at_boundary = True
         try:
             server.watch(descriptor)
             while True:
                 server.serve(LOOK_EVERY)
+                passed = self._pass_stop_on(child, passed)
                 code = child.poll()
                 if code == -signal.SIGTERM:
                     # this process may receive the signal of a stop a little later than its child
@@ -157,6 +160,16 @@ class CommandTrainer:
                     _kill(child, folder)
         finally:
             os.close(descriptor)
+
+    def _pass_stop_on(self, child: subprocess.Popen[bytes], passed: Stop) -> Stop:
+        """Send the command the signal of a stop that SLURM has sent only to this process; return the stop."""
+        asked = self._stop.asked
+        if asked not in (Stop.NO, passed):
+            lead = signal.Signals[f"SIG{self._rank.spec.signal}"]
+            first, *others = (signal.SIGTERM, signal.SIGINT) if asked is Stop.END else (lead,)
+            if not any(map(self._witness.has, (first, *others))):
+                processes.tell(first, [child.pid])
+        return asked
 
     def _late_word(self) -> Stop:
         """Return the stop requested of this worker; a SIGTERM that ended the children may still have to arrive here."""
