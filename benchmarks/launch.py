@@ -18,6 +18,9 @@ ROUNDS = 15
 RETURN_TARGET_S = 0.5
 EDITED_TARGET = 1.2
 TORCHRUN_TARGET = 0.9
+COMMAND_TARGET = 1.05
+IMPORTS = "import torch.distributed, torch._dynamo"
+"""What a rank of a job function needs before its third step, whoever starts it."""
 RANKS = "2"
 
 FUNCTION = f"{JOBS}.three_steps_function"
@@ -87,8 +90,14 @@ def _train_three_steps(known: Project, edited: Project) -> dict[str, list[Times]
         "edited": partial(_edited_times, edited, [*submit, FUNCTION], "out={}"),
         "command": partial(_times, known, [*submit, "--", "python", *SCRIPT], "{}"),
         "torchrun": partial(_times, known, [*torchrun, *SCRIPT], "{}"),
+        "imports": partial(_time_of_imports, known),
     }
     return interleave(cases, ROUNDS)
+
+
+def _time_of_imports(made: Project) -> Times:
+    seconds = made.wall_time([sys.executable, "-c", IMPORTS])
+    return Times(seconds, seconds)
 
 
 def _edited_times(made: Project, command: list[str], last_word: str) -> Times:
@@ -116,13 +125,21 @@ def _last_third_step(out: Path) -> float:
 def _step_rows(trained: dict[str, list[Times]]) -> list[Row]:
     third_step = {name: [times.third_step for times in measured] for name, measured in trained.items()}
     exit_ = {name: [times.exit for times in measured] for name, measured in trained.items()}
-    return [*_rows_until("third step", third_step), *_rows_until("exit", exit_)]
+    imports = third_step.pop("imports")
+    exit_.pop("imports")
+    of_them = ratio(third_step["function"], imports)
+    return [
+        *_rows_until("third step", third_step),
+        *_rows_until("exit", exit_),
+        Row(f"`python -c '{IMPORTS}'`", median(imports), "s", 2),
+        Row("job function, to the third step / these imports alone", of_them, "", 3),
+    ]
 
 
 def _rows_until(end: str, seconds: dict[str, list[float]]) -> list[Row]:
     ratios = [
         Row(f"{_NAMES[case]} / torchrun, to the {end}", ratio(seconds[case], seconds["torchrun"]), "", 3, target)
-        for case, target in (("function", TORCHRUN_TARGET), ("edited", TORCHRUN_TARGET), ("command", None))
+        for case, target in (("function", TORCHRUN_TARGET), ("edited", TORCHRUN_TARGET), ("command", COMMAND_TARGET))
     ]
     return ratios + [Row(f"{name}, to the {end}", median(seconds[case]), "s", 2) for case, name in _NAMES.items()]
 

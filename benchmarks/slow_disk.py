@@ -20,6 +20,23 @@ MICROSECONDS = 100
 """Delay of a file operation: that of a busy parallel file system."""
 ROUNDS = 10
 PROGRAM = "import torch, torch.distributed"
+RANK = """
+import os
+from mgpu_slurm.job import node_process, rank_process
+from mgpu_slurm.training import entry
+
+def run():
+    entry.import_for_ranks()
+    return 0
+
+if os.environ["FORKS"] == "1":
+    rank = int(os.environ["SLURM_LOCALID"])
+    code = node_process.run(node_process.Task(rank, 2, entry.import_for_ranks, run, frozenset()))
+else:
+    code = run()
+rank_process.exit_process(code)
+"""
+"""One of two ranks of a node, which imports what a rank of a job function with DDP imports."""
 
 
 def run() -> Section:
@@ -36,7 +53,9 @@ def run() -> Section:
             "slow": slow,
             "copy": slow | {"PYTHONPATH": str(copy)},
         }
-        seconds = interleave({name: partial(_seconds, more) for name, more in cases.items()}, ROUNDS)
+        timed = {name: partial(_seconds, more) for name, more in cases.items()}
+        timed |= {name: partial(_seconds_of_two, slow | {"FORKS": flag}) for name, flag in _OF_TWO.items()}
+        seconds = interleave(timed, ROUNDS)
         operations = {name: _operations(cases[name], Path(base, "count")) for name in ("slow", "copy")}
     return Section("slow disk", _ABOUT, [*_rows(seconds), *(_count(name, operations[name]) for name in operations)], [])
 
@@ -44,6 +63,20 @@ def run() -> Section:
 def _seconds(more: Mapping[str, str]) -> float:
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | more, check=True)
+    return time.perf_counter() - began
+
+
+def _seconds_of_two(more: Mapping[str, str]) -> float:
+    """Seconds until both ranks of a node have imported torch."""
+    began = time.perf_counter()
+    # SLURM_JOB_ID tells the tasks of this step from others
+    step = {"SLURM_JOB_ID": str(time.monotonic_ns()), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK], env={**os.environ, **more, **step, "SLURM_LOCALID": str(rank)})
+        for rank in range(2)
+    ]
+    if codes := [rank.wait() for rank in ranks if rank.wait()]:
+        raise RuntimeError(f"a rank ended with {codes[0]}")
     return time.perf_counter() - began
 
 
@@ -58,6 +91,9 @@ def _rows(seconds: dict[str, list[float]]) -> list[Row]:
         *(Row(f"import of torch, {_NAMES[name]}", median(seconds[name]), "s", 2) for name in _NAMES),
         Row("a slow disk costs", difference(seconds["slow"], seconds["fast"]), "s", 2),
         Row("a copy saves of that", difference(seconds["slow"], seconds["copy"]), "s", 2),
+        Row("two ranks of a node, both import torch from a slow disk", median(seconds["each"]), "s", 2),
+        Row("two ranks of a node, forked from one process that does", median(seconds["forked"]), "s", 2),
+        Row("forks save of that", difference(seconds["each"], seconds["forked"]), "s", 2),
     ]
 
 
@@ -66,6 +102,7 @@ def _count(name: str, operations: int) -> Row:
     return Row(f"operations on the environment, {_NAMES[name]}", exact, "", 0)
 
 
+_OF_TWO = {"each": "0", "forked": "1"}
 _NAMES = {
     "fast": "environment on a fast disk",
     "slow": "on a slow one",
@@ -74,6 +111,7 @@ _NAMES = {
 _ABOUT = (
     f"`{PROGRAM}` in a new process. On the slow disk, each operation on a path of the environment (open, stat, access,"
     f" readlink, opendir) takes {MICROSECONDS} us longer; reads, and what the loader of libraries opens, do not. Python"
-    " itself, with its standard library, is on a fast disk in all cases. The copy is found by `PYTHONPATH`. Local"
-    " ranks are forked from one process, which imports torch once; under SLURM, each rank imports it."
+    " itself, with its standard library, is on a fast disk in all cases. The copy is found by `PYTHONPATH`. Two"
+    " ranks are processes on these two cores, as srun would start them, that also import torch's compiler, as"
+    " DistributedDataParallel does."
 )
