@@ -95,7 +95,8 @@ def tell(signum: int, roots: Iterable[int], below: Mapping[int, list[int]] | Non
     known = children() if below is None else below
     for pid in roots:
         passes_on = _catches(pid, signum) and not _is_shell(pid)
-        with contextlib.suppress(ProcessLookupError):
+        # it may have ended, or be another user's
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
         if not passes_on:
             tell(signum, known.get(pid, []), known)
@@ -134,24 +135,32 @@ class SignalWitness:
 
     def __init__(self) -> None:
         parent = os.getpid()
-
-        def enter() -> None:
-            die_with_parent(signal.SIGKILL, parent)
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-
         quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            ["sleep", str(1 << 30)], stdin=quiet, stdout=quiet, stderr=quiet, preexec_fn=enter
-        )
+        self._process: subprocess.Popen[bytes] | None = None
+        """None if no process can be started: nothing is passed on then."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                self._process = subprocess.Popen(
+                    ["sleep", str(1 << 30)],
+                    stdin=quiet,
+                    stdout=quiet,
+                    stderr=quiet,
+                    preexec_fn=lambda: die_with_parent(signal.SIGKILL, parent),
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def has(self, signum: int) -> bool:
-        """Return whether children were sent a signal that this process has just received."""
+        """Return whether children were sent a signal that this process has just received; True if that is unknown."""
         time.sleep(SPREAD_SECONDS)
+        if self._process is None or started_at(self._process.pid) is None:
+            return True
         return signum in _signals_of(self._process.pid, "SigPnd") | _signals_of(self._process.pid, "ShdPnd")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 def descendants(ancestor: int) -> list[int]:

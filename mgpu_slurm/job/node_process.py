@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -32,10 +31,7 @@ from typing import Any
 from mgpu_slurm.core import processes
 from mgpu_slurm.job import rank_process
 from mgpu_slurm.job.socket_handoff import credentials_of, user_of
-from mgpu_slurm.request.spec import ATTEMPT_VARIABLE, Spec
-
-VARIABLE = "MGPU_FORK_RANKS"
-"""Set to 0, each rank is a process that srun starts."""
+from mgpu_slurm.request.spec import ATTEMPT_VARIABLE
 
 ASK_SECONDS = 20.0
 """Seconds that a task waits for the node's process, which its first task starts at about the same time."""
@@ -43,14 +39,8 @@ ASK_SECONDS = 20.0
 ANSWER_SECONDS = 60.0
 """Seconds that the node's process waits for the rest of a request."""
 
-NEW_SECONDS = 2.0
-"""Seconds after its fork for which SLURM may have missed a rank that it would have signalled: it lists them first."""
-
-_BOUND = re.compile(
-    "SLURM_GPUS_PER_TASK|SLURM_TRES_PER_TASK|SLURM_NTASKS_PER_GPU|SLURM_GPU_BIND|SLURMD?_TRES_BIND|PMIX?_.*"
-)
-"""Variables of steps whose tasks have something that a process of another task cannot have: GPUs in a control group of
-their own, or an open connection to SLURM's PMI."""
+REFUSAL_SECONDS = 1.0
+"""Seconds that the first task waits for the process that it has started, if that does not serve it."""
 
 _NUMBER = struct.Struct("!i")
 
@@ -79,17 +69,6 @@ class Task:
     """
 
 
-def is_possible(spec: Spec, local_ranks: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the ranks of a node can be forks of one process, and this saves time."""
-    is_wanted = {**environ, **spec.environment}.get(VARIABLE) != "0"
-    # memory that is bound to a rank's cores would be bound to those of the first one
-    has_bound_memory = "none" not in environ.get("SLURM_MEM_BIND_TYPE", "none")
-    # libgomp reads these once, together with the cores that a process may use
-    has_bound_threads = any(name in environ for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"))
-    is_bound = has_bound_memory or has_bound_threads or any(map(_BOUND.fullmatch, environ))
-    return is_wanted and not is_bound and local_ranks > 1 and not spec.target.is_command
-
-
 def run(task: Task) -> int:
     """Run the rank of a task in a fork of the node's process, or else in this process; return its exit code.
 
@@ -106,10 +85,17 @@ def run(task: Task) -> int:
                 os.waitpid(node, 0)
             return code if code >= 0 else rank_process.end_by(-code)
     if node is not None:
-        # the job should not find a child that it has not started; it only has to refuse the other tasks as well
-        os.waitpid(node, 0)
+        _await_refusals(node)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return task.run()
+
+
+def _await_refusals(node: int) -> None:
+    """Wait until the node's process has refused the other tasks as well, for a limited time: the job should not find a
+    child that it has not started."""
+    give_up = time.monotonic() + REFUSAL_SECONDS
+    while not os.waitpid(node, os.WNOHANG)[0] and time.monotonic() < give_up:
+        time.sleep(0.02)
 
 
 def _address(environ: Mapping[str, str] = os.environ) -> str:
@@ -375,7 +361,8 @@ class _Node:
         """Send ranks the signals of their tasks that are due, unless SLURM has sent them to all processes."""
         while self._passed and self._passed[0][0] <= time.monotonic():
             at, asked, signum = self._passed.popleft()
-            is_new = at - processes.SPREAD_SECONDS < asked.forked + NEW_SECONDS
+            # SLURM lists processes before it signals them, and may have missed a new one
+            is_new = at < asked.forked + 2 * processes.SPREAD_SECONDS
             if asked in self._running and (is_new or signum not in signal.sigpending()):
                 os.kill(asked.pid, signum)
 

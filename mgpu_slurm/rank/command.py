@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from mgpu_slurm.core import log_lines, retry
-from mgpu_slurm.core.processes import SignalWitness, adopt_orphans, tell
+from mgpu_slurm.core.processes import SignalWitness, adopt_orphans, children, tell
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.request.spec import (
     Spec,
@@ -53,7 +53,8 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
         if signum == signal.SIGTERM:
             heard.append(signum)
         if not witness.has(signum):
-            tell(signum, [child.pid])
+            # those that a launcher has left behind become children of this process
+            tell(signum, [child.pid] if child.returncode is None else _others(witness))
 
     for signum in {lead, *PASSED_ON}:
         signal.signal(signum, pass_on)
@@ -63,9 +64,8 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
     code = _wait_for(child)
     if code == -signal.SIGTERM and _comes(heard):
         # the SIGTERM ended a shell or launcher, whose children may still save
-        witness.close()
         with suppress(ChildProcessError):
-            while True:
+            while _others(witness):
                 os.wait()
         if spec.is_queued:
             # on a non-zero exit code, srun would end the other ranks, which may still save
@@ -73,6 +73,11 @@ def run_command(rank: Rank, command: tuple[str, ...]) -> int:
             retry.for_the_disk(mark.touch, mark)
             return 0
     return 128 - code if code < 0 else code
+
+
+def _others(witness: SignalWitness) -> list[int]:
+    """Return the living children of this process except the witness."""
+    return [pid for pid in children().get(os.getpid(), []) if pid != witness.pid]
 
 
 def _comes(heard: Collection[int]) -> bool:

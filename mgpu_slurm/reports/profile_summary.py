@@ -165,10 +165,12 @@ def summarize(rank: int, file: str, events: Sequence[dict[str, Any]]) -> tuple[R
     # on a CPU, a thread of gloo marks how long a collective takes
     exchanges = kernels or inside
     timed = [(each, _spans([each])) for each in kernels] or own
-    computed = _union(
-        (span for each, spans in timed if not _COMMUNICATES.match(each["name"]) for span in spans), window
-    )
+    computing = [(each, spans) for each, spans in timed if not _COMMUNICATES.match(each["name"])]
     exchanged = _union(_spans(each for each in exchanges if _COMMUNICATES.match(each["name"])), window)
+    leaves = [span for each, spans in computing if _length(spans) == each["dur"] for span in spans]
+    callers = _union((span for each, spans in computing if _length(spans) != each["dur"] for span in spans), window)
+    # one that calls others may also wait for a collective
+    computed = _union([*leaves, *_without(callers, exchanged)], window)
     whole = window[1] - window[0]
     computes = _length(computed)
     communicates = _length(_union([*computed, *exchanged], window)) - computes
@@ -268,6 +270,18 @@ def _union(spans: Iterable[Span], window: Span) -> list[Span]:
         elif end > begin:
             merged.append((begin, end))
     return merged
+
+
+def _without(spans: Iterable[Span], holes: Sequence[Span]) -> Iterator[Span]:
+    """Yield the parts of spans outside of others, of which none overlap and which are in order."""
+    for begin, end in spans:
+        for hole_begins, hole_ends in holes:
+            if begin < hole_begins < end:
+                yield begin, hole_begins
+            if hole_begins < end:
+                begin = max(begin, hole_ends)
+        if begin < end:
+            yield begin, end
 
 
 def _length(spans: Iterable[Span]) -> float:

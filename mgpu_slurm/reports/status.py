@@ -137,7 +137,7 @@ def _speed(curves: Mapping[str, float]) -> str:
 
 
 def _step(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
 
 
 def _rate(count: float) -> str:

@@ -16,7 +16,10 @@ from typing import Any
 from mgpu_slurm.core import interpreter
 from mgpu_slurm.core.errors import UserError, nearest
 from mgpu_slurm.core.formatting import first_line
+from mgpu_slurm.request import config as configs
 from mgpu_slurm.request.job_function import JobFunction, from_callable
+from mgpu_slurm.request.spec import Spec
+from mgpu_slurm.run_folder.layout import RunFolder
 
 DEFAULT_FUNCTION = "train"
 
@@ -172,3 +175,45 @@ def not_found(module_name: str, workdir: Path) -> UserError:
     names = [path.stem for path in sorted(workdir.glob("*.py"))]
     names += [f"jobs.{path.stem}" for path in sorted(workdir.glob("jobs/[!_]*.py"))]
     return UserError(f"target {module_name!r}: there is no such module or file here{nearest(module_name, names)}")
+
+
+# -- of a run
+
+
+def job_function(spec: Spec, folder: RunFolder) -> JobFunction:
+    """Return the run's job function, from the run's code snapshot."""
+    if spec.target.function is None:
+        return _unpickled(spec, folder)
+    return load(spec.target.function, _use_snapshot(spec, folder))
+
+
+def _use_snapshot(spec: Spec, folder: RunFolder) -> Path:
+    """Make this process use the run's code snapshot, and return the working directory there."""
+    workdir = folder.code / spec.workdir
+    use_snapshot(workdir)
+    sys.argv = [spec.target.label]
+    return workdir
+
+
+def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
+    """Load the job function from its pickle.
+
+    Raises:
+        UserError: the pickle belongs to another user, whose code would run when it is loaded.
+    """
+    _use_snapshot(spec, folder)
+    import cloudpickle  # type: ignore[import-untyped]
+
+    with open(folder.function, "rb") as file:
+        # compare with the owner of this rank's log: a file server may map all files of a user to another owner
+        owner = os.fstat(file.fileno()).st_uid
+        if owner not in (os.geteuid(), os.fstat(1).st_uid):
+            raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
+        *loaded, types_of_fields = cloudpickle.load(file)
+    configs.resolve_classes(types_of_fields)
+    if len(loaded) == 1:
+        job: JobFunction = loaded[0]
+        return job
+    # v0.1 stored the function and one config, which was the same for all runs of a group
+    function, config = loaded
+    return JobFunction(spec.target.label, function, None if isinstance(config, dict) else type(config))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -33,8 +34,7 @@ TIME_LIMIT = 60
 KILL_AFTER = 5
 """Seconds after that until it is killed."""
 
-_NOT_FOUND = 127
-_NOT_STARTED = (126, _NOT_FOUND)
+_NOT_STARTED = (126, 127)
 _TIMED_OUT = 124
 _WRONG_OPTION = 255
 _START = re.compile(r"Job \d+ to start at (?P<at>\S+) .*on (?:nodes )?(?P<nodes>\S+) in partition (?P<partition>\S+)")
@@ -107,8 +107,9 @@ def failure(code: int, output: str) -> ClusterError:
     """
     said = commands.error_line(output)
     if code in _NOT_STARTED:
-        missing = "no sbatch on PATH: run this on a login node of the cluster"
-        return ClusterError(missing if code == _NOT_FOUND else f"sbatch cannot be started: {said}")
+        if shutil.which("sbatch") is None:
+            return ClusterError("no sbatch on PATH: run this on a login node of the cluster")
+        return ClusterError(f"sbatch cannot be started: {said}")
     if code == _TIMED_OUT:
         return commands.SlurmUnavailable(f"sbatch did not answer within {TIME_LIMIT} s")
     if code < 0 or (code > 128 and not _is_wrong_option(code, output)):

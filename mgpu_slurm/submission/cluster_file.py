@@ -190,9 +190,10 @@ def _cluster(name: str, values: Config, what: str) -> Cluster:
     for size in ("snapshot_limit", "gpu_memory"):
         if size in given:
             try:
-                if size == "gpu_memory" and str(given[size]).isdecimal():
-                    raise UserError(f"{str(given[size])!r} has no unit: write {given[size]}GiB")
-                given[size] = parse_size(str(given[size]))
+                text = str(given[size])
+                given[size] = parse_size(text)
+                if size == "gpu_memory" and text.isdecimal() and int(text) < 1 << 20:
+                    raise UserError(f"{text!r} has no unit: write {text}GiB")
             except UserError as error:
                 raise UserError(f"{what}: {size.replace('_', '-')}: {error}") from None
     return configs.fill(Cluster, given | {"name": name}, what)

@@ -24,7 +24,7 @@ from mgpu_slurm.core.errors import MgpuError, RunMeasured, RunStopped, UserError
 from mgpu_slurm.core.files import read_json, set_umask_for, write_json, write_whole
 from mgpu_slurm.core.processes import RUN_VARIABLE, allow_many_files
 from mgpu_slurm.job import node_process, output, socket_handoff
-from mgpu_slurm.job.rank_process import exit_process
+from mgpu_slurm.job.rank_process import exit_process, is_fork_of_node
 from mgpu_slurm.job.stacks import place_of
 from mgpu_slurm.rank import crash, preflight
 from mgpu_slurm.rank.command import run_command
@@ -160,7 +160,9 @@ def _export(spec: Spec, folder: RunFolder, facts: RankInfo) -> None:
 
 
 def _train(rank: Rank, stop: StopFlag) -> None:
-    job = job_function(rank.spec, rank.folder)
+    from mgpu_slurm.request import target
+
+    job = target.job_function(rank.spec, rank.folder)
     config = _config(rank, job)
     with (
         joined(rank) as device,
@@ -268,7 +270,7 @@ def start(folder: RunFolder, work: Work | None = None) -> int:
     except (MgpuError, OSError):
         # `run_rank` reports it
         return run()
-    if spec.nodes_are_simulated or not node_process.is_possible(spec, facts.local_world_size):
+    if spec.nodes_are_simulated or not is_fork_of_node(spec, facts.local_world_size):
         return run()
     stop_signals = frozenset({signal.SIGTERM, signal.SIGINT, signal.Signals[f"SIG{spec.signal}"]})
     prepare = partial(_import_torch, spec, facts)
@@ -298,52 +300,6 @@ def run_rank(folder: RunFolder, work: Work = run_target) -> int:
     except MgpuError as error:
         log_lines.say(str(error), file=sys.stderr)
         return error.exit_code
-
-
-# -- loading the job function, by its import path from the run's code snapshot, or from a pickle
-
-
-def job_function(spec: Spec, folder: RunFolder) -> JobFunction:
-    """Return the run's job function, from the run's code snapshot."""
-    from mgpu_slurm.request import target
-
-    if spec.target.function is None:
-        return _unpickled(spec, folder)
-    return target.load(spec.target.function, _use_snapshot(spec, folder))
-
-
-def _use_snapshot(spec: Spec, folder: RunFolder) -> Path:
-    """Make this process use the run's code snapshot, and return the working directory there."""
-    from mgpu_slurm.request import target
-
-    workdir = folder.code / spec.workdir
-    target.use_snapshot(workdir)
-    sys.argv = [spec.target.label]
-    return workdir
-
-
-def _unpickled(spec: Spec, folder: RunFolder) -> JobFunction:
-    """Load the job function from its pickle.
-
-    Raises:
-        UserError: the pickle belongs to another user, whose code would run when it is loaded.
-    """
-    _use_snapshot(spec, folder)
-    import cloudpickle  # type: ignore[import-untyped]
-
-    with open(folder.function, "rb") as file:
-        # compare with the owner of this rank's log: a file server may map all files of a user to another owner
-        owner = os.fstat(file.fileno()).st_uid
-        if owner not in (os.geteuid(), os.fstat(1).st_uid):
-            raise UserError(f"{str(folder.function)!r} belongs to user {owner}: submit the function yourself")
-        *loaded, types_of_fields = cloudpickle.load(file)
-    configs.resolve_classes(types_of_fields)
-    if len(loaded) == 1:
-        job: JobFunction = loaded[0]
-        return job
-    # v0.1 stored the function and one config, which was the same for all runs of a group
-    function, config = loaded
-    return JobFunction(spec.target.label, function, None if isinstance(config, dict) else type(config))
 
 
 # -- calling user code: an error is printed and recorded first, and the rank then ends in limited time

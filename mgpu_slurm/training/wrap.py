@@ -224,7 +224,8 @@ class Models:
         if is_trained and self._layout.pipeline > 1:
             raise UserError(f"--pipeline {self._layout.pipeline} needs run.pipeline(layers, ...) in place of run.wrap")
         # checked on one rank too, where nothing is sharded: the job should not fail only on the cluster
-        is_asked = is_trained and self._layout.strategy in SHARDED
+        is_alone = self._layout.data * self._layout.tensor * self._layout.pipeline == 1
+        is_asked = is_trained and self._layout.strategy in SHARDED and (self._layout.is_sharded or is_alone)
         parts = blocks_of(model, blocks, f"--strategy {self._layout.strategy}") if is_asked else []
         if is_trained and (self._layout.is_sharded or self._layout.tensor > 1):
             return self._divide(model, parts, plan, offload)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core.processes import children
-from mgpu_slurm.job import node_process
+from mgpu_slurm.job import node_process, rank_process
 from mgpu_slurm.request.spec import Resources, Spec, Target
 from tests.support import wait_until
 
@@ -25,7 +25,6 @@ from mgpu_slurm.core import processes
 from mgpu_slurm.job import node_process, rank_process
 
 node_process.ASK_SECONDS = float(os.environ["ASK_SECONDS"])
-node_process.NEW_SECONDS = float(os.environ["NEW_SECONDS"])
 local_rank = int(os.environ["SLURM_LOCALID"])
 
 def prepare():
@@ -66,7 +65,7 @@ class Node:
         with open(self._folder / f"said-{local_rank}", "w") as said:
             task = subprocess.Popen(
                 [sys.executable, "-c", TASK.format(run=textwrap.indent(run, "    ").lstrip(), prepare=prepare)],
-                env={**os.environ, "ASK_SECONDS": "60", "NEW_SECONDS": "0", **step, **(variables or {})},
+                env={**os.environ, "ASK_SECONDS": "60", **step, **(variables or {})},
                 cwd=self._work,
                 stdout=said,
                 stderr=subprocess.PIPE,
@@ -158,7 +157,8 @@ def test_first_task_ends_at_once_if_its_rank_has_failed(node: Node) -> None:
 def test_ranks_get_each_signal_once(node: Node, signum: signal.Signals, receivers: str) -> None:
     """SLURM sends it to all processes of a step, or only to its tasks."""
     counts = f"heard = []\nsignal.signal({int(signum)}, lambda signum, frame: heard.append(signum))\n"
-    counts += f"signal.pthread_sigmask(signal.SIG_UNBLOCK, [{int(signum)}])\ntouch('ready')\n"
+    # a rank that is so new that SLURM may have missed it gets the signal anyway
+    counts += f"signal.pthread_sigmask(signal.SIG_UNBLOCK, [{int(signum)}])\ntime.sleep(0.5)\ntouch('ready')\n"
     counts += "while not heard:\n    time.sleep(0.02)\ntime.sleep(1)\nprint(*heard, flush=True)"
     node.start(counts)
     node.wait_for("ready")
@@ -261,7 +261,7 @@ FUNCTION, COMMAND = Target(function="jobs.digits:train"), Target(command=("true"
 
 
 @pytest.mark.parametrize(
-    ("target", "local_ranks", "environ", "is_possible"),
+    ("target", "local_ranks", "environ", "is_fork"),
     [
         (FUNCTION, 2, {}, True),
         (FUNCTION, 1, {}, False),
@@ -269,6 +269,8 @@ FUNCTION, COMMAND = Target(function="jobs.digits:train"), Target(command=("true"
         (FUNCTION, 2, {"MGPU_FORK_RANKS": "0"}, False),
         (FUNCTION, 2, {"SLURM_GPUS_PER_TASK": "1"}, False),
         (FUNCTION, 2, {"SLURM_GPU_BIND": "single:1"}, False),
+        (FUNCTION, 2, {"SLURM_TRES_PER_TASK": "cpu=2,gres/gpu=1"}, False),
+        (FUNCTION, 2, {"SLURM_TRES_PER_TASK": "cpu=2"}, True),
         (FUNCTION, 2, {"PMI_FD": "7"}, False),
         (FUNCTION, 2, {"PMIX_RANK": "0"}, False),
         (FUNCTION, 2, {"SLURMD_TRES_BIND": "gres/gpu:single:1"}, False),
@@ -278,12 +280,12 @@ FUNCTION, COMMAND = Target(function="jobs.digits:train"), Target(command=("true"
     ],
 )
 def test_ranks_are_forked_where_that_is_possible_and_saves_time(
-    target: Target, local_ranks: int, environ: dict[str, str], is_possible: bool
+    target: Target, local_ranks: int, environ: dict[str, str], is_fork: bool
 ) -> None:
     spec = Spec("try", target, "slurm", Resources())
-    assert node_process.is_possible(spec, local_ranks, environ) is is_possible
+    assert rank_process.is_fork_of_node(spec, local_ranks, environ) is is_fork
 
 
 def test_cluster_file_switches_forks_off() -> None:
     spec = Spec("try", FUNCTION, "slurm", Resources(), environment={"MGPU_FORK_RANKS": "0"})
-    assert not node_process.is_possible(spec, 2, {})
+    assert not rank_process.is_fork_of_node(spec, 2, {})

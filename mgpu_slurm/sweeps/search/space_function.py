@@ -28,7 +28,6 @@ from mgpu_slurm.sweeps.search import sweep_file, trial_command
 from mgpu_slurm.sweeps.search.parameters import Values
 from mgpu_slurm.sweeps.search.space import nested
 from mgpu_slurm.sweeps.search.sweep_file import Sweep
-from mgpu_slurm.training import entry
 
 DRAWS = 8
 """Number of random trials drawn to check the function."""
@@ -100,7 +99,7 @@ def _takes(sweep: Sweep, spec: Spec, folder: RunFolder) -> Callable[[Values], An
     if sweep.command:
         target.use_snapshot(folder.code / spec.workdir)
         return lambda values: trial_command.check_takes(sweep.command, values)
-    job = entry.job_function(spec, folder)
+    job = target.job_function(spec, folder)
     return lambda values: job.fill(configs.merge(spec.config, nested(values)), spec.original)
 
 

@@ -133,7 +133,7 @@ class CommandTrainer:
         descriptor = os.pidfd_open(child.pid)
         deadline: float | None = None
         ended_by_sigterm: float | None = None
-        passed = Stop.NO
+        passed = self._pass_early_stop_on(child)
         # the children receive the signal too, and end in their own time
         self._stop.is_at_boundary = True
         try:
@@ -164,12 +164,24 @@ class CommandTrainer:
     def _pass_stop_on(self, child: subprocess.Popen[bytes], passed: Stop) -> Stop:
         """Send the command the signal of a stop that SLURM has sent only to this process; return the stop."""
         asked = self._stop.asked
-        if asked not in (Stop.NO, passed):
-            lead = signal.Signals[f"SIG{self._rank.spec.signal}"]
-            first, *others = (signal.SIGTERM, signal.SIGINT) if asked is Stop.END else (lead,)
+        if asked not in (Stop.NO, passed) and child.poll() is None:
+            first, *others = self._signals_of(asked)
             if not any(map(self._witness.has, (first, *others))):
                 processes.tell(first, [child.pid])
         return asked
+
+    def _pass_early_stop_on(self, child: subprocess.Popen[bytes]) -> Stop:
+        """Send the command the signal of a stop that came before it was started; return the stop."""
+        asked = self._stop.asked
+        if asked is not Stop.NO:
+            processes.tell(self._signals_of(asked)[0], [child.pid])
+        return asked
+
+    def _signals_of(self, asked: Stop) -> tuple[signal.Signals, ...]:
+        """Return the signals that request a stop, first the one to pass on."""
+        if asked is Stop.END:
+            return signal.SIGTERM, signal.SIGINT
+        return (signal.Signals[f"SIG{self._rank.spec.signal}"],)
 
     def _late_word(self) -> Stop:
         """Return the stop requested of this worker; a SIGTERM that ended the children may still have to arrive here."""

@@ -18,6 +18,7 @@ from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.rank_info import Rank
 from mgpu_slurm.rank.signals import Stop, StopFlag
 from mgpu_slurm.request import config as configs
+from mgpu_slurm.request import target
 from mgpu_slurm.request.spec import REQUEUE_EXIT_CODE
 from mgpu_slurm.run_folder import layout
 from mgpu_slurm.run_folder.layout import RunFolder
@@ -42,7 +43,7 @@ class FunctionTrainer:
         self._collectives = collectives
         self._report = _report_to(client)
         self._watchdog = entry.watchdog_of(rank)
-        self._job = entry.job_function(rank.spec, rank.folder)
+        self._job = target.job_function(rank.spec, rank.folder)
 
     def train(self, order: Assignment, folder: RunFolder) -> Ending:
         """Train a trial by calling the job function.

@@ -30,7 +30,6 @@ from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.request.spec import read_spec
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.record_types import MemoryPlan
-from mgpu_slurm.training import entry
 from mgpu_slurm.training.memory import fake_torch_adapter
 from mgpu_slurm.training.memory.planned_run import CPU, Enough, PlannedRun
 from mgpu_slurm.training.memory.tracking import Kind, MemoryTracker
@@ -157,7 +156,7 @@ def _plan_or_error(folder: RunFolder, rank: int, limit: int | None, recomputes: 
     # compiled code holds less, but how much is known only once it is compiled
     layout = replace(spec.parallelism, compile=None).layout(resources.ranks, resources.ranks_per_node)
     try:
-        job = entry.job_function(spec, folder)
+        job = target.job_function(spec, folder)
         config = job.fill(spec.config, spec.original)
         return plan(lambda run: job.call(run, config), facts, layout, folder.path, limit, recomputes)
     except UserError as error:

@@ -70,7 +70,8 @@ class Profiling:
         """Stop a recording that is not over, and forget it; say that nothing was recorded."""
         if not self._is_over:
             steps = f"{self._window.first}-{self._window.last}"
-            log_lines.warn(f"--profile {steps}: nothing was recorded: the attempt ended after step {self._step}")
+            when = f"after step {self._step}" if self._step else "before a step"
+            log_lines.warn(f"--profile {steps}: nothing was recorded: the attempt ended {when}")
         self._stop()
 
     def _stop(self) -> None:

@@ -134,8 +134,9 @@ def _own_folder(base: Path) -> Path:
     Raises:
         UserError: it cannot be made, or another user has made it.
     """
-    if not base.parent.is_dir():
-        where = f"{base.parent} does not exist on {os.uname().nodename}"
+    top = Path(*base.parts[:2])
+    if not top.exists():
+        where = f"{top} does not exist on {os.uname().nodename}"
         raise UserError(f"--stage: {where}: set stage-to in mgpu.yaml to a folder of the nodes")
     folder = base / f"mgpu-stage-{os.getuid()}"
     try:

@@ -187,10 +187,10 @@ def test_folder_that_is_no_absolute_path_on_the_node_is_refused(data: Path, disk
         pass
 
 
-def test_folder_without_a_parent_on_the_node_is_refused(data: Path, disk: Path, tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
+def test_folder_on_a_disk_that_the_node_has_not_is_refused(data: Path, disk: Path) -> None:
+    missing = Path("/mgpu-no-such-disk")
     words = rf"{missing} does not exist on .*: set stage-to in mgpu\.yaml"
-    with pytest.raises(UserError, match=words), copies_of([str(data)], str(missing / "disk")):
+    with pytest.raises(UserError, match=words), copies_of([str(data)], str(missing / "stage")):
         pass
     assert not missing.exists()
 
