@@ -16,7 +16,7 @@ from benchmarks.project import MGPU, Project, project
 from benchmarks.report import Row, Section
 from tests.on_slurm.cluster import Cluster
 
-ROUNDS = 12
+ROUNDS = 10
 ARRAY_ROUNDS = 16
 SUBMITIT_TARGET = 1.0
 TASKS = 1000
@@ -40,7 +40,8 @@ def run() -> Section:
 # -- from submission to result
 
 
-CLUSTERS = """
+CLUSTERS = """\
+cluster: forked
 clusters:
   forked: {}
   each: {environment: {MGPU_FORK_RANKS: "0"}}

@@ -21,5 +21,5 @@ if __name__ == "__main__":
         ntasks_per_node=2,
         gpus_per_node=0,
     )
-    assert run.result() == {"steps": 3.0}
+    assert run.result()["steps"] == 3.0
     print(time.perf_counter() - start)
