@@ -18,7 +18,7 @@ from benchmarks.report import Row, Section
 
 MICROSECONDS = 100
 """Delay of a file operation: that of a busy parallel file system."""
-ROUNDS = 10
+ROUNDS = 8
 PROGRAM = "import torch, torch.distributed"
 RANK = """
 import os

@@ -16,7 +16,7 @@ from benchmarks.project import MGPU, Project, project
 from benchmarks.report import Row, Section
 from tests.on_slurm.cluster import Cluster
 
-ROUNDS = 10
+ROUNDS = 12
 ARRAY_ROUNDS = 16
 SUBMITIT_TARGET = 1.0
 TASKS = 1000
