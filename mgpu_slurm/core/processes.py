@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import resource
@@ -15,6 +16,8 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from mgpu_slurm.core import cgroups
 
 RUN_VARIABLE = "MGPU_RUN_FOLDER"
 """Set in every process of a run, so that one which left the process tree is still found."""
@@ -238,5 +241,8 @@ def thread_count() -> int:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use, which may be less than the machine has."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use, which may be less than the machine has. A quota of CPU time
+    is rounded up."""
+    visible = len(os.sched_getaffinity(0))
+    quota = cgroups.cpu_quota()
+    return visible if quota is None else min(visible, math.ceil(quota))
