@@ -218,6 +218,21 @@ class TestGaugesOfGpu:
         found = measured.take()
         assert (found.seconds, found.steps, found.forward, found.backward) == (16.0, 4, 4.0, 8.0)
 
+    @pytest.mark.parametrize(("lag", "waited"), [(0, 0.0), (3, 3.0), (8, 5.0)])
+    def test_gpu_that_computes_does_not_wait_for_data(
+        self, measured: Gauges, monkeypatch: pytest.MonkeyPatch, lag: int, waited: float
+    ) -> None:
+        """
+        Args:
+            lag: for how long it has nothing to do while its rank waits for 5 s.
+        """
+        self.step(measured)
+        monkeypatch.setattr(gauges.time, "perf_counter", lambda: 5.0)
+        Event.told += lag
+        self.step(measured)
+        # nothing is known of what came before the first batch
+        assert measured.take().waited == waited
+
     def test_passes_beyond_the_largest_number_of_events_take_as_long_as_the_others(self, measured: Gauges) -> None:
         steps = gauges.MOST_EVENTS + 50
         for _ in range(steps):
