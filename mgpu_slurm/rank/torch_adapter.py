@@ -206,6 +206,12 @@ def keep_headers_in(folder: Path) -> None:
     code._HEADER_DIR, code._HEADER_LOCK_DIR = str(folder), str(folder / "locks")
 
 
+def compile_without_headers() -> None:
+    """Do not precompile headers of C++."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    config.cpp_cache_precompile_headers = False
+
+
 def is_compiling() -> bool:
     """Return whether torch's compiler is at work in any thread of this process.
 
@@ -309,6 +315,13 @@ def show_worker_dataset(dataset: Any) -> None:
 
 
 # -- ranks
+
+
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers parts of equal size: `all_gather(output, input, group, async_op)`. Its name changed in torch 2.13."""
+
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Reduces parts of equal size: `reduce_scatter(output, input, op, group, async_op)`. Its name changed in torch 2.13."""
 
 
 def default_store() -> Store:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,10 +80,10 @@ def main(folder: RunFolder, work: Work) -> int:
     faulthandler.enable(2)
     _check_world(spec, facts)
     _export(spec, folder, facts)
-    cache = use_compiler_cache() if spec.parallelism.compile else None
-    found = [*preflight.warnings_at_start(spec, folder, facts), *([] if cache is None else [cache])]
-    preflight.warn(found, folder, attempt, facts)
-    code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank)))
+    with compiler_cache_in_use() if spec.parallelism.compile else nullcontext() as cache:
+        found = [*preflight.warnings_at_start(spec, folder, facts), *([] if cache is None else [cache])]
+        preflight.warn(found, folder, attempt, facts)
+        code = work(Rank(spec, folder, facts, attempt, socket_handoff.take(facts.rank)))
     output.flush()
     # an interpreter that ends restores the default of handled signals, which would kill it
     ignore_stop_signals(signal.SIGTERM)
@@ -93,14 +93,15 @@ def main(folder: RunFolder, work: Work) -> int:
     return code
 
 
-def use_compiler_cache() -> str | None:
-    """See `compiler_cache.use`; a forked rank has the compiler's settings of the process from which it was forked."""
-    warning = compiler_cache.use()
-    if "torch" in sys.modules:
-        from mgpu_slurm.rank import torch_adapter
+@contextmanager
+def compiler_cache_in_use() -> Iterator[str | None]:
+    """See `compiler_cache.in_use`; a forked rank has the compiler's settings of the process that it was forked from."""
+    with compiler_cache.in_use() as warning:
+        if "torch" in sys.modules:
+            from mgpu_slurm.rank import torch_adapter
 
-        torch_adapter.limit_compilers(int(os.environ[compiler_cache.THREADS_VARIABLE]))
-    return warning
+            torch_adapter.limit_compilers(int(os.environ[compiler_cache.THREADS_VARIABLE]))
+        yield warning
 
 
 def run_target(rank: Rank) -> int:

@@ -49,6 +49,9 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device, in_order: 
     # also on a GPU, where a model may compute something on the CPU
     if CACHE_VARIABLE in os.environ:
         torch_adapter.keep_headers_in(Path(os.environ[CACHE_VARIABLE], "headers"))
+    if shutil.which("openssl") is None:
+        # torch names them by a checksum from it
+        torch_adapter.compile_without_headers()
     for layer in fresh:
         if "forward" in vars(layer):
             raise UserError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -23,19 +25,22 @@ ROOM = 64 << 20
 """Bytes that must be free. Eight graphs of one block of three layers took 7 MB on a CPU, without headers."""
 
 
-def use() -> str | None:
-    """Set the folder in the environment of this process, unless it is set; return a warning if it will not be kept."""
+@contextmanager
+def in_use() -> Iterator[str | None]:
+    """Set the folder in the environment of this process, unless it is set; yield a warning if it will not be kept."""
     # else one process for each core of the node, in each rank
     os.environ.setdefault(THREADS_VARIABLE, os.environ["OMP_NUM_THREADS"].split(",")[0])
-    if CACHE_VARIABLE in os.environ:
-        return None
-    folder, warning = PLACE / f"mgpu_slurm-{os.geteuid()}", None
-    if (problem := _problem(folder)) is not None:
-        warning = f"{folder} {problem}: compiled code is kept for this attempt only"
-        folder = Path(tempfile.mkdtemp(prefix="mgpu_slurm-"))
-    os.environ[CACHE_VARIABLE] = str(folder)
-    os.environ.setdefault(TRITON_VARIABLE, str(folder / "triton"))
-    return warning
+    with ExitStack() as undo:
+        warning = None
+        if CACHE_VARIABLE not in os.environ:
+            folder = PLACE / f"mgpu_slurm-{os.geteuid()}"
+            if (problem := _problem(folder)) is not None:
+                warning = f"{folder} {problem}: compiled code is kept for this attempt only"
+                own = tempfile.TemporaryDirectory(prefix="mgpu_slurm-", ignore_cleanup_errors=True)
+                folder = Path(undo.enter_context(own))
+            os.environ[CACHE_VARIABLE] = str(folder)
+            os.environ.setdefault(TRITON_VARIABLE, str(folder / "triton"))
+        yield warning
 
 
 def _problem(folder: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shutil
 import tempfile
@@ -288,12 +289,31 @@ def test_missing_compiler_is_named(device: str, lacks: str, monkeypatch: pytest.
         compilation.compile_model(make_model(), (), torch.device(device), in_order=False)
 
 
+def compile_without_openssl(run: Run, folder: Path) -> float:
+    programs = folder / "bin"
+    programs.mkdir()
+    for path in (path for place in os.get_exec_path() if os.path.isdir(place) for path in Path(place).iterdir()):
+        if path.name != "openssl" and not (programs / path.name).exists():
+            (programs / path.name).symlink_to(path)
+    os.environ |= {"PATH": str(programs), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    assert shutil.which("openssl") is None
+    model = make_model()
+    compilation.compile_model(model, (), CPU, in_order=False)
+    found: float = model(torch.ones(2, 6)).sum().item()
+    return found
+
+
+def test_model_is_compiled_without_openssl(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert math.isfinite(run_ranks(compile_without_openssl, 1, tmp_path)[0])
+
+
 def processes_that_compile(told: str) -> int | None:
     from torch._inductor import config
 
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": told, "OMP_NUM_THREADS": "1"}
-    entry.use_compiler_cache()
-    return config.compile_threads
+    with entry.compiler_cache_in_use():
+        return config.compile_threads
 
 
 def test_rank_compiles_in_as_many_processes_as_it_is_told_even_if_forked() -> None:

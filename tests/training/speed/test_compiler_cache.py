@@ -32,7 +32,8 @@ def own(tmp_path: Path) -> Path:
 def test_folder_is_created_for_this_user_and_used_again(tmp_path: Path, environ: dict[str, str]) -> None:
     for _ in range(2):
         environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        assert compiler_cache.use() is None
+        with compiler_cache.in_use() as warning:
+            assert warning is None
         assert environ["TORCHINDUCTOR_CACHE_DIR"] == str(own(tmp_path))
     assert stat.S_IMODE(own(tmp_path).stat().st_mode) == 0o700
     assert environ["TRITON_CACHE_DIR"] == str(own(tmp_path) / "triton")
@@ -43,7 +44,8 @@ def test_folder_is_created_for_this_user_and_used_again(tmp_path: Path, environ:
 def test_folder_that_the_user_has_set_is_used(tmp_path: Path, environ: dict[str, str]) -> None:
     environ["TORCHINDUCTOR_CACHE_DIR"] = "/elsewhere"
     environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    assert compiler_cache.use() is None
+    with compiler_cache.in_use() as warning:
+        assert warning is None
     assert (environ["TORCHINDUCTOR_CACHE_DIR"], environ["TORCHINDUCTOR_COMPILE_THREADS"]) == ("/elsewhere", "1")
     assert not own(tmp_path).exists()
 
@@ -79,10 +81,11 @@ def test_folder_that_is_not_safe_is_not_used(
         monkeypatch.setattr(compiler_cache, "ROOM", 1 << 62)
     else:
         folder.parent.rmdir()
-    warning = compiler_cache.use()
-    assert warning is not None
-    assert warning.startswith(f"{own(tmp_path)} {why}")
-    assert warning.endswith(": compiled code is kept for this attempt only")
-    used = Path(environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert used.parent == tmp_path / "temporary"
-    assert stat.S_IMODE(used.stat().st_mode) == 0o700
+    with compiler_cache.in_use() as warning:
+        assert warning is not None
+        assert warning.startswith(f"{own(tmp_path)} {why}")
+        assert warning.endswith(": compiled code is kept for this attempt only")
+        used = Path(environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert used.parent == tmp_path / "temporary"
+        assert stat.S_IMODE(used.stat().st_mode) == 0o700
+    assert not used.exists()
