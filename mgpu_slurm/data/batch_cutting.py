@@ -229,6 +229,8 @@ class MicroBatchSize:
     """As many as fit into memory; None if that is not known."""
     current: int = 0
     """The largest number on any rank in the step under way; 0 if its batch is not split by this package."""
+    parts: int = 1
+    """Number of micro-batches of the newest batch that was split."""
 
 
 class Accumulation:
@@ -268,8 +270,8 @@ class Accumulation:
             if self._size.limit is not None:
                 parts = max(parts, -(-largest // self._size.limit))
             parts = self._common(parts, rows, split.shares)
-            self._size.current = -(-largest // parts)
-            pieces = self._cutter.split(batch, rows, parts)
+            self._size.current, self._size.parts = -(-largest // parts), parts
+            pieces = self._cutter.split(batch, rows, parts) if parts > 1 else [(batch, 1.0)]
             have_losses = set()
             for number, (piece, split.part) in enumerate(pieces, 1):
                 split.is_at_last = number == len(pieces)

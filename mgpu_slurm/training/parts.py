@@ -116,7 +116,7 @@ class Parts:
         self.splitter = Splitter(
             self.models,
             self.data.accumulation,
-            Agreement(lambda is_out: self.loop_control.any_rank(is_out, Call.MEMORY)),
+            Agreement(lambda is_out: self.loop_control.any_rank(is_out, Call.MEMORY), self.size),
             layout,
             device,
             self.found_size,

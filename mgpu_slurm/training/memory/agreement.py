@@ -2,6 +2,9 @@
 
 Before each exchange of gradients or parameters, the ranks tell each other whether one of them has run out. So an
 exchange is begun by all ranks or by none, and a rank that has run out never leaves the others waiting in one.
+
+Once it is known in which order sharded models exchange, one message at the end of a pass is enough: a rank that has run
+out takes part in the remaining exchanges without its model.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
+from mgpu_slurm.data.batch_cutting import MicroBatchSize
+from mgpu_slurm.training.memory import sharded_exchanges
+from mgpu_slurm.training.memory.sharded_exchanges import Exchange, ExchangeOrder
 from mgpu_slurm.training.parallel.data_parallel import GradientExchange
 
 SETTLED_AFTER = 20
@@ -31,18 +35,24 @@ class RanOutElsewhere(Exception):
 class Agreement:
     """Tells all ranks whether one of them has run out of memory."""
 
-    def __init__(self, any_rank: Callable[[bool], bool]) -> None:
+    def __init__(self, any_rank: Callable[[bool], bool], size: MicroBatchSize) -> None:
         """
         Args:
             any_rank: returns on every rank whether something is true of any rank, given whether it is true of this one.
         """
         self._any_rank = any_rank
+        self._size = size
         self._fastest = float("inf")
         """Seconds of the fastest message: the others may have waited for a slower rank."""
         self._is_on = False
         """Whether a pass is under way that all ranks can repeat."""
         self._watched, self._is_possible = 0, True
         """Number of models that check before their exchanges, and whether all could be made to."""
+        self._learns = False
+        """Whether all exchanges are those of sharded models without copies."""
+        self._sharded: list[Any] = []
+        """What `fully_shard` was called on."""
+        self._order = ExchangeOrder()
         self.is_quiet = False
         """Whether the ranks have stopped telling each other."""
         self.start_over()
@@ -60,6 +70,9 @@ class Agreement:
         Args:
             seconds: what the pass took.
         """
+        if self._learns and self._order.end_pass(self._size.parts, self._any_rank):
+            # what the messages before took says nothing of those to come
+            self.start_over()
         if len(self._durations) == SETTLED_AFTER:
             return
         self._durations.append(seconds)
@@ -79,23 +92,50 @@ class Agreement:
         self._messages += 1
         return found
 
-    def check(self) -> None:
+    def check(self, exchange: Exchange | None = None) -> None:
         """Check before an exchange that no rank has run out of memory.
+
+        Args:
+            exchange: None if it is not that of a sharded model.
 
         Raises:
             RanOutElsewhere: another rank has.
         """
-        if self._is_on and self.has_run_out(here=False):
+        if not self._is_on:
+            return
+        if not self._order.is_known(self._size.parts) and self.has_run_out(here=False):
             raise RanOutElsewhere
+        if exchange is not None:
+            self._order.note(exchange)
 
     @contextmanager
     def during_pass(self) -> Iterator[None]:
         """Check before each exchange of the watched models within the block."""
+        if self._learns:
+            # an evaluation leaves whole parameters, which would not be gathered
+            for part in self._sharded:
+                part.reshard()
+        self._order.begin_pass()
         self._is_on = True
         try:
             yield
         finally:
             self._is_on = False
+
+    def leave_pass(self) -> bool:
+        """Let the other ranks come to the end of a pass in which this one has run out of memory.
+
+        Returns:
+            whether they will: not if the exchanges of this pass differ from those of earlier ones.
+        """
+        parts = self._size.parts
+        if not self._order.is_known(parts):
+            # they will find out before their next exchange
+            return True
+        if not self._order.is_as_before(parts):
+            return False
+        self._order.finish(parts)
+        return True
 
     def watch(self, models: Sequence[nn.Module]) -> bool:
         """Have these models check before each exchange.
@@ -106,42 +146,12 @@ class Agreement:
         if self._watched != len(models):
             self._is_possible = all(map(self._watch, models))
             self._watched = len(models)
+            self._sharded = [part for model in models for part in sharded_exchanges.parts_of(model)]
+            self._learns = self._is_possible and not any(map(sharded_exchanges.has_other_exchanges, models))
+            self._order = ExchangeOrder()
         return self._is_possible
 
     def _watch(self, model: nn.Module) -> bool:
         if isinstance(model, GradientExchange):
             return model.check_before_exchange(self.check)
-        parts: list[Any] = parts_of(model)
-        if not all(hasattr(part, "set_custom_all_gather") and hasattr(part, "reset_iter_state") for part in parts):
-            return False
-        for part in parts:
-            part.set_custom_all_gather(_AllGather(self.check))
-            part.set_custom_reduce_scatter(_ReduceScatter(self.check))
-        return True
-
-
-def parts_of(model: nn.Module) -> list[Any]:
-    """Return the modules of a model on which `fully_shard` was called."""
-    return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
-
-
-class _Exchange:
-    """An exchange of `fully_shard`, as its `set_custom_all_gather` and `set_custom_reduce_scatter` expect it."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Exchange):
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        self._check()
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _ReduceScatter(_Exchange):
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._check()
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return sharded_exchanges.check_before_exchange(model, self.check)

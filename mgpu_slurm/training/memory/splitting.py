@@ -19,8 +19,9 @@ from mgpu_slurm.data.batch_cutting import Accumulation
 from mgpu_slurm.data.randomness import RandomState
 from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.request.parallelism import Layout
-from mgpu_slurm.training.memory.agreement import Agreement, RanOutElsewhere, parts_of
+from mgpu_slurm.training.memory.agreement import Agreement, RanOutElsewhere
 from mgpu_slurm.training.memory.found_size import FoundSize, is_memory_error
+from mgpu_slurm.training.memory.sharded_exchanges import parts_of
 from mgpu_slurm.training.wrap import Models
 
 LossOf = Callable[..., Tensor]
@@ -118,6 +119,9 @@ class Splitter:
             traceback.clear_frames(error.__traceback__)
             first_line = str(error).partition("\n")[0]
             log_lines.say(f"out of memory on {self._device}: {first_line}")
+            self._free()
+            if not self._is_alone and not self._agreement.leave_pass():
+                raise
             loss = None
         is_out = loss is None
         if recovers and not self._is_alone:
@@ -132,6 +136,11 @@ class Splitter:
                 total += loss.detach() * fraction
                 backward(loss)
         return total
+
+    def _free(self) -> None:
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for model in self._models.held() for buffer in model.buffers()]
@@ -148,9 +157,7 @@ class Splitter:
             exchange.renew()
         for parameter in self._models.trained():
             parameter.grad = None
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._free()
         randomness.set_random_state(before.random, self._device)
         if before.buffers:
             torch_adapter.copy_all(self._buffers(), before.buffers)

@@ -6,6 +6,8 @@ There is no GPU that could run out of it, so the error that torch would raise is
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +22,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import TensorDataset
 
 from mgpu_slurm.core.errors import RunStopped
+from mgpu_slurm.data.batch_cutting import MicroBatchSize
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request.parallelism import Parallelism
-from mgpu_slurm.training.memory import agreement
+from mgpu_slurm.training.memory import agreement, sharded_exchanges
 from mgpu_slurm.training.memory.found_size import is_memory_error
+from mgpu_slurm.training.memory.sharded_exchanges import Exchange, ExchangeOrder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
 
@@ -31,6 +35,8 @@ WIDTH = 600
 """A layer has more parameters than a bucket of DDP."""
 AT = 1
 """The step before the one in which memory runs out."""
+LEARNED = sharded_exchanges.LEARNED_AFTER
+"""The first such step in which ranks know the order of their exchanges."""
 
 
 class Shortage:
@@ -75,24 +81,24 @@ class Counted(nn.Module):
 @contextmanager
 def failing_allocations(shortage: Shortage | None) -> Iterator[None]:
     """Let one of the allocations that `fully_shard` makes for its exchanges fail."""
-    allocate = agreement._Exchange.allocate
+    allocate = sharded_exchanges._Checked.allocate
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if shortage is not None:
             shortage()
         return allocate(self, *args, **kwargs)
 
-    agreement._Exchange.allocate = fail  # type: ignore[method-assign]
+    sharded_exchanges._Checked.allocate = fail  # type: ignore[method-assign]
     try:
         yield
     finally:
-        agreement._Exchange.allocate = allocate  # type: ignore[method-assign]
+        sharded_exchanges._Checked.allocate = allocate  # type: ignore[method-assign]
 
 
 def train(
     run: Run, kind: str, at: int, samples: int | None, step: int = AT, ranks: frozenset[int] | None = None
 ) -> dict[str, Any]:
-    """Train for six steps.
+    """Train for six steps, with an evaluation after every third.
 
     Args:
         kind: the place at which memory runs out, in one step.
@@ -133,8 +139,16 @@ def train(
                     run._parts.size.limit = samples
                 runs_out = run.rank in (ranks or {run.world_size - 1})
                 shortage.is_due = samples is None and run.step == step and runs_out
+                if samples is None and run.step == step == LEARNED:
+                    known = run._parts.splitter._agreement._order.is_known(1)
+                    assert known == (run._parts.splitter._layout.strategy in ("zero2", "fsdp"))
                 losses.append(run.gradients(loss_of, *batch).item())
+                shortage.is_due = False
                 run.update(optimizer, clip=1.0)
+            with torch.no_grad():
+                model.eval()
+                losses.append(model(features[:8]).sum().item())
+                model.train()
     # all ranks have made the same calls
     run.finish()
     whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
@@ -157,23 +171,26 @@ LAYOUTS = {
     "hsdp": (4, Parallelism("hsdp", shard=2)),
 }
 PLACES = {"start": 1, "block": 1, "backward": 1, "gradient": 1, "recomputation": 2}
+# fully_shard calls no hooks of parameters
+SHARDED_PLACES = [place for place in PLACES if place != "gradient"]
 CASES = [
-    *[(layout, place) for layout in ("one", "ddp") for place in PLACES],
-    # fully_shard calls no hooks of parameters
-    *[("fsdp", place) for place in PLACES if place != "gradient"],
-    *[(layout, place) for layout in ("ddp of three", "hsdp") for place in ("start", "recomputation")],
-    *[(layout, "block") for layout in ("zero2", "fsdp of three")],
+    *[(layout, place, AT) for layout in ("one", "ddp") for place in PLACES],
+    *[("fsdp", place, step) for place in SHARDED_PLACES for step in (AT, LEARNED)],
+    *[(layout, place, AT) for layout in ("ddp of three", "hsdp") for place in ("start", "recomputation")],
+    *[(layout, "block", step) for layout in ("zero2", "fsdp of three") for step in (AT, LEARNED)],
+    ("hsdp", "block", LEARNED),
 ]
 
 
-@pytest.mark.parametrize(("layout", "place"), CASES)
-def test_step_is_repeated_in_smaller_parts_on_all_ranks(layout: str, place: str) -> None:
+@pytest.mark.parametrize(("layout", "place", "step"), CASES)
+def test_step_is_repeated_in_smaller_parts_on_all_ranks(layout: str, place: str, step: int) -> None:
     ranks, parallelism = LAYOUTS[layout]
-    found = run_ranks(train, ranks, place, PLACES[place], None, layout=parallelism.layout(ranks, ranks))
+    found = run_ranks(train, ranks, place, PLACES[place], None, step, layout=parallelism.layout(ranks, ranks))
     # half of a rank's largest share of the 16 samples of a batch
     samples = -(-16 // ranks) // 2
     assert {each["samples"] for each in found} == {samples}
-    assert found == run_ranks(train, ranks, place, PLACES[place], samples, layout=parallelism.layout(ranks, ranks))
+    expected = run_ranks(train, ranks, place, PLACES[place], samples, step, layout=parallelism.layout(ranks, ranks))
+    assert found == expected
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp", "hsdp"])
@@ -187,13 +204,16 @@ def test_first_step_is_repeated_if_memory_runs_out_before_the_model_is_called(la
         assert found == run_ranks(train, count, "start", 1, samples, 0, ranks, layout=layout_of_all)
 
 
-@pytest.mark.parametrize(("layout", "stride"), [("fsdp", 1), ("zero2", 3), ("hsdp", 3)])
-def test_step_is_repeated_after_any_allocation_of_an_exchange(layout: str, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "step", "stride"), [("fsdp", AT, 2), ("fsdp", LEARNED, 1), ("zero2", LEARNED, 3), ("hsdp", AT, 3)]
+)
+def test_step_is_repeated_after_any_allocation_of_an_exchange(layout: str, step: int, stride: int) -> None:
     ranks, parallelism = LAYOUTS[layout]
-    expected = run_ranks(train, ranks, "allocation", 1, 16 // ranks // 2, layout=parallelism.layout(ranks, ranks))
+    of_all = parallelism.layout(ranks, ranks)
+    expected = run_ranks(train, ranks, "allocation", 1, 16 // ranks // 2, step, layout=of_all)
     places = 0
     for at in itertools.count(1, stride):
-        found = run_ranks(train, ranks, "allocation", at, None, layout=parallelism.layout(ranks, ranks))
+        found = run_ranks(train, ranks, "allocation", at, None, step, layout=of_all)
         if found[0]["samples"] is None:
             break
         assert found == expected
@@ -218,6 +238,67 @@ def test_step_is_repeated_wherever_memory_runs_out(
     # None if a step has fewer of these places
     samples = found[0]["samples"]
     assert found == run_ranks(train, count, place, at, samples, step, ranks, layout=parallelism.layout(count, count))
+
+
+def train_in_changing_order(run: Run, noted: Path) -> None:
+    """Leave out a block in the step in which memory runs out, so that exchanges are not those of earlier steps."""
+    first, second = Block(), Block()
+    model: Any = run.wrap(nn.Sequential(first, second), blocks=(Block,))
+    model.forward = lambda x: second(x if run.step == LEARNED else first(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(LEARNED + 1):
+        second.shortage = Shortage(1)
+        second.shortage.is_due = run.step == LEARNED and run.rank == 1
+        try:
+            run.gradients(lambda x: model(x).mean(), torch.ones(8, 8))
+        except torch.OutOfMemoryError as error:
+            noted.write_text(str(error))
+            # ranks that fail end without waiting for others
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.update(optimizer)
+
+
+def test_rank_whose_exchanges_are_not_those_of_earlier_steps_fails(tmp_path: Path) -> None:
+    _, layout = LAYOUTS["fsdp"]
+    noted = tmp_path / "noted"
+    run_ranks(train_in_changing_order, 2, noted, layout=layout.layout(2, 2), may_fail=True)
+    assert noted.read_text().startswith("CUDA out of memory")
+
+
+def exchange(sent: int) -> Exchange:
+    return Exchange(None, None, sent, 2 * sent, torch.float32, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize(
+    ("passes", "is_known"),
+    [
+        ([[1, 2]] * LEARNED, True),
+        ([[1], *[[1, 2]] * (LEARNED - 1)], True),
+        ([[1, 2]] * (LEARNED - 1), False),
+        ([*[[1, 2]] * (LEARNED - 1), [2, 1]], False),
+        ([*[[1, 2]] * (LEARNED - 1), [2, 1], *[[1, 2]] * (2 * LEARNED)], False),
+        ([*[[1, 2]] * LEARNED, [2, 1]], False),
+        ([*[[1, 2]] * LEARNED, [2, 1], *[[1, 2]] * (2 * LEARNED)], False),
+    ],
+)
+def test_order_of_exchanges_is_known_if_passes_are_alike(passes: list[list[int]], is_known: bool) -> None:
+    order = ExchangeOrder()
+    for sizes in passes:
+        order.begin_pass()
+        for size in sizes:
+            order.note(exchange(size))
+        order.end_pass(1, lambda is_so: is_so)
+    assert order.is_known(1) == is_known
+    assert not order.is_known(2)
+
+
+def test_order_of_exchanges_is_known_only_if_all_ranks_know_it() -> None:
+    order = ExchangeOrder()
+    for _ in range(LEARNED):
+        order.begin_pass()
+        order.note(exchange(1))
+        order.end_pass(1, lambda is_so: True)
+    assert not order.is_known(1)
 
 
 def train_without_a_split(run: Run, how: str) -> list[float]:
@@ -335,7 +416,7 @@ def test_ranks_stop_telling_each_other_if_it_takes_too_long(seconds: float, is_q
         asked.append(is_so)
         return is_so
 
-    agreed = agreement.Agreement(any_rank)
+    agreed = agreement.Agreement(any_rank, MicroBatchSize())
     with agreed.during_pass():
         for _ in range(agreement.SETTLED_AFTER):
             assert not agreed.is_quiet
