@@ -16,6 +16,8 @@ from tabulate import tabulate
 from benchmarks.measure import Estimate
 
 HEADER = ["What", "Figure", "95% interval", "Pairs", "Target", "Met"]
+TARGETS = "Targets"
+"""Title of the section with all figures that have a target."""
 PACKAGES = ("mgpu-slurm", "torch", "click", "numpy")
 
 
@@ -74,8 +76,24 @@ def replace_section(document: str, title: str, text: str) -> str:
 
 
 def save(path: Path, preface: str, title: str, text: str) -> None:
-    document = path.read_text() if path.exists() else preface
-    path.write_text(replace_section(document, title, text))
+    """Write a section, and the list of all figures with a target at the top."""
+    document = path.read_text() if path.exists() else f"{preface}\n## {TARGETS}\n"
+    document = replace_section(document, title, text)
+    path.write_text(replace_section(document, TARGETS, _targets(document)))
+
+
+def _targets(document: str) -> str:
+    """The section with all rows of the document that have a target."""
+    rows = []
+    for title, section in re.findall(r"^## (.+?)$(.*?)(?=^## |\Z)", document, re.MULTILINE | re.DOTALL):
+        for line in section.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if title != TARGETS and len(cells) == len(HEADER) and cells[4].startswith("at most"):
+                what, figure, _, _, target, met = cells
+                rows.append([title, what, figure, target, met])
+    missed = sum(row[-1].startswith("NO") for row in rows)
+    table = tabulate(rows, headers=["Benchmark", "What", "Figure", "Target", "Met"], tablefmt="github")
+    return f"## {TARGETS}\n\n{len(rows)} figures have a target; {missed} miss it.\n\n{table}\n"
 
 
 def circumstances(load_before: float) -> str:
