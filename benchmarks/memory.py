@@ -36,6 +36,6 @@ _ABOUT = (
     "One training loop computes its gradients by `run.gradients` and by `run.backward` in turns, block by block, on the"
     " CPU ranks of one run; the memory suffices. A pair is two blocks of one round. Agreeing: ranks tell each other"
     " whether memory has run out: before each exchange of gradients with `ddp`, and, once they know the order of their"
-    " exchanges, at the end of each step with `fsdp`. As it settles: they stop after 20 steps if that takes more than 1%"
-    " of a step. One thread per rank."
+    " exchanges, at the end of each step with `fsdp`. As it settles: they stop after 20 steps if that takes more than"
+    " 1% of a step. One thread per rank."
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from benchmarks.blocks import blocks_of, cpu_and_wall, in_ms
 from benchmarks.measure import difference, median, ratio
-from benchmarks.project import JOBS, project
+from benchmarks.project import JOBS, Project, project
 from benchmarks.report import Row, Section
 
 RATIO_TARGET = 1.01
@@ -17,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformer": {"model": "transformer", "batch_size": 32, "steps": 10, "rounds": 40},
 }
 TINY = {"model": "tiny", "batch_size": 16, "steps": 200, "rounds": 60}
+PARTS = {"batch_size": 8, "steps": 200, "rounds": 40}
 
 
 def run() -> Section:
@@ -25,6 +27,7 @@ def run() -> Section:
         for name, config in MODELS.items():
             rows += _rows(name, *cpu_and_wall(blocks_of(made, f"{JOBS}.step_blocks", RANKS, (), config)))
         rows += _tiny_rows(*cpu_and_wall(blocks_of(made, f"{JOBS}.step_blocks", RANKS, (), TINY)))
+        rows += _rows_of_parts(made)
     return Section("step", _ABOUT, rows, _NOTES)
 
 
@@ -52,6 +55,25 @@ def _tiny_rows(cpu: dict[str, list[float]], wall: dict[str, list[float]]) -> lis
     ]
 
 
+def _rows_of_parts(made: Project) -> list[Row]:
+    """What `run` adds to each part of a step of the tiny model, on one rank."""
+    _, folder = made.submit(f"{JOBS}.step_parts", *(f"{key}={value}" for key, value in PARTS.items()))
+    made.wait(folder)
+    found: dict[str, list[dict[str, float]]] = json.loads((folder / "parts.json").read_text())
+    rows = []
+    for part, name in _PARTS.items():
+        own, plain = ([block[part] for block in found[case]] for case in ("run", "plain"))
+        rows.append(Row(f"tiny model on one rank: {name}", difference(own, plain).scaled(1e6), "us", 0))
+    return rows
+
+
+_PARTS = {
+    "batch": "fetching a batch, `run.loader` - DataLoader",
+    "forward": "forward pass, of `run.wrap` - of the model",
+    "backward": "`run.backward` - `backward`",
+    "update": "`run.update` - clipping, step and `zero_grad`",
+}
+
 _NAMES = {
     "run": "`run`",
     "plain": "hand-written DDP",
@@ -68,7 +90,9 @@ _ABOUT = (
     " of one round: wall time to the end of the slower rank, CPU time of both ranks. One thread per rank. ResNet-18 has"
     " images of 64 x 64 pixels, the transformer four layers of width 128 over 32 tokens, the tiny model three layers of"
     " width 16; batches are of 8, 16 and 8 samples per rank."
-    f" Blocks have {MODELS['ResNet-18']['steps']}, {MODELS['transformer']['steps']} and {TINY['steps']} steps."
+    f" Blocks have {MODELS['ResNet-18']['steps']}, {MODELS['transformer']['steps']} and {TINY['steps']} steps. The"
+    " parts of a step are timed in two such loops on one rank, without DDP: what `run` adds to each. Both"
+    " read the clock."
 )
 _NOTES = [
     "`run.wrap` sets `gradient_as_bucket_view=True`, which spares a copy of the gradients, and"

@@ -123,7 +123,8 @@ class Indexed:
                 )
         # for `worker_init_fn`: different for each rank, epoch and first batch, and reproducible
         self._loader.generator.manual_seed(mixed(self._batches.seed, epoch, self._batches.data_rank, first))
-        return on_device(zip(self._batches.shares(), self._loader, strict=True), self._device)
+        # unlike zip, map keeps no reference to a batch
+        return map(_paired, self._batches.shares(), on_device(self._loader, self._device))
 
     def is_over(self, number: int) -> bool:
         return number >= len(self)
@@ -131,6 +132,10 @@ class Indexed:
     def take(self, batches: Iterator[Any], number: int) -> tuple[Share, Any]:
         share_and_samples: tuple[Share, Any] = next(batches)
         return share_and_samples
+
+
+def _paired(share: Share, samples: Any) -> tuple[Share, Any]:
+    return share, samples
 
 
 class Streamed:
