@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -23,11 +24,14 @@ from benchmarks.jobs.sharded_blocks import Config as BlocksConfig
 from benchmarks.measure import interleave
 from mgpu_slurm import Run
 from mgpu_slurm.training.memory import agreement
+from mgpu_slurm.training.memory.sharded_exchanges import LEARNED_AFTER
 
 
 @dataclass
 class Config(BlocksConfig):
     agrees: bool = False
+    runs_out: bool = False
+    """Compare a step in which memory runs out on the last rank with one in which it does not, in place of the loops."""
     """Whether ranks always tell each other whether memory has run out; otherwise they may stop after a while."""
 
 
@@ -38,9 +42,14 @@ class Steps:
         self._run = run
         self._model = model
         self.uses_gradients = False
+        self.runs_out = False
 
     def loss_of(self, features: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self._model(features), labels)
+        loss = cross_entropy(self._model(features), labels)
+        if self.runs_out and self._run.rank == self._run.world_size - 1:
+            self.runs_out = False
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
 
     def endless(self, batch_size: int) -> Iterator[None]:
         run = self._run
@@ -68,6 +77,14 @@ def train(run: Run, config: Config) -> dict[str, float]:
         steps.uses_gradients = uses_gradients
         return seconds_per_step(endless, config.steps)
 
+    def step(runs_out: bool) -> tuple[float, float]:
+        steps.uses_gradients, steps.runs_out = True, runs_out
+        # the size that was found before
+        run._parts.size.limit = None
+        return seconds_per_step(endless, 1)
+
     cases = {name: functools.partial(block, name == "gradients") for name in ("gradients", "backward")}
-    write_blocks(run, interleave(cases, config.rounds, WARM_UPS))
+    if config.runs_out:
+        cases = {name: functools.partial(step, name == "shortage") for name in ("shortage", "enough")}
+    write_blocks(run, interleave(cases, config.rounds, LEARNED_AFTER if config.runs_out else WARM_UPS))
     return {"rounds": config.rounds}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,10 @@ from torchvision.models import resnet50
 
 from benchmarks.measure import interleave
 from mgpu_slurm import Run
+from mgpu_slurm.data.device_copies import on_device
+from mgpu_slurm.data.nests import to_device
+from mgpu_slurm.rank.torch_adapter import flop_counter
+from mgpu_slurm.training.speed.flops import PASSES, peak_flops
 
 WARM_UPS = 2
 
@@ -46,6 +51,36 @@ def with_run(run: Run, images: Tensor, labels: Tensor) -> Callable[[], None]:
         run.update(optimizer)
 
     return step
+
+
+def from_main_memory(ahead: bool, run: Run, images: Tensor, labels: Tensor) -> Callable[[], None]:
+    """Return a step that also copies its batch to the GPU.
+
+    Args:
+        ahead: whether the next one is copied during the step.
+    """
+    model = run.wrap(made(run.device))
+    optimizer = optimizer_of(model)
+    batch = (images.cpu().pin_memory(), labels.cpu().pin_memory())
+    endless = itertools.repeat(batch)
+    copied: Iterator[tuple[Tensor, Tensor]] = (
+        on_device(endless, run.device) if ahead else (to_device(each, run.device) for each in endless)
+    )
+
+    def step() -> None:
+        features, wanted = next(copied)
+        run.backward(cross_entropy(model(features), wanted))
+        run.update(optimizer)
+
+    return step
+
+
+def flops_of_image(device: torch.device) -> float:
+    """Return the FLOPs of forward and backward pass of one image."""
+    counter = flop_counter()
+    with counter:
+        made(device)(torch.zeros(1, 3, 224, 224, device=device))
+    return float(PASSES * counter.get_total_flops())
 
 
 def bare(run: Run, images: Tensor, labels: Tensor) -> Callable[[], None]:
@@ -90,8 +125,19 @@ def train(run: Run, config: Config) -> dict[str, float]:
     shape = (config.batch_size, 3, 224, 224)
     images = torch.randn(shape, device=run.device).to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (config.batch_size,), device=run.device)
-    loops = {"run": with_run, "bare": bare, "lightning": lightning}
+    loops = {
+        "run": with_run,
+        "bare": bare,
+        "lightning": lightning,
+        "ahead": partial(from_main_memory, True),
+        "waiting": partial(from_main_memory, False),
+    }
     steps = {name: loop(run, images, labels) for name, loop in loops.items()}
     cases = {name: partial(seconds_per_step, step, config.steps) for name, step in steps.items()}
-    (run.folder / "blocks.json").write_text(json.dumps(interleave(cases, config.rounds, WARM_UPS)))
+    found = {
+        "seconds": interleave(cases, config.rounds, WARM_UPS),
+        "flops": flops_of_image(run.device),
+        "peak_flops": peak_flops(torch.cuda.get_device_name(run.device), "bf16"),
+    }
+    (run.folder / "blocks.json").write_text(json.dumps(found))
     return {"rounds": config.rounds}

@@ -271,7 +271,7 @@ class Accumulation:
                 parts = max(parts, -(-largest // self._size.limit))
             parts = self._common(parts, rows, split.shares)
             self._size.current, self._size.parts = -(-largest // parts), parts
-            pieces = self._cutter.split(batch, rows, parts) if parts > 1 else [(batch, 1.0)]
+            pieces = self._cutter.split(batch, rows, parts)
             have_losses = set()
             for number, (piece, split.part) in enumerate(pieces, 1):
                 split.is_at_last = number == len(pieces)

@@ -172,6 +172,11 @@ def begin_sharded(model: Any) -> None:
     model._get_fsdp_state()._lazy_init()
 
 
+def has_reduce_hook(part: Any) -> bool:
+    """Return whether a job's hook exchanges the gradients of a part of a sharded model once more."""
+    return any(group._all_reduce_hook is not None for group in part._get_fsdp_state()._fsdp_param_groups)
+
+
 def limit_compilers(processes: int) -> None:
     """Compile in this many processes, if torch's compiler was imported before the environment said so."""
     config: Any = sys.modules.get("torch._inductor.config")
@@ -315,13 +320,6 @@ def show_worker_dataset(dataset: Any) -> None:
 
 
 # -- ranks
-
-
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Gathers parts of equal size: `all_gather(output, input, group, async_op)`. Its name changed in torch 2.13."""
-
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Reduces parts of equal size: `reduce_scatter(output, input, op, group, async_op)`. Its name changed in torch 2.13."""
 
 
 def default_store() -> Store:

@@ -65,8 +65,9 @@ LAST_SECONDS = 30.0
 class Collective:
     """An entry of torch's flight recorders."""
 
+    group: str
     number: int
-    """Increases with each collective of the process."""
+    """Increases with each collective of the group."""
     name: str
     is_over: bool
 
@@ -225,7 +226,7 @@ class Watchdog:
             message=f"no progress for {in_words(seconds)} since step {self._step()}: it {doing}",
             doing=doing,
             consequence=waits,
-            collectives=max((each.number for each in collectives), default=0),
+            collectives=_count(collectives),
         )
 
 
@@ -262,8 +263,19 @@ def _collectives(rank: int) -> list[Collective]:
             with suppress(OSError):
                 Path(f"{prefix}{rank}{suffix}").write_bytes(dump)
         entries = pickle.loads(dump).get("entries", [])
-        found += [Collective(each["record_id"], each["profiling_name"], each["retired"]) for each in entries]
+        for each in entries:
+            group = f"{suffix} {each['process_group'][0]}"
+            found.append(Collective(group, each["collective_seq_id"], each["profiling_name"], each["retired"]))
     return found
+
+
+def _count(collectives: Sequence[Collective]) -> int:
+    """Return how many collectives a rank has made, for a comparison with other ranks. The groups of a tree have the
+    same name and as many collectives each, so a rank that is in several of them counts one."""
+    newest: dict[str, int] = {}
+    for each in collectives:
+        newest[each.group] = max(newest.get(each.group, 0), each.number)
+    return sum(newest.values())
 
 
 _PACKAGE = Path(__file__).parents[1]

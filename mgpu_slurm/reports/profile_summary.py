@@ -79,8 +79,8 @@ class Profile:
             "",
             *self._operator_lines(),
             "",
-            f"traces    {Path(self.ranks[0].file).parent}",
-            "          open one of them at https://ui.perfetto.dev",
+            f"trace     {self.ranks[0].file}{', with those of the other ranks' if len(self.ranks) > 1 else ''}",
+            "          open it at https://ui.perfetto.dev",
         ]
 
     def _rank_lines(self) -> list[str]:

@@ -42,6 +42,7 @@ FACTS = (
     "step",
     "progress",
     "metrics",
+    "curves",
     "submitted",
     "started",
     "ended",
@@ -131,6 +132,10 @@ def _speed(curves: Mapping[str, float]) -> str:
         parts.append(f"waits for data {wait:.0%}")
     if (wait := curves.get("speed/communication_wait")) is not None:
         parts.append(f"for other ranks {wait:.0%}")
+    if (utilization := curves.get("speed/mfu")) is not None:
+        parts.append(f"MFU {utilization:.0%}")
+    if power := curves.get("gpu/power_watts"):
+        parts.append(f"GPUs busy {curves['gpu/utilization']:.0%} at {power:.0f} W")
     if reserved := curves.get("memory/peak_reserved_gib"):
         parts.append(f"peak {curves['memory/peak_allocated_gib']:.1f} GiB, {reserved:.1f} reserved")
     return "  ".join(parts)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support import Project, log
+from tests.support import REPOSITORY, Project, log
 
 pytestmark = pytest.mark.gpu
 
@@ -110,21 +111,78 @@ MEMORY = """
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--precision", "bf16")], ids=["fp32", "bf16"])
-def test_planned_memory_is_what_the_gpu_holds(project: Project, options: tuple[str, ...]) -> None:
-    project.write("train.py", MEMORY)
-    words = ("train.py", "--gpus-per-node", "1", *options)
+KNOWN = """
+    import torch
+    from jobs import gpt
+    from mgpu_slurm import import_torchvision
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+
+
+    def train(
+        run,
+        model: str = "resnet50",
+        batch_size: int = 64,
+        channels_last: bool = False,
+        layers: int = 12,
+        width: int = 768,
+        recompute: bool = False,
+    ):
+        run.seed(0)
+        if model == "resnet50":
+            layout = torch.channels_last if channels_last else torch.contiguous_format
+            net = run.wrap(import_torchvision().models.resnet50().to(memory_format=layout))
+            inputs = torch.randn(batch_size, 3, 224, 224).to(memory_format=layout)
+            targets = torch.randint(1000, (batch_size,))
+        else:
+            shape = gpt.Config(context=1024, layers=layers, heads=width // 64, width=width)
+            net = run.wrap(gpt.GPT(shape), blocks=(gpt.Block,), recompute=recompute)
+            inputs, targets = torch.randint(256, (2, batch_size, 1024))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+        for features, wanted in 3 * [*run.loader(torch.utils.data.TensorDataset(inputs, targets), batch_size)]:
+            scores = net(features)
+            loss = cross_entropy(scores, wanted) if model == "resnet50" else gpt.next_token_loss(scores, wanted)
+            run.backward(loss)
+            run.update(optimizer)
+        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+"""
+
+PLANNED = {
+    "mlp": (MEMORY, ()),
+    "mlp, bf16": (MEMORY, ("--precision", "bf16")),
+    "resnet": (KNOWN, ()),
+    "resnet, 256": (KNOWN, ("batch_size=256",)),
+    "resnet, bf16": (KNOWN, ("--precision", "bf16")),
+    "resnet, bf16, 256, channels_last": (KNOWN, ("--precision", "bf16", "batch_size=256", "channels_last=true")),
+    "gpt": (KNOWN, ("model=gpt", "batch_size=8")),
+    "gpt, bf16, recomputed": (KNOWN, ("--precision", "bf16", "model=gpt", "batch_size=16", "recompute=true")),
+    "gpt, sharded": (KNOWN, ("--strategy", "fsdp", "model=gpt", "batch_size=8")),
+    # 1.4 billion parameters
+    "large gpt, bf16": (KNOWN, ("--precision", "bf16", "model=gpt", "batch_size=2", "layers=28", "width=2048")),
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_planned_memory_is_what_the_gpu_holds(project: Project, case: str) -> None:
+    job, options = PLANNED[case]
+    project.write("train.py", job)
+    shutil.copytree(REPOSITORY / "jobs", project.folder / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
+    # options come before the job, and its config after it
+    config = [word for word in options if "=" in word]
+    words = ("--gpus-per-node", "1", *(word for word in options if "=" not in word), "train.py", *config)
     planned = project.json("submit", "--executor", "local", "--dry-run", "--fit", *words)["memory"]["peak"]
-    folder = run(project, *words[1:])
+    folder, facts = project.run(*words)
+    assert facts["state"] == "COMPLETED", log(folder, 0)
     found = json.loads((folder / "result.json").read_text())["result"]
     assert planned == pytest.approx(found["allocated"], rel=0.1)
     assert planned == pytest.approx(found["reserved"], rel=0.1)
 
 
-def test_gpu_that_is_full_on_one_rank_makes_all_ranks_split_their_batches(project: Project) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gpu_that_is_full_on_one_rank_makes_all_ranks_split_their_batches(project: Project, strategy: str) -> None:
     """Two ranks share a GPU, of which one may use only a small part."""
     project.write("train.py", MEMORY)
-    words = ("--gpus-per-node", "1", "--ntasks-per-node", "2")
+    words = ("--gpus-per-node", "1", "--ntasks-per-node", "2", "--strategy", strategy)
     whole = run(project, *words)
     # parameters, gradients and optimizer state take 2 GiB, and the activations of 16,384 rows 8 GiB
     short = run(project, *words, "rows=32768", "gib=4")
@@ -133,3 +191,23 @@ def test_gpu_that_is_full_on_one_rank_makes_all_ranks_split_their_batches(projec
     unlimited = run(project, *words, "rows=32768")
     norms = [json.loads((folder / "result.json").read_text())["result"]["norm"] for folder in (short, unlimited)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_profile_shows_kernels(training: Project) -> None:
+    folder = run(training, "--gpus-per-node", "1", "--profile", "3-5")
+    recorded = training.json("profile", folder.name)
+    (trace,) = recorded["ranks"]
+    assert (trace["steps"], trace["on_gpu"]) == (3, True)
+    assert 0 < trace["computes"] < 1
+    assert Path(trace["file"]).stat().st_size < 10 << 20
+
+
+def test_use_of_the_gpu_is_shown(project: Project) -> None:
+    project.write("train.py", MEMORY)
+    folder, facts = project.run("--gpus-per-node", "1", "train.py", "steps=400")
+    assert facts["state"] == "COMPLETED", log(folder, 0)
+    curves = facts["curves"]
+    assert 0 < curves["gpu/utilization"] <= 1
+    assert curves["gpu/power_watts"] > 0
+    assert curves["gpu/memory_gib"] >= curves["memory/peak_allocated_gib"] > 0
+    assert 0 < curves["speed/mfu"] < 1

@@ -18,6 +18,7 @@ from tests.support import Project, log
 TRAIN = """
     import torch
     from mgpu_slurm import attach
+    from mgpu_slurm.training.memory import agreement
     from torch import nn
     from torch.utils.data import TensorDataset
 
@@ -40,6 +41,8 @@ TRAIN = """
     def train(run, most: int = 100, how: str = "gradients", parts: int = 1):
         run.seed(0)
         torch.manual_seed(0)
+        if how == "quiet":
+            agreement.SETTLED_AFTER, agreement.LARGEST_COST = 1, 0.0
         layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), Limited(run, 1000), nn.Linear(4, 1)]
         if how == "pipeline":
             model = run.pipeline(layers, loss_of, micro_batches=2 * parts)
@@ -98,8 +101,10 @@ def retries(folder: Path) -> list[dict[str, Any]]:
         # 8 samples of each rank, in two parts
         ([], ["how=accumulate", "parts=2", "most=2"], [2]),
         (["--pipeline", "2"], ["how=pipeline", "most=4"], [4]),
+        # 8 samples of each rank, after the ranks have stopped telling each other
+        ([], ["how=quiet", "most=4"], [4]),
     ],
-    ids=["tensor", "accumulate", "pipeline"],
+    ids=["tensor", "accumulate", "pipeline", "quiet"],
 )
 def test_attempt_that_ran_out_of_memory_is_repeated_in_smaller_parts(
     training: Project, words: list[str], whole: list[str], halved: list[int]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mgpu_slurm.core.errors import UserError
-from mgpu_slurm.rank import collectives, control_group, rendezvous
+from mgpu_slurm.rank import collectives, control_group, rendezvous, watchdog
 from mgpu_slurm.rank.collectives import Collectives
 from mgpu_slurm.rank.control_group import LARGEST, tree_of
 from mgpu_slurm.rank.rank_info import RankInfo
@@ -125,6 +125,26 @@ def expected_of(count: int) -> str:
 def test_every_rank_receives_all_messages_in_order_of_ranks(layout: str) -> None:
     nodes = LAYOUTS[layout]
     assert join_ranks(joined, facts_of(nodes), exchanges) == [expected_of(len(nodes))] * len(nodes)
+
+
+def counted(channel: Collectives, rank: int) -> int:
+    for _ in range(3):
+        channel.sync(Call.MEAN, Agreed())
+        channel.broadcast_from_rank0(lambda: 1)
+    return watchdog._count(watchdog._collectives(rank))
+
+
+def test_place_in_the_tree_does_not_change_how_many_collectives_a_rank_has_made() -> None:
+    nodes = LAYOUTS["three levels"]
+    counts = join_ranks(recorded, facts_of(nodes), counted)
+    assert len({*counts}) == 1
+    assert counts[0] >= 3 * 2
+
+
+def recorded(facts: RankInfo, work: Any) -> Any:
+    # torch reads it when the first group is created
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    return joined(facts, work)
 
 
 def steps(channel: Collectives, rank: int) -> list[int]:

@@ -104,8 +104,8 @@ class TestLines:
             "     40 ms    40%       12  aten::mm",
             "   0.12 ms     0%    1,200  aten::add_",
             "",
-            "traces    profile",
-            "          open one of them at https://ui.perfetto.dev",
+            "trace     profile/1-0.json.gz, with those of the other ranks",
+            "          open it at https://ui.perfetto.dev",
         ]
 
     def test_rank_that_others_wait_for_is_named(self) -> None:

@@ -110,3 +110,20 @@ def test_full_screen_says_how_many_lines_are_left_out() -> None:
     assert status.fitting(told, os.terminal_size((80, 11))) == told
     assert status.fitting(told, os.terminal_size((80, 5))) == [*told[:3], "... 7 more lines (enlarge the window)"]
     assert status.fitting(told, os.terminal_size((8, 2))) == ["line 0", "... 9 mo"]
+
+
+def test_speed_of_a_run_on_gpus_shows_how_busy_they_are() -> None:
+    curves = {
+        "speed/step_seconds": 0.25,
+        "speed/samples_per_second": 1024.0,
+        "speed/tokens_per_second": 1_048_576.0,
+        "speed/mfu": 0.416,
+        "gpu/utilization": 0.97,
+        "gpu/power_watts": 612.3,
+        "memory/peak_allocated_gib": 51.2,
+        "memory/peak_reserved_gib": 60.04,
+    }
+    assert status._speed(curves) == (
+        "250 ms a step  1,024 samples/s  1,048,576 tokens/s  MFU 42%  GPUs busy 97% at 612 W"
+        "  peak 51.2 GiB, 60.0 reserved"
+    )

@@ -10,10 +10,11 @@ out takes part in the remaining exchanges without its model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from mgpu_slurm.data.batch_cutting import MicroBatchSize
@@ -49,16 +50,18 @@ class Agreement:
         self._watched, self._is_possible = 0, True
         """Number of models that check before their exchanges, and whether all could be made to."""
         self._learns = False
-        """Whether all exchanges are those of sharded models without copies."""
-        self._sharded: list[Any] = []
-        """What `fully_shard` was called on."""
-        self._order = ExchangeOrder()
+        """Whether all exchanges are those of models that are sharded over all ranks."""
+        self._roots: list[Any] = []
+        """The sharded models, if so."""
+        self._order = ExchangeOrder(0)
+        self._kind: Hashable = None
+        """What the exchanges of the pass under way depend on."""
         self.is_quiet = False
         """Whether the ranks have stopped telling each other."""
         self.start_over()
 
     def start_over(self) -> None:
-        """Tell each other for a while: memory has run out."""
+        """Tell each other for a while, and judge anew what that costs."""
         self._messages = 0
         self._durations: list[float] = []
 
@@ -70,7 +73,7 @@ class Agreement:
         Args:
             seconds: what the pass took.
         """
-        if self._learns and self._order.end_pass(self._size.parts, self._any_rank):
+        if self._learns and self._order.end_pass(self._kind_of_pass, self._any_rank):
             # what the messages before took says nothing of those to come
             self.start_over()
         if len(self._durations) == SETTLED_AFTER:
@@ -92,29 +95,37 @@ class Agreement:
         self._messages += 1
         return found
 
-    def check(self, exchange: Exchange | None = None) -> None:
+    def check(self) -> None:
         """Check before an exchange that no rank has run out of memory.
-
-        Args:
-            exchange: None if it is not that of a sharded model.
 
         Raises:
             RanOutElsewhere: another rank has.
         """
-        if not self._is_on:
-            return
-        if not self._order.is_known(self._size.parts) and self.has_run_out(here=False):
+        if self._is_on and not self._is_order_known and self.has_run_out(here=False):
             raise RanOutElsewhere
-        if exchange is not None:
+
+    @property
+    def _kind_of_pass(self) -> Hashable:
+        return self._kind, self._size.parts
+
+    @property
+    def _is_order_known(self) -> bool:
+        return self._order.is_known(self._kind_of_pass)
+
+    def _note(self, exchange: Exchange) -> None:
+        if self._is_on:
             self._order.note(exchange)
 
     @contextmanager
-    def during_pass(self) -> Iterator[None]:
-        """Check before each exchange of the watched models within the block."""
-        if self._learns:
-            # an evaluation leaves whole parameters, which would not be gathered
-            for part in self._sharded:
-                part.reshard()
+    def during_pass(self, kind: Hashable) -> Iterator[None]:
+        """Check before each exchange of the watched models within the block.
+
+        Args:
+            kind: what the exchanges depend on, besides the number of micro-batches.
+        """
+        for root in self._roots:
+            sharded_exchanges.begin_anew(root)
+        self._kind = kind
         self._order.begin_pass()
         self._is_on = True
         try:
@@ -122,36 +133,46 @@ class Agreement:
         finally:
             self._is_on = False
 
-    def leave_pass(self) -> bool:
-        """Let the other ranks come to the end of a pass in which this one has run out of memory.
+    @property
+    def can_leave(self) -> bool:
+        """Whether this rank can leave a pass in which it has run out of memory: not if the order of exchanges was
+        known, but is another one now."""
+        return not self._is_order_known or self._order.is_as_before(self._kind_of_pass)
 
-        Returns:
-            whether they will: not if the exchanges of this pass differ from those of earlier ones.
-        """
-        parts = self._size.parts
-        if not self._order.is_known(parts):
-            # they will find out before their next exchange
-            return True
-        if not self._order.is_as_before(parts):
-            return False
-        self._order.finish(parts)
-        return True
+    def leave_pass(self) -> None:
+        """Let the other ranks come to the end of a pass in which this one has run out of memory."""
+        self._is_on = False
+        # otherwise they find out before their next exchange
+        if self._is_order_known:
+            for root in self._roots:
+                for parameter in root.parameters():
+                    parameter.grad = None
+                sharded_exchanges.begin_anew(root)
+            self._order.finish(self._kind_of_pass)
 
     def watch(self, models: Sequence[nn.Module]) -> bool:
         """Have these models check before each exchange.
 
         Returns:
-            whether they do: not if a hook of the job exchanges gradients, or with an older torch.
+            whether they do: not if a hook of the job exchanges gradients.
         """
         if self._watched != len(models):
-            self._is_possible = all(map(self._watch, models))
             self._watched = len(models)
-            self._sharded = [part for model in models for part in sharded_exchanges.parts_of(model)]
-            self._learns = self._is_possible and not any(map(sharded_exchanges.has_other_exchanges, models))
-            self._order = ExchangeOrder()
+            self._is_possible = all(map(self._watch, models))
+            self._roots = self._learned_roots(models) if self._is_possible else []
+            self._learns = bool(self._roots)
+            self._order = ExchangeOrder(dist.get_world_size())
         return self._is_possible
+
+    @staticmethod
+    def _learned_roots(models: Sequence[nn.Module]) -> list[Any]:
+        """Return the sharded models if there are no others, and the order of their exchanges can be learned."""
+        roots = [root for model in models for root in sharded_exchanges.roots_of(model)]
+        for root in roots:
+            sharded_exchanges.begin_anew(root)
+        return [] if any(map(sharded_exchanges.has_other_exchanges, models)) else roots
 
     def _watch(self, model: nn.Module) -> bool:
         if isinstance(model, GradientExchange):
             return model.check_before_exchange(self.check)
-        return sharded_exchanges.check_before_exchange(model, self.check)
+        return sharded_exchanges.check_before_exchange(model, self.check, self._note)

@@ -81,7 +81,7 @@ class FoundSize:
             UserError: it was one.
         """
         failed = self._size.current
-        if failed == 1:
+        if failed <= 1:
             raise UserError(f"out of memory with a single sample: {self._advice()}")
         self._size.limit = failed // 2
         log_lines.say(f"{failed} samples at once do not fit into memory: trying {failed // 2}")

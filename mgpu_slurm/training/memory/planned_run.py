@@ -69,6 +69,13 @@ class PlannedRun(Run):
         """Whether the job leaves the size of micro-batches to the run."""
         self.can_recompute = False
         """Whether the job names blocks that it does not recompute."""
+        self.next_batch = 0
+        """Bytes of the next batch, which the run's loaders copy to a GPU while the job has a batch."""
+        self._has_loader = False
+
+    def loader(self, *args: Any, **options: Any) -> Loader:
+        self._has_loader = True
+        return super().loader(*args, **options)
 
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
         watches = self._watches(model)
@@ -156,6 +163,9 @@ class PlannedRun(Run):
         if not self._models_watched:
             return batch
         self._note_samples(batch)
+        if self._has_loader:
+            size = sum(each.nbytes for each in leaves_of(batch) if isinstance(each, torch.Tensor))
+            self.next_batch = max(self.next_batch, size)
         return self._tracker.fake_all(batch, "inputs")
 
     def _note_samples(self, batch: Any) -> None:

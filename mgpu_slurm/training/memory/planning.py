@@ -106,11 +106,13 @@ def plan(
     folder: Path,
     limit: int | None = None,
     recomputes: bool = False,
+    is_for_gpu: bool = False,
 ) -> MemoryPlan:
     """Call a rank's job function with fake tensors, and return what it would hold in memory.
 
     Args:
         limit, recomputes: see `PlannedRun`.
+        is_for_gpu: whether to count the next batch, which is copied to a GPU ahead.
 
     Raises:
         UserError: the job took no optimizer step, or uses no model of the run.
@@ -133,10 +135,12 @@ def plan(
             raise UserError("the job takes no optimizer step")
         if not run.layers:
             raise UserError("no model that was passed to run.wrap or run.pipeline is trained")
+        ahead = run.next_batch if is_for_gpu else 0
+        kinds = {kind: tracker.at_peak.get(kind, 0) for kind in get_args(Kind)}
         return MemoryPlan(
-            peak=tracker.peak,
+            peak=tracker.peak + ahead,
             phase=tracker.phase_of_peak,
-            kinds={kind: tracker.at_peak.get(kind, 0) for kind in get_args(Kind)},
+            kinds=kinds | {"inputs": kinds["inputs"] + ahead},
             samples=run.samples,
             splits=run.splits,
             can_recompute=run.can_recompute,
@@ -158,7 +162,7 @@ def _plan_or_error(folder: RunFolder, rank: int, limit: int | None, recomputes: 
     try:
         job = target.job_function(spec, folder)
         config = job.fill(spec.config, spec.original)
-        return plan(lambda run: job.call(run, config), facts, layout, folder.path, limit, recomputes)
+        return plan(lambda run: job.call(run, config), facts, layout, folder.path, limit, recomputes, is_for_gpu=True)
     except UserError as error:
         return MemoryPlan(error=str(error))
     except Exception as error:

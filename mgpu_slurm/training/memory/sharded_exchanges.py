@@ -1,28 +1,29 @@
 """The exchanges of models under `fully_shard`: checked before they begin, and their order learned.
 
 A rank that has run out of memory cannot go on with its model. Once it knows in which order the ranks exchange, it goes
-through the rest of a pass without the model: see `ExchangeOrder.finish`.
+through the rest of a pass without computing anything: see `ExchangeOrder.finish`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mgpu_slurm.rank import torch_adapter
 
 LEARNED_AFTER = 4
-"""Passes after which the order counts as known, if all but the first had the same."""
+"""Passes after which the order counts as known, if all but the first had the same order."""
 
 
 class Exchange(NamedTuple):
     """An exchange without its tensors."""
 
-    of: Any
-    """What identifies the part of the model."""
+    part: Any
+    """The module on which `fully_shard` was called."""
     group: Any
     sent: int
     """Number of elements."""
@@ -34,78 +35,88 @@ class Exchange(NamedTuple):
     """How gradients are reduced; None if parameters are gathered."""
 
     def take_part(self) -> None:
-        """Exchange zeros."""
+        """Send this rank's parameters, with which the others compute, or zeros as gradients, which nobody will use."""
+        if self.op is None:
+            self.part.unshard()
+            self.part.reshard()
+            return
         sent = torch.zeros(self.sent, dtype=self.dtype, device=self.device)
         received = torch.empty(self.received, dtype=self.dtype, device=self.device)
-        if self.op is None:
-            torch_adapter.all_gather(received, sent, self.group)
-        else:
-            torch_adapter.reduce_scatter(received, sent, self.op, self.group)
+        dist.reduce_scatter_single(received, sent, self.op, self.group)
 
 
 class _Order:
-    """The exchanges of passes over the same number of micro-batches."""
+    """The exchanges of passes of one kind."""
 
     def __init__(self) -> None:
         self.exchanges: list[Exchange] = []
         """Those of the newest pass."""
         self.passes = 0
+        """Number of passes since the order was looked for."""
         self.alike = 0
         """Passes in a row with these exchanges."""
+        self.needed = LEARNED_AFTER
+        """Number of passes that it takes; twice as many after each disappointment."""
         self.is_known = False
+        """Whether on all ranks."""
+
+    def forget(self, passes: int) -> None:
+        self.is_known, self.passes, self.needed = False, passes, 2 * self.needed
 
 
 class ExchangeOrder:
     """Learns in which order passes exchange, and takes part in the rest of a pass without the model.
 
-    A model that exchanges in the same order in `LEARNED_AFTER` passes, but in another one in the very pass in which
-    memory runs out, would leave ranks waiting for each other until the time-out.
+    Passes of one kind are expected to exchange in the same order. If they have done so from the first one on, but do
+    not in the very pass in which memory runs out, ranks may wait for each other until the time-out.
     """
 
-    def __init__(self) -> None:
-        self._orders: dict[int, _Order] = {}
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._orders: dict[Hashable, _Order] = {}
         self._begun: list[Exchange] = []
         """The exchanges of the pass under way."""
 
     def begin_pass(self) -> None:
         self._begun = []
 
-    def is_known(self, parts: int) -> bool:
-        """Return whether the order of a pass over this number of micro-batches is known, on all ranks."""
-        return parts in self._orders and self._orders[parts].is_known
+    def is_known(self, kind: Hashable) -> bool:
+        """Return whether the order of passes of this kind is known, on all ranks."""
+        return kind in self._orders and self._orders[kind].is_known
 
     def note(self, exchange: Exchange) -> None:
-        """Record that the pass under way begins an exchange."""
+        """Record that the pass under way has begun an exchange."""
         self._begun.append(exchange)
 
-    def end_pass(self, parts: int, any_rank: Callable[[bool], bool]) -> bool:
+    def end_pass(self, kind: Hashable, any_rank: Callable[[bool], bool]) -> bool:
         """Learn from a pass that has exchanged to its end on all ranks. Every rank must call it.
 
-        Args:
-            parts: the number of its micro-batches.
-
         Returns:
-            whether the order has just become known.
+            whether it has changed whether the order is known.
         """
-        order = self._orders.setdefault(parts, _Order())
+        order = self._orders.setdefault(kind, _Order())
         order.passes += 1
         order.alike = order.alike + 1 if self._begun == order.exchanges else 1
         order.exchanges = self._begun
-        if order.passes == LEARNED_AFTER:
-            order.is_known = not any_rank(order.alike < LEARNED_AFTER - 1)
-            return order.is_known
-        if order.alike == 1:
-            # it changes on all ranks, as they exchange with each other
-            order.is_known = False
-        return False
+        if order.is_known:
+            if order.alike == 1:
+                # on all ranks, as all of them take part in each exchange
+                order.forget(passes=1)
+            return not order.is_known
+        if order.passes == order.needed:
+            is_of_all = all(exchange.group.size() == self._world_size for exchange in self._begun)
+            order.is_known = not any_rank(order.alike < order.needed - 1 or not is_of_all)
+            if not order.is_known:
+                order.forget(passes=0)
+        return order.is_known
 
-    def is_as_before(self, parts: int) -> bool:
+    def is_as_before(self, kind: Hashable) -> bool:
         """Return whether the pass under way has begun with the exchanges of the one before."""
-        return self._begun == self._orders[parts].exchanges[: len(self._begun)]
+        return self._begun == self._orders[kind].exchanges[: len(self._begun)]
 
-    def finish(self, parts: int) -> None:
+    def finish(self, kind: Hashable) -> None:
         """Take part in those exchanges of the pass under way that this rank has not begun yet."""
-        for exchange in self._orders[parts].exchanges[len(self._begun) :]:
+        for exchange in self._orders[kind].exchanges[len(self._begun) :]:
             exchange.take_part()
 
 
@@ -114,47 +125,80 @@ def parts_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
 
 
+def roots_of(model: nn.Module) -> list[Any]:
+    """Return those of them that are in no other one."""
+    parts = parts_of(model)
+    within = {id(inner) for part in parts for inner in part.modules() if inner is not part}
+    return [part for part in parts if id(part) not in within]
+
+
+def begin_anew(root: Any) -> None:
+    """Bring a sharded model into the state before a pass, whatever a failed pass or an evaluation has left: whole
+    parameters, which would not be gathered again, and an order of layers, which would be gathered ahead."""
+    # memory may have run out before the first forward pass
+    torch_adapter.begin_sharded(root)
+    root.reset_iter_state()
+
+
 def has_other_exchanges(model: nn.Module) -> bool:
-    """Return whether a model also exchanges in ways that cannot be checked, such as between copies of its shards."""
-    meshes = [each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh")]
-    return not meshes or any(mesh.ndim > 1 for mesh in meshes)
+    """Return whether a model, which is at the beginning of a pass, also exchanges in ways that cannot be checked, such
+    as between copies of its shards, or is not sharded over all ranks."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return (
+        not parts_of(model)
+        or not all(map(_is_sharded_over_all, trained))
+        or any(map(torch_adapter.has_reduce_hook, parts_of(model)))
+    )
 
 
-def check_before_exchange(model: nn.Module, check: Callable[[Exchange], None]) -> bool:
-    """Call a function before each exchange of a sharded model.
+def _is_sharded_over_all(parameter: Any) -> bool:
+    if not torch_adapter.is_dtensor(parameter):
+        return False
+    mesh = parameter.device_mesh
+    return bool(mesh.ndim == 1 and mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard())
+
+
+def check_before_exchange(model: nn.Module, check: Callable[[], None], note: Callable[[Exchange], None]) -> bool:
+    """Call `check` before each exchange of a sharded model, and `note` when it has begun.
 
     Returns:
-        whether it will be called: not with an older torch.
+        whether they will be called: not if parts are divided in several ways.
     """
-    parts = parts_of(model)
-    if not all(hasattr(part, "set_custom_all_gather") and hasattr(part, "reset_iter_state") for part in parts):
-        return False
-    for part in parts:
-        part.set_custom_all_gather(_AllGather(check))
-        part.set_custom_reduce_scatter(_ReduceScatter(check))
+    for part in parts_of(model):
+        try:
+            part.set_custom_all_gather(_AllGather(part, check, note))
+            part.set_custom_reduce_scatter(_ReduceScatter(part, check, note))
+        except ValueError:
+            return False
     return True
 
 
 class _Checked:
     """An exchange of `fully_shard`, as its `set_custom_all_gather` and `set_custom_reduce_scatter` expect it."""
 
-    def __init__(self, check: Callable[[Exchange], None]) -> None:
+    def __init__(self, part: Any, check: Callable[[], None], note: Callable[[Exchange], None]) -> None:
+        self._part = part
         self._check = check
+        self._note = note
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _begin(self, sent: torch.Tensor, received: torch.Tensor, group: Any, op: Any = None) -> None:
-        self._check(Exchange(self, group, sent.numel(), received.numel(), sent.dtype, sent.device, op))
+    def _has_begun(self, sent: torch.Tensor, received: torch.Tensor, group: Any, op: Any = None) -> None:
+        self._note(Exchange(self._part, group, sent.numel(), received.numel(), sent.dtype, sent.device, op))
 
 
 class _AllGather(_Checked):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        self._begin(input_tensor, output_tensor, group)
-        return torch_adapter.all_gather(output_tensor, input_tensor, group, async_op)
+        self._check()
+        work = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+        self._has_begun(input_tensor, output_tensor, group)
+        return work
 
 
 class _ReduceScatter(_Checked):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._begin(input_tensor, output_tensor, group, op)
-        return torch_adapter.reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+        self._check()
+        work = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        self._has_begun(input_tensor, output_tensor, group, op)
+        return work

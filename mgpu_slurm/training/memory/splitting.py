@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgpu_slurm.core import log_lines
 from mgpu_slurm.data import randomness
@@ -21,7 +21,7 @@ from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.training.memory.agreement import Agreement, RanOutElsewhere
 from mgpu_slurm.training.memory.found_size import FoundSize, is_memory_error
-from mgpu_slurm.training.memory.sharded_exchanges import parts_of
+from mgpu_slurm.training.memory.sharded_exchanges import begin_anew, parts_of, roots_of
 from mgpu_slurm.training.wrap import Models
 
 LossOf = Callable[..., Tensor]
@@ -79,7 +79,7 @@ class Splitter:
         while True:
             before = self._remember() if recovers else None
             began = time.perf_counter()
-            with self._agreement.during_pass() if agrees else nullcontext():
+            with self._agreement.during_pass(self._kind_of(loss_of)) if agrees else nullcontext():
                 loss = self._attempt(loss_of, batch, backward, recovers)
             if loss is not None:
                 if agrees:
@@ -114,14 +114,17 @@ class Splitter:
         except Exception as error:
             if not recovers or not is_memory_error(error):
                 raise
-            if self._found.is_last_chance:
+            can_leave = self._is_alone or self._agreement.can_leave
+            if self._found.is_last_chance or not can_leave:
                 self._report(error)
+            if not can_leave:
+                raise
             traceback.clear_frames(error.__traceback__)
             first_line = str(error).partition("\n")[0]
             log_lines.say(f"out of memory on {self._device}: {first_line}")
-            self._free()
-            if not self._is_alone and not self._agreement.leave_pass():
-                raise
+            if not self._is_alone:
+                self._free()
+                self._agreement.leave_pass()
             loss = None
         is_out = loss is None
         if recovers and not self._is_alone:
@@ -129,13 +132,22 @@ class Splitter:
         return None if is_out else loss
 
     def _pass(self, loss_of: LossOf, batch: tuple[Any, ...], backward: Callable[[Tensor], None]) -> Tensor:
-        total = torch.zeros((), device=self._device)
+        total: Tensor | None = None
         with closing(self._accumulation.with_fractions(batch, 1)) as pieces:
             for piece, fraction in pieces:
+                if total is None:
+                    # after the batch was split: halving that has to be possible if this does not fit
+                    total = torch.zeros((), device=self._device)
                 loss = loss_of(*piece)
                 total += loss.detach() * fraction
                 backward(loss)
+        assert total is not None
         return total
+
+    def _kind_of(self, loss_of: LossOf) -> Hashable:
+        """Return what the exchanges of a pass depend on: the job's function, and which parameters it trains."""
+        trains = tuple(parameter.requires_grad for model in self._models.held() for parameter in model.parameters())
+        return getattr(loss_of, "__code__", None), trains
 
     def _free(self) -> None:
         gc.collect()
@@ -163,11 +175,10 @@ class Splitter:
             torch_adapter.copy_all(self._buffers(), before.buffers)
 
 
-def _reset(model: Any) -> None:
+def _reset(model: nn.Module) -> None:
     """End the failed pass of a sharded model; all ranks do so together."""
-    # memory may have run out before the first forward pass, but on another rank in it
-    torch_adapter.begin_sharded(model)
-    model.reset_iter_state()
+    for root in roots_of(model):
+        begin_anew(root)
     # it leaves gradients that were not exchanged yet on the whole parameters
     for part in parts_of(model):
         part.unshard()

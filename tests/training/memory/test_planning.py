@@ -152,6 +152,8 @@ CASES: dict[str, tuple[int, Parallelism, dict[str, Any]]] = {
     "fsdp": (2, Parallelism("fsdp"), {}),
     "fsdp bf16": (2, Parallelism("fsdp", precision="bf16"), {}),
     "zero2": (2, Parallelism("zero2"), {}),
+    "hsdp": (4, Parallelism("hsdp", shard=2), {}),
+    "fsdp, tensor": (4, Parallelism("fsdp", tensor=2), {}),
     "tensor": (2, Parallelism(tensor=2), {}),
 }
 
@@ -333,9 +335,17 @@ def test_limit_and_recomputation_reduce_activations() -> None:
     assert recomputed.kinds["activations"] < 0.5 * whole.kinds["activations"]
 
 
-def planned_with(facts: RankInfo, layout: Layout, limit: int | None, recomputes: bool) -> MemoryPlan:
+def test_next_batch_counts_on_a_gpu() -> None:
+    on_cpu, on_gpu = (in_fork(planned_with, RankInfo(), Layout(), None, False, is_gpu) for is_gpu in (False, True))
+    batch = sum(tensor[:512].nbytes for tensor in samples_of().tensors)
+    assert on_gpu.peak - on_cpu.peak == on_gpu.kinds["inputs"] - on_cpu.kinds["inputs"] == batch
+
+
+def planned_with(
+    facts: RankInfo, layout: Layout, limit: int | None, recomputes: bool, is_for_gpu: bool = False
+) -> MemoryPlan:
     with TemporaryDirectory() as folder:
-        return planning.plan(train_in_parts, facts, layout, Path(folder), limit, recomputes)
+        return planning.plan(train_in_parts, facts, layout, Path(folder), limit, recomputes, is_for_gpu)
 
 
 def train_in_parts(run: Run) -> None:

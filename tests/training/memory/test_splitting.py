@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,10 +25,12 @@ from torch.utils.data import TensorDataset
 
 from mgpu_slurm.core.errors import RunStopped
 from mgpu_slurm.data.batch_cutting import MicroBatchSize
+from mgpu_slurm.rank import torch_adapter
 from mgpu_slurm.rank.signals import Stop
 from mgpu_slurm.request.parallelism import Parallelism
+from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.training.memory import agreement, sharded_exchanges
-from mgpu_slurm.training.memory.found_size import is_memory_error
+from mgpu_slurm.training.memory.found_size import FoundSize, is_memory_error
 from mgpu_slurm.training.memory.sharded_exchanges import Exchange, ExchangeOrder
 from mgpu_slurm.training.run import Run
 from tests.ranks import run_ranks
@@ -50,7 +54,11 @@ class Shortage:
         if self.is_due:
             self._left -= 1
             if self._left == 0:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory")
+                self.run_out()
+
+    @staticmethod
+    def run_out() -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory")
 
 
 class Block(nn.Module):
@@ -79,20 +87,20 @@ class Counted(nn.Module):
 
 
 @contextmanager
-def failing_allocations(shortage: Shortage | None) -> Iterator[None]:
-    """Let one of the allocations that `fully_shard` makes for its exchanges fail."""
-    allocate = sharded_exchanges._Checked.allocate
+def failing(kind: str, shortage: Shortage) -> Iterator[None]:
+    """Let memory run out in one of the allocations that `fully_shard` makes for its exchanges, or right before one of
+    the exchanges that are checked."""
+    owner: Any = sharded_exchanges._Checked if kind == "allocation" else agreement.Agreement
+    name = "allocate" if kind == "allocation" else "check"
+    original = getattr(owner, name)
 
-    def fail(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if shortage is not None:
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind in ("allocation", "check"):
             shortage()
-        return allocate(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    sharded_exchanges._Checked.allocate = fail  # type: ignore[method-assign]
-    try:
+    with torch_adapter.replaced(owner, **{name: fail}):
         yield
-    finally:
-        sharded_exchanges._Checked.allocate = allocate  # type: ignore[method-assign]
 
 
 def train(
@@ -132,7 +140,7 @@ def train(
         return loss
 
     losses = []
-    with failing_allocations(shortage if kind == "allocation" else None):
+    with failing(kind, shortage):
         for _ in state.epochs(2):
             for batch in data:
                 if run.step == step and samples is not None:
@@ -140,7 +148,7 @@ def train(
                 runs_out = run.rank in (ranks or {run.world_size - 1})
                 shortage.is_due = samples is None and run.step == step and runs_out
                 if samples is None and run.step == step == LEARNED:
-                    known = run._parts.splitter._agreement._order.is_known(1)
+                    known = is_order_known(run)
                     assert known == (run._parts.splitter._layout.strategy in ("zero2", "fsdp"))
                 losses.append(run.gradients(loss_of, *batch).item())
                 shortage.is_due = False
@@ -159,6 +167,11 @@ def train(
         "buffers": [value for each in model.buffers() for value in each.reshape(-1).tolist()],
         "drawn": torch.rand(3).tolist(),
     }
+
+
+def is_order_known(run: Run) -> bool:
+    """Return whether the ranks know the order of the exchanges of any kind of pass."""
+    return any(order.is_known for order in run._parts.splitter._agreement._order._orders.values())
 
 
 LAYOUTS = {
@@ -222,22 +235,64 @@ def test_step_is_repeated_after_any_allocation_of_an_exchange(layout: str, step:
     assert places * stride >= 8
 
 
-@given(
-    layout=st.sampled_from(["ddp", "ddp of three", "zero2", "fsdp"]),
-    place=st.sampled_from([*PLACES, "allocation"]),
-    at=st.integers(1, 4),
-    step=st.integers(0, 5),
-    ranks=st.frozensets(st.integers(0, 1), min_size=1),
-)
-@settings(max_examples=8, deadline=None, derandomize=True)
-def test_step_is_repeated_wherever_memory_runs_out(
-    layout: str, place: str, at: int, step: int, ranks: frozenset[int]
-) -> None:
+EXCHANGES = {"ddp": 1, "ddp of three": 1, "zero2": 6, "fsdp": 8, "hsdp": 8}
+"""Number of exchanges in a pass, at least."""
+
+
+@st.composite
+def shortages(draw: st.DrawFn) -> tuple[str, str, int, int, frozenset[int]]:
+    """Layout, place, number of that place, step and ranks of memory that runs out."""
+    layout = draw(st.sampled_from([*EXCHANGES]))
+    is_sharded = "ddp" not in layout
+    place = draw(st.sampled_from([*(SHARDED_PLACES if is_sharded else PLACES), "check"] + ["allocation"] * is_sharded))
+    most = EXCHANGES[layout] if place in ("check", "allocation") else PLACES[place]
+    ranks = draw(st.frozensets(st.integers(0, LAYOUTS[layout][0] - 1), min_size=1))
+    return layout, place, draw(st.integers(1, most)), draw(st.integers(0, 5)), ranks
+
+
+@given(shortages())
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_step_is_repeated_wherever_memory_runs_out(shortage: tuple[str, str, int, int, frozenset[int]]) -> None:
+    layout, place, at, step, ranks = shortage
     count, parallelism = LAYOUTS[layout]
     found = run_ranks(train, count, place, at, None, step, ranks, layout=parallelism.layout(count, count))
-    # None if a step has fewer of these places
     samples = found[0]["samples"]
+    assert samples is not None, "memory did not run out"
     assert found == run_ranks(train, count, place, at, samples, step, ranks, layout=parallelism.layout(count, count))
+
+
+def count_what_is_left(run: Run, step: int) -> tuple[int, int]:
+    """Return how many activations of the pass that failed there are, and how many of them are left when the step is
+    repeated."""
+    blocks = [Block(), Block()]
+    model = run.wrap(nn.Sequential(*blocks, nn.Linear(8, 1)), blocks=(Block,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    activations: list[weakref.ref[torch.Tensor]] = []
+    counts = []
+    blocks[0].register_forward_hook(lambda module, inputs, output: activations.append(weakref.ref(output)))
+    # on one rank in the forward pass, after which the others come to the end of theirs
+    shortage = blocks[1].shortage = Shortage(1)
+
+    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+        counts.append((len(activations), sum(each() is not None for each in activations)))
+        loss: torch.Tensor = model(inputs).square().mean()
+        return loss
+
+    for _ in range(step + 1):
+        activations.clear()
+        counts.clear()
+        shortage.is_due = run.step == step and run.is_main
+        run.gradients(loss_of, torch.ones(8, 8))
+        run.update(optimizer)
+    # before the first pass, and before both parts of the repeated one
+    assert len(counts) == 3
+    return counts[1]
+
+
+@pytest.mark.parametrize(("layout", "step"), [("one", AT), ("ddp", AT), ("fsdp", AT), ("fsdp", LEARNED)])
+def test_memory_of_the_failed_pass_is_released_on_all_ranks(layout: str, step: int) -> None:
+    count, parallelism = LAYOUTS[layout]
+    assert run_ranks(count_what_is_left, count, step, layout=parallelism.layout(count, count)) == [(1, 0)] * count
 
 
 def train_in_changing_order(run: Run, noted: Path) -> None:
@@ -265,8 +320,55 @@ def test_rank_whose_exchanges_are_not_those_of_earlier_steps_fails(tmp_path: Pat
     assert noted.read_text().startswith("CUDA out of memory")
 
 
+def train_with_changes(run: Run, change: str, samples: int | None) -> list[float]:
+    """Train a sharded model whose outermost module has no parameters, and let memory run out right after a change."""
+    torch.manual_seed(0)
+    blocks = [Block(), Block()]
+    blocks[0].requires_grad_(change != "unfrozen")
+    model = run.wrap(nn.Sequential(*blocks), blocks=(Block,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(run.rank))
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(part).square().mean()
+        return loss
+
+    def other_loss_of(part: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = blocks[1](part).square().mean() + blocks[0](part).mean()
+        return loss
+
+    for step in range(LEARNED + 3):
+        is_changed = step >= LEARNED + 1
+        if is_changed and samples is not None:
+            run._parts.size.limit = samples
+        if is_changed and change == "unfrozen":
+            blocks[0].requires_grad_()
+        # a part cannot be called before the whole was
+        if step and change in ("evaluation", "part evaluated"):
+            with torch.no_grad():
+                (model if change == "evaluation" else blocks[0])(inputs)
+        blocks[1].shortage = Shortage(1)
+        blocks[1].shortage.is_due = samples is None and step == LEARNED + 1 and run.is_main
+        assert samples is not None or step != LEARNED + 1 or is_order_known(run)
+        run.gradients(other_loss_of if is_changed and change == "other loss" else loss_of, inputs)
+        run.update(optimizer)
+    whole = [each.full_tensor() for each in model.parameters()]  # type: ignore[operator]
+    return [float(run._parts.size.limit or 0), *(value for each in whole for value in each.reshape(-1).tolist())]
+
+
+@pytest.mark.parametrize("change", ["evaluation", "part evaluated", "unfrozen", "other loss"])
+def test_memory_may_run_out_after_any_change(change: str) -> None:
+    layout = Parallelism("fsdp").layout(2, 2)
+    found = run_ranks(train_with_changes, 2, change, None, layout=layout)
+    assert found[0][0] == 4
+    assert found == run_ranks(train_with_changes, 2, change, 4, layout=layout)
+
+
+GROUP = Mock(size=lambda: 2)
+
+
 def exchange(sent: int) -> Exchange:
-    return Exchange(None, None, sent, 2 * sent, torch.float32, torch.device("cpu"), None)
+    return Exchange(None, GROUP, sent, 2 * sent, torch.float32, torch.device("cpu"), None)
 
 
 @pytest.mark.parametrize(
@@ -276,13 +378,16 @@ def exchange(sent: int) -> Exchange:
         ([[1], *[[1, 2]] * (LEARNED - 1)], True),
         ([[1, 2]] * (LEARNED - 1), False),
         ([*[[1, 2]] * (LEARNED - 1), [2, 1]], False),
-        ([*[[1, 2]] * (LEARNED - 1), [2, 1], *[[1, 2]] * (2 * LEARNED)], False),
+        # it is looked for anew, for twice as long
+        ([*[[1, 2]] * (LEARNED - 1), [2, 1], *[[1, 2]] * (2 * LEARNED - 1)], False),
+        ([*[[1, 2]] * (LEARNED - 1), [2, 1], *[[1, 2]] * (2 * LEARNED)], True),
         ([*[[1, 2]] * LEARNED, [2, 1]], False),
-        ([*[[1, 2]] * LEARNED, [2, 1], *[[1, 2]] * (2 * LEARNED)], False),
+        ([*[[1, 2]] * LEARNED, [2, 1], *[[1, 2]] * (2 * LEARNED - 2)], False),
+        ([*[[1, 2]] * LEARNED, [2, 1], *[[1, 2]] * (2 * LEARNED - 1)], True),
     ],
 )
 def test_order_of_exchanges_is_known_if_passes_are_alike(passes: list[list[int]], is_known: bool) -> None:
-    order = ExchangeOrder()
+    order = ExchangeOrder(2)
     for sizes in passes:
         order.begin_pass()
         for size in sizes:
@@ -292,12 +397,13 @@ def test_order_of_exchanges_is_known_if_passes_are_alike(passes: list[list[int]]
     assert not order.is_known(2)
 
 
-def test_order_of_exchanges_is_known_only_if_all_ranks_know_it() -> None:
-    order = ExchangeOrder()
+@pytest.mark.parametrize(("ranks", "others_know"), [(2, False), (4, True)])
+def test_order_of_exchanges_is_known_only_if_all_ranks_take_part_and_know_it(ranks: int, others_know: bool) -> None:
+    order = ExchangeOrder(ranks)
     for _ in range(LEARNED):
         order.begin_pass()
         order.note(exchange(1))
-        order.end_pass(1, lambda is_so: True)
+        order.end_pass(1, lambda is_so: is_so or not others_know)
     assert not order.is_known(1)
 
 
@@ -335,7 +441,7 @@ def test_gradients_equal_those_of_backward(ranks: int) -> None:
 
 
 def run_out(run: Run, kind: str) -> None:
-    model: Any = run.wrap(nn.Linear(4, 1))
+    model: Any = run.wrap(nn.Sequential(nn.Linear(4, 1)), blocks=(nn.Linear,))
     if kind == "hook of the job":
         model.register_comm_hook(None, allreduce_hook)
 
@@ -347,6 +453,11 @@ def run_out(run: Run, kind: str) -> None:
         mean: torch.Tensor = model(inputs).mean()
         return mean
 
+    if kind == "optimizer":
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_: Shortage.run_out())
+        run.gradients(lambda inputs: model(inputs).mean(), torch.ones(8, 4))
+        run.update(optimizer)
     if kind == "in a step":
         run.backward(model(torch.ones(8, 4)).mean())
     run.gradients(loss_of, torch.ones(1 if kind == "one sample" else 8, 4))
@@ -362,6 +473,8 @@ def run_out(run: Run, kind: str) -> None:
         ),
         (2, "until one sample is left", "UserError: out of memory with a single sample"),
         (1, "other error", "ValueError: a mistake of the job"),
+        # smaller parts would not help
+        (1, "optimizer", "OutOfMemoryError: CUDA out of memory"),
         # nothing could be repeated
         (1, "in a step", "OutOfMemoryError: CUDA out of memory"),
         (2, "hook of the job", "OutOfMemoryError: CUDA out of memory"),
@@ -369,6 +482,34 @@ def run_out(run: Run, kind: str) -> None:
 )
 def test_what_cannot_be_repeated_is_an_error(ranks: int, kind: str, error: str) -> None:
     assert run_ranks(run_out, ranks, kind, may_fail=True)[0].startswith(error)
+
+
+def test_advice_for_a_single_sample_fits_the_strategy() -> None:
+    layout = Parallelism("fsdp").layout(2, 2)
+    answer = run_ranks(run_out, 2, "one sample", may_fail=True, layout=layout)[0]
+    assert answer.startswith(
+        "UserError: out of memory with a single sample: use run.wrap(recompute=True, offload=True)"
+    )
+
+
+def test_size_of_another_device_or_layout_is_not_used(tmp_path: Path) -> None:
+    def found(layout: Parallelism, device: str = "cpu") -> FoundSize:
+        return FoundSize(MicroBatchSize(), layout.layout(2, 2), torch.device(device), RunFolder(tmp_path), 1, 0)
+
+    first = found(Parallelism())
+    first._size.current = 8
+    first.halve()
+    state = first.state_dict()
+    assert state is not None
+    for layout, device, limit in (
+        (Parallelism(), "cpu", 4),
+        (Parallelism("fsdp"), "cpu", None),
+        (Parallelism(precision="bf16"), "cpu", None),
+        (Parallelism(), "meta", None),
+    ):
+        other = found(layout, device)
+        other.load_state_dict(state)
+        assert other._size.limit == limit
 
 
 def train_and_stop(run: Run, stop: bool) -> dict[str, Any]:
@@ -417,7 +558,7 @@ def test_ranks_stop_telling_each_other_if_it_takes_too_long(seconds: float, is_q
         return is_so
 
     agreed = agreement.Agreement(any_rank, MicroBatchSize())
-    with agreed.during_pass():
+    with agreed.during_pass(kind=None):
         for _ in range(agreement.SETTLED_AFTER):
             assert not agreed.is_quiet
             agreed.check()

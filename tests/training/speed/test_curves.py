@@ -7,11 +7,12 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from mgpu_slurm.core.files import read_json, read_jsonl
 from mgpu_slurm.reports import status
@@ -23,6 +24,7 @@ from mgpu_slurm.training.run import Run
 from mgpu_slurm.training.speed import gauges
 from mgpu_slurm.training.speed.curves import Stragglers, curves
 from mgpu_slurm.training.speed.gauges import Gauges
+from mgpu_slurm.training.speed.gpu_sampler import GpuSample, GpuSampler
 from tests.ranks import run_ranks
 
 USUAL = Interval(seconds=10.0, steps=100, samples=3200, waited=0.2, forward=3.0, backward=6.0)
@@ -170,6 +172,25 @@ class TestGauges:
         assert (found.steps, found.samples, found.forward, found.backward) == (1, 8, 303.0, 3.0)
 
 
+class Sampler:
+    """Has always seen the same."""
+
+    def take(self) -> GpuSample:
+        return GpuSample(utilization=0.5, power=300.0, memory=2.0 * 2**30)
+
+
+def test_use_of_gpus_is_among_the_curves() -> None:
+    measured: Any = Gauges(torch.device("cpu"), cast(GpuSampler, Sampler()))
+    measured.fetched(time.perf_counter(), 8, {})
+    measured.step_done()
+    found = curves([measured.take()], Layout())
+    assert {name: value for name, value in found.items() if name.startswith("gpu/")} == {
+        "gpu/utilization": 0.5,
+        "gpu/power_watts": 300.0,
+        "gpu/memory_gib": 2.0,
+    }
+
+
 class Event:
     """An event of a GPU that takes a second for each of what it is told, after all that came before."""
 
@@ -290,3 +311,21 @@ def test_real_training_shows_its_curves_and_names_the_slow_rank(tmp_path: Path) 
     assert re.fullmatch(
         r"speed     [\d.]+ m?s a step  [\d,.]+ samples/s  waits for data \d+%  for other ranks \d+%", line
     )
+
+
+def train_in_parts(run: Run) -> None:
+    model = run.wrap(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run._parts.size.limit = 2
+    for (inputs,) in run.loader(TensorDataset(torch.ones(8, 8)), batch_size=8):
+        run.gradients(lambda part: model(part).square().mean(), inputs)
+        run.update(optimizer)
+    run.report(1, loss=0.5)
+    run.close()
+
+
+def test_size_of_micro_batches_is_among_the_curves(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    run_ranks(train_in_parts, 1, folder=tmp_path)
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert line["curves"]["memory/micro_batch"] == 2.0
