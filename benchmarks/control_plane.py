@@ -225,6 +225,7 @@ _ABOUT = (
 _NOTES = [
     "All processes share this machine's cores, and no message crosses a network: wall times and the time of an exchange"
     " are those of many processes on few cores. CPU times are what a larger machine would need as well.",
-    "A connection to torch's store asks the name server for the name of the other end. That of this machine leaves some"
-    " of many requests unanswered, and the resolver asks again after 5 s: wall times of 5 s and more consist of that.",
+    "A connection to torch's store asks the name server for the name of the other end. The name server of this machine"
+    " leaves some requests unanswered when there are many, and the resolver asks again after 5 s: wall times of 5 s and"
+    " more consist of that.",
 ]

@@ -91,8 +91,7 @@ _ABOUT = (
     " images of 64 x 64 pixels, the transformer four layers of width 128 over 32 tokens, the tiny model three layers of"
     " width 16; batches are of 8, 16 and 8 samples per rank."
     f" Blocks have {MODELS['ResNet-18']['steps']}, {MODELS['transformer']['steps']} and {TINY['steps']} steps. The"
-    " parts of a step are timed in two such loops on one rank, without DDP: what `run` adds to each. Both"
-    " read the clock."
+    " parts of a step are timed in two such loops on one rank, without DDP: what `run` adds to each."
 )
 _NOTES = [
     "`run.wrap` sets `gradient_as_bucket_view=True`, which spares a copy of the gradients, and"

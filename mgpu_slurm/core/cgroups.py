@@ -18,7 +18,7 @@ def cpu_quota() -> float | None:
     for no limit."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return None
     return min((quota for line in lines for folder in _folders(line) for quota in _quotas(folder)), default=None)
 
@@ -33,7 +33,8 @@ def _folders(line: str) -> Iterator[Path]:
     if not controllers:
         roots = [ROOT, ROOT / "unified"]
     elif "cpu" in controllers.split(","):
-        roots = [ROOT / controllers]
+        # some distributions name the folder in another order
+        roots = [ROOT / "cpu", ROOT / controllers]
     else:
         return
     for root in roots:

@@ -241,8 +241,13 @@ def thread_count() -> int:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use, which may be less than the machine has. A quota of CPU time
-    is rounded up."""
-    visible = len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use, which may be less than the machine has."""
+    return min(len(os.sched_getaffinity(0)), cores_of_machine())
+
+
+def cores_of_machine() -> int:
+    """Return the number of cores that all processes of a job on this machine may use: a quota of CPU time, rounded up,
+    leaves fewer of them."""
     quota = cgroups.cpu_quota()
-    return visible if quota is None else min(visible, math.ceil(quota))
+    count = os.cpu_count() or 1
+    return count if quota is None else min(count, math.ceil(quota))

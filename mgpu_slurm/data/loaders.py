@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -226,9 +225,11 @@ class RunOfLoader:
     """Called with each batch of a stream."""
     places: LoaderPlaces
     batch_weights: BatchWeights
-    fetched: Callable[[float, int, bool, int, Any], None]
-    """Called with each batch of a training loop: when it was asked for, the loader's number of workers, whether it
-    reads a stream, this rank's number of samples, the batch."""
+    fetch_begins: Callable[[], Any]
+    """Called when a batch is asked for."""
+    fetched: Callable[[Any, int, bool, int, Any], None]
+    """Called with each batch of a training loop: what `fetch_begins` returned, the loader's number of workers, whether
+    it reads a stream, this rank's number of samples, the batch."""
 
 
 def make_loader(
@@ -345,7 +346,7 @@ class Loader:
         before = place.batch
         place.come_to(number)
         self._run.at_boundary(self, place)
-        begun = time.perf_counter()
+        fetch = self._run.fetch_begins()
         try:
             share, batch = self._source.take(batches, number)
         except Over:
@@ -355,7 +356,7 @@ class Loader:
             raise _in_other_order(self._source.name)
         if torch.is_grad_enabled():
             is_stream = isinstance(self._source, Streamed)
-            self._run.fetched(begun, self._source.workers, is_stream, share.count, batch)
+            self._run.fetched(fetch, self._source.workers, is_stream, share.count, batch)
         return self._run.batch_weights.hand_out(passing, share, batch)
 
     def _warn_of_evaluation(self) -> None:

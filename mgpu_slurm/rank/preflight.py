@@ -16,7 +16,7 @@ from mgpu_slurm.core import interpreter, log_lines
 from mgpu_slurm.core.files import append_jsonl, read_json
 from mgpu_slurm.core.formatting import counted
 from mgpu_slurm.core.hostlist import ranges
-from mgpu_slurm.core.processes import cores
+from mgpu_slurm.core.processes import cores, cores_of_machine
 from mgpu_slurm.request.spec import SETUP_FAILED_VARIABLE
 from mgpu_slurm.run_folder.layout import RunFolder
 
@@ -54,7 +54,7 @@ def warnings_at_start(spec: Spec, folder: RunFolder, facts: RankInfo) -> list[st
     asked = spec.resources.cpus_per_task
     if asked is not None:
         ranks = facts.world_size if spec.nodes_are_simulated else facts.local_world_size
-        found.append(cores_warning(asked, ranks, cores(), os.cpu_count() or 1))
+        found.append(cores_warning(asked, ranks, cores(), cores_of_machine()))
     return [warning for warning in found if warning is not None]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_slurm.core.errors import UserError
 from mgpu_slurm.core.hostlist import expand, expand_counts
-from mgpu_slurm.core.processes import cores
+from mgpu_slurm.core.processes import cores, cores_of_machine
 from mgpu_slurm.request.spec import (
     Spec,
 )
@@ -207,4 +207,4 @@ def own_cores(facts: RankInfo, environ: Mapping[str, str] = os.environ) -> int:
 
 def most_cores(facts: RankInfo) -> int:
     """Return the number of cores that each rank of this machine could have."""
-    return max(1, (os.cpu_count() or 1) // facts.local_world_size)
+    return max(1, cores_of_machine() // facts.local_world_size)

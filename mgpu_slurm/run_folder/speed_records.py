@@ -23,7 +23,7 @@ class Interval:
     tokens: float = 0.0
     """Number of integers in the first tensor of each batch, if that has two dimensions."""
     waited: float = 0.0
-    """Seconds for batches of the loader."""
+    """Seconds for batches of the loader, in which a GPU had nothing to do."""
     forward: float = 0.0
     """Seconds from each batch, or backward pass, to the next backward pass."""
     backward: float = 0.0

@@ -239,7 +239,7 @@ class Run:
         as with `--tensor`, the next attempt begins with it. The size is kept in checkpoints.
 
         Args:
-            loss_of: returns the mean loss of a part of the batch.
+            loss_of: returns the mean loss of a part of the batch; called again if the step is repeated.
             batch: tensors and nests of them, as for `accumulate`; `loss_of` gets the same arguments.
 
         Raises:

@@ -73,6 +73,7 @@ class RunData:
             step=lambda: position.step,
             places=position.loaders,
             batch_weights=batch_weights,
+            fetch_begins=instruments.gauges.fetch_begins,
             fetched=instruments.fetched,
         )
         self._run_of_shard = RunOfShard(

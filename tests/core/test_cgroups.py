@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_slurm.core import cgroups
-from mgpu_slurm.core.processes import cores
+from mgpu_slurm.core.processes import cores, cores_of_machine
 
 V2 = "0::/job/step\n"
 V1 = "3:cpuset:/job\n2:cpu,cpuacct:/job/step\n"
@@ -37,6 +37,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("0::/../../other\n", {"cpu.max": "150000 100000\n"}, 1.5),
         (V1, {"cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n"}, None),
         (V1, {"cpu,cpuacct/job/cpu.cfs_quota_us": "250000\n", "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n"}, 2.5),
+        (V1, {"cpu/job/cpu.cfs_quota_us": "250000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 2.5),
         (V1, {"cpuset/job/cpu.cfs_quota_us": "250000\n", "cpuset/job/cpu.cfs_period_us": "100000\n"}, None),
     ],
 )
@@ -57,9 +58,9 @@ def test_process_without_control_groups_has_no_quota() -> None:
 def test_part_of_a_core_counts_as_one(root: Path) -> None:
     (root / "membership").write_text(V2)
     (root / "cpu.max").write_text("50000 100000\n")
-    assert cores() == 1
+    assert (cores(), cores_of_machine()) == (1, 1)
     (root / "cpu.max").write_text("100000000 100000\n")
-    assert cores() == len(os.sched_getaffinity(0))
+    assert (cores(), cores_of_machine()) == (len(os.sched_getaffinity(0)), os.cpu_count())
 
 
 @pytest.fixture

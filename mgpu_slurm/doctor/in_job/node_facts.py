@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_slurm.core.processes import cores
+from mgpu_slurm.core.processes import cores, cores_of_machine
 from mgpu_slurm.doctor import check_results
 from mgpu_slurm.doctor.check_results import Finding
 from mgpu_slurm.doctor.in_job.team import Answer, Place, Team, alike, names, who
@@ -81,7 +81,7 @@ class Cores:
 def measure_cores(team: Team, place: Place) -> Any:
     ranks = team.size if place.is_one_machine else sum(other.node == team.me.node for other in team.members)
     asked = place.spec.resources.cpus_per_task
-    return asdict(Cores(asked, usable=cores(), on_machine=os.cpu_count() or 1, ranks=ranks))
+    return asdict(Cores(asked, usable=cores(), on_machine=cores_of_machine(), ranks=ranks))
 
 
 def judge_cores(answers: list[Answer]) -> list[Finding]:

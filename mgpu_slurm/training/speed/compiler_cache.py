@@ -27,7 +27,10 @@ ROOM = 64 << 20
 
 @contextmanager
 def in_use() -> Iterator[str | None]:
-    """Set the folder in the environment of this process, unless it is set; yield a warning if it will not be kept."""
+    """Set the folder in the environment of this process, unless it is set; yield a warning if it will not be kept.
+
+    One that is not kept is deleted at the end of the block, but not where a command replaces this process in it.
+    """
     # else one process for each core of the node, in each rank
     os.environ.setdefault(THREADS_VARIABLE, os.environ["OMP_NUM_THREADS"].split(",")[0])
     with ExitStack() as undo:
@@ -38,6 +41,7 @@ def in_use() -> Iterator[str | None]:
                 warning = f"{folder} {problem}: compiled code is kept for this attempt only"
                 own = tempfile.TemporaryDirectory(prefix="mgpu_slurm-", ignore_cleanup_errors=True)
                 folder = Path(undo.enter_context(own))
+                undo.callback(os.environ.pop, CACHE_VARIABLE, None)
             os.environ[CACHE_VARIABLE] = str(folder)
             os.environ.setdefault(TRITON_VARIABLE, str(folder / "triton"))
         yield warning

@@ -9,10 +9,8 @@ import torch
 
 from mgpu_slurm.data.nests import children_of
 from mgpu_slurm.run_folder.speed_records import Interval
+from mgpu_slurm.training.speed.data_waits import MOST_EVENTS, DataWaits, Fetch, event
 from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
-
-MOST_EVENTS = 256
-"""Number of passes of each kind that are timed on a GPU between two reports."""
 
 
 class Gauges:
@@ -34,30 +32,30 @@ class Gauges:
         """When the step before ended; None if the time since then belongs to no step."""
         self._last: Any = None
         """The end of the pass, or of the fetch, before."""
-        self._done: Any = None
-        """A mark after everything that a GPU was told before the next batch; None if that is not known."""
-        self._waits = _Waits(device)
+        self._waits = DataWaits(device)
         self._forward = _Passes(device)
         self._backward = _Passes(device)
         self._row = _Row(device)
 
-    def fetched(self, begun: float, count: int, batch: Any) -> None:
-        """Record that a loop over a loader got a batch.
+    def fetch_begins(self) -> Fetch:
+        """Record that a loop over a loader asks for a batch."""
+        return self._waits.begin()
+
+    def fetched(self, fetch: Fetch, count: int, batch: Any) -> None:
+        """Record that it got the batch.
 
         Args:
-            begun: when it asked for it, by `time.perf_counter`.
             count: number of samples that this rank has of it.
         """
         if self._begun is None:
             # on a GPU, the time of a step passes where the job reads its loss
-            self._begun = begun if self._ended is None else self._ended
+            self._begun = fetch.begun if self._ended is None else self._ended
             self._row.begin()
-        waited = time.perf_counter() - begun
+        self._waits.end(fetch)
         self._now.samples += count
         self.samples_of_step += count
         self._now.tokens += _tokens_in(batch)
         self._last = self._forward.mark()
-        self._waits.add(waited, self._done, self._last)
 
     def backward_begins(self) -> None:
         """Record the end of a forward pass."""
@@ -70,7 +68,6 @@ class Gauges:
         """Record the end of a backward pass."""
         begun, self._last = self._last, self._backward.mark()
         self._backward.add(begun, self._last)
-        self._done = self._last
 
     def step_done(self) -> None:
         """Record the end of a step."""
@@ -80,13 +77,13 @@ class Gauges:
         if begun is not None:
             self._now.seconds += now - begun
             self._now.steps += 1
-            self._done = self._row.step_done(now - begun)
+            self._row.step_done(now - begun)
         self._begun, self._last, self._ended, self.samples_of_step = None, None, now, 0
 
     def evaluates(self) -> None:
         """Record that the time since the last step belongs to an evaluation, or a report."""
         self._now.seconds += self._row.end()
-        self._ended = self._done = None
+        self._ended = None
 
     def take(self) -> Interval:
         """Return what was measured since the last call."""
@@ -115,15 +112,14 @@ class _Row:
     def begin(self) -> None:
         """Record the beginning of a step."""
         if self._is_gpu and self._begun is None:
-            self._begun = _event()
+            self._begun = event()
 
-    def step_done(self, seconds: float) -> Any:
-        """Record the end of a step, and how long it took; return a mark of it on a GPU."""
+    def step_done(self, seconds: float) -> None:
+        """Record the end of a step, and how long it took."""
         if self._is_gpu:
             self.begin()
-            self._ended = _event()
+            self._ended = event()
             self._seconds += seconds
-        return self._ended
 
     def end(self) -> float:
         """Return how many seconds the GPU took longer than was recorded; waits for the GPU."""
@@ -133,49 +129,6 @@ class _Row:
             return 0.0
         ended.synchronize()
         return max(0.0, float(begun.elapsed_time(ended)) / 1e3 - seconds)
-
-
-def _event() -> Any:
-    """Return an event of this moment on the GPU."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-class _Waits:
-    """Adds up how long a device has nothing to do while its rank waits for batches."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._waits: list[tuple[float, Any, Any]] = []
-        self._count = 0
-
-    def add(self, seconds: float, done: Any, came: Any) -> None:
-        """Add a wait of the rank.
-
-        Args:
-            done: mark after what the device was told before; None if it had nothing to do.
-            came: mark after the batch came.
-        """
-        if not self._is_gpu or done is None:
-            self._seconds += seconds
-            return
-        self._count += 1
-        if _UNTIMED not in (done, came):
-            self._waits.append((seconds, done, came))
-
-    def take(self) -> float:
-        """Return the seconds since the last call; waits for the GPU."""
-        taken, self._seconds = self._seconds, 0.0
-        if self._waits:
-            self._waits[-1][2].synchronize()
-            timed = sum(min(seconds, done.elapsed_time(came) / 1e3) for seconds, done, came in self._waits)
-            # if there were too many, the others took as long
-            taken += timed / len(self._waits) * self._count
-        self._waits.clear()
-        self._count = 0
-        return taken
 
 
 _UNTIMED = object()
@@ -195,7 +148,7 @@ class _Passes:
         """Return a mark of this moment."""
         if not self._is_gpu:
             return time.perf_counter()
-        return _UNTIMED if len(self._events) >= MOST_EVENTS else _event()
+        return _UNTIMED if len(self._events) >= MOST_EVENTS else event()
 
     def add(self, begun: Any, ended: Any) -> None:
         """Add the time between two marks."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 import torch
 
+from mgpu_slurm.training.speed.data_waits import DataWaits, Fetch
 from mgpu_slurm.training.speed.worker_choice import AUTO, MOST_WORKERS
 
 FIRST_STEPS = 10
@@ -57,68 +57,35 @@ class InputAdvice:
         self._cores, self._most_cores = cores, most_cores
         self._steps = 0
         self._begun = 0.0
-        self._waits: list[tuple[float, Any, Any]] = []
-        """Of each step: how long it waited, and marks on the GPU at the end of the step before and at its last
-        batch."""
-        self._waited = 0.0
-        self._ended: Any = None
-        self._came: Any = None
+        self._waits = DataWaits(device)
         self._longest, self._workers, self._is_stream = 0.0, 0, False
         """The longest wait for a batch, and the number of workers of that loader, and whether it reads a stream."""
 
-    @property
-    def _is_measuring(self) -> bool:
-        return FIRST_STEPS <= self._steps < FIRST_STEPS + STEPS
-
-    def fetched(self, begun: float, workers: int, is_stream: bool) -> None:
+    def fetched(self, fetch: Fetch, workers: int, is_stream: bool) -> None:
         """Record that a training loop got a batch.
 
         Args:
-            begun: when it asked for it, by `time.perf_counter`.
             workers: number of workers of the loader.
             is_stream: whether each of them reads the whole dataset.
         """
-        # between two batches of a step, a GPU computes
-        if not self._is_measuring or self._came is not None:
+        if not FIRST_STEPS <= self._steps < FIRST_STEPS + STEPS:
             return
-        waited = time.perf_counter() - begun
-        self._waited += waited
-        self._came = self._mark()
+        self._waits.end(fetch)
+        waited = time.perf_counter() - fetch.begun
         if waited > self._longest:
             self._longest, self._workers, self._is_stream = waited, workers, is_stream
 
     def step_done(self) -> str | None:
         """Record the end of a step; return the advice after the last one that is measured, if it waits for long."""
-        if self._is_measuring:
-            self._waits.append((self._waited, self._ended, self._came))
         self._steps += 1
         if self._steps == FIRST_STEPS:
             self._begun = time.perf_counter()
-        if self._is_measuring:
-            self._waited, self._ended, self._came = 0.0, self._mark(), None
         return self._advice() if self._steps == FIRST_STEPS + STEPS else None
 
     def _advice(self) -> str | None:
         seconds = time.perf_counter() - self._begun
-        waited = self._seconds_waited()
-        self._waits.clear()
+        waited = self._waits.take()
         if waited < max(LEAST_SHARE * seconds, LEAST_SECONDS * STEPS):
             return None
         has_gpu = self._device.type == "cuda"
         return advice(waited / seconds, self._workers, self._cores, self._most_cores, has_gpu, self._is_stream)
-
-    def _seconds_waited(self) -> float:
-        """Return how long the device waited for batches; a GPU may have been computing meanwhile."""
-        if self._device.type != "cuda":
-            return sum(waited for waited, _, _ in self._waits)
-        torch.cuda.synchronize(self._device)
-        seen = [(waited, ended, came) for waited, ended, came in self._waits if came is not None]
-        return sum(min(waited, float(ended.elapsed_time(came)) / 1e3) for waited, ended, came in seen)
-
-    def _mark(self) -> Any:
-        """Return an event of this moment on a GPU."""
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event

@@ -13,6 +13,7 @@ from mgpu_slurm.request.parallelism import Layout
 from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.speed_records import Interval
 from mgpu_slurm.training.speed.curves import Stragglers, curves
+from mgpu_slurm.training.speed.data_waits import Fetch
 from mgpu_slurm.training.speed.flops import FlopCount
 from mgpu_slurm.training.speed.gauges import Gauges
 from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
@@ -52,11 +53,11 @@ class Instruments:
         cores, most = rank_info.own_cores(facts), rank_info.most_cores(facts)
         self._input_advice = InputAdvice(device, cores, most) if is_first else None
 
-    def fetched(self, begun: float, workers: int, is_stream: bool, count: int, batch: object) -> None:
+    def fetched(self, fetch: Fetch, workers: int, is_stream: bool, count: int, batch: object) -> None:
         """Record that a training loop got a batch; see `Gauges.fetched` and `InputAdvice.fetched`."""
-        self.gauges.fetched(begun, count, batch)
+        self.gauges.fetched(fetch, count, batch)
         if self._input_advice is not None:
-            self._input_advice.fetched(begun, workers, is_stream)
+            self._input_advice.fetched(fetch, workers, is_stream)
         if self._profiling is not None:
             self._profiling.fetched(self._step())
 

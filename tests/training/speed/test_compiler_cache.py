@@ -89,3 +89,4 @@ def test_folder_that_is_not_safe_is_not_used(
         assert used.parent == tmp_path / "temporary"
         assert stat.S_IMODE(used.stat().st_mode) == 0o700
     assert not used.exists()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in environ

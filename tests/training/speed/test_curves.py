@@ -21,7 +21,7 @@ from mgpu_slurm.run_folder.layout import RunFolder
 from mgpu_slurm.run_folder.speed_records import Interval
 from mgpu_slurm.training import reporting
 from mgpu_slurm.training.run import Run
-from mgpu_slurm.training.speed import gauges
+from mgpu_slurm.training.speed import data_waits, gauges
 from mgpu_slurm.training.speed.curves import Stragglers, curves
 from mgpu_slurm.training.speed.gauges import Gauges
 from mgpu_slurm.training.speed.gpu_sampler import GpuSample, GpuSampler
@@ -127,9 +127,9 @@ class TestGauges:
     def test_time_of_a_step_is_divided(self, clock: list[float]) -> None:
         measured = Gauges(torch.device("cpu"))
         for _ in range(2):
-            begun = gauges.time.perf_counter()
+            fetch = measured.fetch_begins()
             clock[0] += 10
-            measured.fetched(begun, 8, (torch.zeros(8, 16, dtype=torch.long), torch.zeros(8)))
+            measured.fetched(fetch, 8, (torch.zeros(8, 16, dtype=torch.long), torch.zeros(8)))
             clock[0] += 100
             measured.backward_begins()
             clock[0] += 1000
@@ -146,7 +146,7 @@ class TestGauges:
 
         def step(before: float) -> None:
             clock[0] += before
-            measured.fetched(gauges.time.perf_counter(), 8, {})
+            measured.fetched(measured.fetch_begins(), 8, {})
             measured.step_done()
 
         step(before=100)
@@ -162,7 +162,7 @@ class TestGauges:
 
     def test_micro_batches_of_a_step_add_up(self, clock: list[float]) -> None:
         measured = Gauges(torch.device("cpu"))
-        measured.fetched(gauges.time.perf_counter(), 8, {})
+        measured.fetched(measured.fetch_begins(), 8, {})
         for _ in range(3):
             clock[0] += 100
             measured.backward_begins()
@@ -181,7 +181,7 @@ class Sampler:
 
 def test_use_of_gpus_is_among_the_curves() -> None:
     measured: Any = Gauges(torch.device("cpu"), cast(GpuSampler, Sampler()))
-    measured.fetched(time.perf_counter(), 8, {})
+    measured.fetched(measured.fetch_begins(), 8, {})
     measured.step_done()
     found = curves([measured.take()], Layout())
     assert {name: value for name, value in found.items() if name.startswith("gpu/")} == {
@@ -221,7 +221,7 @@ class TestGaugesOfGpu:
 
     @staticmethod
     def step(measured: Gauges) -> None:
-        measured.fetched(0.0, 8, {})
+        measured.fetched(measured.fetch_begins(), 8, {})
         Event.told += 1
         measured.backward_begins()
         Event.told += 2
@@ -239,20 +239,21 @@ class TestGaugesOfGpu:
         found = measured.take()
         assert (found.seconds, found.steps, found.forward, found.backward) == (16.0, 4, 4.0, 8.0)
 
-    @pytest.mark.parametrize(("lag", "waited"), [(0, 0.0), (3, 3.0), (8, 5.0)])
+    @pytest.mark.parametrize(("idle", "waited"), [(0, 0.0), (3, 3.0), (8, 5.0)])
     def test_gpu_that_computes_does_not_wait_for_data(
-        self, measured: Gauges, monkeypatch: pytest.MonkeyPatch, lag: int, waited: float
+        self, measured: Gauges, monkeypatch: pytest.MonkeyPatch, idle: int, waited: float
     ) -> None:
         """
         Args:
-            lag: for how long it has nothing to do while its rank waits for 5 s.
+            idle: seconds in which it has nothing to do between all that it was told before and the batch.
         """
-        self.step(measured)
-        monkeypatch.setattr(gauges.time, "perf_counter", lambda: 5.0)
-        Event.told += lag
-        self.step(measured)
-        # nothing is known of what came before the first batch
-        assert measured.take().waited == waited
+        for _ in range(2 * data_waits.MOST_EVENTS):
+            fetch = measured.fetch_begins()
+            monkeypatch.setattr(gauges.time, "perf_counter", lambda begun=fetch.begun: begun + 5.0)
+            Event.told += idle
+            measured.fetched(fetch, 8, {})
+            measured.step_done()
+        assert measured.take().waited == pytest.approx(2 * data_waits.MOST_EVENTS * waited)
 
     def test_passes_beyond_the_largest_number_of_events_take_as_long_as_the_others(self, measured: Gauges) -> None:
         steps = gauges.MOST_EVENTS + 50

@@ -61,9 +61,9 @@ class Clock:
         monkeypatch.setattr(input_advice.time, "perf_counter", lambda: self.now)
 
     def step(self, measured: InputAdvice, wait: float, compute: float) -> str | None:
-        begun = self.now
+        fetch = measured._waits.begin()
         self.now += wait
-        measured.fetched(begun, 0, False)
+        measured.fetched(fetch, 0, False)
         self.now += compute
         return measured.step_done()
 
@@ -99,10 +99,18 @@ def test_fast_loader_gets_no_advice(clock: Clock, wait: float, compute: float) -
 
 
 class Event:
-    """A mark on a GPU that has finished what it was given when the rank asked for the next batch, or later."""
+    """An event of a GPU that needs a while longer for what it was told than its rank."""
 
     def __init__(self, clock: Clock, lag: float) -> None:
-        self.at = clock.now + lag
+        self._clock, self._lag = clock, lag
+        self.at = 0.0
+
+    def record(self) -> None:
+        # it has nothing to do for the rest of the wait
+        self.at = self._clock.now + self._lag
+        self._lag = 0.0
+
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, later: Event) -> float:
         return 1e3 * max(0.0, later.at - self.at)
@@ -112,14 +120,13 @@ class Event:
     ("lag", "said"), [(0.0, "the GPU waits 30% of"), (0.015, "the GPU waits 15% of"), (0.05, None)]
 )
 def test_busy_gpu_does_not_wait(clock: Clock, monkeypatch: pytest.MonkeyPatch, lag: float, said: str | None) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    measured = InputAdvice(torch.device("cuda", 0), cores=8, most_cores=8)
-    # what the GPU was given before the end of a step takes it a while longer
     lags: list[float] = []
-    monkeypatch.setattr(measured, "_mark", lambda: Event(clock, lags.pop()))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(clock, lags.pop()))
+    measured = InputAdvice(torch.device("cuda", 0), cores=8, most_cores=8)
     sentence = None
     for _ in range(FIRST_STEPS + STEPS):
-        lags[:] = [lag, 0.0]
+        # before and after the wait
+        lags[:] = [0.0, lag]
         sentence = clock.step(measured, 0.03, 0.07) or sentence
     assert sentence is None if said is None else (sentence or "").startswith(said)
 
