@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mgpu_slurm.core.files import read_json, write_json
+from mgpu_slurm.request.spec import read_spec
+from mgpu_slurm.run_folder.layout import RunFolder
 from tests.support import Project
 
 TRAIN = """
@@ -109,10 +112,17 @@ def test_job_that_splits_its_batches_is_told_the_size_that_fits(training: Projec
 def test_memory_of_gpus_is_that_of_the_newest_run_there(training: Project) -> None:
     facts = fit(training)
     assert (facts["gpu_memory"], facts["fits"]) == (None, None)
-    folder, _ = training.run("train.py")
-    write_json(folder / "state.json", read_json(folder / "state.json") | {"gpu": "H100", "gpu_memory": 80 << 30})
+    folders = []
+    # the newest is one of another partition, and the oldest had another GPU
+    for gpu, memory in (("A100", 40 << 30), ("H100", 80 << 30), ("L4", 24 << 30)):
+        folder, _ = training.run("--", "true")
+        write_json(folder / "state.json", read_json(folder / "state.json") | {"gpu": gpu, "gpu_memory": memory})
+        folders.append(folder)
+    other = RunFolder(folders[-1])
+    spec = read_spec(other)
+    replace(spec, resources=replace(spec.resources, partition="other")).write(other)
     done = training.call("submit", "train.py", "--executor", "local", "--dry-run", "--fit")
-    assert f"gpu       80.0 GiB (H100 in run {folder.name}): fits" in done.stdout
+    assert f"gpu       80.0 GiB (H100 in run {folders[1].name}): fits" in done.stdout
 
 
 @pytest.mark.parametrize(
