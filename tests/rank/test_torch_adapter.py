@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as recorders
 from torch._dynamo import eval_frame
 from torch._inductor import codecache
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
@@ -49,6 +49,8 @@ NAMES: list[tuple[Any, tuple[str, ...]]] = [
     (torch._C, ("_get_dispatch_mode",)),
     (FSDPModule, ("_get_fsdp_state",)),
     (_fsdp_state.FSDPState, ("_lazy_init",)),
+    (inspect.getsource(_fsdp_state.FSDPState), ("_fsdp_param_groups",)),
+    (inspect.getsource(_fsdp_param_group.FSDPParamGroup), ("_all_reduce_hook",)),
     (DataLoader, ("_get_iterator",)),
     (inspect.getsource(DistributedDataParallel), ("_check_reducer_finalized", "_comm_hooks", "_join_config")),
     (eval_frame, ("OptimizedModule",)),

@@ -364,6 +364,34 @@ def test_memory_may_run_out_after_any_change(change: str) -> None:
     assert found == run_ranks(train_with_changes, 2, change, 4, layout=layout)
 
 
+def exchanges_in_other_ways(run: Run, kind: str) -> bool:
+    model: Any = run.wrap(nn.Sequential(Block(), nn.Linear(8, 1)), blocks=(Block,))
+    if kind == "hook of the job":
+        model.set_all_reduce_hook(lambda gradients: None)
+    if kind == "parameter of its own":
+        model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    for root in sharded_exchanges.roots_of(model):
+        sharded_exchanges.begin_anew(root)
+    return sharded_exchanges.has_other_exchanges(model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "expected"),
+    [
+        ("fsdp", "none", False),
+        ("zero2", "none", False),
+        ("hsdp", "none", True),
+        ("ddp", "none", True),
+        ("fsdp", "hook of the job", True),
+        ("fsdp", "parameter of its own", True),
+    ],
+)
+def test_order_is_learned_only_if_all_exchanges_are_known(layout: str, kind: str, expected: bool) -> None:
+    count, parallelism = LAYOUTS[layout]
+    found = run_ranks(exchanges_in_other_ways, count, kind, layout=parallelism.layout(count, count))
+    assert found == [expected] * count
+
+
 GROUP = Mock(size=lambda: 2)
 
 
