@@ -21,9 +21,9 @@ _LOOPS = {
     "waiting": "`run`, batches from main memory, copied when they are needed",
 }
 _GPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "bf16": (("--precision", "bf16"), ()),
-    "fp8": (("--precision", "fp8"), ()),
-    "bf16, AdamW in 8 bits": (("--precision", "bf16"), ("optimizer=adamw8bit",)),
+    "bf16": (("--precision", "bf16", "--compile"), ()),
+    "fp8": (("--precision", "fp8", "--compile"), ()),
+    "bf16, AdamW in 8 bits": (("--precision", "bf16", "--compile"), ("optimizer=adamw8bit",)),
 }
 """Options and config of a run, by what they are."""
 
@@ -79,5 +79,6 @@ _ABOUT = (
     " process, block by block of 20 steps: `run.wrap`, `run.backward` and `run.update` under `--precision bf16"
     " --compile`, also with images in pinned main memory; a bare loop (`torch.autocast`, `model.compile()`, SGD); and"
     " Lightning Fabric with `bf16-mixed` and the same compiled model. GPT with 1.4 billion parameters, 28 blocks of"
-    " width 2048, batches of 4 x 1,024 tokens, AdamW: 100 steps after 5 of warm-up, once."
+    " width 2048, batches of 4 x 1,024 tokens, AdamW, compiled by block: 100 steps after 5 of"
+    " warm-up, once."
 )

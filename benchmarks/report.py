@@ -11,6 +11,7 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from tabulate import tabulate
 
 from benchmarks.measure import Estimate
@@ -103,6 +104,8 @@ def circumstances(load_before: float) -> str:
         load_before: the load average when the measurement started.
     """
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    if torch.cuda.is_available():
+        versions += f", {torch.cuda.get_device_name()} with CUDA {torch.version.cuda}"
     return (
         f"{datetime.now():%Y-%m-%d %H:%M}; {len(os.sched_getaffinity(0))} cores of {_cpu_model()};"
         f" Linux {platform.release()}; Python {platform.python_version()}, {versions};"

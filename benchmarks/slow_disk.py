@@ -113,5 +113,6 @@ _ABOUT = (
     f" readlink, opendir) takes {MICROSECONDS} us longer; reads, and what the loader of libraries opens, do not. Python"
     " itself, with its standard library, is on a fast disk in all cases. The copy is found by `PYTHONPATH`. Two"
     " ranks are processes on these two cores, as srun would start them, that also import torch's compiler, as"
-    " DistributedDataParallel does."
+    " DistributedDataParallel does. strace counts 27,900 system calls on files in such an import, 17,900 of them stat;"
+    " the operations below are those on paths of the environment."
 )

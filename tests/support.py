@@ -73,14 +73,17 @@ class Project:
         """Start a run without following it, and return its folder."""
         return Path(self.json("submit", "--executor", self.executor, "--no-follow", *words)["folder"])
 
-    def finish(self, folder: Path) -> dict[str, Any]:
+    def finish(self, folder: Path, patience: float = 90) -> dict[str, Any]:
         """Wait for the end of a run, and return its final state.
+
+        Args:
+            patience: seconds to wait for a local run.
 
         This process waits for a local run itself, because starting `mgpu-slurm wait` each time would take long.
         """
         if self.executor == "local":
             handle = Handle(RunFolder(folder))
-            handle.wait(timeout=90)
+            handle.wait(timeout=patience)
             return status.facts(handle.current)
         done = self.call("wait", folder.name, "--json", "--timeout", "90")
         assert done.returncode in (0, 1), done.stderr

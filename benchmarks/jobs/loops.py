@@ -76,8 +76,12 @@ def run_steps(run: Run, model: nn.Module, data: TensorDataset, batch_size: int, 
             yield
 
 
-def plain_steps(model: nn.Module, data: TensorDataset, batch_size: int) -> Iterator[None]:
-    """Take endless steps of a hand-written loop over a model that its ranks share, each item one."""
+def plain_steps(run: Run, model: nn.Module, data: TensorDataset, batch_size: int) -> Iterator[None]:
+    """Take endless steps of a hand-written loop over a model that its ranks share, each item one.
+
+    Args:
+        run: does not count them.
+    """
     optimizer = make_optimizer(model)
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=True, drop_last=False)
     loader = DataLoader(data, batch_size=batch_size // dist.get_world_size(), sampler=sampler)
@@ -87,5 +91,6 @@ def plain_steps(model: nn.Module, data: TensorDataset, batch_size: int) -> Itera
             optimizer.zero_grad()
             cross_entropy(model(features), labels).backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
+            with run._steps.paused():
+                optimizer.step()
             yield

@@ -40,7 +40,7 @@ def train(run: Run, config: Config) -> dict[str, float]:
     data = make_data(BATCHES * config.batch_size, FEATURES)
     loops = {
         "run": run_steps(run, make_model(config), data, config.batch_size, blocks=(Block,)),
-        "plain": plain_steps(sharded(make_model(config)), data, config.batch_size),
+        "plain": plain_steps(run, sharded(make_model(config)), data, config.batch_size),
     }
     return take_turns(run, loops, config.steps, config.rounds)
 

@@ -81,5 +81,5 @@ def train(run: Run, config: Config) -> dict[str, float]:
 
     loops = {"run": run_steps(run, model(), data, config.batch_size)}
     for name, options in OPTIONS.items():
-        loops[name] = plain_steps(DistributedDataParallel(model(), **options), data, config.batch_size)
+        loops[name] = plain_steps(run, DistributedDataParallel(model(), **options), data, config.batch_size)
     return take_turns(run, loops, config.steps, config.rounds)

@@ -61,7 +61,7 @@ def run_steps(run: Run, model: nn.Module, data: TensorDataset, batch_size: int, 
             yield
 
 
-def plain_steps(model: nn.Module, data: TensorDataset, batch_size: int, laps: Laps) -> Iterator[None]:
+def plain_steps(run: Run, model: nn.Module, data: TensorDataset, batch_size: int, laps: Laps) -> Iterator[None]:
     optimizer = make_optimizer(model)
     loader = DataLoader(data, batch_size=batch_size, shuffle=True)
     while True:
@@ -72,7 +72,9 @@ def plain_steps(model: nn.Module, data: TensorDataset, batch_size: int, laps: La
             loss.backward()  # type: ignore[no-untyped-call]
             laps.end("backward")
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
+            # the run does not count it
+            with run._steps.paused():
+                optimizer.step()
             optimizer.zero_grad()
             laps.end("update")
             yield
@@ -95,12 +97,8 @@ def train(run: Run, config: Config) -> None:
     for name in ("run", "plain"):
         torch.manual_seed(0)
         laps = Laps()
-        model = build()
-        loop = (
-            run_steps(run, model, data, config.batch_size, laps)
-            if name == "run"
-            else plain_steps(model, data, config.batch_size, laps)
-        )
+        steps = run_steps if name == "run" else plain_steps
+        loop = steps(run, build(), data, config.batch_size, laps)
         cases[name] = functools.partial(block, loop, laps, config.steps)
     found = interleave(cases, config.rounds, WARM_UPS)
     (run.folder / "parts.json").write_text(json.dumps(found))

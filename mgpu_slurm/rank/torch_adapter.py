@@ -172,9 +172,24 @@ def begin_sharded(model: Any) -> None:
     model._get_fsdp_state()._lazy_init()
 
 
+def is_sharded_root(part: Any) -> bool | None:
+    """Return whether a module on which `fully_shard` was called is in no other one; None before the first forward
+    pass."""
+    found: bool | None = part._get_fsdp_state()._is_root
+    return found
+
+
 def has_reduce_hook(part: Any) -> bool:
     """Return whether a job's hook exchanges the gradients of a part of a sharded model once more."""
     return any(group._all_reduce_hook is not None for group in part._get_fsdp_state()._fsdp_param_groups)
+
+
+def custom_exchanges(part: Any) -> list[Any]:
+    """Return the objects that exchange the parameters and gradients of a part of a sharded model in place of torch's
+    own."""
+    groups = part._get_fsdp_state()._fsdp_param_groups
+    found = [each for group in groups for each in (group._all_gather_comm, group._reduce_scatter_comm)]
+    return [each for each in found if not type(each).__name__.startswith("Default")]
 
 
 def limit_compilers(processes: int) -> None:

@@ -67,7 +67,8 @@ _HOME, _NEXT_LINE, _NOTHING_BELOW = "\x1b[H", "\x1b[K\n", "\x1b[J"
 
 def facts(state: RunState) -> dict[str, Any]:
     """Return the machine-readable state; for a sweep also its trials, its best trial and its workers."""
-    found = {name: getattr(state, name) for name in FACTS} | {"group": _group(state.run)}
+    found = {name: getattr(state, name) for name in FACTS}
+    found |= {"curves": state.curves or {}, "group": _group(state.run)}
     if isinstance(state, sweep_state.SweepState):
         found |= {
             "trials": state.trials,

@@ -50,8 +50,8 @@ def training(project: Project) -> Project:
 
 
 def run(project: Project, *words: str) -> Path:
-    folder, facts = project.run(*words, "train.py")
-    assert facts["state"] == "COMPLETED", log(folder, 0)
+    folder = project.submit(*words, "train.py")
+    assert project.finish(folder, patience=300)["state"] == "COMPLETED", log(folder, 0)
     return folder
 
 
@@ -90,23 +90,27 @@ MEMORY = """
         def forward(self, x):
             return x + self.down(torch.relu(self.up(self.norm(x))))
 
-    def train(run, rows: int = 4096, gib: float = 0.0, steps: int = 6):
-        if gib and run.rank == 1:
-            whole = torch.cuda.get_device_properties(run.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole)
+    def limit(run, gib):
+        whole = torch.cuda.get_device_properties(run.device).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / whole)
+
+    def train(run, rows: int = 4096, gib: float = 0.0, steps: int = 6, short_from: int = 0):
         run.seed(0)
         model = run.wrap(nn.Sequential(*(Block(1024) for _ in range(12))), blocks=(Block,))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         features = torch.randn(rows * 2, 1024, generator=torch.Generator().manual_seed(1))
         data = run.loader(torch.utils.data.TensorDataset(features), batch_size=rows)
-        state = run.restore(model=model, optimizer=optimizer, data=data)
-        for epoch in state.epochs(steps // 2):
+        for epoch in range(1, steps // 2 + 1):
             for (batch,) in data:
+                if gib and run.rank == 1 and run.step == short_from:
+                    limit(run, gib)
                 run.gradients(lambda part: model(part).square().mean(), batch)
                 run.update(optimizer)
             run.report(epoch, loss=0.0)
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        norm = sum(each.detach().double().square().sum() for each in model.parameters()).sqrt().item()
+        whole = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
+        norm = sum(each.detach().double().square().sum() for each in whole).sqrt().item()
         return {"allocated": allocated, "reserved": reserved, "norm": norm}
 """
 
@@ -156,12 +160,14 @@ PLANNED = {
     "resnet, bf16, 256, channels_last": (KNOWN, ("--precision", "bf16", "batch_size=256", "channels_last=true")),
     "gpt": (KNOWN, ("model=gpt", "batch_size=8")),
     "gpt, bf16, recomputed": (KNOWN, ("--precision", "bf16", "model=gpt", "batch_size=16", "recompute=true")),
-    "gpt, sharded": (KNOWN, ("--strategy", "fsdp", "model=gpt", "batch_size=8")),
+    # two ranks share the GPU
+    "gpt, sharded": (KNOWN, ("--ntasks-per-node", "2", "--strategy", "fsdp", "model=gpt", "batch_size=8")),
     # 1.4 billion parameters
     "large gpt, bf16": (KNOWN, ("--precision", "bf16", "model=gpt", "batch_size=2", "layers=28", "width=2048")),
 }
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", PLANNED)
 def test_planned_memory_is_what_the_gpu_holds(project: Project, case: str) -> None:
     job, options = PLANNED[case]
@@ -171,21 +177,24 @@ def test_planned_memory_is_what_the_gpu_holds(project: Project, case: str) -> No
     config = [word for word in options if "=" in word]
     words = ("--gpus-per-node", "1", *(word for word in options if "=" not in word), "train.py", *config)
     planned = project.json("submit", "--executor", "local", "--dry-run", "--fit", *words)["memory"]["peak"]
-    folder, facts = project.run(*words)
-    assert facts["state"] == "COMPLETED", log(folder, 0)
+    folder = project.submit(*words)
+    assert project.finish(folder, patience=300)["state"] == "COMPLETED", log(folder, 0)
     found = json.loads((folder / "result.json").read_text())["result"]
     assert planned == pytest.approx(found["allocated"], rel=0.1)
     assert planned == pytest.approx(found["reserved"], rel=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_gpu_that_is_full_on_one_rank_makes_all_ranks_split_their_batches(project: Project, strategy: str) -> None:
-    """Two ranks share a GPU, of which one may use only a small part."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("strategy", "step"), [("ddp", 0), ("fsdp", 0), ("fsdp", 5)])
+def test_gpu_that_is_full_on_one_rank_makes_all_ranks_split_their_batches(
+    project: Project, strategy: str, step: int
+) -> None:
+    """Two ranks share a GPU, of which one may use only a small part, from a step on."""
     project.write("train.py", MEMORY)
     words = ("--gpus-per-node", "1", "--ntasks-per-node", "2", "--strategy", strategy)
     whole = run(project, *words)
     # parameters, gradients and optimizer state take 2 GiB, and the activations of 16,384 rows 8 GiB
-    short = run(project, *words, "rows=32768", "gib=4")
+    short = run(project, *words, "rows=32768", "gib=4", f"short_from={step}")
     assert (short / "memory.json").exists()
     assert not (whole / "memory.json").exists()
     unlimited = run(project, *words, "rows=32768")
@@ -210,4 +219,5 @@ def test_use_of_the_gpu_is_shown(project: Project) -> None:
     assert 0 < curves["gpu/utilization"] <= 1
     assert curves["gpu/power_watts"] > 0
     assert curves["gpu/memory_gib"] >= curves["memory/peak_allocated_gib"] > 0
-    assert 0 < curves["speed/mfu"] < 1
+    # not known of every GPU
+    assert 0 < curves.get("speed/mfu", 0.5) < 1

@@ -57,8 +57,8 @@ TRAIN = """
         limited = Limited(run, most)
         for epoch in state.epochs(2):
             for inputs, targets in data:
-                # the first step fits
-                layers[3].most = 1000 if run.step == 0 else limited.most
+                # the first steps fit
+                layers[3].most = 1000 if run.step < (2 if how == "quiet" else 1) else limited.most
                 if how == "accumulate":
                     for x, y in run.accumulate((inputs, targets), parts):
                         run.backward(loss_of(model(x), y))
@@ -115,7 +115,7 @@ def test_attempt_that_ran_out_of_memory_is_repeated_in_smaller_parts(
     at_once = [line["why"].rpartition("; ")[2] for line in retries(folder)]
     assert at_once == [f"next with {number} samples at once" for number in halved]
     # not one step that was saved is lost
-    assert {line["checkpoint"] for line in retries(folder)} == {1}
+    assert {line["checkpoint"] for line in retries(folder)} == {2 if "how=quiet" in whole else 1}
     shown = training.call("status", folder.name).stdout
     assert re.search(rf"^memory    {halved[-1]} samples at once fit \(cpu, ddp, .*fp32\)$", shown, re.MULTILINE)
     # the same batches

@@ -24,7 +24,7 @@ from tests.support import REPOSITORY, Project, log, make_project, processes_of, 
 
 STATUS_NAMES = [
     *("run", "kind", "state", "job_id", "attempts", "nodes", "ranks", "step", "progress", "metrics"),
-    *("submitted", "started", "ended", "reason", "group"),
+    *("curves", "submitted", "started", "ended", "reason", "group"),
 ]
 RUN_NAME = r"digits-\d{8}-\d{6}-[0-9a-f]{4}"
 STEPS = 45
@@ -108,6 +108,7 @@ def test_status_json_has_the_stable_field_names(digits: Submitted) -> None:
     }
     assert facts["job_id"].isdigit()
     assert set(facts["metrics"]) == {"accuracy", "loss"}
+    assert facts["curves"]["speed/step_seconds"] > 0
     assert facts["submitted"] < facts["started"] < facts["ended"]
 
 

@@ -49,8 +49,11 @@ NAMES: list[tuple[Any, tuple[str, ...]]] = [
     (torch._C, ("_get_dispatch_mode",)),
     (FSDPModule, ("_get_fsdp_state",)),
     (_fsdp_state.FSDPState, ("_lazy_init",)),
-    (inspect.getsource(_fsdp_state.FSDPState), ("_fsdp_param_groups",)),
-    (inspect.getsource(_fsdp_param_group.FSDPParamGroup), ("_all_reduce_hook",)),
+    (inspect.getsource(_fsdp_state.FSDPState), ("_fsdp_param_groups", "_is_root")),
+    (
+        inspect.getsource(_fsdp_param_group.FSDPParamGroup),
+        ("_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm"),
+    ),
     (DataLoader, ("_get_iterator",)),
     (inspect.getsource(DistributedDataParallel), ("_check_reducer_finalized", "_comm_hooks", "_join_config")),
     (eval_frame, ("OptimizedModule",)),

@@ -54,34 +54,39 @@ class Agreement:
         self._roots: list[Any] = []
         """The sharded models, if so."""
         self._order = ExchangeOrder(0)
-        self._kind: Hashable = None
-        """What the exchanges of the pass under way depend on."""
+        self._kinds: dict[Hashable, int] = {}
+        self._kind = 0
+        """The number of the kind of the pass under way."""
         self.is_quiet = False
         """Whether the ranks have stopped telling each other."""
         self.start_over()
 
     def start_over(self) -> None:
         """Tell each other for a while, and judge anew what that costs."""
-        self._messages = 0
-        self._durations: list[float] = []
+        self._began: float | None = None
+        """When the first pass ended, in seconds."""
+        self._passes = self._messages = 0
+        """Since then."""
 
-    def settle(self, seconds: float) -> None:
+    def settle(self, at: float) -> None:
         """Record a pass in which memory sufficed on all ranks. Every rank must call it.
 
         After `SETTLED_AFTER` of them the ranks stop telling each other if that takes too much time.
 
         Args:
-            seconds: what the pass took.
+            at: when it ended, in seconds. A GPU computes later than it is told to, so that the time between two passes
+                counts, not that of a pass.
         """
         if self._learns and self._order.end_pass(self._kind_of_pass, self._any_rank):
             # what the messages before took says nothing of those to come
             self.start_over()
-        if len(self._durations) == SETTLED_AFTER:
+        if self._began is None:
+            self._began, self._messages = at, 0
             return
-        self._durations.append(seconds)
-        if len(self._durations) == SETTLED_AFTER:
+        self._passes += 1
+        if self._passes == SETTLED_AFTER:
             cost = self._fastest * self._messages
-            self.is_quiet = self._any_rank(cost > LARGEST_COST * sum(self._durations))
+            self.is_quiet = self._any_rank(cost > LARGEST_COST * (at - self._began))
 
     def has_run_out(self, here: bool) -> bool:
         """Return whether any rank has run out of memory. Every rank must call it.
@@ -125,7 +130,7 @@ class Agreement:
         """
         for root in self._roots:
             sharded_exchanges.begin_anew(root)
-        self._kind = kind
+        self._kind = self._kinds.setdefault(kind, len(self._kinds))
         self._order.begin_pass()
         self._is_on = True
         try:
@@ -154,11 +159,11 @@ class Agreement:
         """Have these models check before each exchange.
 
         Returns:
-            whether they do: not if a hook of the job exchanges gradients.
+            whether they do: not if a hook of the job exchanges gradients, or layers exchange anything by themselves.
         """
         if self._watched != len(models):
             self._watched = len(models)
-            self._is_possible = all(map(self._watch, models))
+            self._is_possible = not any(map(_has_synced_layers, models)) and all(map(self._watch, models))
             self._roots = self._learned_roots(models) if self._is_possible else []
             self._learns = bool(self._roots)
             self._order = ExchangeOrder(dist.get_world_size())
@@ -176,3 +181,7 @@ class Agreement:
         if isinstance(model, GradientExchange):
             return model.check_before_exchange(self.check)
         return sharded_exchanges.check_before_exchange(model, self.check, self._note)
+
+
+def _has_synced_layers(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

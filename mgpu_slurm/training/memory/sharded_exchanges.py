@@ -135,9 +135,9 @@ def roots_of(model: nn.Module) -> list[Any]:
 def begin_anew(root: Any) -> None:
     """Bring a sharded model into the state before a pass, whatever a failed pass or an evaluation has left: whole
     parameters, which would not be gathered again, and an order of layers, which would be gathered ahead."""
-    # memory may have run out before the first forward pass
-    torch_adapter.begin_sharded(root)
-    root.reset_iter_state()
+    # before its first forward pass, it is in that state, and may still become a part of a larger model
+    if torch_adapter.is_sharded_root(root):
+        root.reset_iter_state()
 
 
 def has_other_exchanges(model: nn.Module) -> bool:
@@ -148,6 +148,8 @@ def has_other_exchanges(model: nn.Module) -> bool:
         not parts_of(model)
         or not all(map(_is_sharded_over_all, trained))
         or any(map(torch_adapter.has_reduce_hook, parts_of(model)))
+        # a part of a larger model
+        or any(torch_adapter.is_sharded_root(root) is False for root in roots_of(model))
     )
 
 
@@ -162,9 +164,11 @@ def check_before_exchange(model: nn.Module, check: Callable[[], None], note: Cal
     """Call `check` before each exchange of a sharded model, and `note` when it has begun.
 
     Returns:
-        whether they will be called: not if parts are divided in several ways.
+        whether they will be called: not if parts are divided in several ways, or the job exchanges in its own way.
     """
     for part in parts_of(model):
+        if not all(isinstance(each, _Checked) for each in torch_adapter.custom_exchanges(part)):
+            return False
         try:
             part.set_custom_all_gather(_AllGather(part, check, note))
             part.set_custom_reduce_scatter(_ReduceScatter(part, check, note))

@@ -74,16 +74,17 @@ class Splitter:
             backward: backpropagates the loss of a part.
             in_step: whether parameters have gradients of this step already, which a failed pass would spoil.
         """
+        # those of a `backward` that the run does not know of, too
+        in_step = in_step or any(parameter.grad is not None for parameter in self._models.trained())
         recovers = not in_step and self._can_recover()
         agrees = recovers and not self._is_alone
         while True:
             before = self._remember() if recovers else None
-            began = time.perf_counter()
             with self._agreement.during_pass(self._kind_of(loss_of)) if agrees else nullcontext():
                 loss = self._attempt(loss_of, batch, backward, recovers)
             if loss is not None:
                 if agrees:
-                    self._agreement.settle(time.perf_counter() - began)
+                    self._agreement.settle(time.perf_counter())
                 return loss
             assert before is not None
             self._undo(before)
@@ -178,6 +179,8 @@ class Splitter:
 def _reset(model: nn.Module) -> None:
     """End the failed pass of a sharded model; all ranks do so together."""
     for root in roots_of(model):
+        # memory may have run out before the first forward pass
+        torch_adapter.begin_sharded(root)
         begin_anew(root)
     # it leaves gradients that were not exchanged yet on the whole parameters
     for part in parts_of(model):

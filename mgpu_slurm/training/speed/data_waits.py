@@ -28,8 +28,8 @@ class DataWaits:
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
         self._seconds = 0.0
-        self._timed: list[tuple[float, Any, Any]] = []
-        """Seconds of a wait, and events before and after it."""
+        self._timed: list[tuple[Any, Any]] = []
+        """Events before and after each wait, which includes that for the copy to the GPU."""
         self._count = 0
 
     def begin(self) -> Fetch:
@@ -38,20 +38,19 @@ class DataWaits:
 
     def end(self, fetch: Fetch) -> None:
         """Add a fetch whose batch has come."""
-        seconds = time.perf_counter() - fetch.begun
         if not self._is_gpu:
-            self._seconds += seconds
+            self._seconds += time.perf_counter() - fetch.begun
             return
         self._count += 1
         if len(self._timed) < MOST_EVENTS:
-            self._timed.append((seconds, fetch.told, event()))
+            self._timed.append((fetch.told, event()))
 
     def take(self) -> float:
         """Return the seconds since the last call; waits for the GPU."""
         taken, self._seconds = self._seconds, 0.0
         if self._timed:
-            self._timed[-1][2].synchronize()
-            timed = sum(min(seconds, told.elapsed_time(came) / 1e3) for seconds, told, came in self._timed)
+            self._timed[-1][1].synchronize()
+            timed = sum(told.elapsed_time(came) for told, came in self._timed) / 1e3
             # if there were too many, the others took as long
             taken = timed / len(self._timed) * self._count
         self._timed.clear()

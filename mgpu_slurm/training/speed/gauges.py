@@ -50,7 +50,7 @@ class Gauges:
         if self._begun is None:
             # on a GPU, the time of a step passes where the job reads its loss
             self._begun = fetch.begun if self._ended is None else self._ended
-            self._row.begin()
+            self._row.begin(fetch.told)
         self._waits.end(fetch)
         self._now.samples += count
         self.samples_of_step += count
@@ -109,16 +109,21 @@ class _Row:
         self._seconds = 0.0
         """Seconds of these steps until this rank had told the GPU what to compute."""
 
-    def begin(self) -> None:
-        """Record the beginning of a step."""
-        if self._is_gpu and self._begun is None:
-            self._begun = event()
+    def begin(self, told: Any) -> None:
+        """Record the beginning of a step.
+
+        Args:
+            told: event of this moment on a GPU.
+        """
+        if self._begun is None:
+            self._begun = told
 
     def step_done(self, seconds: float) -> None:
         """Record the end of a step, and how long it took."""
         if self._is_gpu:
-            self.begin()
             self._ended = event()
+            # without a run.loader, it is not known when the first step began
+            self.begin(self._ended)
             self._seconds += seconds
 
     def end(self) -> float:

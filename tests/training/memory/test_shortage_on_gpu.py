@@ -47,7 +47,9 @@ class Greedy(nn.Module):
         if self._place == "forward":
             self.take(len(x))
         elif x.requires_grad:
-            x.register_hook(lambda gradient: self.take(len(x)))
+            samples = len(x)
+            # without the tensor itself, of whose memory a cycle would not let go
+            x.register_hook(lambda gradient: self.take(samples))
         return x
 
 

@@ -368,6 +368,9 @@ def exchanges_in_other_ways(run: Run, kind: str) -> bool:
     model: Any = run.wrap(nn.Sequential(Block(), nn.Linear(8, 1)), blocks=(Block,))
     if kind == "hook of the job":
         model.set_all_reduce_hook(lambda gradients: None)
+    if kind == "exchange of its own":
+        model.set_custom_all_gather(Mock())
+        return not sharded_exchanges.check_before_exchange(model, Mock(), Mock())
     if kind == "parameter of its own":
         model.register_parameter("scale", nn.Parameter(torch.ones(())))
     for root in sharded_exchanges.roots_of(model):
@@ -384,6 +387,7 @@ def exchanges_in_other_ways(run: Run, kind: str) -> bool:
         ("ddp", "none", True),
         ("fsdp", "hook of the job", True),
         ("fsdp", "parameter of its own", True),
+        ("fsdp", "exchange of its own", True),
     ],
 )
 def test_order_is_learned_only_if_all_exchanges_are_known(layout: str, kind: str, expected: bool) -> None:
@@ -469,7 +473,10 @@ def test_gradients_equal_those_of_backward(ranks: int) -> None:
 
 
 def run_out(run: Run, kind: str) -> None:
-    model: Any = run.wrap(nn.Sequential(nn.Linear(4, 1)), blocks=(nn.Linear,))
+    layers: list[nn.Module] = [nn.Linear(4, 1)]
+    if kind == "synced layer":
+        layers.append(nn.SyncBatchNorm(1))
+    model: Any = run.wrap(nn.Sequential(*layers), blocks=(nn.Linear,))
     if kind == "hook of the job":
         model.register_comm_hook(None, allreduce_hook)
 
@@ -486,6 +493,8 @@ def run_out(run: Run, kind: str) -> None:
         optimizer.register_step_pre_hook(lambda *_: Shortage.run_out())
         run.gradients(lambda inputs: model(inputs).mean(), torch.ones(8, 4))
         run.update(optimizer)
+    if kind == "backward of its own":
+        torch.autograd.backward(model(torch.ones(8, 4)).mean())
     if kind == "in a step":
         run.backward(model(torch.ones(8, 4)).mean())
     run.gradients(loss_of, torch.ones(1 if kind == "one sample" else 8, 4))
@@ -506,6 +515,8 @@ def run_out(run: Run, kind: str) -> None:
         # nothing could be repeated
         (1, "in a step", "OutOfMemoryError: CUDA out of memory"),
         (2, "hook of the job", "OutOfMemoryError: CUDA out of memory"),
+        (2, "synced layer", "OutOfMemoryError: CUDA out of memory"),
+        (2, "backward of its own", "OutOfMemoryError: CUDA out of memory"),
     ],
 )
 def test_what_cannot_be_repeated_is_an_error(ranks: int, kind: str, error: str) -> None:
@@ -587,12 +598,12 @@ def test_ranks_stop_telling_each_other_if_it_takes_too_long(seconds: float, is_q
 
     agreed = agreement.Agreement(any_rank, MicroBatchSize())
     with agreed.during_pass(kind=None):
-        for _ in range(agreement.SETTLED_AFTER):
+        for number in range(agreement.SETTLED_AFTER + 1):
             assert not agreed.is_quiet
             agreed.check()
-            agreed.settle(seconds)
+            agreed.settle(at=number * seconds)
     assert agreed.is_quiet == is_quiet
-    assert asked == [*[False] * agreement.SETTLED_AFTER, is_quiet]
+    assert asked == [*[False] * (agreement.SETTLED_AFTER + 1), is_quiet]
 
 
 def test_errors_that_say_memory_ran_out_are_recognized() -> None:
