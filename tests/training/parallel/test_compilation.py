@@ -303,7 +303,9 @@ def compile_without_openssl(run: Run, folder: Path) -> float:
     return found
 
 
-def test_model_is_compiled_without_openssl(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_model_is_compiled_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 250)
     torch.manual_seed(0)
     assert math.isfinite(run_ranks(compile_without_openssl, 1, tmp_path)[0])
 
