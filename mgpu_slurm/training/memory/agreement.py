@@ -166,7 +166,7 @@ class Agreement:
             self._is_possible = not any(map(_has_synced_layers, models)) and all(map(self._watch, models))
             self._roots = self._learned_roots(models) if self._is_possible else []
             self._learns = bool(self._roots)
-            self._order = ExchangeOrder(dist.get_world_size())
+            self._order = ExchangeOrder(dist.get_world_size() if self._learns else 0)
         return self._is_possible
 
     @staticmethod
