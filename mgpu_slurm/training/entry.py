@@ -7,6 +7,7 @@ function. Under the local executor, it is called in a forked process that has al
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -292,6 +293,8 @@ def import_for_ranks() -> None:
 
     # otherwise DistributedDataParallel imports it on every rank when the first model is wrapped
     torch_adapter.import_compiler()
+    # a collection in a rank would look through 300,000 objects of these modules, and so copy their memory
+    gc.freeze()
 
 
 def run_rank(folder: RunFolder, work: Work = run_target) -> int:
