@@ -1,7 +1,7 @@
 """The exchanges of models under `fully_shard`: checked before they begin, and their order learned.
 
-A rank that has run out of memory cannot go on with its model. Once it knows in which order the ranks exchange, it goes
-through the rest of a pass without computing anything: see `ExchangeOrder.finish`.
+A rank that has run out of memory cannot continue with its model. Once it knows in which order the ranks exchange, it
+goes through the rest of a pass without computing anything: see `ExchangeOrder.finish`.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_pass_that_failed_leaves_nothing_and_is_repeated_exactly(
 
 def test_optimizer_that_does_not_fit_is_an_error(part_of_a_gpu: int, tmp_path: Path) -> None:
     run = Run(RankInfo(), tmp_path, rank_info.choose_device(RankInfo()), 1, StopFlag())
-    # gradients fit beside the parameters, but not two more tensors of that size
+    # gradients fit next to the parameters, but not two more tensors of that size
     width = int((0.35 * part_of_a_gpu / 4) ** 0.5)
     model = run.wrap(nn.Linear(width, width, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
