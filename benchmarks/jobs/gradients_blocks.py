@@ -30,9 +30,9 @@ from mgpu_slurm.training.memory.sharded_exchanges import LEARNED_AFTER
 @dataclass
 class Config(BlocksConfig):
     agrees: bool = False
-    runs_out: bool = False
-    """Compare a step in which memory runs out on the last rank with one in which it does not, in place of the loops."""
     """Whether ranks always tell each other whether memory has run out; otherwise they may stop after a while."""
+    runs_out: bool = False
+    """Whether to compare steps in which memory runs out on the last rank with others, in place of the loops."""
 
 
 class Steps:

@@ -49,10 +49,8 @@ class Agreement:
         """Whether a pass is under way that all ranks can repeat."""
         self._watched, self._is_possible = 0, True
         """Number of models that check before their exchanges, and whether all could be made to."""
-        self._learns = False
-        """Whether all exchanges are those of models that are sharded over all ranks."""
         self._roots: list[Any] = []
-        """The sharded models, if so."""
+        """The models, if all exchanges are those of models that are sharded over all ranks."""
         self._order = ExchangeOrder(0)
         self._kinds: dict[Hashable, int] = {}
         self._kind = 0
@@ -77,7 +75,7 @@ class Agreement:
             at: when it ended, in seconds. A GPU computes later than it is told to, so that the time between two passes
                 counts, not that of a pass.
         """
-        if self._learns and self._order.end_pass(self._kind_of_pass, self._any_rank):
+        if self._roots and self._order.end_pass(self._kind_of_pass, self._any_rank):
             # what the messages before took says nothing of those to come
             self.start_over()
         if self._began is None:
@@ -165,8 +163,7 @@ class Agreement:
             self._watched = len(models)
             self._is_possible = not any(map(_has_synced_layers, models)) and all(map(self._watch, models))
             self._roots = self._learned_roots(models) if self._is_possible else []
-            self._learns = bool(self._roots)
-            self._order = ExchangeOrder(dist.get_world_size() if self._learns else 0)
+            self._order = ExchangeOrder(dist.get_world_size() if self._roots else 0)
         return self._is_possible
 
     @staticmethod

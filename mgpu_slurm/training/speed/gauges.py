@@ -9,7 +9,7 @@ import torch
 
 from mgpu_slurm.data.nests import children_of
 from mgpu_slurm.run_folder.speed_records import Interval
-from mgpu_slurm.training.speed.data_waits import MOST_EVENTS, DataWaits, Fetch, event
+from mgpu_slurm.training.speed.data_waits import DataWaits, Fetch, Spans, event
 from mgpu_slurm.training.speed.gpu_sampler import GpuSampler
 
 
@@ -33,8 +33,8 @@ class Gauges:
         self._last: Any = None
         """The end of the pass, or of the fetch, before."""
         self._waits = DataWaits(device)
-        self._forward = _Passes(device)
-        self._backward = _Passes(device)
+        self._forward = Spans(device)
+        self._backward = Spans(device)
         self._row = _Row(device)
 
     def fetch_begins(self) -> Fetch:
@@ -113,7 +113,7 @@ class _Row:
         """Record the beginning of a step.
 
         Args:
-            told: event of this moment on a GPU.
+            told: mark of this moment.
         """
         if self._begun is None:
             self._begun = told
@@ -134,45 +134,6 @@ class _Row:
             return 0.0
         ended.synchronize()
         return max(0.0, float(begun.elapsed_time(ended)) / 1e3 - seconds)
-
-
-_UNTIMED = object()
-"""Mark of a pass that is counted, but not timed."""
-
-
-class _Passes:
-    """Adds up the times of passes on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
-        self._count = 0
-
-    def mark(self) -> Any:
-        """Return a mark of this moment."""
-        if not self._is_gpu:
-            return time.perf_counter()
-        return _UNTIMED if len(self._events) >= MOST_EVENTS else event()
-
-    def add(self, begun: Any, ended: Any) -> None:
-        """Add the time between two marks."""
-        self._count += 1
-        if not self._is_gpu:
-            self._seconds += ended - begun
-        elif _UNTIMED not in (begun, ended):
-            self._events.append((begun, ended))
-
-    def take(self) -> float:
-        """Return the seconds of all passes since the last call; waits for the GPU."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            timed = sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1e3
-            # if there were too many, the others took as long
-            self._seconds = timed / len(self._events) * self._count
-        taken, self._seconds, self._count = self._seconds, 0.0, 0
-        self._events.clear()
-        return taken
 
 
 def _tokens_in(batch: Any) -> int:

@@ -257,7 +257,7 @@ class TestGaugesOfGpu:
         assert measured.take().waited == pytest.approx(2 * data_waits.MOST_EVENTS * idle)
 
     def test_passes_beyond_the_largest_number_of_events_take_as_long_as_the_others(self, measured: Gauges) -> None:
-        steps = gauges.MOST_EVENTS + 50
+        steps = data_waits.MOST_EVENTS + 50
         for _ in range(steps):
             self.step(measured)
         found = measured.take()
